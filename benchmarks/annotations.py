@@ -19,13 +19,13 @@ import tempfile
 from pathlib import Path
 
 POLYGONS = 1000
-POINTS = (9, 44)  # of a polygon; on average they give COCO's 458 MB
+POINTS = (9, 44)  # per polygon; on average they give COCO's 458 MB
 
 SSDCTL = """
 from pathlib import Path
 from ssdctl.data.check import check
 from ssdctl.data.formats import coco
-from ssdctl.data.split_files import SplitFiles
+from ssdctl.data.annotations import SplitFiles
 path = Path(sys.argv[1])
 begun = time.perf_counter()
 annotations = coco.read_files({"train": SplitFiles(path.parent, path)})["train"]

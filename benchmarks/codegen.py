@@ -8,8 +8,9 @@ kernel moves (`kernel_num_gb`). Convolutions are vendor kernels: they are counte
 not. Predicted times are a roofline: bytes over the memory's rate, and the convolutions' arithmetic
 over 400 TFLOP/s. That rate is assumed, not measured, and most of the total rests on it.
 
-`--check` fails if a kernel adds with atomics, or if a convolution other than the stem has a number
-of channels that tensor cores cannot use.
+`--check` fails if a kernel uses atomics, if a convolution other than the stem has a number of
+channels that tensor cores cannot use, or if ptxas (`assemble.py`) reports that all configurations
+of a kernel spill registers. Each compute capability (`--sm`) takes a minute or two.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import contextlib
 import json
 import os
 import re
+import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +31,15 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import torch
+from assemble import DEFINITION, assemble, faults
 from torch import Tensor, nn
 
 GPU = torch.device("cuda", 0)
 MEMORY_GB_PER_S = 2700.0  # of 3,350: what streaming kernels reach on an H100 SXM
-TENSOR_TFLOPS = 400.0  # of 989 in bf16: what convolutions of this size reach
+TENSOR_TFLOPS = 400.0  # of 989 in bf16: assumed of convolutions of this size
 LAUNCH_US = 2.0  # within a CUDA graph
 ALIGNED = 8  # channels, for bf16 tensor cores
+CAPABILITIES = (80, 90, 100)  # of the A100, the H100 and the B200
 STEM = (4, 64)  # channels of the images with a fourth plane, and of the stem
 
 H100 = types.SimpleNamespace(
@@ -88,7 +92,7 @@ class Generated(NamedTuple):
         return sum(k.gigabytes * k.launches for k in self.kernels)
 
 
-def _mock_gpu() -> None:
+def mock_gpu() -> None:
     """Replace the driver queries of PyTorch, inductor and Triton by the values of an H100."""
     constants: dict[Any, dict[str, Any]] = {
         torch.cuda: {
@@ -131,10 +135,12 @@ def _mock_gpu() -> None:
     CudaInterface.Worker.current_device = staticmethod(_constant(0))  # type: ignore
 
     from torch._dynamo import utils
+    from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     utils.preserve_rng_state = contextlib.nullcontext
+    triton_helpers.set_driver_to_gpu = _constant(None)
     target = types.SimpleNamespace(
         get_current_target=_constant(GPUTarget("cuda", 90, 32)),
         get_active_torch_device=_constant(GPU),
@@ -156,27 +162,33 @@ def _convolution_format(images: Tensor, weight: Tensor, *_: Any) -> torch.memory
     return torch.contiguous_format
 
 
-def trace(
-    backbone: str, extra_norm: str, batch_size: int, precision: str, boxes: int
-) -> dict[str, torch.fx.GraphModule]:
-    """Trace the step on fake tensors into the graphs `forward` and `backward`."""
+class Graphs(NamedTuple):
+    """The traced graphs of a module."""
+
+    parts: dict[str, torch.fx.GraphModule]  # forward, and backward if something needs a gradient
+    num_changed: int  # buffers that forward changes: its first outputs
+    num_results: int  # its next outputs; values for backward follow
+
+
+def trace(build: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> Graphs:
+    """Trace a module that returns a tuple, and its backward, on fake tensors.
+
+    Args:
+        build: Returns the module and its arguments; called where all new tensors are fake.
+    """
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._guards import TracingContext, tracing
     from torch._inductor import compile_fx, lowering  # noqa: F401  (they register decompositions)
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ssdctl.device.cpu import Cpu
-    from ssdctl.model import fused
-    from ssdctl.model.ssd300 import Architecture
-    from ssdctl.training.step import LossModule
-
-    graphs: dict[str, torch.fx.GraphModule] = {}
+    parts: dict[str, torch.fx.GraphModule] = {}
 
     def keep(name: str) -> Callable[..., Any]:
         def compiler(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-            graphs[name] = graph
+            parts[name] = graph
             return make_boxed_func(graph.forward)
 
         return compiler
@@ -184,31 +196,44 @@ def trace(
     def partition(graph: Any, inputs: Any, **options: Any) -> Any:
         return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
 
-    # They look for cuDNN, which is absent: mypy refuses replacements of functions.
-    torch._C._select_conv_backend = _constant(None)  # type: ignore[assignment]
-    torch._C._conv_determine_backend_memory_format = _convolution_format  # type: ignore[assignment]
-    with FakeTensorMode(allow_non_fake_inputs=True), _compiling():
-        with torch.device("meta"):
-            model = Architecture(backbone, extra_norm, 81).build().train()
-        _materialize(model)
-        loss_module = _Tuple(LossModule(model, Cpu(), precision))
-        fused.swap_in(loss_module, ("gpu",))
-        arguments = (
-            torch.empty(batch_size, 300, 300, 3, dtype=torch.uint8),
-            torch.empty(batch_size, 4),
-            torch.empty(batch_size, boxes, 4),
-            torch.empty(batch_size, boxes, dtype=torch.int64),
-        )
-        with config.patch(force_non_lazy_backward_lowering=True):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    context = TracingContext(mode)
+    with mode, _tracing_for_gpus():
+        module, arguments = build()
+        with config.patch(force_non_lazy_backward_lowering=True), tracing(context):
             aot_module_simplified(
-                loss_module,
+                module,
                 arguments,
                 fw_compiler=keep("forward"),
                 bw_compiler=keep("backward"),
                 partition_fn=partition,
                 decompositions=select_decomp_table(),
             )(*arguments)
-    return graphs
+    facts = context.fw_metadata
+    assert facts is not None
+    return Graphs(parts, facts.num_mutated_inp_runtime_indices, facts.num_outputs)
+
+
+def build_step(
+    backbone: str, extra_norm: str, batch_size: int, precision: str, boxes: int
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return the forward of a training step and arguments without values, for `trace`."""
+    from ssdctl.device.cpu import Cpu
+    from ssdctl.model import fused
+    from ssdctl.model.ssd300 import Architecture
+    from ssdctl.training.step import LossModule
+
+    with torch.device("meta"):
+        model = Architecture(backbone, extra_norm, 81).build().train()
+    _materialize(model)
+    module = AsTuple(LossModule(model, Cpu(), precision))
+    fused.swap_in(module, ("gpu",))
+    return module, (
+        torch.empty(batch_size, 300, 300, 3, dtype=torch.uint8),
+        torch.empty(batch_size, 4),
+        torch.empty(batch_size, boxes, 4),
+        torch.empty(batch_size, boxes, dtype=torch.int64),
+    )
 
 
 def _materialize(model: nn.Module) -> None:
@@ -228,16 +253,24 @@ def _materialize(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """Let the model take the branches that it takes under torch.compile.
+def _tracing_for_gpus() -> Iterator[None]:
+    """Let modules take the branches of a compiled step, and convolutions the layout of cuDNN.
 
     The tensors are fake ones of the CPU: autograd asks the driver about those of a GPU.
     """
-    before, torch.compiler.is_compiling = torch.compiler.is_compiling, _constant(True)
+    replaced = {
+        (torch.compiler, "is_compiling"): _constant(True),
+        (torch._C, "_select_conv_backend"): _constant(None),  # these look for cuDNN
+        (torch._C, "_conv_determine_backend_memory_format"): _convolution_format,
+    }
+    before = {(owner, name): getattr(owner, name) for owner, name in replaced}
+    for (owner, name), value in replaced.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.compiler.is_compiling = before
+        for (owner, name), value in before.items():
+            setattr(owner, name, value)
 
 
 def _move_to_gpu(graph: torch.fx.GraphModule, mode: Any) -> list[Any]:
@@ -262,18 +295,35 @@ def _move_to_gpu(graph: torch.fx.GraphModule, mode: Any) -> list[Any]:
     return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-class _Tuple(nn.Module):
-    def __init__(self, loss_module: nn.Module) -> None:
-        super().__init__()
-        self.loss_module = loss_module
+class AsTuple(nn.Module):
+    """Returns the result of a module as a tuple, as a graph needs."""
 
-    def forward(self, *arguments: Tensor) -> tuple[Tensor]:
-        """Return the result as a tuple, as a graph needs."""
-        return (self.loss_module(*arguments),)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        result = self.module(*arguments)
+        return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 class _StopError(Exception):
     """Raised instead of loading the generated code."""
+
+
+@contextlib.contextmanager
+def gpu_settings() -> Iterator[None]:
+    """Set inductor's options of a training step on a GPU."""
+    from torch._inductor import config
+
+    from ssdctl.device import inductor
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        settings = {k: v for k, v in inductor.gpu_options().items() if k != "triton.cudagraphs"}
+        inductor.keep_pool_backward()
+        with config.patch({**settings, "fx_graph_cache": False, "benchmark_kernel": True}):
+            yield
 
 
 def generate(graph: torch.fx.GraphModule, *, is_backward: bool) -> str:
@@ -295,7 +345,7 @@ def generate(graph: torch.fx.GraphModule, *, is_backward: bool) -> str:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = _move_to_gpu(graph, mode)
     try:
-        with tracing(TracingContext(mode)):
+        with _tracing_for_gpus(), tracing(TracingContext(mode)):
             compile_fx.compile_fx_inner(
                 graph,
                 inputs,
@@ -315,8 +365,7 @@ def summarize(code: str) -> Generated:
     # The last one: each kernel's own benchmark, before it, has a `call` as well.
     call = code[code.rindex("def call(") :].partition("def benchmark_compiled_module")[0]
     kernels = []
-    definition = r"(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str"
-    for match in re.finditer(definition, code, re.DOTALL):
+    for match in DEFINITION.finditer(code):
         gigabytes = re.search(r"kernel_num_gb': ([0-9.e-]+)", match[2])
         launches = len(re.findall(rf"{match[1]}\.run\(", call))
         kernels.append(Kernel(match[1], float(gigabytes[1]) if gigabytes else 0.0, launches))
@@ -379,6 +428,7 @@ def _print_table(parts: dict[str, Generated], flop: float) -> None:
     total += milliseconds
     print(f"| both | convolutions, {flop:.0f} GFLOP | {convolutions} | | {milliseconds:.2f} |")
     print(f"| both | all | | | {total:.2f} |")
+    print(f"\nThe total rests on an assumed {TENSOR_TFLOPS:.0f} TFLOP/s of the convolutions.")
 
 
 def _counts(names: list[str]) -> str:
@@ -395,37 +445,48 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--boxes", type=int, default=93, help="most boxes of an image")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write the generated code here")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N largest")
-    parser.add_argument("--check", action="store_true", help="fail on atomics and odd channels")
+    parser.add_argument("--check", action="store_true", help="assemble, and fail on faults")
+    parser.add_argument(
+        "--sm", type=int, nargs="+", default=CAPABILITIES, help="what --check is for"
+    )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
+
+
+def _check(
+    code: dict[str, str], unaligned: list[tuple[int, int]], capabilities: Sequence[int]
+) -> None:
+    found = [f"a convolution has {i} and {o} channels" for i, o in unaligned]
+    for capability in capabilities:
+        rows = [row for text in code.values() for row in assemble(text, capability)]
+        found += [f"sm_{capability}: {fault}" for fault in faults(rows)]
+        spilling = sum(row.spilled > 0 for row in rows)
+        print(
+            f"sm_{capability}: {len({row.kernel for row in rows})} kernels, {len(rows)} "
+            f"configurations, {spilling} of them spill; at most "
+            f"{max(row.registers for row in rows)} registers",
+            file=sys.stderr,
+        )
+    if found:
+        raise SystemExit("\n".join(found))
 
 
 def main() -> None:
     """Generate, count and print."""
     options = _parse()
-    from torch._inductor import config
-
-    from ssdctl.device import inductor
-
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        settings = {k: v for k, v in inductor.gpu_options().items() if k != "triton.cudagraphs"}
-        inductor.keep_pool_backward()
-        with config.patch({**settings, "fx_graph_cache": False, "benchmark_kernel": True}):
-            graphs = trace(
-                options.backbone, options.extra_norm, options.bs, options.precision, options.boxes
-            )
-            unaligned = unaligned_channels(graphs["forward"])
-            _mock_gpu()
-            code = {n: generate(g, is_backward=n == "backward") for n, g in graphs.items()}
+    step = (options.backbone, options.extra_norm, options.bs, options.precision, options.boxes)
+    with gpu_settings():
+        graphs = trace(lambda: build_step(*step)).parts
+        mock_gpu()
+        code = {n: generate(g, is_backward=n == "backward") for n, g in graphs.items()}
     parts = {name: summarize(text) for name, text in code.items()}
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
         for name, text in code.items():
             (options.keep / f"{options.backbone}-{name}.py").write_text(text)
-    if options.check and (unaligned or any(part.atomics for part in parts.values())):
-        atomics = {name: part.atomics for name, part in parts.items()}
-        raise SystemExit(f"atomic additions: {atomics}; unaligned convolutions: {unaligned}")
+    unaligned = unaligned_channels(graphs["forward"])
+    if options.check:
+        _check(code, unaligned, options.sm)
     if options.json:
         result: dict[str, float] = {f"launches_{n}": p.launches for n, p in parts.items()}
         result |= {f"gigabytes_{n}": round(p.gigabytes, 2) for n, p in parts.items()}

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from ssdctl.evaluation.coco_ap import read_detections, run_scoring
-from ssdctl.evaluation.ground_truth import read_ground_truth
-from ssdctl.evaluation.synthetic import make_split
+from ssdctl.benchmark.evaluate import make_split
+from ssdctl.evaluation.coco_ap import read_ground_truth, run_scoring
+from ssdctl.evaluation.evaluate import read_detections
 
 PYCOCOTOOLS = """
 import contextlib, io, json, sys, time

@@ -1,13 +1,13 @@
-"""Measure prediction on pictures: its rate, and its peak memory on a large picture and on a video.
+"""Measure prediction on images: its rate, and its peak memory on a large image and on a video.
 
-    python benchmarks/predict.py [--backbone resnet34] [--pictures 64] [--rounds 3]
+    python benchmarks/predict.py [--backbone resnet34] [--images 64] [--rounds 3]
     python benchmarks/predict.py --only tiles
     python benchmarks/predict.py --only video [--frames 2000]
     python benchmarks/predict.py --only latency [--ultralytics-python VENV/bin/python]
 
 Rate: JPEGs of 640 x 480 by a loop over `Predictor.predict`, and in batches with decoding ahead, in
 turn; the best round of each. Memory: the peak resident set of `ssdctl predict` as a process, on a
-small picture, on 8,000 x 6,000 pixels with tiles, and on videos of two lengths. Latency: one image
+small image, on 8,000 x 6,000 pixels with tiles, and on videos of two lengths. Latency: one image
 by PyTorch, onnxruntime and OpenVINO, against torchvision's ssd300_vgg16 and, from another
 environment, ultralytics' yolo11n, as processes in turn. Weights are random.
 """
@@ -30,7 +30,7 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.checkpoint import third_party
-from ssdctl.checkpoint.reader import read_checkpoint
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.exporting import onnx
 from ssdctl.exporting.deployed import ExportOptions
 from ssdctl.exporting.int8 import quantize
@@ -50,7 +50,7 @@ print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backbone", default="resnet34")
-    parser.add_argument("--pictures", type=int, default=64)
+    parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--frames", type=int, default=2000)
@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as name:
         folder = Path(name)
-        checkpoint = write_checkpoint(folder, options.backbone)
+        checkpoint = save_checkpoint(folder, options.backbone)
         if options.only in (None, "rate"):
             measure_rate(checkpoint, folder, options)
         if options.only in (None, "tiles"):
@@ -71,7 +71,7 @@ def main() -> None:
             measure_latency(checkpoint, folder, options)
 
 
-def write_checkpoint(folder: Path, backbone: str) -> Path:
+def save_checkpoint(folder: Path, backbone: str) -> Path:
     """Write random weights in a third-party layout, which needs no run."""
     torch.manual_seed(0)
     state = third_party.to_third_party(SSD300(backbone, 81, "none").state_dict(), "mlperf")
@@ -79,16 +79,16 @@ def write_checkpoint(folder: Path, backbone: str) -> Path:
     return folder / "weights.pt"
 
 
-def write_picture(path: Path, size: tuple[int, int], seed: int) -> Path:
-    """Write smooth random colours, so that a JPEG has the size of a photo."""
+def write_image(path: Path, size: tuple[int, int], seed: int) -> Path:
+    """Write smooth random colors, so that a JPEG has the size of a photo."""
     small = np.random.default_rng(seed).integers(0, 256, (size[1] // 8, size[0] // 8, 3), np.uint8)
     Image.fromarray(small).resize(size).save(path, quality=90)
     return path
 
 
 def measure_rate(checkpoint: Path, folder: Path, options: argparse.Namespace) -> None:
-    count = options.pictures
-    paths = [write_picture(folder / f"{n:04}.jpg", (640, 480), n) for n in range(count)]
+    count = options.images
+    paths = [write_image(folder / f"{n:04}.jpg", (640, 480), n) for n in range(count)]
     predictor = ssdctl.load(checkpoint, device="cpu")
     threads = usable_cores(1)
 
@@ -109,7 +109,7 @@ def measure_rate(checkpoint: Path, folder: Path, options: argparse.Namespace) ->
             seconds[name].append(time.perf_counter() - start)
     rates = {name: count / min(times) for name, times in seconds.items()}
     print(f"{options.backbone}, {count} JPEGs of 640 x 480, {torch.get_num_threads()} threads")
-    print(f"a loop over single pictures: {rates['loop']:.1f} img/s")
+    print(f"a loop over single images: {rates['loop']:.1f} img/s")
     print(
         f"batches of {options.batch_size}, decoded ahead by {threads} threads: "
         f"{rates['batched']:.1f} img/s, {rates['batched'] / rates['loop']:.2f} times"
@@ -117,10 +117,10 @@ def measure_rate(checkpoint: Path, folder: Path, options: argparse.Namespace) ->
 
 
 def measure_tiles(checkpoint: Path, folder: Path) -> None:
-    small = write_picture(folder / "small.jpg", (640, 480), 0)
-    large = write_picture(folder / "large.jpg", LARGE, 1)
-    print_peak("a picture of 640 x 480", checkpoint, small)
-    label = f"a picture of {LARGE[0]} x {LARGE[1]} with --tile {TILE}"
+    small = write_image(folder / "small.jpg", (640, 480), 0)
+    large = write_image(folder / "large.jpg", LARGE, 1)
+    print_peak("a image of 640 x 480", checkpoint, small)
+    label = f"a image of {LARGE[0]} x {LARGE[1]} with --tile {TILE}"
     print_peak(label, checkpoint, large, "--tile", str(TILE))
 
 
@@ -133,7 +133,7 @@ def measure_video(checkpoint: Path, folder: Path, frames: int) -> None:
 
 
 def measure_latency(checkpoint: Path, folder: Path, options: argparse.Namespace) -> None:
-    write_picture(folder / "photo.jpg", (640, 480), 0)
+    write_image(folder / "photo.jpg", (640, 480), 0)
     export_graphs(checkpoint, folder)
     kinds = ["fp32", "bf16", "onnx", "int8", "openvino-f32", "openvino-bf16", "ssd300_vgg16"]
     pythons = dict.fromkeys(kinds, sys.executable)
@@ -176,11 +176,11 @@ def export_graphs(checkpoint: Path, folder: Path) -> None:
     """Write the network with NMS as ONNX, as int8 ONNX, and as OpenVINO's IR."""
     import openvino
 
-    source, options = read_checkpoint(checkpoint), ExportOptions()
+    source, options = load_checkpoint(checkpoint), ExportOptions()
     graph = onnx.network_graph(source, options)
     for name, network in (
         ("ssd", graph),
-        ("int8", quantize(graph, random_pictures(8), None, keep_heads=False)),
+        ("int8", quantize(graph, random_images(8), None, keep_heads=False)),
     ):
         content = onnx.with_metadata(onnx.with_nms(network, source, options), source, options)
         (folder / f"{name}.onnx").write_bytes(content)
@@ -188,7 +188,7 @@ def export_graphs(checkpoint: Path, folder: Path) -> None:
     openvino.save_model(model, folder / "ssd.xml", compress_to_fp16=False)
 
 
-def random_pictures(count: int) -> np.ndarray:
+def random_images(count: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (count, 300, 300, 3), np.uint8)
 
 
@@ -214,9 +214,9 @@ def write_video(path: Path, frames: int) -> None:
         stream = container.add_stream("mpeg4", rate=25)
         stream.width, stream.height, stream.pix_fmt = 640, 480, "yuv420p"
         base = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
-        picture = np.asarray(Image.fromarray(base).resize((640, 480)))
+        image = np.asarray(Image.fromarray(base).resize((640, 480)))
         for n in range(frames):
-            pixels = np.ascontiguousarray(np.roll(picture, 4 * n, axis=1))
+            pixels = np.ascontiguousarray(np.roll(image, 4 * n, axis=1))
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode(None))
 

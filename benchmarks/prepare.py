@@ -27,7 +27,7 @@ from PIL import Image
 
 COCO_BOXES_PER_IMAGE = 860_001 / 118_287
 OPEN_IMAGES_BOXES_PER_IMAGE = 14_610_229 / 1_743_042
-PICTURES = 64  # different ones
+NUM_FILES = 64  # different ones
 PACKED = {"packed": [], "again, nothing changed": []}
 INDEX = {"index only": ["--no-pack"], "index again, nothing changed": ["--no-pack"]}
 VERIFY = {"index only, every image decoded": ["--no-pack", "--verify-images"]}
@@ -57,11 +57,11 @@ print(json.dumps(times))
 """
 
 
-def pictures() -> list[bytes]:
+def jpegs() -> list[bytes]:
     """Small JPEGs of 640 x 480."""
     rng = np.random.default_rng(0)
     encoded = []
-    for _ in range(PICTURES):
+    for _ in range(NUM_FILES):
         coarse = Image.fromarray(rng.integers(0, 255, (3, 4, 3), dtype=np.uint8))
         buffer = io.BytesIO()
         coarse.resize((640, 480), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=10)
@@ -72,16 +72,16 @@ def pictures() -> list[bytes]:
 def make_images(folder: Path, count: int) -> None:
     """Fill a folder with hard links to a few files; a file has at most 65,000 names on ext4."""
     folder.mkdir()
-    contents = pictures()
+    contents = jpegs()
     sources: dict[int, Path] = {}
     for i in range(count):
         path = folder / f"{i:012d}.jpg"
-        picture = i % PICTURES
-        if i // PICTURES % 30_000 == 0:
-            path.write_bytes(contents[picture])
-            sources[picture] = path
+        number = i % NUM_FILES
+        if i // NUM_FILES % 30_000 == 0:
+            path.write_bytes(contents[number])
+            sources[number] = path
         else:
-            os.link(sources[picture], path)
+            os.link(sources[number], path)
 
 
 class Timed(NamedTuple):
@@ -89,7 +89,7 @@ class Timed(NamedTuple):
 
     output: str
     seconds: float
-    core_seconds: float  # of all threads; depends less on other load than `seconds`
+    core_seconds: float  # all threads; depends less on other load than `seconds`
     peak: float  # memory in GB, pages of mapped files included
 
 

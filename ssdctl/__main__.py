@@ -67,7 +67,6 @@ def ignore_lost_messages() -> None:
 
 @own_exit_code()
 def run() -> None:
-    """Run the command line."""
     open_missing_streams()
     ignore_lost_messages()
     is_training = "train" in sys.argv[1:2]
@@ -82,8 +81,8 @@ def run() -> None:
 
     if is_training:
         signals.install()
+    from ssdctl.distributed.rank_process import recorded_exit
     from ssdctl.errors import ExitCode
-    from ssdctl.launch.exit_codes import recorded_exit
     from ssdctl.runtime.process_settings import limit_threads, shorten_waiting
 
     shorten_waiting()

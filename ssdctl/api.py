@@ -12,13 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ssdctl.call_config import TRAIN_PATHS, ConfigLike, PathLike, replacement, resolve_call
+from ssdctl.call_config import (
+    TRAIN_KEYWORDS,
+    ConfigLike,
+    PathLike,
+    public,
+    resolve_call,
+    settings_of,
+)
 from ssdctl.config.schema import Config
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.run import Run
-from ssdctl.runs.layout import RunDir, find_checkpoint
+from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
-from ssdctl.runtime.public import public
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +58,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
     return resolve_call(config, given, keep_none=True).config
 
 
-@public(replacement("predict", "score", "nms_iou", "classes", "max_detections", "device"))
+@public("predict")
 def load(
     checkpoint: PathLike,
     *,
@@ -90,25 +96,16 @@ def load(
         ssdctl.errors.NetworkError: The detector or model cannot be fetched.
         ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
     """
-    given = {
-        "device": device,
-        "score": score,
-        "nms_iou": nms_iou,
-        "classes": classes if isinstance(classes, str) else list(classes),
-        "max_detections": max_detections,
-        "tile": tile,
-        "tile_overlap": tile_overlap,
-    }
-    # Only to check the values: the defaults are those of this function.
-    checked = {f"predict.{name}": value for name, value in given.items()}
-    settings = resolve_call(None, checked, keep_none=True).config.predict
+    given = settings_of("predict", locals())
+    settings = resolve_call(None, given, keep_none=True).config.predict
     from ssdctl.inference.detector import DetectorConfig  # late: torch takes seconds
-    from ssdctl.inference.predict import Options, Predictor, load_detector
+    from ssdctl.inference.image_detector import Options
+    from ssdctl.inference.predict import Predictor, load_detector
 
     detector, name = load_detector(
         checkpoint,
         device=settings.device,
-        config=DetectorConfig(precision, settings.score, settings.nms_iou),
+        config=DetectorConfig(settings.precision, settings.score, settings.nms_iou),
         options=Options(
             settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
         ),
@@ -116,7 +113,7 @@ def load(
     return Predictor(detector, name)
 
 
-@public(replacement("prepare", "store", "split", "classes", "pack", "shrink", "jobs", "force"))
+@public("prepare")
 def prepare(
     data: PathLike | None = None,
     *,
@@ -152,22 +149,13 @@ def prepare(
         ssdctl.errors.DataError: The dataset cannot be used.
         ssdctl.errors.DiskError: The store cannot be written.
     """
+    resolved = resolve_call(config, settings_of("prepare", locals()))
     from ssdctl.data.open_dataset import prepare_dataset
 
-    given = {
-        "data.root": data,
-        "data.store": store,
-        "prepare.split": split,
-        "prepare.classes": classes,
-        "prepare.pack": pack,
-        "prepare.shrink": shrink,
-        "prepare.jobs": jobs,
-    }
-    resolved = resolve_call(config, given)
     return prepare_dataset(resolved.config, force=force, progress=_progress(progress))
 
 
-@public(replacement("train", "data", *TRAIN_PATHS))
+@public("train")
 def train(
     data: PathLike | None = None,
     *,
@@ -224,38 +212,13 @@ def train(
         ssdctl.errors.Stopped: Interrupted, as by a notebook's stop button; everything is saved, and
             the same call continues.
     """
+    keywords = {name: value for name, value in locals().items() if name in TRAIN_KEYWORDS}
     from ssdctl.trainer import Trainer  # late: torch takes seconds
 
-    trainer = Trainer(
-        data,
-        config=config,
-        progress=progress,
-        out=out,
-        init=init,
-        preset=preset,
-        backbone=backbone,
-        backbone_weights=backbone_weights,
-        epochs=epochs,
-        steps=steps,
-        batch_size=batch_size,
-        lr=lr,
-        warmup=warmup,
-        optimizer=optimizer,
-        precision=precision,
-        device=device,
-        workers=workers,
-        seed=seed,
-    )
-    return trainer.run()
+    return Trainer(data, config=config, progress=progress, **keywords).run()
 
 
-_EVALUATE = (
-    *("data", "split", "batch_size", "device", "precision", "workers", "limit"),
-    *("score_threshold", "nms_iou"),
-)
-
-
-@public(replacement("evaluate", *_EVALUATE, what="checkpoint"))
+@public("evaluate", what="checkpoint")
 def evaluate(
     checkpoint: PathLike,
     data: PathLike | None = None,
@@ -300,24 +263,14 @@ def evaluate(
         ssdctl.errors.DataError: The dataset or the detections cannot be read.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
+    resolved = resolve_call(config, settings_of("evaluate", locals()))
     from ssdctl.distributed.ranks import find_ranks
-    from ssdctl.evaluation.sources import evaluate_files, locate_source
+    from ssdctl.evaluation.evaluate import evaluate_files
+    from ssdctl.inference.model_source import locate_checkpoint
 
-    given = {
-        "data.root": data,
-        "evaluate.split": split,
-        "evaluate.batch_size": batch_size,
-        "evaluate.device": device,
-        "evaluate.precision": precision,
-        "evaluate.workers": workers,
-        "evaluate.limit": limit,
-        "evaluate.score_threshold": score_threshold,
-        "evaluate.nms_iou": nms_iou,
-    }
-    resolved = resolve_call(config, given)
-    path = locate_source(checkpoint, mirror=resolved.config.download.mirror)
+    path = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     (evaluation,) = evaluate_files(
-        [find_checkpoint(path)],
+        [path],
         resolved,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
@@ -329,7 +282,7 @@ def evaluate(
     return evaluation
 
 
-@public(replacement("evaluate", "data", "score_threshold", "nms_iou", "limit"))
+@public("evaluate")
 def export(
     checkpoint: PathLike,
     out: PathLike,
@@ -379,23 +332,18 @@ def export(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
         ssdctl.errors.DiskError: The file cannot be written.
     """
+    resolved = resolve_call(config, settings_of("evaluate", locals()))
     from ssdctl.exporting.request import ExportRequest, export_checkpoint
 
-    given = {
-        "evaluate.score_threshold": score_threshold,
-        "evaluate.nms_iou": nms_iou,
-        "evaluate.limit": limit,
-        "data.root": data,
-    }
     return export_checkpoint(
         os.fspath(checkpoint),
         ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
-        resolve_call(config, given),
+        resolved,
         progress=_progress(progress),
     )
 
 
-@public(replacement("train"))
+@public("train")
 def report(*runs: PathLike, out: PathLike | None = None) -> Path:
     """Write one self-contained HTML page about runs, side by side; return its path.
 

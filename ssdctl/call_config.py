@@ -6,16 +6,19 @@ Also what to write instead of a keyword that a function does not have.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Override, Resolved, resolve, setting_path, sources_of
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import all_settings
 from ssdctl.config.sources import Kind, of_call
-from ssdctl.errors import UsageError
+from ssdctl.errors import UsageError, hints_in_messages
 
 if TYPE_CHECKING:
     from ssdctl.config.devices import DeviceName
@@ -24,36 +27,71 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 ConfigLike = Config | PathLike  # a config, or a config file
 # Keywords that are not the names of their settings.
-KEYWORDS = {"data": "data.root", "store": "data.store", "backbone_weights": "model.weights"}
+KEYWORDS = {
+    "data": "data.root",
+    "store": "data.store",
+    "backbone": "model.backbone",
+    "backbone_weights": "model.weights",
+}
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def replacement(section: str, *keywords: str, **renamed: str) -> Callable[[str], str | None]:
-    """Return a function that says what replaces a wrong keyword.
+def public(section: str, **renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function refuse keywords that it does not have, and raise errors with their hints.
 
     Args:
-        section: The table whose settings were keywords.
-        keywords: Those of the function that set something.
-        renamed: Old keywords of the function, and the new ones.
+        section: The table of its settings.
+        renamed: Old keywords, and the new ones.
     """
 
-    def instead_of(name: str) -> str | None:
-        if name in renamed:
-            return f"write {renamed[name]}="
-        tables = (section, "data", "model") if section == "train" else (section, "data", "evaluate")
-        for table in dict.fromkeys(tables):
-            if (path := setting_path(f"{table}.{name}")) is None:
-                continue
-            table, _, key = path.partition(".")
-            names = {p: k for k, p in KEYWORDS.items()}
-            if (keyword := names.get(path, key)) in keywords:
-                return f"write {keyword}="
-            return f'write config=ssdctl.configure({table}={{"{key}": ...}})'
-        if any(setting.section == name for setting in all_settings().values()):
-            return f"write config=ssdctl.configure({name}=...)"
-        near = difflib.get_close_matches(name, keywords, n=1)
-        return f"did you mean {near[0]}?" if near else "help(ssdctl) lists the functions"
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        keywords = inspect.signature(function).parameters
 
-    return instead_of
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with hints_in_messages():
+                refuse_others(function.__name__, section, kwargs, keywords, renamed)
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def refuse_others(
+    caller: str,
+    section: str,
+    given: Iterable[str],
+    keywords: Collection[str],
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise UsageError for a keyword that does not exist; the hint says what to write instead."""
+    for name in given:
+        if name not in keywords:
+            hint = f"write {renamed[name]}=" if name in renamed else None
+            hint = hint or _instead_of(name, section, keywords)
+            raise UsageError(f"{caller}: it has no keyword {name!r}", hint=hint)
+
+
+def _instead_of(name: str, section: str, keywords: Collection[str]) -> str:
+    tables = (section, "data", "model" if section == "train" else "evaluate")
+    for path in filter(None, (setting_path(f"{table}.{name}") for table in tables)):
+        table, _, key = path.partition(".")
+        keyword = next((k for k, p in KEYWORDS.items() if p == path), key)
+        if keyword in keywords:
+            return f"write {keyword}="
+        return f'write config=ssdctl.configure({table}={{"{key}": ...}})'
+    if any(setting.section == name for setting in all_settings().values()):
+        return f"write config=ssdctl.configure({name}=...)"
+    near = difflib.get_close_matches(name, keywords, n=1)
+    return f"did you mean {near[0]}?" if near else "help(ssdctl) lists the functions"
+
+
+def settings_of(section: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that are settings, by path."""
+    paths = {name: KEYWORDS.get(name, f"{section}.{name}") for name in arguments}
+    return {path: arguments[name] for name, path in paths.items() if path in all_settings()}
 
 
 class TrainSettings(TypedDict, total=False):
@@ -76,37 +114,13 @@ class TrainSettings(TypedDict, total=False):
     seed: int | None
 
 
-TRAIN_PATHS = {
-    name: KEYWORDS.get(name, "model.backbone" if name == "backbone" else f"train.{name}")
-    for name in TrainSettings.__annotations__
-}
-
-
-def resolved_for_training(
-    data: PathLike | None, config: ConfigLike | None, settings: Mapping[str, Any], caller: str
-) -> Resolved:
-    """Resolve the config of `train` or `Trainer`.
-
-    Raises:
-        UsageError: A keyword does not exist; the hint says what to write instead.
-    """
-    for name in settings.keys() - TRAIN_PATHS.keys():
-        hint = replacement("train", *TRAIN_PATHS)(name)
-        raise UsageError(f"{caller}: it has no keyword {name!r}", hint=hint)
-    given = {TRAIN_PATHS[name]: value for name, value in settings.items()}
-    return resolve_call(config, {"data.root": data, **given})
+TRAIN_KEYWORDS = frozenset(TrainSettings.__annotations__)
 
 
 def resolve_call(
     config: ConfigLike | None, given: Mapping[str, Any], *, keep_none: bool = False
 ) -> Resolved:
-    """Resolve the config of a call from its `config` and its keywords; nothing else is read.
-
-    Args:
-        config: A config, whose values keep their sources, or a config file.
-        given: Values by the path of a setting.
-        keep_none: Whether None is a value; else it leaves a setting unset.
-    """
+    """Resolve the config of a call from `config` and `given` (by path); nothing else is read."""
     overrides = []
     if isinstance(config, Config):
         sources = sources_of(config)

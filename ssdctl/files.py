@@ -12,21 +12,28 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import re
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from ssdctl.errors import DataError, DiskError, IntegrityError, SsdctlError, UsageError
-from ssdctl.runtime.redact import redact_url
-from ssdctl.runtime.system import is_process_running, lock_exclusively
+from ssdctl.runtime.safe_text import redact_url
+from ssdctl.runtime.system import is_process_running
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 log = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
@@ -92,11 +99,7 @@ def unreadable(
 
 
 def retry_transient(work: Callable[[], T]) -> T:
-    """Call `work`, again after some seconds if the file system refuses only for now.
-
-    Args:
-        work: May be called several times. Its failed calls leave nothing that hinders the next.
-    """
+    """Call `work`, again after some seconds if the file system refuses only for now."""
     for wait_s in RETRY_AFTER_S:
         try:
             return work()
@@ -142,11 +145,7 @@ def _temporary(path: Path) -> Path:
 
 
 def refuse_url(path: str | Path, option: str) -> None:
-    """Refuse a URL where a local folder is expected.
-
-    Raises:
-        UsageError: It is a URL, such as `s3://bucket/data` (as a `Path`: `s3:/bucket/data`).
-    """
+    """Raise UsageError for a URL, also one that became a `Path`, such as `s3:/bucket/data`."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) and not Path(path).exists():
         url = redact_url(re.sub(r":/+", "://", str(path), count=1))
         raise UsageError(
@@ -157,20 +156,13 @@ def refuse_url(path: str | Path, option: str) -> None:
 
 
 def refuse_replacing(source: Path, target: Path, option: str) -> None:
-    """Refuse to write a result over the file that it is computed from.
-
-    Raises:
-        UsageError: `target` is that file, possibly by another name.
-    """
-    try:
-        is_same = source.samefile(target)
-    except (OSError, ValueError):  # one of them does not exist
-        return
-    if is_same:
-        raise UsageError(
-            f"{option}: the result for {source} would replace the file itself",
-            hint="choose another folder",
-        )
+    """Raise UsageError if `target` is the file that a result is computed from, by any name."""
+    with contextlib.suppress(OSError, ValueError):  # one of them does not exist
+        if source.samefile(target):
+            raise UsageError(
+                f"{option}: the result for {source} would replace the file itself",
+                hint="choose another folder",
+            )
 
 
 def make_dir(path: Path) -> Path:
@@ -221,17 +213,17 @@ def open_regular(path: Path) -> IO[bytes]:
         OSError: It cannot be opened, or is a folder, pipe, socket or device.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")
-    is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
     os.close(descriptor)
-    if is_folder:
+    if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.ENXIO, "not a regular file", str(path))
 
 
 def read_limited(path: Path, max_bytes: int, *, may_be_pipe: bool = False) -> bytes:
-    """Return the content of a file, unless it is larger than files of its kind can be.
+    """Return the content of a file.
 
     Raises:
         OSError: It cannot be read, has more than `max_bytes`, or is not a regular file.
@@ -255,6 +247,33 @@ def read_text(path: Path, max_bytes: int, *, may_be_pipe: bool = False) -> str:
     content = read_limited(path, max_bytes, may_be_pipe=may_be_pipe)
     refuse_utf16(content)
     return "\n".join(content.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
+
+
+def read_toml(path: Path, max_bytes: int, what: str) -> tuple[str, dict[str, Any]]:
+    """Return the text and the tables of a TOML file.
+
+    Raises:
+        UsageError: It does not exist, is not a text file or is not valid TOML.
+        DiskError: The file system refuses to read it.
+    """
+    try:
+        text = read_text(path, max_bytes, may_be_pipe=True)
+        return text, tomllib.loads(text)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such {what}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, error, UsageError) from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML text.
+
+    Raises:
+        ValueError, RecursionError: It is not valid.
+    """
+    return tomllib.loads(text)
 
 
 def reason_of(error: Exception) -> str:
@@ -312,14 +331,10 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_stale_temporaries(folder: Path, *names: str) -> list[Path]:
-    """Delete the temporary files of dead writers in `folder`; return their paths.
+    """Delete the temporary files of dead writers of `names` (none: all); return their paths.
 
-    Call it before this process writes to the folder: in a restarted pod this process often has
-    the same id as the dead writer.
-
-    Args:
-        folder: It need not exist.
-        names: Of the files that this process will write; none: of all files.
+    Call it before this process writes to the folder, which need not exist: in a restarted pod this
+    process often has the same id as the dead writer.
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -342,12 +357,9 @@ def is_plain_name(name: str) -> bool:
 
 
 def safe_join(root: Path, name: str) -> Path:
-    """Return `root / name` for an untrusted relative name.
+    """Return `root / name` for an untrusted relative name, else raise IntegrityError.
 
     Only the name is checked, so symbolic links that the user made inside `root` still work.
-
-    Raises:
-        IntegrityError: The path would leave `root`.
     """
     if not is_plain_name(name):
         raise IntegrityError(f"{name!r} is not a plain path below {root}")
@@ -357,13 +369,13 @@ def safe_join(root: Path, name: str) -> Path:
 def try_lock(path: Path) -> int | None:
     """Lock a file, created if missing, and return its descriptor; None if another process has it.
 
-    The kernel releases the lock when the descriptor is closed or the process ends. If the system or
-    the file system has no locks, the file counts as locked by this process.
+    The kernel releases the lock when the descriptor is closed or the process ends. If the file
+    system has no locks, the file counts as locked by this process.
     """
     with disk_errors(path, "locking"):
         descriptor = no_follow(path, os.O_RDWR | os.O_CREAT)
     try:
-        lock_exclusively(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # An owner may remove the file when it ends: then this lock is on a deleted file.
         if path.stat().st_ino == os.fstat(descriptor).st_ino:
             return descriptor
@@ -377,10 +389,10 @@ def try_lock(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def lock(path: Path, message: str = "", *, is_temporary: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; wait for its owner.
+    """Hold an exclusive lock on `path`, created if missing; wait for its owner.
 
     Args:
-        path: The lock file; created if missing, as are its parents.
+        path: The lock file.
         message: Logged once if another process has the lock.
         is_temporary: Delete the file at the end.
     """
@@ -396,7 +408,7 @@ def lock(path: Path, message: str = "", *, is_temporary: bool = False) -> Iterat
         yield
     finally:
         if is_temporary:
-            with contextlib.suppress(OSError):  # of a file system that is gone
+            with contextlib.suppress(OSError):  # the file system may be gone
                 path.unlink()
         os.close(descriptor)
 

@@ -13,7 +13,7 @@ from ssdctl.config.schema import Config
 from ssdctl.errors import SsdctlError, hints_in_messages
 from ssdctl.runs.layout import RunDir, find_checkpoint
 from ssdctl.runs.metrics import Record, read_metrics
-from ssdctl.runtime.html_table import html_table
+from ssdctl.runtime.safe_text import html_table
 
 if TYPE_CHECKING:
     from PIL import Image

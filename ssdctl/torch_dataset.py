@@ -24,8 +24,8 @@ from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 from ssdctl.model.normalize import Normalize
 
 Item = tuple[Tensor, dict[str, Tensor]]
-MAX_EPOCH = 2**31  # of the numbers that an augmentation is drawn from
-HUE_DEGREES = 18.0  # of the recipes but NVIDIA's
+MAX_EPOCH = 2**31  # the random numbers are drawn per epoch
+HUE_DEGREES = 18.0  # all recipes except NVIDIA's
 COLORS = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
 
 

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ssdctl.call_config import resolved_for_training
+from ssdctl.call_config import TRAIN_KEYWORDS, refuse_others, resolve_call, settings_of
 from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.distributed import collectives
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.run import Run
-from ssdctl.runs.progress import TrainingBar
+from ssdctl.runs.display import RunDisplay
 from ssdctl.runtime import signals
-from ssdctl.runtime.progress import progress_bar, without_progress
+from ssdctl.runtime.progress import can_redraw, progress_bar, without_progress
 from ssdctl.training import setup
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ssdctl.call_config import ConfigLike, TrainSettings
+
+
+log = logging.getLogger(__name__)
+
+
+def _log_facts(facts: Sequence[tuple[str, str]]) -> None:
+    for name, text in facts:
+        log.info("%s: %s", name, text)
+
+
+def _log_line(text: str, _style: str) -> None:
+    log.info("%s", text)
 
 
 class Trainer:
@@ -65,13 +77,16 @@ class Trainer:
         progress: bool = True,
         **settings: Unpack[TrainSettings],
     ) -> None:
-        resolved = resolved_for_training(data, config, dict(settings), "Trainer")
+        refuse_others("Trainer", "train", settings, TRAIN_KEYWORDS)
+        resolved = resolve_call(config, settings_of("train", {"data": data, **settings}))
         with contextlib.ExitStack() as stack, signals.handled():
-            bar = stack.enter_context(closing(TrainingBar(is_shown=progress)))
+            is_live = progress and can_redraw()
+            display = RunDisplay(_log_facts, _log_line, is_live=is_live, has_steps=True)
+            stack.callback(display.close)
             self._trainer = stack.enter_context(
                 setup.open_trainer(
                     with_absolute_data(resolved),
-                    emit=bar.show,
+                    emit=display.show,
                     progress=progress_bar if progress else without_progress,
                 )
             )

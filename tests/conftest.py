@@ -7,6 +7,7 @@ import gc
 import importlib
 import io
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -18,7 +19,6 @@ from typing import NamedTuple
 import pytest
 from download.http_server import Server
 from hypothesis import HealthCheck, settings
-from markers import starts_processes
 
 from ssdctl.data.shapes import generate
 
@@ -87,14 +87,15 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test that is not marked as `process` or `slow`: `process` if it starts processes or
-    reads the trained run, else `unit`."""
+    """Mark each test that is not `slow`: `process` in the folders of that name and in fuzz/, else
+    `unit`."""
+    # Once fake tensors of another device were used, PyTorch's next backward pass starts threads
+    # after which a fork cannot train: tests that fork come first.
+    items.sort(key=lambda item: item.path.name in ("test_memory.py", "test_benchmark.py"))
     for item in items:
-        assert isinstance(item, pytest.Function)
-        if item.get_closest_marker("process") or item.get_closest_marker("slow"):
-            continue
-        is_process = "tiny_run" in item.fixturenames
-        item.add_marker("process" if is_process or starts_processes(item) else "unit")
+        if not item.get_closest_marker("slow"):
+            folders = item.path.relative_to(Path(__file__).parent).parts
+            item.add_marker("process" if {"process", "fuzz"} & {*folders} else "unit")
 
 
 def pytest_collection_finish() -> None:
@@ -138,6 +139,13 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "shapes"
     generate(folder, num_train=24, num_val=9, seed=0)
     return folder
+
+
+@pytest.fixture
+def dataset(shapes: Path, tmp_path: Path) -> Path:
+    """Return a copy of the shapes, not prepared, that a test may change."""
+    folder = tmp_path / "dataset"
+    return shutil.copytree(shapes, folder, ignore=shutil.ignore_patterns("prepared"))
 
 
 @pytest.fixture(scope="session")

@@ -8,15 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 FENCE = re.compile(
     r"^(?P<indent> *)(?:<!-- (?P<mark>run|file: \S+|store: \S+) -->\n *)?```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",
     re.M | re.S,
 )
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+every_page = pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
 PLACEHOLDERS = {"N": "2", "NAME": "nvidia-r50"}
 
 
 class Block(NamedTuple):
-    """A fenced block."""
+    """A fenced block; after `<!-- run -->` it is run, after `<!-- file: NAME -->` written, in order."""
 
     mark: str  # "run", "file: NAME", "store: PROGRAM" or ""
     kind: str  # bash, toml, ...

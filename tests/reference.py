@@ -3,7 +3,7 @@ systems only. Nothing of ssdctl is imported here, so that errors cannot be share
 
     python tests/reference.py    # writes tests/golden/*.json again; they should never change
 
-Boxes are (left, top, right, bottom) tuples in fractions of the picture, or (cx, cy, w, h) where
+Boxes are (left, top, right, bottom) tuples in fractions of the image, or (cx, cy, w, h) where
 the name shows it. Arrays keep ssdctl's layouts: offsets (B, 4, N), logits (B, C, N).
 """
 
@@ -207,7 +207,7 @@ def detect(
     score_threshold: float = 0.05,
     nms_iou: float = 0.5,
 ) -> list[Detection]:
-    """The detections of one picture, best first: (4, N) offsets, (C, N) logits."""
+    """The detections of one image, best first: (4, N) offsets, (C, N) logits."""
     exponential = np.exp(logits - logits.max(axis=0))
     scores = exponential / exponential.sum(axis=0)
     detections = []
@@ -234,7 +234,7 @@ class Crop(NamedTuple):
     boxes: list[tuple[float, float, float, float]]
 
 
-def centre_inside(rect: Box, box: Box) -> bool:
+def center_inside(rect: Box, box: Box) -> bool:
     cx, cy = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
     return rect[0] < cx < rect[2] and rect[1] < cy < rect[3]
 
@@ -253,7 +253,7 @@ def sample_crop(boxes: Sequence[Box], rng: random.Random) -> Crop:
         rect = (left, top, left + width, top + height)
         if mode is not None and not all(iou(rect, box) > float(mode) for box in boxes):
             continue
-        kept = [i for i, box in enumerate(boxes) if centre_inside(rect, box)]
+        kept = [i for i, box in enumerate(boxes) if center_inside(rect, box)]
         if kept:
             return Crop(rect, kept, [_clipped(boxes[i], rect) for i in kept])
 
@@ -268,22 +268,22 @@ def _clipped(box: Box, rect: Box) -> tuple[float, float, float, float]:
     )
 
 
-# --- colour ----------------------------------------------------------------------------------
+# --- color ----------------------------------------------------------------------------------
 
 
 def gray_of(rgb: Sequence[float]) -> float:
     return 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
 
 
-def jitter_colours(
-    picture: np.ndarray, brightness: float, contrast: float, saturation: float, hue_turns: float
+def jitter_colors(
+    image: np.ndarray, brightness: float, contrast: float, saturation: float, hue_turns: float
 ) -> np.ndarray:
-    """Sequential jitter of an (H, W, 3) picture in 0 to 1, clamped after every step.
+    """Sequential jitter of an (H, W, 3) image in 0 to 1, clamped after every step.
 
     The hue turns in HSV by a fraction of a full turn: red goes towards yellow where positive.
     """
-    height, width, _ = picture.shape
-    pixels = [[float(v) for v in rgb] for row in picture for rgb in row]
+    height, width, _ = image.shape
+    pixels = [[float(v) for v in rgb] for row in image for rgb in row]
     pixels = [[_clamp(v * brightness) for v in rgb] for rgb in pixels]
     mean_gray = sum(gray_of(rgb) for rgb in pixels) / len(pixels)
     pixels = [[_clamp(contrast * v + (1 - contrast) * mean_gray) for v in rgb] for rgb in pixels]
@@ -335,7 +335,7 @@ class Network:
         self.names = BACKBONE_NAMES[layout]
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised (B, 3, 300, 300) pictures -> (B, 4, 8732) offsets, (B, C, 8732) logits."""
+        """Normalized (B, 3, 300, 300) images -> (B, 4, 8732) offsets, (B, C, 8732) logits."""
         offsets, logits = [], []
         for level, feature in enumerate(self.features(images)):
             boxes = self.conv(feature, f"loc.{level}", padding=1)

@@ -1,23 +1,29 @@
-"""The pages are correct: commands are parsed by the real command line, marked blocks are run,
-links, files, options and the tables of `docs/migrating.md` are compared with the tree.
-
-In a page, `<!-- run -->` before a fenced block means that it is run here, and `<!-- file: NAME -->`
-that it is written to that file first; all blocks of a page in order, in one folder.
-"""
+"""The pages are correct: commands are parsed by the real command line; links, files, options and the
+tables of `docs/migrating.md` are compared with the tree. process/test_docs.py runs marked blocks."""
 
 from __future__ import annotations
 
 import copy
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Result
-from pages import anchors, blocks, prose, rows, spans, whole_commands, words_of
+from pages import (
+    PAGES,
+    ROOT,
+    anchors,
+    blocks,
+    every_page,
+    prose,
+    rows,
+    spans,
+    whole_commands,
+    words_of,
+)
 from PIL import Image
 
 from ssdctl.cli import command as cli_command
@@ -28,13 +34,11 @@ from ssdctl.config.resolve import PREFIX
 from ssdctl.data.dataset import read_dataset_toml
 from ssdctl.errors import UsageError
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 MIGRATING = ROOT / "docs" / "migrating.md"
+
+
 # Options of other programs that the pages mention.
 FOREIGN = {"--batch-size", "--hmp-bf16", "--batch-splits", "--accumulation", "--build-arg"}
-
-every_page = pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
 
 
 class Read(BaseException):
@@ -78,7 +82,6 @@ def complaint(
 
 
 @every_page
-@pytest.mark.process
 def test_commands_are_what_the_command_line_takes(
     page: Path, complaint: Callable[[list[str]], str]
 ) -> None:
@@ -107,19 +110,6 @@ def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) 
 
 
 @every_page
-@pytest.mark.process
-def test_launches_can_be_planned(page: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
-    """For real, but for Kubernetes, where the reader's own settings are missing."""
-    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
-    for text in whole_commands(page):
-        words = words_of(text)
-        if words[0] == "launch" and not {"kubernetes", "voyager"} & set(words):
-            result = cli("launch", "--dry-run", *words[1:])
-            assert result.code == 0, (text, result.err)
-            assert "ssdctl" in result.out
-
-
-@every_page
 def test_config_files_are_valid(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
         if block.kind == "toml":
@@ -131,81 +121,13 @@ def test_config_files_are_valid(page: Path, tmp_path: Path) -> None:
                 resolve(file=str(path), environment={})
 
 
-def run_page(page: Path, folder: Path, cli: Callable[..., Result]) -> None:
-    """Run and write the marked blocks of a page, in order."""
-    marked = [block for block in blocks(page) if block.mark]
-    assert marked
-    for block in marked:
-        if block.mark != "run":
-            path = folder / block.mark.partition(": ")[2]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text)
-        elif block.kind == "python":
-            exec(compile(block.text, str(page), "exec"), {})
-        else:
-            for line in filter(None, block.lines()):
-                if line.startswith("ssdctl "):
-                    result = cli(*words_of(line))
-                    # doctor exits 2 where this machine lacks something.
-                    allowed = (0, 2) if line == "ssdctl doctor" else (0,)
-                    assert result.code in allowed, (line, result.err)
-                else:
-                    subprocess.run(["bash", "-ec", line], check=True, cwd=folder)
-
-
-@pytest.mark.slow(in_ci=True)
-def test_quick_start(tmp_path: Path, cli: Callable[..., Result]) -> None:
-    run_page(ROOT / "docs" / "quickstart.md", tmp_path, cli)
-    assert (tmp_path / "runs/shapes/report.html").is_file()
-    assert (tmp_path / "shapes.safetensors").is_file()
-    assert len(list((tmp_path / "drawn").glob("*.jpg"))) == 8
-
-
-@pytest.mark.slow(in_ci=True)
-def test_custom_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
-    run_page(ROOT / "docs" / "custom-dataset.md", tmp_path, cli)
-    assert (tmp_path / "boxes.png").is_file()
-    assert (tmp_path / "runs/parts/report.html").is_file()
-    assert (tmp_path / "drawn/detections.json").is_file()
-
-
-@pytest.mark.slow
-def test_python(tmp_path: Path, cli: Callable[..., Result]) -> None:
-    run_page(ROOT / "docs" / "python.md", tmp_path, cli)
-    assert (tmp_path / "run/report.html").is_file()
-    assert (tmp_path / "drawn.png").is_file()
-
-
-@pytest.mark.process
-def test_pytorch(tmp_path: Path, cli: Callable[..., Result]) -> None:
-    pytest.importorskip("accelerate")
-    run_page(ROOT / "docs" / "pytorch.md", tmp_path, cli)
-
-
-@pytest.mark.slow
-def test_the_notebook_runs(tmp_path: Path) -> None:
-    nbclient = pytest.importorskip("nbclient")
-    nbformat = pytest.importorskip("nbformat")
-    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)  # they are not committed
-    nbclient.NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    data = [output["data"] for output in outputs if "data" in output]
-    pictures = [entry for entry in data if "image/png" in entry]
-    assert len(pictures) == 2  # the loss and the detections
-    assert any("'val': " in entry.get("text/plain", "") for entry in data)
-    text = "".join(output.get("text", "") for output in outputs)
-    assert "40/40" in text + str(data)  # a progress bar, of text without ipywidgets
-    assert "Warning" not in text
-
-
 COCO = {
     "images": [{"id": 1, "file_name": "a.jpg", "width": 160, "height": 120}],
     "annotations": [{"id": 1, "image_id": 1, "category_id": 7, "bbox": [10, 10, 50, 40]}],
     "categories": [{"id": 7, "name": "bolt"}],
 }
+
+
 DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
 
 
@@ -218,7 +140,7 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
         ("toml", ("photos", "fotos"), "no such image folder (split train)"),
         ("images", {"file_name": "nine.jpg"}, "images are missing, among them nine.jpg"),
         ("annotations", {"category_id": 0}, "annotation of a category that is not listed, dropped"),
-        ("annotations", {"category_id": "7"}, "not in COCO's format: Expected int, got str - at"),
+        ("annotations", {"category_id": "car"}, "not in COCO's format: Expected int, got str - at"),
         ("images", {"width": 120, "height": 160}, "is 160 x 120, its annotation has 120 x 160"),
         ("annotations", {"bbox": [60, 60, 140, 110]}, "box clipped to its image"),
         ("annotations", {"bbox": [10, 10, 5, -1]}, "no training image has a box to learn from"),
@@ -292,7 +214,6 @@ def test_figures_are_those_that_were_measured() -> None:
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", results), number
 
 
-@pytest.mark.process
 def test_names_of_the_code_are_the_codes() -> None:
     """`docs/architecture.md` sends its readers to names that are there."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "ssdctl").rglob("*.py"))

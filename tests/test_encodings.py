@@ -57,7 +57,6 @@ def test_utf16_is_named(
         (read, "[" * DEEP, DataError),
     ],
 )
-@pytest.mark.process
 def test_deep_nesting_is_one_error(
     reader: Callable[[Path], object], text: str, kind: type[SsdctlError], tmp_path: Path
 ) -> None:

@@ -67,12 +67,11 @@ def test_annotations(make: Callable[[Path], Path], name: str, cli: Cli) -> None:
     content = path.read_bytes()
     enlarge(path)
     with path.open("r+b") as file:
-        file.write(content)  # it is still recognised
+        file.write(content)  # it is still recognized
     refuse(cli("prepare", "--data", data, "--store", "store"), 3, path.name)
     assert not Path("store").exists()
 
 
-@pytest.mark.process
 def test_dataset_toml(cli: Cli) -> None:
     generate(Path("data"), num_train=1, num_val=1)
     enlarge(Path("data/dataset.toml"))
@@ -82,7 +81,6 @@ def test_dataset_toml(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("table", "key", "size"), [("categories", "name", 2 << 20), ("images", "file_name", 2 << 20)]
 )
-@pytest.mark.process
 def test_long_names_in_annotations(table: str, key: str, size: int, cli: Cli) -> None:
     generate(Path("data"), num_train=1, num_val=1)
     path = Path("data/annotations/instances_train2017.json")
@@ -95,7 +93,6 @@ def test_long_names_in_annotations(table: str, key: str, size: int, cli: Cli) ->
     assert len(result.err) < 1500
 
 
-@pytest.mark.process
 def test_manifest_and_host_file(cli: Cli) -> None:
     enlarge(Path("large"))
     refuse(cli("download", "--dest", "x", "--manifest", "large", "--dry-run"), 2, "large")

@@ -20,15 +20,14 @@ from types import SimpleNamespace
 from typing import IO
 
 import pytest
-from conftest import Result
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from ssdctl import files
 from ssdctl.config.resolve import Override, resolve
 from ssdctl.config.sources import of_call
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
+from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.download.partial_file import Part, part_paths
 from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
@@ -42,7 +41,6 @@ from ssdctl.files import (
     safe_join,
     write_text,
 )
-from ssdctl.launch.logs import start_rank_log
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import MetricsFile
 from ssdctl.training.mllog import MLLog
@@ -83,60 +81,17 @@ def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(
 
 def test_the_temporary_file_of_a_running_writer_is_kept(tmp_path: Path) -> None:
     living = tmp_path / f".file.{0:012x}.{os.getppid()}.tmp"
-    own = tmp_path / f".file.{0:012x}.{os.getpid()}.tmp"  # of a process that had this one's number
+    own = tmp_path / f".file.{0:012x}.{os.getpid()}.tmp"  # a dead process had this one's number
     living.touch()
     own.touch()
     assert remove_stale_temporaries(tmp_path) == [own]
     assert living.exists()
 
 
-DEAD = "0123456789ab.999999999.tmp"
-
-
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        (["export", "CHECKPOINT", "--format", "safetensors", "--out", "out/x"], "out/.x."),
-        (["report", "RUN", "--out", "out/x"], "out/.x."),
-        (["predict", "CHECKPOINT", "a.png", "--out", "out"], "out/.a.png."),
-        (
-            ["predict", "CHECKPOINT", "a.png", "--save", "yolo", "--out", "out"],
-            "out/labels/.a.txt.",
-        ),
-        (["dataset", "export", "DATA", "--to", "yolo", "--out", "out/x"], "out/.x.partial/"),
-    ],
-)
-def test_the_next_command_removes_what_a_killed_one_left(
-    command: list[str], file: str, tiny_run: Path, checkpoint: Path, shapes: Path,
-    cli: Callable[..., Result],
-) -> None:  # fmt: skip
-    Image.new("RGB", (40, 30)).save("a.png")
-    left, other = Path(file + DEAD), Path(f"out/notes.{DEAD}")
-    left.parent.mkdir(parents=True)
-    left.touch()
-    other.touch()
-    names = {"RUN": tiny_run, "CHECKPOINT": checkpoint, "DATA": shapes}
-    result = cli(*(names.get(word, word) for word in command))
-    assert result.code == 0, result.err
-    assert not left.exists()
-    assert other.exists()
-
-
 def test_a_path_through_a_file_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(DiskError, match="file"):
         write_text(tmp_path / "file" / "below", "y")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_full_disk_is_a_disk_error() -> None:
-    full = Path("/dev/full")
-    with (
-        pytest.raises(DiskError, match="no space left"),
-        disk_errors(full, "writing"),
-        full.open("wb", buffering=0) as file,
-    ):
-        file.write(b"x")
 
 
 def test_second_name_replaces_the_first(tmp_path: Path) -> None:
@@ -200,7 +155,7 @@ def test_a_copy_that_does_not_fit_leaves_no_part_of_it(
 
     monkeypatch.setattr(os, "link", refuses)
     monkeypatch.setattr(shutil, "copyfileobj", fills)
-    with pytest.raises(DiskError, match=r"no space left while writing .*last"):
+    with pytest.raises(DiskError, match="last"):
         link_or_copy(tmp_path / "step", tmp_path / "last")
     assert (tmp_path / "last").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step"]
@@ -316,7 +271,6 @@ def test_other_errors_pass_through(tmp_path: Path) -> None:
 
 
 @given(st.text())
-@pytest.mark.process
 def test_joined_names_stay_below_the_root(name: str) -> None:
     root = Path("/some/root")
     try:
@@ -455,7 +409,7 @@ def test_a_download_does_not_write_through_links(victim: Path, tmp_path: Path) -
 
 def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(UsageError, match="not a regular file"):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "lock"))):
         hold(tmp_path / "lock")
 
 
@@ -472,15 +426,3 @@ def test_names_of_temporaries_cannot_be_planted(victim: Path, tmp_path: Path) ->
     assert victim.read_text() == "precious"
     link_or_copy(tmp_path / "file", tmp_path / "file2")
     assert victim.read_text() == "precious"
-
-
-def test_a_file_over_the_size_limit_is_a_disk_error(tmp_path: Path) -> None:
-    code = (
-        "import resource, sys; from pathlib import Path; from ssdctl.files import write_bytes\n"
-        "from ssdctl.errors import DiskError\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        f"try: write_bytes(Path({str(tmp_path / 'file')!r}), bytes(2000))\n"
-        "except DiskError as error: sys.exit(error.exit_code)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 6
-    assert list(tmp_path.iterdir()) == []

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Result
 from torch.utils.data import DataLoader
 
 import ssdctl
@@ -19,9 +17,6 @@ from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import DataError, UsageError
 from ssdctl.model.constants import RESNET
 from ssdctl.model.normalize import Normalize
-
-ROOT = Path(__file__).parents[1]
-Cli = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -149,17 +144,3 @@ def test_default_boxes() -> None:
     boxes = ssdctl.default_boxes(torch.float64)
     assert (boxes.shape, boxes.dtype) == ((8732, 4), torch.float64)
     assert boxes[0].tolist() == pytest.approx([4 / 300, 4 / 300, 0.07, 0.07])
-
-
-def test_networks_of_checkpoints(checkpoint: Path, tiny_run: Path) -> None:
-    saved = torch.load(checkpoint, weights_only=True)["model"]
-    hub = torch.hub.load(str(ROOT), "ssd300", source="local", checkpoint=str(checkpoint))
-    for model in (ssdctl.SSD300.from_checkpoint(checkpoint), hub):
-        assert isinstance(model, ssdctl.SSD300)
-        assert not model.training
-        assert len(model.class_names) == model.num_classes - 1
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, saved[name]), name
-    assert ssdctl.SSD300.from_checkpoint(tiny_run).num_classes == hub.num_classes
-    with pytest.raises(UsageError, match="no-such-detector"):
-        ssdctl.SSD300.from_checkpoint("no-such-detector")

@@ -26,7 +26,6 @@ def hook(name: str) -> Any:
     return module
 
 
-@pytest.mark.process
 def test_the_reference_has_every_command_and_option() -> None:
     text = hook("site_reference").commands_page()
 

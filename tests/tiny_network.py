@@ -48,9 +48,9 @@ def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
     boxes = torch.cat([low, low + 0.1 + 0.4 * torch.rand(size, 3, 2, generator=generator)], dim=-1)
     labels = torch.randint(1, NUM_CLASSES, (size, 3), generator=generator)
     labels[:, 2] = 0
-    colours = torch.tensor([[jitter, 1.0, 1.0, 0.1]]).expand(size, 4).contiguous()
+    colors = torch.tensor([[jitter, 1.0, 1.0, 0.1]]).expand(size, 4).contiguous()
     images = torch.randint(0, 256, (size, 300, 300, 3), dtype=torch.uint8, generator=generator)
-    return Batch(images, boxes, labels, colours, rows=None)  # type: ignore[arg-type]
+    return Batch(images, boxes, labels, colors, rows=None)  # type: ignore[arg-type]
 
 
 def build_training(

@@ -12,30 +12,30 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdctl.benchmark.common import Figures, endless_batches
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
-from ssdctl.data.image_decode import decode, raw_pixels
 from ssdctl.data.store import Split
 from ssdctl.device import inductor, open_device
 from ssdctl.device.base import Device
 from ssdctl.input.batch import Batch, trim_padding
-from ssdctl.input.resize import resize_crop
-from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+from ssdctl.input.loader import TrainLoader, crop_edges, decode_sample
+from ssdctl.input.sampler import LoaderConfig, SampleStream
 from ssdctl.model import fused
 from ssdctl.model.constants import RESNET
 from ssdctl.model.loss import Targets
 from ssdctl.model.normalize import Normalize
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.training.step_input import open_input
 
 log = logging.getLogger(__name__)
+Figures = dict[str, float | int | str]
 BATCH_SIZE = 32
 WARMUP_BATCHES = 4
 TIMED_IMAGES = 200
@@ -57,7 +57,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     plan = LoaderConfig.of(config.train, split, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
-        return endless_batches(split, config, batch_size=BATCH_SIZE, threads=threads, device=device)
+        return endless_batches(split, config, BATCH_SIZE, threads, device)
 
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the full chain computes in the counted threads
@@ -77,6 +77,16 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
         "pipeline": config.train.pipeline,
         **{f"{name}_ms": round(value, 4) for name, value in stages.items()},
     }
+
+
+def endless_batches(
+    split: Split, config: Config, batch_size: int, threads: int, device: Device
+) -> Iterator[Batch]:
+    """Return training batches of one rank from the config's pipeline."""
+    plan = LoaderConfig.of(config.train, split, batch_size=batch_size, threads=threads)
+    decoder, buffer = device.decoder, device.host_buffer
+    source = open_input(config.train.pipeline, split, plan, decoder=decoder, buffer=buffer)
+    return source.batches(0, 1 << 40)
 
 
 def required_cores(figures: Figures, gpu_rate: float, gpus: int) -> Figures:
@@ -136,34 +146,33 @@ class _LastStages(nn.Module):
 
 
 def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, float]:
-    """Return the median milliseconds per image of each stage of the host's work, in one thread.
+    """Return the median milliseconds per image of each stage of the loader, in one thread.
 
-    `draw` is the image's share of drawing a batch's samples, crops and colors.
+    `draw` is the image's share of drawing a batch's samples, crops and colors. The loader decodes
+    what it reads and resizes what it decodes, so two stages are differences of its own calls.
     """
-    order = SampleStream(split.trainable, plan.seed)
+    loader = TrainLoader(split, SampleStream(split.trainable, plan.seed), plan)
     out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
     spent: dict[str, list[float]] = {"draw": [], "read": [], "decode": [], "crop_resize": []}
     for start in range(0, num_images, plan.batch_size):
         begin = time.perf_counter()
-        samples = draw_samples(split, order, plan, start, plan.batch_size)
+        samples = loader.draw(start)
         spent["draw"].append((time.perf_counter() - begin) / plan.batch_size)
-        for slot, row in enumerate(samples.rows):
-            width, height = (int(n) for n in split.pixel_sizes[row])
-            edges = np.rint(samples.view.rect[slot] * (width, height, width, height))
-            left, top, right, bottom = (int(edge) for edge in edges)
-            times = [time.perf_counter()]
-            content = split.images.read(int(row))
-            times.append(time.perf_counter())
-            if split.is_raw:
-                pixels = raw_pixels(content, (width, height))
-            else:
-                pixels = decode(content, (width, height), rows=min(bottom, height))
-            times.append(time.perf_counter())
-            resize_crop(pixels, (left, top, right, bottom), bool(samples.view.flip[slot]), out)
-            times.append(time.perf_counter())
-            for name, value in zip(list(spent)[1:], np.diff(times), strict=True):
-                spent[name].append(float(value))
+        for slot, row in enumerate(samples.rows.tolist()):
+            _, rows = crop_edges(split, samples, slot)
+            spent["read"].append(_seconds(split.images.read, row))
+            read_again = _seconds(split.images.read, row)  # from memory, as in the next two
+            decode = _seconds(split.decode, row, rows)
+            whole = _seconds(decode_sample, split, samples, slot, out)
+            spent["decode"].append(max(decode - read_again, 0.0))
+            spent["crop_resize"].append(max(whole - decode, 0.0))
     return {name: 1000 * statistics.median(values) for name, values in spent.items()}
+
+
+def _seconds(work: Callable[..., object], *arguments: object) -> float:
+    start = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - start
 
 
 def _rate(counts: Iterator[int], seconds: float) -> float:

@@ -9,31 +9,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssdctl.benchmark.common import Figures
+from ssdctl.benchmark.data import Figures
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL, default_boxes_cxcywh
 from ssdctl.config import Config
+from ssdctl.data.annotations import coco_document
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
-from ssdctl.evaluation.coco_ap import run_scoring
-from ssdctl.evaluation.detect import DetectOptions, detect_split
-from ssdctl.evaluation.ground_truth import read_ground_truth
-from ssdctl.evaluation.synthetic import NUM_BOXES, NUM_DETECTIONS, NUM_IMAGES, make_split
-from ssdctl.inference.detector import Detector
+from ssdctl.evaluation.coco_ap import Detections, read_ground_truth, run_scoring
+from ssdctl.evaluation.detect import detect as detect_split
+from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model.postprocess import detect
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runtime.cores import usable_cores
 
+WIDTH, HEIGHT = 640, 480
+# val2017: 5,000 images, 36,781 boxes of 80 classes; an SSD300 gives about 111 detections per image.
+NUM_IMAGES, NUM_BOXES, NUM_CLASSES, NUM_DETECTIONS = 5000, 36_781, 80, 554_000
 DETECT_BATCH = 8
 ROUNDS = 5
 MIN_BATCHES = 3  # per round
-MIN_REQUESTS = 10  # of the latency at batch 1
+MIN_REQUESTS = 10  # to measure the latency at batch 1
 MAX_CANDIDATES = 300  # per image
 PERCENTILES = (50, 90, 99)
 
@@ -59,15 +62,15 @@ def benchmark_evaluate(
     model = device.place(model).eval()
     threads = settings.workers or usable_cores()
     precision = "fp32" if settings.precision == "auto" else settings.precision
-    options = DetectOptions.of(settings, precision, threads)
-    detector = Detector(model, device, options.detector)
+    thresholds = settings.score_threshold, settings.nms_iou
+    detector = Detector(model, device, DetectorConfig(precision, *thresholds))
     size = settings.batch_size
     rows = np.resize(np.nonzero(split.usable)[0], size)
     pixels = next(iter(evaluation_batches(split, rows, size, threads))).images.clone()
     _suppress_objects(model, detector.forward(pixels).logits.clone())
     forward, total = _interleaved_rates(
         lambda: detector.forward(pixels),
-        lambda rows: detect_split(model, split, rows, device, options),
+        lambda rows: detect_split(detector, split, rows, batch_size=size, threads=threads),
         split,
         size,
         seconds,
@@ -153,12 +156,12 @@ def _latencies(split: Split, detector: Detector, seconds: float, device: Device)
     """Measure from one encoded image to its detections, without decoding ahead."""
     usable = np.nonzero(split.usable)[0]
     spent: list[float] = []
-    pictures = _one_by_one(split, usable)
-    detector(next(pictures))  # the first one initialises the kernels
+    requests = _one_by_one(split, usable)
+    detector(next(requests))  # the first one initializes the kernels
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(spent) < MIN_REQUESTS:
         start = time.perf_counter()
-        detector(next(pictures))
+        detector(next(requests))
         device.synchronize()
         spent.append(1000 * (time.perf_counter() - start))
     figures: Figures = {"latency_requests": len(spent)}
@@ -205,3 +208,57 @@ def _seconds_each(work: Callable[[], Any], seconds: float, device: Device) -> fl
         count += 1
     device.synchronize()
     return (time.perf_counter() - start) / count
+
+
+def make_split(
+    path: Path,
+    *,
+    num_images: int = NUM_IMAGES,
+    num_boxes: int = NUM_BOXES,
+    num_detections: int = NUM_DETECTIONS,
+) -> Detections:
+    """Write annotations to `path` and return detections of them.
+
+    A third of the detections are near an object, at different distances, most of them of its class;
+    the others are anywhere, with low scores, like a detector's.
+    """
+    rng = np.random.default_rng(0)
+
+    def boxes(count: int) -> np.ndarray:
+        size = np.exp(rng.uniform(np.log(8), np.log(400), (count, 2)))
+        size = np.minimum(size, [WIDTH, HEIGHT])
+        place = rng.uniform(0, 1, (count, 2)) * ([WIDTH, HEIGHT] - size)
+        return np.concatenate([place, size], axis=1).round(2)
+
+    image_ids = rng.integers(0, num_images, num_boxes)
+    category_ids = rng.integers(1, NUM_CLASSES + 1, num_boxes)
+    truth = boxes(num_boxes)
+    areas = truth[:, 2] * truth[:, 3]
+    is_crowd = (np.arange(1, num_boxes + 1) % 100 == 0).astype(int)
+    columns = (image_ids, category_ids, truth, areas, is_crowd)
+    document = coco_document(
+        [(i, f"{i}.jpg", WIDTH, HEIGHT) for i in range(num_images)],
+        [(c, f"class {c}") for c in range(1, NUM_CLASSES + 1)],
+        zip(*(column.tolist() for column in columns), strict=True),
+    )
+    path.write_bytes(msgspec.json.encode(document))
+
+    num_near = num_detections // 3
+    source = rng.integers(0, num_boxes, num_near)
+    spread = rng.choice([0.05, 0.15, 0.4], num_near)
+    near = truth[source] + rng.normal(0, 1, (num_near, 4)) * (
+        truth[source][:, [2, 3, 2, 3]] * spread[:, None]
+    )
+    near[:, 2:] = np.maximum(near[:, 2:], 1)
+    is_right = rng.random(num_near) < 0.7
+    wrong = rng.integers(1, NUM_CLASSES + 1, num_near)
+    num_far = num_detections - num_near
+    ids = np.concatenate([image_ids[source], rng.integers(0, num_images, num_far)])
+    order = np.argsort(ids, kind="stable")
+    return Detections(
+        ids[order].astype(np.int64),
+        np.concatenate([near.round(2), boxes(num_far)])[order],
+        np.concatenate([rng.beta(1, 2, num_near), rng.beta(0.5, 8, num_far)])[order] * 0.95 + 0.05,
+        np.concatenate([np.where(is_right, category_ids[source], wrong),
+                        rng.integers(1, NUM_CLASSES + 1, num_far)])[order].astype(np.int64),
+    )  # fmt: skip

@@ -10,14 +10,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssdctl.benchmark.common import Figures, endless_batches
+from ssdctl.benchmark.data import Figures, endless_batches
 from ssdctl.config import Resolved
-from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
+from ssdctl.data.classes import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
@@ -28,8 +27,8 @@ from ssdctl.input.batch import Batch
 from ssdctl.input.fake import random_batch
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.cores import usable_cores
-from ssdctl.training.light_optimizer import without_dynamo
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
+from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.run import SettledRun, finalize
 from ssdctl.training.step import TrainStep, build_step
 from ssdctl.training.step_input import copy_ahead
@@ -41,13 +40,6 @@ ACCELERATOR_MATMUL_SIZE = 8192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARMUP_STEPS = 3
 CHECK_EVERY = 10  # steps
-
-
-class Rate(NamedTuple):
-    """The speed of some steps."""
-
-    images_per_second: float  # of all ranks
-    step_s: float
 
 
 def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> Figures | None:
@@ -85,8 +77,7 @@ def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> 
         for notice in run.notices:
             log.warning("%s", notice)
         bench = _Bench(run, architecture, device, ranks)
-        config, size = run.config.train, run.plan.batch_size
-        with out_of_memory_hints(architecture, config, size, device, run.precision):
+        with out_of_memory_hints(run, architecture, device):
             figures = bench.figures(split, seconds)
         return figures if ranks.is_main else None
 
@@ -95,11 +86,7 @@ class _Bench:
     """Time training steps of one network on one device."""
 
     def __init__(
-        self,
-        run: SettledRun,
-        architecture: Architecture,
-        device: Device,
-        ranks: Ranks,
+        self, run: SettledRun, architecture: Architecture, device: Device, ranks: Ranks
     ) -> None:
         self.config, self.architecture, self.device = run.config, architecture, device
         self.ranks, self.precision, self.size = ranks, run.precision, run.plan.batch_size
@@ -112,43 +99,26 @@ class _Bench:
         labels = COCO_OUTPUTS if split is None else len(split.classes) + 1
         fake = itertools.repeat(random_batch(self.size, labels, boxes, min(7, boxes)))
         step, compile_s = self._warm_step(self.ranks, fake)
-        fake_rate = self._rate(step, fake, seconds)
-        rate, extra = fake_rate, {}
+        fake_rate = rate = self._rate(step, fake, seconds)
+        extra = {}
         if split is not None:
             threads = self.config.train.workers or usable_cores()
-            real = endless_batches(
-                split,
-                self.config,
-                batch_size=self.size,
-                threads=threads,
-                device=self.device,
-            )
+            real = endless_batches(split, self.config, self.size, threads, self.device)
             rate = self._rate(step, real, seconds)
-            extra = {
-                "images_per_second_fake": round(fake_rate.images_per_second, 3),
-                "input_cost": round(1 - rate.images_per_second / fake_rate.images_per_second, 4),
-            }
+            extra["images_per_second_fake"] = round(fake_rate, 3)
+            extra["input_cost"] = round(1 - rate / fake_rate, 4)
         memory = self.device.peak_memory_bytes()
         if not self.ranks.is_single_process:
             single_step, _ = self._warm_step(SINGLE_PROCESS, fake)
             single = self._rate(single_step, fake, seconds)
-            ratio = fake_rate.images_per_second / single.images_per_second / self.ranks.world_size
-            extra["scaling_efficiency"] = round(ratio, 4)
-        return {
-            **self._described(rate, split),
-            **extra,
-            "warmup_s": round(compile_s, 1),
-            "peak_memory_bytes": memory,
-        }
-
-    def _described(self, rate: Rate, split: Split | None) -> Figures:
+            extra["scaling_efficiency"] = round(fake_rate / single / self.ranks.world_size, 4)
         flops = train_flops(self.architecture)
-        achieved = flops * rate.images_per_second / self.ranks.world_size
+        achieved = flops * rate / self.ranks.world_size
         peak = matmul_flops(self.device, self.precision)
-        hours = COCO_NUM_IMAGES / rate.images_per_second / 3600
+        hours = COCO_NUM_IMAGES / rate / 3600
         return {
-            "images_per_second": round(rate.images_per_second, 3),
-            "step_ms": round(1000 * rate.step_s, 2),
+            "images_per_second": round(rate, 3),
+            "step_ms": round(1000 * self.size * self.ranks.world_size / rate, 2),
             "tflops": round(achieved / 1e12, 4),
             "peak_fraction": round(achieved / peak, 4),
             "peak_tflops": round(peak / 1e12, 4),
@@ -162,6 +132,9 @@ class _Bench:
             "data": "fake" if split is None else "real",
             "coco_epoch_hours": round(hours, 3),
             "coco_recipe_hours": round(hours * self.config.train.epochs, 1),
+            **extra,
+            "warmup_s": round(compile_s, 1),
+            "peak_memory_bytes": memory,
         }
 
     def _warm_step(self, ranks: Ranks, batches: Iterator[Batch]) -> tuple[TrainStep, float]:
@@ -176,8 +149,8 @@ class _Bench:
         self.device.release_memory()  # used by compiling and by the search for kernels
         return step, spent
 
-    def _rate(self, step: TrainStep, batches: Iterator[Batch], seconds: float) -> Rate:
-        """Time steps for that many seconds."""
+    def _rate(self, step: TrainStep, batches: Iterator[Batch], seconds: float) -> float:
+        """Time steps for that many seconds; return the images per second of all ranks."""
         ahead = copy_ahead(batches, self.device)
         for batch in itertools.islice(ahead, WARMUP_STEPS):
             step([batch], 1e-6)
@@ -188,8 +161,7 @@ class _Bench:
             drain=not self.device.bounds_queue,
             is_any=lambda flag: collectives.any_rank([flag], self.ranks)[0],
         )
-        images = self.size * steps * self.ranks.world_size
-        return Rate(images / spent, spent / steps)
+        return self.size * steps * self.ranks.world_size / spent
 
 
 def timed(

@@ -20,7 +20,7 @@ NUM_BOXES = sum(n * size * size for n, size in zip(BOXES_PER_CELL, FEATURE_SIZES
 
 
 def default_boxes_cxcywh(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return (8732, 4) centres and sizes, each clamped to [0, 1]; their corners may exceed it."""
+    """Return (8732, 4) centers and sizes, each clamped to [0, 1]; their corners may exceed it."""
     boxes = []
     for level, size in enumerate(FEATURE_SIZES):
         for width, height in _shapes(level):

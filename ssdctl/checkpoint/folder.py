@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.file import load_checkpoint, save_checkpoint
 from ssdctl.errors import IntegrityError
 from ssdctl.files import (
-    atomic_write,
     disk_errors,
     link_or_copy,
     remove_stale_temporaries,
@@ -30,7 +30,6 @@ class CheckpointFolder:
     """The folder `checkpoints/` of a run.
 
     Args:
-        run: The run folder.
         keep: How many of the newest checkpoints are kept, in addition to the best.
     """
 
@@ -46,7 +45,6 @@ class CheckpointFolder:
         return self._run.checkpoints
 
     def steps(self) -> list[Path]:
-        """Return the checkpoints of steps, the oldest first."""
         return self._run.step_checkpoints()
 
     def continue_from(self, step: int) -> list[Path]:
@@ -92,7 +90,7 @@ class CheckpointFolder:
         if target in later:
             retry_transient(partial(link_or_copy, target, _retired(target)))
             later.remove(target)
-        retry_transient(partial(write_checkpoint, target, payload))
+        retry_transient(partial(save_checkpoint, target, payload))
         for path in later:
             retry_transient(partial(_retire, path))
         self._continued_from = None
@@ -106,7 +104,6 @@ class CheckpointFolder:
         retry_transient(partial(link_or_copy, self._run.step_checkpoint(step), self._run.best))
 
     def clean(self) -> None:
-        """Remove temporary files of a save that was killed."""
         if self.path.is_dir():
             remove_stale_temporaries(self.path)
 
@@ -120,7 +117,7 @@ class CheckpointFolder:
         later = self._later()
         for path in reversed([path for path in self.steps() if path not in later]):
             try:
-                return read_checkpoint(path), [f"{d}; trying the one before" for d in damaged]
+                return load_checkpoint(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:
                 damaged.append(str(error))
         if damaged:
@@ -134,22 +131,6 @@ class CheckpointFolder:
         """Return the checkpoints that the next one replaces."""
         start = self._continued_from
         return [] if start is None else [path for path in self.steps() if step_of(path) > start]
-
-
-def write_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Write a checkpoint atomically.
-
-    Raises:
-        DiskError: It cannot be written; an earlier file at `path` is unchanged.
-    """
-    with atomic_write(path) as file:
-        try:
-            torch.save(payload, file)
-        except RuntimeError as error:  # PyTorch's writer hides the OSError behind its own error
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            raise cause or error from error
 
 
 def _on_host(value: Any) -> Any:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, cast, get_args
 
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
+from ssdctl.checkpoint.contents import MAX_CLASSES, MAX_COUNT, Checkpoint, is_state
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.classes import COCO_CLASSES, UNUSED, ClassName
+from ssdctl.errors import IntegrityError
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
+from ssdctl.model.ssd300 import Architecture
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
 PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
@@ -48,6 +52,21 @@ PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
 COCO_OUTPUTS = 81  # NVIDIA's and MLPerf's: the 80 classes without gaps
 COCO_OUTPUTS_WITH_GAPS = 91  # torchvision's: a label is COCO's category id
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
+# What the programs whose checkpoints are not read write: modules of their pickles, keys, and the
+# beginnings of their weights' names; the most specific first.
+OTHER_PROGRAMS: dict[str, tuple[str, ...]] = {
+    "ultralytics": ("ultralytics.", "models.yolo.", "train_args", "model.model."),
+    "mmdetection": ("mmengine.", "mmdet.", "mmcv.", "message_hub", "bbox_head.", "rpn_head."),
+    "detectron2": ("detectron2.", "fvcore.", "__author__", "backbone.bottom_up.",
+                   "proposal_generator."),
+    "PyTorch Lightning": ("pytorch_lightning.", "lightning.", "pytorch-lightning_version"),
+    "torchvision": ("torchvision.", "roi_heads.", "rpn.head.", "head.classification_head.",
+                    "lr_scheduler"),
+    "DETR": ("transformer.encoder.", "class_embed."),
+    "Hugging Face transformers": ("transformers.", "model.encoder.layers."),
+    "ssd.pytorch": ("vgg.0.", "L2Norm."),
+    "pytorch-ssd": ("base_net.", "classification_headers."),
+}  # fmt: skip
 
 
 def source_of(payload: Any) -> str | None:
@@ -61,6 +80,74 @@ def source_of(payload: Any) -> str | None:
         if any(name.startswith(prefix) for name in names):
             return system
     return None
+
+
+def looks_like(payload: Any) -> str | None:
+    """Return the program that wrote a file that is not read, by its keys; None if unknown.
+
+    Args:
+        payload: The content of the file, or the module of a class in it.
+    """
+    if isinstance(payload, str):
+        names = [payload]
+    elif isinstance(payload, Mapping):
+        states = (payload.get(key) for key in ("model", "state_dict", "model_state_dict", "ema"))
+        keys = [*payload, *(key for s in states if isinstance(s, Mapping) for key in s)]
+        names = [WRAPPERS.sub("", str(key)) for key in keys]
+        if "fc.weight" in names and "layer1.0.conv1.weight" in names:
+            return "torchvision's ResNet (a backbone: --backbone-weights FILE reads it)"
+    else:
+        return None
+    for program, marks in OTHER_PROGRAMS.items():
+        if any(name.startswith(marks) for name in names):
+            return program
+    return None
+
+
+def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> Checkpoint:
+    """Return a third-party checkpoint: the network by its shapes, the classes by `label_map`.
+
+    Raises:
+        IntegrityError: It is not of an SSD300, or a part is not what it should be.
+    """
+    weights = state_of(payload)
+    if not is_state(weights):
+        raise IntegrityError(f"{path}: looks like {system}'s, but its weights are not tensors")
+    state = from_third_party(cast(Mapping[str, Tensor], weights), system)
+    backbone = backbone_of(state)
+    head = state.get("class_heads.0.weight")
+    if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
+        raise IntegrityError(
+            f"{path}: looks like {system}'s, but is not an SSD300 on a ResNet or VGG16"
+        )
+    names = {} if payload.get("label_map") is None else payload["label_map"]
+    num_classes = head.shape[0] // BOXES_PER_CELL[0]
+    if not 1 <= num_classes <= MAX_CLASSES:
+        raise IntegrityError(f"{path}: its network has {num_classes} classes")
+    if not isinstance(names, dict):
+        raise IntegrityError(f"{path}: its label_map is not a table of names")
+    if names and set(names) != set(range(num_classes)):
+        raise IntegrityError(
+            f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
+        )
+    try:
+        step, epoch = int(payload.get("iteration", 0)), float(payload.get("epoch", 0))
+        if not (0 <= step <= MAX_COUNT and 0 <= epoch <= MAX_COUNT):
+            raise ValueError("out of bounds")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise IntegrityError(f"{path}: its iteration or epoch is not a number: {error}") from None
+    extra_norm = "batch" if "extra.0.1.weight" in state else "none"
+    return Checkpoint(
+        path=path,
+        model=state,
+        architecture=Architecture(backbone, extra_norm, num_classes),
+        classes=classes_of(names, num_classes),
+        step=step,
+        epoch=epoch,
+        config={},
+        optimizer={},
+        third_party=system,
+    )
 
 
 def state_of(payload: Any) -> Mapping[Any, Any] | None:

@@ -16,7 +16,7 @@ from ssdctl.cli.help import HelpGroup
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
-    from ssdctl.benchmark.common import Figures
+    from ssdctl.benchmark.data import Figures
     from ssdctl.data.store import Split
 
 group = typer.Typer(
@@ -24,6 +24,7 @@ group = typer.Typer(
 )
 app.add_typer(group, name="benchmark", rich_help_panel="This machine")
 
+TRAIN_IMAGES, VAL_IMAGES = 256, 64  # generated if there is no --data
 Seconds = Annotated[
     float,
     typer.Option("--seconds", help="Seconds per measurement", metavar="S", min=0.1),
@@ -175,8 +176,9 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 @contextlib.contextmanager
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
     """Yield the splits of the config's dataset, else of a generated one."""
-    from ssdctl.benchmark.common import make_shapes
+    from ssdctl.data import shapes
     from ssdctl.data.open_dataset import open_dataset
+    from ssdctl.data.prepare import prepare
     from ssdctl.data.store_folder import dataset_folders
 
     if call.config.data.root is not None:
@@ -185,7 +187,10 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
         return
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as temporary:
         call.console.info("no --data: measuring on generated shapes")
-        yield make_shapes(Path(temporary))
+        root = Path(temporary)
+        shapes.generate(root, num_train=TRAIN_IMAGES, num_val=VAL_IMAGES)
+        prepare(root, root / "prepared", pack=False)
+        yield open_dataset(root, root / "prepared")
 
 
 def _print_figures(call: Call, figures: Figures) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,20 +26,13 @@ from ssdctl.cli.help import COMMON, EXAMPLES, show_short_help
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.cli.shell_completion import completer, is_requested
 from ssdctl.config.render import plain_value
-from ssdctl.config.resolve import (
-    Override,
-    Resolved,
-    parse_assignments,
-    preset_overrides,
-    resolve,
-)
+from ssdctl.config.resolve import Override, Resolved, parse_assignments, preset_overrides, resolve
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, all_settings, select
 from ssdctl.config.sources import of_call
-from ssdctl.errors import DiskError, Interrupted, SsdctlError, UsageError
+from ssdctl.errors import Interrupted, SsdctlError, UsageError
 from ssdctl.files import disk_error
-from ssdctl.runtime.printable import printable
-from ssdctl.runtime.redact import redact_urls
+from ssdctl.runtime.safe_text import printable, redact_urls
 
 LONGEST_METAVAR = 24
 
@@ -63,7 +57,7 @@ def command(
     *,
     panel: str | None = None,
     settings: Sequence[str] = (),
-    short: Sequence[str] = (),
+    short: str = "",
     examples: Sequence[str] = (),
     more_options: Sequence[inspect.Parameter] = (),
     settings_of: tuple[str, Sequence[str]] = ("", ()),
@@ -120,7 +114,7 @@ def command(
 
         class Command(AliasCommand):
             settings = selected
-            short_options = short
+            short_options = short.split()
             takes_options_of = explained_by
 
         run.__name__ = function.__name__
@@ -129,7 +123,8 @@ def command(
         app.command(
             name,
             cls=Command,
-            help=_unwrapped(inspect.getdoc(function) or "")
+            # Paragraphs without line breaks: the terminal wraps them.
+            help=re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
             + (EXAMPLES + "\n".join(f"$ {line}" for line in examples) if examples else ""),
             rich_help_panel=panel,
             context_settings={"help_option_names": ["--help"]},  # -h is an option of its own
@@ -140,7 +135,6 @@ def command(
 
 
 def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
-    """Set the signature of a function that typer reads."""
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
 
@@ -162,46 +156,40 @@ def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
     """Call `work`; report an expected failure in one message and exit with its code."""
     try:
         work()
-    except SsdctlError as error:
-        if console.verbose:
+    except (Exception, KeyboardInterrupt) as error:
+        if (problem := _expected_error(error)) is None:
+            raise
+        if console.verbose and isinstance(error, Exception):
             _print_traceback()
-        console.error(error)
-        raise SystemExit(error.exit_code) from None
-    except UnicodeEncodeError as error:
-        problem = _encoding_problem(error)
         console.error(problem)
         raise SystemExit(problem.exit_code) from None
-    except OSError as error:
-        if error.errno is None or isinstance(error, ConnectionError):
-            raise  # not of a file
-        if console.verbose:
-            _print_traceback()
-        console.error(disk_error(error, error.filename or "a file", "reading or writing"))
-        raise SystemExit(DiskError.exit_code) from None
-    except KeyboardInterrupt:
-        console.error(Interrupted("interrupted"))
-        raise SystemExit(Interrupted.exit_code) from None
+
+
+def _expected_error(error: BaseException) -> SsdctlError | None:
+    if isinstance(error, SsdctlError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted")
+    if isinstance(error, UnicodeEncodeError):  # a name
+        text = error.object[max(0, error.start - 60) : error.end + 20]
+        if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
+            problem, hint = "the name is not UTF-8 text", "rename the file or folder"
+        else:
+            problem = f"your locale ({error.encoding}) cannot encode this text"
+            hint = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        return UsageError(f"{text!r}: {problem}", hint=hint)
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+        return disk_error(error, error.filename or "a file", "reading or writing")
+    return None
 
 
 def _print_traceback() -> None:
     sys.stderr.write(printable(redact_urls(traceback.format_exc())))
 
 
-def _encoding_problem(error: UnicodeEncodeError) -> UsageError:
-    """Explain a name that cannot be written: not UTF-8, or not in the locale's encoding."""
-    text = error.object[max(0, error.start - 60) : error.end + 20]
-    if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
-        return UsageError(f"{text!r}: the name is not UTF-8 text", hint="rename the file or folder")
-    return UsageError(
-        f"{text!r}: your locale ({error.encoding}) cannot encode this text",
-        hint="set LC_ALL=C.UTF-8, or PYTHONUTF8=1",
-    )
-
-
 def _call(
     console: Console, settings: Sequence[Setting], values: dict[str, Any], is_isolated: bool
 ) -> Call:
-    """Remove the values of settings from `values` and resolve the config."""
     file = values.pop("config_file")
     assignments = values.pop("assignments") or []
     overrides = []
@@ -289,13 +277,7 @@ def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Param
     )
 
 
-def _unwrapped(text: str) -> str:
-    """Return the paragraphs of a docstring without line breaks; the terminal wraps them."""
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
-
-
 def _metavar(setting: Setting) -> str | None:
-    """Return the placeholder of the value: the choices if they are short."""
     joined = "|".join(setting.choices)
     if len(joined) > LONGEST_METAVAR:
         return "NAME"
@@ -319,18 +301,15 @@ def _default_note(setting: Setting) -> str:
 
 
 def default_preset() -> str:
-    """Return the name of the preset that a run uses if none is chosen."""
     return str(all_settings()["train.preset"].default)
 
 
 @functools.cache
 def preset_values() -> dict[str, Any]:
-    """Return the values that the default preset sets, by path."""
     return {override.path: override.value for override in preset_overrides(default_preset())}
 
 
 def exit_as_bug() -> None:
-    """Print the traceback of an unexpected exception, and exit 1."""
     _print_traceback()
     sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
     raise SystemExit(1)

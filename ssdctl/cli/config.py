@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-import textwrap
-from itertools import zip_longest
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +30,7 @@ from ssdctl.files import write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-PRESET_WIDTH = 10  # of a column; longer values are wrapped
+FEWEST_COLUMNS = 60  # for the table of presets
 group = typer.Typer(
     cls=HelpGroup, no_args_is_help=True, help="Show settings, check and write config files."
 )
@@ -69,7 +67,6 @@ def show(
 
 
 def _paths_of_key(key: str) -> list[str]:
-    """Return the paths of all settings of a table, or of one setting."""
     paths = [path for path in all_settings() if key == path.partition(".")[0]]
     if (path := setting_path(key)) is not None:
         paths.append(path)
@@ -129,30 +126,32 @@ def presets(call: Call) -> None:
 
 
 def _preset_table(recipes: dict[str, dict[str, object]]) -> str:
-    """Return the settings in which presets differ, a column for each, in at most 80 columns."""
+    """Return the settings in which presets differ; columns that do not fit continue below."""
     rows = [["", *recipes]]
     for path in dict.fromkeys(path for recipe in recipes.values() for path in recipe):
         values = [recipe.get(path) for recipe in recipes.values()]
         if any(value != values[0] for value in values):
             rows.append([path.partition(".")[2], *map(render.plain_value, values)])
-    cells = [[_narrow(cell) for cell in row] for row in rows]
-    columns = zip(*cells, strict=True)
-    widths = [max(len(line) for cell in column for line in cell) for column in columns]
+    names, *columns = [
+        [f"{cell:<{max(map(len, column))}}" for cell in column]
+        for column in zip(*rows, strict=True)
+    ]
+    blocks = [[names]]
+    columns_left = limit = max(shutil.get_terminal_size().columns, FEWEST_COLUMNS) - len(names[0])
+    for column in columns:
+        columns_left -= len(column[0]) + 2
+        if columns_left < 0:
+            blocks.append([names])
+            columns_left = limit - len(column[0]) - 2
+        blocks[-1].append(column)
     lines = []
-    for row_cells in cells:
-        for parts in zip_longest(*row_cells, fillvalue=""):
-            padded = (f"{part:<{width}}" for part, width in zip(parts, widths, strict=True))
-            lines.append(" ".join(padded).rstrip())
+    for block in blocks:
+        table = zip(*block, strict=True)
+        lines += ["  ".join(cells).rstrip() for cells in table if "".join(cells[1:]).strip()]
+        lines.append("")
     texts = [(PRESET_DIR / f"{name}.toml").read_text(encoding="utf-8") for name in recipes]
     about = [(name, text.partition("\n")[0][2:]) for name, text in zip(recipes, texts, strict=True)]
-    return "\n".join([*lines, "", aligned(about)])
-
-
-def _narrow(text: str) -> list[str]:
-    """Wrap a value after its hyphens and commas."""
-    words = re.sub(r"(?<=[-,])(?=\w)", " ", text)
-    lines = textwrap.wrap(words, PRESET_WIDTH, break_long_words=False, break_on_hyphens=False)
-    return [line.replace("- ", "-") for line in lines] or [""]
+    return "\n".join([*lines, aligned(about)])
 
 
 @command(

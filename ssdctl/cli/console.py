@@ -11,13 +11,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ssdctl.errors import DiskError, Interrupted, Stopped
 from ssdctl.files import disk_errors
-from ssdctl.runtime.printable import printable, printable_line, printable_message
 from ssdctl.runtime.progress import progress_bar
-from ssdctl.runtime.redact import redact_urls
+from ssdctl.runtime.safe_text import printable, printable_line, printable_message, redact_urls
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -32,27 +31,13 @@ STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold"
 
 
 class MessageHandler(logging.Handler):
-    """Passes the messages of the `ssdctl` loggers to the console, or to a display.
-
-    Args:
-        sink: Shows information by `info` and warnings by `warning`.
-    """
-
-    def __init__(self, sink: MessageSink) -> None:
+    def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
-        self.sink = sink
+        self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
         is_warning = record.levelno >= logging.WARNING
-        (self.sink.warning if is_warning else self.sink.info)(record.getMessage())
-
-
-class MessageSink(Protocol):
-    """Shows messages to the user."""
-
-    def info(self, text: str) -> None: ...
-
-    def warning(self, text: str) -> None: ...
+        (self._console.warning if is_warning else self._console.info)(record.getMessage())
 
 
 class Console:
@@ -92,16 +77,13 @@ class Console:
 
     @property
     def live(self) -> bool:
-        """Return whether stderr supports a display that redraws itself."""
         return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
 
     def info(self, text: str, style: str = "") -> None:
-        """Write a line of information to stderr, unless quiet; `style` is a key of `STYLES`."""
         if not self.quiet:
             self._message(text, style=style)
 
     def warning(self, text: str) -> None:
-        """Write a warning to stderr, even if quiet."""
         self._message(text, label="warning", style="yellow")
 
     def closing(
@@ -138,7 +120,6 @@ class Console:
             self._write(self.painted(name, style, sys.stderr) + line, sys.stderr)
 
     def _linked(self, line: str, path: Path) -> str:
-        """Return a line whose text is a link to a file (OSC 8), if stderr is a terminal."""
         if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "linux"):
             return line
         text = line.lstrip()
@@ -154,11 +135,7 @@ class Console:
             self._message(error.hint, label="hint", style="cyan")
 
     def result(
-        self,
-        data: Any,
-        human: Callable[[], Any] | str | None = None,
-        *,
-        is_painted: bool = False,
+        self, data: Any, human: Callable[[], Any] | str | None = None, *, is_painted: bool = False
     ) -> None:
         """Write the result to stdout.
 
@@ -176,11 +153,7 @@ class Console:
                 rich_console(sys.stdout).print(human())
 
     def copy(self, text: str) -> None:
-        """Copy output of another program to stdout (with --json: to stderr), printable.
-
-        Args:
-            text: Any part of it; newlines stay as they are, those of Windows become plain ones.
-        """
+        """Copy another program's output to stdout (with --json: to stderr), printable."""
         stream = sys.stderr if self.as_json else sys.stdout
         self._write(printable(text.replace("\r\n", "\n")), stream, end="")
 
@@ -225,13 +198,7 @@ class Console:
 
 
 def aligned(rows: Sequence[tuple[str, str]], stream: IO[str] | None = None, width: int = 0) -> str:
-    """Return lines of a name and a text; on a terminal the texts wrap between words.
-
-    Args:
-        rows: The names and texts.
-        stream: Where they are written; None: stdout.
-        width: Columns of the names; 0: of the longest.
-    """
+    """Return lines of a name and a text; on a terminal the texts wrap between words."""
     width = width or max((len(name) for name, _ in rows), default=0)
     return "\n".join(
         wrapped(f"{name:<{width}}  {text}", stream or sys.stdout, width + 2) for name, text in rows
@@ -239,13 +206,7 @@ def aligned(rows: Sequence[tuple[str, str]], stream: IO[str] | None = None, widt
 
 
 def wrapped(text: str, stream: IO[str], indent: int = 0) -> str:
-    """Wrap a line between words if it is longer than the terminal's; elsewhere return it as it is.
-
-    Args:
-        text: One line.
-        stream: Where it is written.
-        indent: Columns before its later parts.
-    """
+    """Wrap a line between words if it is longer than the terminal's."""
     columns = shutil.get_terminal_size().columns
     if not stream.isatty() or len(text) <= columns or columns < 2 * indent:
         return text
@@ -260,7 +221,6 @@ def wrapped(text: str, stream: IO[str], indent: int = 0) -> str:
 
 
 def _json(data: Any) -> str:
-    """Return exact JSON in the encoding of stdout."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
     if _encodable(text, sys.stdout) == text:
         return text
@@ -268,7 +228,6 @@ def _json(data: Any) -> str:
 
 
 def is_encodable(text: str, stream: IO[str]) -> bool:
-    """Return whether the stream's encoding has all letters of the text."""
     return _encodable(text, stream) == text
 
 
@@ -279,11 +238,7 @@ def _encodable(text: str, stream: IO[str]) -> str:
 
 
 def rich_console(stream: IO[str]) -> RichConsole:
-    """Return a rich console that prints all text printable and without markup.
-
-    Args:
-        stream: Where it prints.
-    """
+    """Return a rich console that prints all text printable and without markup."""
     from rich.console import Console as RichConsole
 
     class PrintableConsole(RichConsole):

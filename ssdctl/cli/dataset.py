@@ -56,7 +56,7 @@ def export(
     All splits are written, with the images and boxes that `prepare` checked. Images that it
     downscaled stay smaller.
     """
-    from ssdctl.cli.interrupts import stoppable
+    from ssdctl.cli.app import stoppable
     from ssdctl.data.export_dataset import export_dataset
     from ssdctl.data.open_dataset import open_dataset
     from ssdctl.data.store_folder import dataset_folders

@@ -15,8 +15,8 @@ from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
 from ssdctl.config import Resolved
 from ssdctl.errors import ExitCode
+from ssdctl.runs.display import duration, step_time
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.progress import duration, step_time
 
 # Tuned on two cores (benchmarks/RESULTS.md), from random weights. There is no augmentation, because
 # each image is used only once.
@@ -30,14 +30,14 @@ RECIPE = (
 IMAGES, VAL_IMAGES = 1080, 100
 USEFUL_STEPS = 300  # for AP 0.4: 280 reached 0.41
 FULL_STEPS = 520  # one pass over the images
-BUDGET_S = 270.0  # of the whole demo; the rest of five minutes is a reserve
+BUDGET_S = 270.0  # for the whole demo; the rest of five minutes is a reserve
 EVALUATIONS = 5  # during the training
 EVALUATION_STEPS = 20  # time of an evaluation of 100 images, in training steps
 # Seconds of the stages on two idle cores, apart from what the steps and the drawing take.
 PREPARE_S, EVALUATE_S, REPORT_S, PREDICT_S = 4.0, 4.0, 6.0, 2.0
 WARM_UP_STEPS, TIMED_STEPS = 3, 5
 MEASURED_S = 5.0  # a slow machine takes fewer steps
-COLUMNS = 80  # of the commands that are printed
+COLUMNS = 80  # for the printed commands
 SHEET_CELL = (440, 330)  # pixels of an image of the contact sheet
 SHEET_GAP = 8
 
@@ -50,8 +50,6 @@ class Speed(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One command of the demo."""
-
     name: str
     description: str
     seconds: float  # expected
@@ -112,12 +110,11 @@ def demo(
     run_stage("report", str(run))
     images = held_out_images(data)
     run_stage("predict", str(run), *map(str, images), "--out", str(folder / "drawn"))
-    write_contact_sheet([_drawn(folder / "drawn", image) for image in images], sheet)
+    write_contact_sheet([folder / "drawn" / image.name for image in images], sheet)
     _print_result(call, run, sheet, steps, commands, time.monotonic() - start)
 
 
 def _common_options(call: Call) -> list[str]:
-    """Return the options of the demo that each of its commands gets."""
     options = ["--quiet"] if call.console.quiet or call.console.as_json else []
     options += ["--verbose"] if call.console.verbose else []
     options += ["--config", call.config_file] if call.config_file else []
@@ -125,20 +122,18 @@ def _common_options(call: Call) -> list[str]:
 
 
 def recipe(steps: int) -> str:
-    """Return the options of a training whose learning rate decays until its last step."""
     return RECIPE.format(end=steps / FULL_STEPS, every=steps // EVALUATIONS)
 
 
 def measured_speed(resolved: Resolved) -> Speed:
-    """Measure a training step of the demo's network, and the drawing of an image."""
-    from ssdctl.data.shapes import draw_picture
-    from ssdctl.training.light_optimizer import without_dynamo
+    from ssdctl.data.shapes import draw_image
+    from ssdctl.training.optimizer import without_dynamo
 
     with without_dynamo():
         step_s = seconds_per_step(resolved)
     start = time.perf_counter()
     for index in range(TIMED_STEPS):
-        draw_picture(0, "train", index)
+        draw_image(0, "train", index)
     return Speed(step_s, (time.perf_counter() - start) / TIMED_STEPS)
 
 
@@ -173,15 +168,7 @@ def seconds_per_step(resolved: Resolved) -> float:
 
 
 def affordable_steps(speed: Speed, left_s: float) -> int:
-    """Return how many steps to train.
-
-    Args:
-        speed: Of this machine.
-        left_s: Seconds left for the whole demo.
-
-    Returns:
-        A multiple of 10, at least `USEFUL_STEPS` and at most `FULL_STEPS`.
-    """
+    """Return the steps that fit into `left_s`, with the other stages; a multiple of 10."""
     others_s = sum(stage.seconds for stage in expected_stages(0, speed))
     steps = (left_s - others_s) / speed.step_s
     return min(max(int(steps) // 10 * 10, USEFUL_STEPS), FULL_STEPS)
@@ -198,7 +185,6 @@ def steps_of_run(run: Path) -> int | None:
 
 
 def expected_stages(steps: int, speed: Speed) -> list[Stage]:
-    """Return the six stages with the seconds that they take on this machine."""
     images, evaluation_s = IMAGES + VAL_IMAGES, EVALUATION_STEPS * speed.step_s
     return [
         Stage("shapes", f"draw {images:,} images of five kinds of objects", images * speed.image_s),
@@ -258,17 +244,8 @@ def held_out_images(data: Path) -> list[Path]:
     return [val.folder / val.file_names[row] for row in np.nonzero(is_chosen)[0][:4]]
 
 
-def _drawn(folder: Path, image: Path) -> Path:
-    """Return the file in which `predict --out` drew an image."""
-    return next(path for path in sorted(folder.glob(f"{image.stem}.*")) if path.suffix != ".json")
-
-
 def write_contact_sheet(images: Sequence[Path], path: Path) -> None:
-    """Write up to four images as one, two in a row.
-
-    Raises:
-        DiskError: The file cannot be written.
-    """
+    """Write up to four images as one, two in a row."""
     from PIL import Image, ImageOps
 
     from ssdctl.files import atomic_write

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ssdctl.cli.app import app
+from ssdctl.cli.app import app, stoppable
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import is_encodable
-from ssdctl.cli.interrupts import stoppable
 from ssdctl.errors import UsageError
 
 DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that is not a terminal
@@ -58,10 +57,10 @@ def doctor(
     checks: list[Check]
     with stoppable("nothing was changed"):
         if collectives:
-            from ssdctl.doctor.collectives import check_collectives
+            from ssdctl.doctor.probes import check_collectives
 
             checks = [c._replace(group="Collectives") for c in check_collectives(call.config)]
-            if not checks:  # of another rank, which prints nothing
+            if not checks:  # another rank, which prints nothing
                 return
         else:
             checks = examine(call.config, network=network, self_test=self_test)

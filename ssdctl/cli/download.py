@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssdctl.cli.app import app
+from ssdctl.cli.app import app, stoppable
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.download_progress import fetching, retry_policy
-from ssdctl.cli.interrupts import stoppable
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.files import refuse_url
-from ssdctl.runtime.printable import listed
+from ssdctl.files import free_bytes, refuse_url
+from ssdctl.runtime.safe_text import listed
 
 if TYPE_CHECKING:
     from ssdctl.download.pinned_files import PinnedFile
@@ -27,7 +26,7 @@ MAX_LISTED_FILES = 10  # in an error message
 @command(
     app,
     "download",
-    short=("--dest", "--dataset", "--part", "--mirror", "--verify", "--dry-run"),
+    short="--dest --dataset --part --mirror --verify --dry-run",
     panel="Data",
     settings=["download.*"],
     examples=[
@@ -75,32 +74,37 @@ def download(
             )
         _generate_shapes(call, dest or Path(SHAPES_DIR), dry_run)
         return
-    files = _selected_files(config.manifest, config.part)
+    from ssdctl.download.pinned_files import COCO2017, read_manifest
+
+    # The smallest first, so that errors show early.
+    files = sorted(COCO2017.values(), key=lambda file: file.bytes or 0)
+    if config.manifest is not None:
+        files = read_manifest(Path(config.manifest))
+    elif config.part is not None:
+        files = [COCO2017[config.part]]
     folder = dest or Path(COCO_DIR)
     if verify:
         _verify(call, files, folder, is_selection=bool(config.manifest or config.part))
-    elif dry_run:
-        _show_plan(call, files, folder)
     else:
-        _download(call, files, folder)
+        _download(call, files, folder, dry_run)
 
 
-def _selected_files(manifest: str | None, part: str | None) -> list[PinnedFile]:
-    from ssdctl.download.pinned_files import COCO2017, read_manifest
-
-    if manifest is not None:
-        return read_manifest(Path(manifest))
-    if part is not None:
-        return [COCO2017[part]]
-    # The smallest first, so that errors show early.
-    return sorted(COCO2017.values(), key=lambda file: file.bytes or 0)
-
-
-def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
-    from ssdctl.download.dataset import download, plan
+def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) -> None:
+    from ssdctl.download.dataset import download, needed_bytes, plan
 
     config = call.config.download
     rows = plan(files, dest, config.mirror)
+    if dry_run:
+        needed = needed_bytes(files, dest, config.keep_archives)
+        free = free_bytes(dest.absolute())
+        lines = [
+            f"{row['name']}: {row['bytes'] / 1e6:,.0f} MB, {row['state']}\n  {row['url']}"
+            for row in rows
+        ]
+        lines.append(f"{dest}: needs {needed / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free")
+        data = {"dest": str(dest), "files": rows, "needed_bytes": needed, "free_bytes": free}
+        call.console.result(data, "\n".join(lines))
+        return
     expected = {row["name"]: row["bytes"] for row in rows if row["state"] == "missing"}
     with fetching(call.console, expected) as progress:
         results = download(
@@ -119,24 +123,6 @@ def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
     call.console.result({"dest": str(dest), "files": results}, "\n".join(lines))
     commands = [] if config.manifest else [f"ssdctl prepare --data {shlex.quote(str(dest))}"]
     call.console.closing([("wrote", f"{dest} ({len(results)} archives or files)")], commands)
-
-
-def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:
-    from ssdctl.download.dataset import needed_bytes, plan
-    from ssdctl.files import free_bytes
-
-    config = call.config.download
-    rows = plan(files, dest, config.mirror)
-    needed = needed_bytes(files, dest, config.keep_archives)
-    free = free_bytes(dest.absolute())
-
-    lines = [
-        f"{row['name']}: {row['bytes'] / 1e6:,.0f} MB, {row['state']}\n  {row['url']}"
-        for row in rows
-    ]
-    lines.append(f"{dest}: needs {needed / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free")
-    data = {"dest": str(dest), "files": rows, "needed_bytes": needed, "free_bytes": free}
-    call.console.result(data, "\n".join(lines))
 
 
 def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bool) -> None:

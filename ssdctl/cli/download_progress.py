@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ssdctl.cli.app import stoppable
 from ssdctl.cli.console import rich_console
-from ssdctl.cli.interrupts import stoppable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -38,97 +38,80 @@ class ByteProgress:
         self._expected = dict(expected or {})
         self._received = dict.fromkeys(self._expected, 0)
         self._label = ""
-        self._display: Progress | None = None
+        self._bars: Progress | None = None
         self._all: TaskID | None = None
         self._current: TaskID | None = None
         self._first = self._last_line = (0.0, 0)
 
     def __call__(self, label: str, done: int, total: int) -> None:
-        self._count(label, done)
-        if self._console.live:
-            self._draw(label, done, total)
-        elif label != self._label:
-            self._begin(label, done, total)
-        elif time.monotonic() - self._last_line[0] >= LINE_INTERVAL_S:
-            self._print_line(label, done, total)
-        self._label = label
-
-    def close(self) -> None:
-        """Remove the display."""
-        if self._display is not None:
-            self._display.stop()
-            self._display = self._all = self._current = None
-        self._label = ""
-
-    def _count(self, label: str, done: int) -> None:
-        """Update the received bytes of all files."""
         name = label.rpartition(" ")[2]
         if label in self._received:
             self._received[label] = done
         elif name in self._received and not label.startswith("checking"):
             self._received[name] = self._expected[name]  # complete, as it is verified now
+        is_new, self._label = label != self._label, label
+        if self._console.live:
+            self._draw(label, done, total, is_new)
+        elif is_new:
+            self._first = self._last_line = (time.monotonic(), done)
+            is_resumed = not label.startswith(READING) and 0 < done < total
+            resumed = f", {done / 1e6:,.1f} MB already downloaded" if is_resumed else ""
+            self._console.info(f"{label}: {total / 1e6:,.1f} MB{resumed}")
+        elif time.monotonic() - self._last_line[0] >= LINE_INTERVAL_S:
+            self._print_line(label, done, total)
 
-    def _draw(self, label: str, done: int, total: int) -> None:
-        if self._display is None:
-            self._display = _byte_display()
+    def close(self) -> None:
+        """Remove the display."""
+        if self._bars is not None:
+            self._bars.stop()
+        self._bars = self._all = self._current = None
+        self._label = ""
+
+    def _draw(self, label: str, done: int, total: int, is_new: bool) -> None:
+        if self._bars is None:
+            self._bars = _byte_bars()
             if len(self._expected) > 1:
-                total_bytes, received = sum(self._expected.values()), sum(self._received.values())
-                self._all = self._display.add_task(
-                    "all files", total=total_bytes, completed=received
-                )
-            self._display.start()
-        if label != self._label or self._current is None:
+                self._all = self._bars.add_task("all files", total=sum(self._expected.values()))
+            self._bars.start()
+        if is_new or self._current is None:
             if self._current is not None:
-                self._display.remove_task(self._current)
+                self._bars.remove_task(self._current)
             # Bytes of an earlier attempt do not count for the rate.
-            self._current = self._display.add_task(label, total=total, completed=done)
-        self._display.update(self._current, completed=done)
+            self._current = self._bars.add_task(label, total=total, completed=done)
+        self._bars.update(self._current, completed=done)
         if self._all is not None:
-            self._display.update(self._all, completed=sum(self._received.values()))
-
-    def _begin(self, label: str, done: int, total: int) -> None:
-        self._first = self._last_line = (time.monotonic(), done)
-        is_resumed = not label.startswith(READING) and 0 < done < total
-        resumed = f", {done / 1e6:,.1f} MB already downloaded" if is_resumed else ""
-        self._console.info(f"{label}: {total / 1e6:,.1f} MB{resumed}")
+            self._bars.update(self._all, completed=sum(self._received.values()))
 
     def _print_line(self, label: str, done: int, total: int) -> None:
         start, done_at_start = self._first
         rate = (done - done_at_start) / (time.monotonic() - start)
+
+        def left(num_bytes: int) -> str:
+            if rate <= 0:
+                return ""
+            hours, minutes = divmod(round(num_bytes / rate / 60), 60)
+            return f", {hours} h {minutes} min left" if hours else f", {minutes} min left"
+
         text = f"{label}: {100 * done / max(total, 1):.0f}%, {rate / 1e6:.1f} MB/s"
-        if rate > 0:
-            text += f", {_minutes(total - done, rate)} left"
+        text += left(total - done)
         if len(self._expected) > 1:
             total_bytes, received = sum(self._expected.values()), sum(self._received.values())
             text += f"; all files: {100 * received / max(total_bytes, 1):.0f}%"
-            if rate > 0 and label in self._expected:
-                text += f", {_minutes(total_bytes - received, rate)} left"
+            text += left(total_bytes - received) if label in self._expected else ""
         self._console.info(text)
         self._last_line = (time.monotonic(), done)
 
 
-def _minutes(num_bytes: int, rate: float) -> str:
-    minutes = round(num_bytes / rate / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+def _byte_bars() -> Progress:
+    from rich import progress
 
-
-def _byte_display() -> Progress:
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        TextColumn("{task.percentage:>3.0f}%"),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(bar_width=None),
+        progress.TextColumn("{task.percentage:>3.0f}%"),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
         console=rich_console(sys.stderr),
         transient=True,
         expand=True,

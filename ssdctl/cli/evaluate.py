@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +10,7 @@ import typer
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
-from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
+from ssdctl.distributed.ranks import MainRankFilter, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
 from ssdctl.runtime.packages import check_memory_limit
@@ -32,18 +30,7 @@ RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 @command(
     app,
     "evaluate",
-    short=(
-        "--data",
-        "--split",
-        "--bs",
-        "--bf16",
-        "--fp32",
-        "--device",
-        "--limit",
-        "--score-threshold",
-        "--report",
-        "--all",
-    ),
+    short=("--data --split --bs --bf16 --fp32 --device --limit --score-threshold --report --all"),
     panel="Results",
     settings=["data.*", "evaluate.*"],
     examples=[
@@ -88,14 +75,19 @@ def evaluate(
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.evaluation.sources import files_to_score, locate_source
+    from ssdctl.inference.model_source import is_model_folder, locate_checkpoint
+    from ssdctl.runs.layout import RunDir
 
-    source = locate_source(what or newest_run(call.console), mirror=call.config.download.mirror)
-    if every and not source.is_dir():
-        raise UsageError(f"--all: {source} is not a run folder", hint="leave --all out")
+    what = what or newest_run(call.console)
+    is_run = Path(what).is_dir() and not is_model_folder(Path(what))
+    if every and not is_run:
+        raise UsageError(f"--all: {what} is not a run folder", hint="leave --all out")
+    if every:
+        files = RunDir(Path(what)).all_checkpoints()
+    else:
+        files = [locate_checkpoint(what, mirror=call.config.download.mirror)]
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
-    files = files_to_score(source, every=every)
     evaluations = _evaluate(call, files, Path(detections) if detections else None)
     if not evaluations:  # not the main rank
         return
@@ -104,7 +96,6 @@ def evaluate(
     if every:
         call.console.result({"checkpoints": results}, lambda: _checkpoints(evaluations, best))
     else:
-        is_run = source.is_dir()
         call.console.result(results[0] if is_run else best.as_json(), headline(best))
         if not call.console.as_json and not call.console.quiet:
             call.console.result(None, lambda: tables(best))
@@ -126,13 +117,13 @@ def evaluate(
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
     """Score all files; the list is empty on ranks other than the main one."""
     check_memory_limit()
-    from ssdctl.evaluation.sources import evaluate_files
+    from ssdctl.evaluation.evaluate import evaluate_files
 
     tune_process()
     ranks = find_ranks()
     call.console.handler.addFilter(MainRankFilter(ranks))
     evaluations = []
-    with _one_report(ranks):
+    try:
         for evaluation in evaluate_files(
             files, call.resolved, progress=call.console.progress, detections_file=detections
         ):
@@ -141,18 +132,11 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
             evaluations.append(evaluation)
             if len(files) > 1:  # the table comes at the end, perhaps after hours
                 call.console.info(headline(evaluation))
-    return evaluations
-
-
-@contextlib.contextmanager
-def _one_report(ranks: Ranks) -> Iterator[None]:
-    """Exit silently on the other ranks if the main rank reports the same error."""
-    try:
-        yield
     except SsdctlError as error:
-        if error.is_from_all_ranks and not ranks.is_main:
+        if error.is_from_all_ranks and not ranks.is_main:  # the main rank reports it
             raise SystemExit(error.exit_code) from None
         raise
+    return evaluations
 
 
 def headline(evaluation: Evaluation) -> str:
@@ -195,7 +179,6 @@ def tables(evaluation: Evaluation) -> Group:
 
 
 def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
-    """Return one table of several checkpoints, with the best one marked."""
     from rich.console import Group
 
     names = ["AP", "AP50", "AP75", *_present(best, SIZES), "AR100"]

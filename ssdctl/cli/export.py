@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from ssdctl.cli.runs import newest_run
 from ssdctl.cli.shell_completion import completer
 from ssdctl.errors import UsageError
 from ssdctl.exporting.request import (
-    CALIBRATION_PICTURES,
+    CALIBRATION_IMAGES,
     FORMATS,
     MAX_AP_LOSS,
     MAX_BATCH,
@@ -26,7 +27,7 @@ from ssdctl.exporting.request import (
 @command(
     app,
     "export",
-    short=("--format", "--out", "--nms", "--batch", "--fp16", "--int8", "--data"),
+    short="--format --out --nms --batch --fp16 --int8 --data",
     panel="Results",
     settings=["data.root", "evaluate.score_threshold", "evaluate.nms_iou", "evaluate.limit"],
     examples=[
@@ -90,7 +91,7 @@ def export(
             "--calibrate",
             metavar="N",
             min=1,
-            help=f"Calibration images for int8 [default: {CALIBRATION_PICTURES}]",
+            help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]",
         ),
     ] = None,
     max_ap_loss: Annotated[
@@ -116,13 +117,25 @@ def export(
     result = export_checkpoint(source, request, call.resolved, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
     megabytes = Path(out).stat().st_size / 1e6
-    is_run_by_us = kind == "onnx" and nms != "efficientnms"
-    next_command = f"ssdctl predict {out} photo.jpg --out drawn"
-    call.console.closing([("wrote", f"{out} ({megabytes:.1f} MB)")], [next_command] * is_run_by_us)
+    call.console.closing([("wrote", f"{out} ({megabytes:.1f} MB)")], [_next_command(request)])
+
+
+def _next_command(request: ExportRequest) -> str:
+    """Return a command that runs the file: only some formats are read by ssdctl."""
+    out, size = shlex.quote(str(request.out)), request.batch or 1
+    if request.format == "pt2":
+        images = f"torch.zeros({size}, 300, 300, 3, dtype=torch.uint8)"
+        program = f"torch.export.load({str(request.out)!r}).module()({images})"
+        return "python -c " + shlex.quote(f"import torch; print([x.shape for x in {program}])")
+    if request.format == "openvino":
+        program = f"openvino.Core().compile_model({str(request.out)!r}, 'CPU')"
+        return "python -c " + shlex.quote(f"import openvino; print({program})")
+    if request.nms == "efficientnms":
+        return f"trtexec --onnx={out} --saveEngine={shlex.quote(f'{request.out.stem}.engine')}"
+    return f"ssdctl predict {out} photo.jpg --out drawn"
 
 
 def _batch_size(text: str) -> int | None:
-    """Return the batch size; None: any."""
     if text == "dynamic":
         return None
     if not text.isdecimal():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.console import aligned
+from ssdctl.cli.console import is_encodable
 from ssdctl.cli.download_progress import fetching, retry_policy
 from ssdctl.errors import UsageError
 
@@ -81,14 +82,9 @@ def fetch_weights(
     detector = find_detector(name)
     fetch = fetch_weights if detector is None else fetch_detector
     config = call.config.download
+    policy = retry_policy(config.timeout)
     with fetching(call.console) as progress:
-        path = fetch(
-            name,
-            dest,
-            mirror=config.mirror,
-            retry_policy=retry_policy(config.timeout),
-            progress=progress,
-        )
+        path = fetch(name, dest, mirror=config.mirror, retry_policy=policy, progress=progress)
     data: dict[str, Any] = {"name": name, "alias": None, "path": str(path)}
     data["bytes"] = path.stat().st_size
     if detector is None:
@@ -116,25 +112,21 @@ def _list(call: Call, dest: Path | None) -> None:
     from ssdctl.model.pretrained import all_weights, find_weights
 
     rows: list[dict[str, Any]] = []
-    for weights in all_weights():
-        path = find_weights(weights.name, dest)
-        rows.append(
-            {
-                "name": weights.name,
-                "alias": _alias(weights),
-                "note": weights.file.note,
-                "url": weights.file.url,
-                "sha256": weights.file.sha256,
-                "bytes": weights.file.bytes,
-                "path": str(path) if path else None,
-            }
-        )
-
     lines = []
-    for row in rows:
-        state = "downloaded" if row["path"] else "-"
-        file = f" ({row['name']})" if row["alias"] else ""
-        place = f" in {row['path']}" if row["path"] and call.console.verbose else ""
-        lines.append((row["alias"] or row["name"], f"{state:<10}  {row['note']}{file}{place}"))
-    call.console.result({"weights": rows}, aligned(lines))
-    call.console.closing([("more", "`ssdctl models` lists whole detectors")])
+    mark = "\u2713" if is_encodable("\u2713", sys.stdout) else "*"
+    width = max(len(weights.alias or weights.name) for weights in all_weights())
+    for weights in all_weights():
+        path, alias, file = find_weights(weights.name, dest), _alias(weights), weights.file
+        row: dict[str, Any] = {
+            "name": weights.name,
+            "alias": alias,
+            "note": file.note,
+            "url": file.url,
+        }
+        row |= {"sha256": file.sha256, "bytes": file.bytes, "path": str(path) if path else None}
+        rows.append(row)
+        lines.append(f"{mark if path else ' '} {alias or weights.name:<{width}}  {file.note}")
+        if call.console.verbose:
+            lines.append(f"  {path or file.url}")
+    call.console.result({"weights": rows}, "\n".join(lines))
+    call.console.closing([(mark, "downloaded"), ("more", "`ssdctl models` lists whole detectors")])

@@ -25,13 +25,10 @@ painted = Console().painted
 
 
 class HelpCommand(typer.core.TyperCommand):
-    """A command with `-h` and `--help`."""
-
     short_options: Sequence[str] = ()  # for -h, in this order; empty: all
     takes_options_of: str = ""  # the command that explains its hidden options
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page of `--help`."""
         formatter.write(self.page(ctx, is_short=False))
 
     def page(self, ctx: Any, *, is_short: bool) -> str:
@@ -58,10 +55,7 @@ class HelpCommand(typer.core.TyperCommand):
 
 
 class HelpGroup(typer.core.TyperGroup):
-    """A group of commands."""
-
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands under their headings."""
         width = max(map(len, self.commands)) + 4
         parts = [_wrapped(self.help or ""), f"{painted('Usage:', 'bold')} {usage(self, ctx)}"]
         for panel, names in _by_panel(self.commands, lambda name: self.commands[name]).items():
@@ -76,7 +70,6 @@ class HelpGroup(typer.core.TyperGroup):
 
 
 def show_short_help(ctx: typer.Context, is_requested: bool) -> None:
-    """Print the page of `-h` and exit."""
     if is_requested and not ctx.resilient_parsing:
         assert isinstance(ctx.command, HelpCommand)
         typer.echo(ctx.command.page(ctx, is_short=True), nl=False)
@@ -92,7 +85,6 @@ def usage(command: Any, ctx: Any) -> str:
 
 
 def _by_panel(items: Iterable[Any], owner: Callable[[Any], Any]) -> dict[str, list[Any]]:
-    """Return the items under the headings of their owners, the common ones last."""
     panels: dict[str, list[Any]] = {}
     for item in items:
         panels.setdefault(owner(item).rich_help_panel or "Options", []).append(item)

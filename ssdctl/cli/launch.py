@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,11 +15,10 @@ from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
-    from ssdctl.launch.request import LaunchPlan, LaunchRequest
-    from ssdctl.launch.run import JobOutcome
+    from ssdctl.launch._run import JobOutcome
+    from ssdctl.launch.base import LaunchPlan, LaunchRequest
 
 CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
-SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
 OUTCOMES: dict[int, str] = {
     ExitCode.DISTRIBUTED: "a rank or the launcher died; the first failure is above",
     ExitCode.STOPPED: "stopped; run the same command again to continue",
@@ -52,7 +50,7 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
     panel="Train",
     settings=["launch.*"],
     settings_of=("train", ["data.*", "model.*", "train.*"]),
-    short=("--hpus", "--gpus", "--tpus", "--cpus", "--nodes", "--launcher", "--dry-run"),
+    short="--hpus --gpus --tpus --cpus --nodes --launcher --dry-run",
     more_options=[_count_parameter(device) for device in DEVICE_TYPES.values()],
     examples=[
         "ssdctl launch --hpus 8 --bs 128 --bf16",
@@ -68,9 +66,7 @@ def launch(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="Print the command without running it",
-            rich_help_panel="Launch",
+            "--dry-run", help="Print the command without running it", rich_help_panel="Launch"
         ),
     ] = False,
     write: Annotated[
@@ -85,9 +81,7 @@ def launch(
     wait: Annotated[
         bool,
         typer.Option(
-            "--wait",
-            help="Follow the submitted job until it ends",
-            rich_help_panel="Launch",
+            "--wait", help="Follow the submitted job until it ends", rich_help_panel="Launch"
         ),
     ] = False,
     rest: Annotated[
@@ -110,20 +104,19 @@ def launch(
             hint="for example: ssdctl launch --cpus 2",
         )
     from ssdctl.cli.launch_request import make_request
-    from ssdctl.launch import sky
-    from ssdctl.launch.node import read_node
-    from ssdctl.launch.plan import make_plan
+    from ssdctl.launch.base import load_launcher, make_plan, read_node
+    from ssdctl.launch.torchrun import SKY_SUFFIXES, to_sky_task
 
-    request = make_request(call, *devices[0], rest or [], is_dry_run=dry_run)
-    if write is not None:  # the script may run on other machines
-        request = dataclasses.replace(request, local_address=None)
-    request = dataclasses.replace(request, is_planned=dry_run or write is not None)
-    if write is not None and write.endswith(sky.SUFFIXES) and not dry_run:
-        files.write_text(Path(write), sky.to_task(request, read_node()))
+    request = make_request(
+        call, *devices[0], rest or [], is_dry_run=dry_run, is_written=write is not None
+    )
+    if write is not None and write.endswith(SKY_SUFFIXES) and not dry_run:
+        files.write_text(Path(write), to_sky_task(request, read_node()))
         call.console.info(f"wrote {write}; start it with sky launch --gpus TYPE:COUNT {write}")
         call.console.result({"written": write}, None)
         return
-    plan = make_plan(request, read_node())
+    plan, launcher = make_plan(request, read_node()), load_launcher(request.launcher)
+    is_batch = hasattr(launcher, "submit")
     for warning in plan.warnings:
         call.console.warning(warning)
 
@@ -134,52 +127,47 @@ def launch(
     }
     if plan.text is not None:
         result["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
+    if plan.missing and (write is not None or not dry_run):
+        raise UsageError(plan.missing)
     if write is None and not dry_run:
-        if plan.launcher in SUBMIT:
-            _submit(call, plan, result, wait)
+        launcher.require()
+        if is_batch:
+            _submit(call, launcher, plan, result, wait)
         else:
             _run(call, request, plan, result)
         return
-    if plan.missing and write is not None:
-        raise UsageError(plan.missing)
     if plan.missing:
         call.console.warning(f"{plan.missing}: replace HOST by it")
     if write is not None:
         if Path(write).exists():
             call.console.info(f"{write} exists and is replaced")
-        _write_script(Path(write), plan)
+        files.write_text(Path(write), plan.to_script())
+        if plan.manifest is None:
+            _make_executable(Path(write))
         result["written"] = write
-        submit = SUBMIT.get(plan.launcher)
-        call.console.info(
-            f"wrote {write}" + (f"; submit it with {submit} {write}" if submit else "")
-        )
+        submit = f"; submit it with {launcher.SUBMIT} {write}" if is_batch else ""
+        call.console.info(f"wrote {write}{submit}")
     human = plan.to_line() if plan.text is None else plan.text.rstrip("\n")
     call.console.result(result, None if plan.text and write is not None else human)
 
 
-def _write_script(path: Path, plan: LaunchPlan) -> None:
-    files.write_text(path, plan.to_script())
-    if plan.manifest is None:
-        mode = path.stat().st_mode
-        with files.disk_errors(path, "writing"):
-            path.chmod(mode | (mode & 0o444) >> 2)  # executable for all who can read it
+def _make_executable(path: Path) -> None:
+    mode = path.stat().st_mode
+    with files.disk_errors(path, "writing"):
+        path.chmod(mode | (mode & 0o444) >> 2)  # for all who can read it
 
 
 def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str, object]) -> None:
     """Run the job with a local launcher; restart it after crashes as often as --restarts allows."""
     from ssdctl.cli.launch_request import resumed
-    from ssdctl.launch.node import read_node
-    from ssdctl.launch.plan import make_plan
-    from ssdctl.launch.run import require_launcher, run
+    from ssdctl.launch._run import run
+    from ssdctl.launch.base import make_plan, read_node
 
-    if plan.missing:
-        raise UsageError(plan.missing)
-    require_launcher(plan)
     if plan.launcher == "torchrun" and plan.nodes > 1:
         call.console.info("this starts only the ranks of this node: run it on every node")
     restarts_left = request.config.restarts
     while True:
-        call.console.info(plan.to_log_line())
+        call.console.info(plan.to_line(with_secrets=False))
         outcome = run(plan, stdout_to_stderr=call.console.as_json)
         _show_failure(call, request, plan, outcome)
         if outcome.code not in CRASHES or not restarts_left:
@@ -190,17 +178,15 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str,
         )
         request = resumed(request)
         plan = make_plan(request, read_node())
-    if call.console.as_json:
-        call.console.result({**result, "exit_code": outcome.code})
-    _exit_with(call, outcome.code)
+    _exit_with(call, result, outcome.code)
 
 
 def _show_failure(
     call: Call, request: LaunchRequest, plan: LaunchPlan, outcome: JobOutcome
 ) -> None:
     """Print the ranks that failed first and the end of their log."""
+    from ssdctl.distributed.rank_process import last_lines
     from ssdctl.launch.exit_codes import first_failure
-    from ssdctl.launch.logs import last_lines
     from ssdctl.runs.layout import RunDir
 
     if outcome.code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
@@ -212,39 +198,37 @@ def _show_failure(
         return
     ranks, reason = failure
     call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {reason}"))
-    for rank in ranks[:1]:
-        if rank == 0 or request.run_folder is None:
-            continue  # the output of rank 0 is already on the terminal
-        path = RunDir(Path(request.run_folder)).rank_log(rank)
-        if lines := last_lines(path):
-            call.console.warning("\n  | ".join([f"the end of {path}:", *lines]))
+    if ranks[0] == 0 or request.run_folder is None:
+        return  # the output of rank 0 is already on the terminal
+    path = RunDir(Path(request.run_folder)).rank_log(ranks[0])
+    if lines := last_lines(path):
+        call.console.warning("\n  | ".join([f"the end of {path}:", *lines]))
 
 
-def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool) -> None:
+def _submit(
+    call: Call, engine: Any, plan: LaunchPlan, result: dict[str, object], wait: bool
+) -> None:
     """Submit the job to its batch engine; with `wait` follow it until it ends."""
-    from ssdctl.launch import submit
-
-    submit.require_engine(plan)
-    job = submit.submit(plan)
+    job = engine.submit(plan)
     result["id"] = job
-    cancel = submit.end_command(job, plan)
+    cancel = engine.cancel(job, plan)
     if not wait:
         call.console.info(f"submitted; to cancel it: {cancel}")
         call.console.result(result, job)
         return
     call.console.info(f"submitted {job}; to cancel it: {cancel}")
     try:
-        code = submit.follow(job, plan, call.console.copy)
+        code = engine.follow(job, plan, call.console.copy)
     except KeyboardInterrupt:
         call.console.warning(f"{job} continues to run; to cancel it: {cancel}")
         raise
+    _exit_with(call, result, code)
+
+
+def _exit_with(call: Call, result: dict[str, object], code: int) -> None:
+    """Print the result of --json; exit with the code of a failed job, or return if it is 0."""
     if call.console.as_json:
         call.console.result({**result, "exit_code": code})
-    _exit_with(call, code)
-
-
-def _exit_with(call: Call, code: int) -> None:
-    """Exit with the code of a failed job; return if it is 0."""
     if code:
         call.console.info(f"the job ended with exit code {code}: {OUTCOMES.get(code, 'see above')}")
         raise SystemExit(code)

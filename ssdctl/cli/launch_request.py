@@ -12,92 +12,120 @@ from pathlib import Path
 from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import Call
 from ssdctl.cli.option_aliases import AliasCommand
+from ssdctl.config import Config
+from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
-from ssdctl.config.resolve import parse_assignment
+from ssdctl.config.resolve import Resolved, parse_assignment
+from ssdctl.config.schema import LAUNCHER_TABLES
 from ssdctl.config.settings import all_settings
 from ssdctl.config.sources import Kind
-from ssdctl.distributed.addresses import address_for_peers, own_names
-from ssdctl.errors import UsageError
-from ssdctl.launch.mpirun import read_hosts, read_version
-from ssdctl.launch.pod_spec import read_patch
-from ssdctl.launch.preflight import check_train, missing_volumes, read_only_data
-from ssdctl.launch.request import LaunchRequest
-from ssdctl.launch.run import free_port
-from ssdctl.launch.torchrun import PLACEHOLDER, rendezvous_endpoint
-from ssdctl.runs.default_folder import run_dir
-from ssdctl.runtime.torch_compat import installed_version
+from ssdctl.data.index import is_prepared
+from ssdctl.data.open_dataset import count_images
+from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
+from ssdctl.distributed.addresses import free_port, own_names
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.errors import DataError, UsageError
+from ssdctl.launch.base import LaunchRequest, load_launcher
+from ssdctl.launch.mpirun import read_hosts
+from ssdctl.runs.layout import run_dir
+from ssdctl.training.run import check_without_data, finalize
 
-LAUNCH_TABLES = ("launch", "slurm", "kubernetes")  # tables of the config that ranks do not read
+# Tables of the config that ranks do not read.
+LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
 
 
 def make_request(
-    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool = False
+    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool, is_written: bool
 ) -> LaunchRequest:
-    """Return the request for a launch plan.
-
-    Args:
-        call: This call of `launch`.
-        device: The device type of the count.
-        count: The number of devices.
-        rest: The command after `--`; empty: `train`.
-        is_dry_run: The plan is only shown: what pods lack is a warning.
-
-    Raises:
-        UsageError: The options contradict each other, or the host file cannot be read.
-    """
-    config, in_pods = call.config.launch, call.config.launch.launcher == "kubernetes"
-    command = rest_command(call, rest) if rest else train_command(call, device, in_pods=in_pods)
-    settings = exported_settings(call) if in_pods else {}
+    """Return the request for a launch of `train`, or of the command `rest`."""
+    config = call.config.launch
+    name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
+    launcher = load_launcher(name)
+    is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
+    if rest:
+        command = rest_command(call, rest)
+    else:
+        command = train_command(call, device, has_files=not is_elsewhere)
+    variables = exported_settings(call) if is_elsewhere else {}
     if rest:  # the command may not have --device: set it by variables, which any command accepts
-        settings |= {s.environment: device for s in all_settings().values() if s.name == "device"}
-    if config.hostfile is not None and config.launcher in ("slurm", "kubernetes"):
-        raise UsageError(
-            f"--hostfile applies to mpirun and torchrun: {config.launcher} chooses the hosts"
-        )
+        variables |= {s.environment: device for s in all_settings().values() if s.name == "device"}
+    if config.hostfile is not None and hasattr(launcher, "submit"):
+        raise UsageError(f"--hostfile applies to mpirun and torchrun: {name} chooses the hosts")
     request = LaunchRequest(
         device=device,
         count=count,
         command=tuple(command),
         config=config,
         python=sys.executable,
+        table=getattr(call.config, name, None),
         environment=dict(os.environ),
-        settings=settings,
+        variables=variables,
         hosts=read_hosts(Path(config.hostfile)) if config.hostfile is not None else (),
         own_names=own_names(),
         free_port=free_port(),
-        slurm=call.config.slurm,
-        kubernetes=call.config.kubernetes,
         job_name=f"ssdctl-{uuid.uuid4().hex[:6]}",
         run_folder=None if rest else str(run_dir(call.config)),
+        paths={} if rest else _paths(call.config),
         is_dry_run=is_dry_run,
+        is_planned=is_dry_run or is_written,
     )
     if not rest:
-        for notice in check_train(request, call.resolved):
+        # pods have other folders; on TPU v2 and v3 one rank has several chips
+        has_data = not is_elsewhere and device != "xla"
+        for notice in check_train(call.resolved, device, count, has_data=has_data):
             call.console.warning(notice)
-    if in_pods:
-        for missing in missing_volumes(request, call.config):
-            if not is_dry_run:
-                raise missing
-            call.console.warning(f"{missing}; {missing.hint}")
-        if text := read_only_data(request, call.config):
-            call.console.warning(text)
-        if (patch := call.config.kubernetes.patch) is not None:
-            request = dataclasses.replace(request, patch=read_patch(Path(patch)))
-    if request.launcher == "mpirun":
-        return dataclasses.replace(request, open_mpi=read_version())
-    if request.launcher == "torchrun":
-        return dataclasses.replace(
-            request, torch_version=installed_version(), local_address=_local_address(request)
+    if hasattr(launcher, "inspect"):
+        request = launcher.inspect(request)
+    # A written script may run on other machines.
+    return dataclasses.replace(request, local_address=None) if is_written else request
+
+
+def _paths(config: Config) -> dict[str, str]:
+    """Return the files and folders of a training, by their options."""
+    train, data = config.train, config.data
+    paths = {
+        "--mllog": train.mllog,
+        "--store": data.store,
+        "--data": None if train.fake_data else data.root or str(DEFAULT_ROOTS[-1]),
+        "--resume": None if train.resume in ("auto", "never") else train.resume,
+        "--init": train.init,
+        "--backbone-weights": config.model.weights,
+    }
+    return {option: path for option, path in paths.items() if path is not None}
+
+
+def check_train(
+    resolved: Resolved, device_name: str, count: int, *, has_data: bool
+) -> tuple[str, ...]:
+    """Check that the ranks will accept the settings of `train`; return what they will replace.
+
+    Args:
+        resolved: The settings that the ranks will have.
+        device_name: The device type.
+        count: The number of ranks.
+        has_data: Whether a dataset that is prepared on this machine is theirs.
+    """
+    device, config = DEVICE_TYPES[device_name], resolved.config.train
+    notices = check_without_data(resolved, device)
+    if config.execution not in (None, *device.executions):
+        raise UsageError(
+            f"device {device.name} does not support {config.execution} execution",
+            hint=f"--execution {' or '.join(device.executions)}",
         )
-    return request
+    if has_data and config.batch_size != "auto" and (images := _count_images(resolved.config)):
+        finalize(resolved, device, Ranks(0, count, 0), images)
+    return notices
 
 
-def _local_address(request: LaunchRequest) -> str | None:
-    """Return the address at which the other nodes of a torchrun job reach this one."""
-    host = rendezvous_endpoint(request).rpartition(":")[0].strip("[]")
-    if request.config.nodes == 1 or host == PLACEHOLDER:
+def _count_images(config: Config) -> int | None:
+    """Return the training images of a prepared dataset on this machine; None if there is none."""
+    root, folder = dataset_folders(config.data)
+    try:
+        if not root.exists() or not is_prepared(root, folder):
+            return None
+        return count_images(root, folder).trainable
+    except DataError:  # the ranks report it
         return None
-    return address_for_peers(host)
 
 
 def resumed(request: LaunchRequest) -> LaunchRequest:
@@ -128,56 +156,39 @@ def _as_text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def train_command(call: Call, device: str, *, in_pods: bool = False) -> list[str]:
+def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
     """Return `train` with the user's options and the device, as arguments.
 
     An option and its value are one argument, so that values may begin with '-'.
-
-    Args:
-        call: This call of `launch`.
-        device: The device type of the count.
-        in_pods: The ranks run in pods, which do not have the config file.
-
-    Raises:
-        UsageError: The options name another device.
     """
-    arguments = ["train"]
-    if call.config_file is not None and not in_pods:
+    arguments, devices = ["train"], []
+    if call.config_file is not None and has_files:
         arguments.append(f"--config={call.config_file}")
     for text in call.assignments:
         path, value, _ = parse_assignment(text)
-        if path == "train.device":
-            _check_device(value, device)
+        devices += [value] * (path == "train.device")
         if path.partition(".")[0] not in LAUNCH_TABLES:
             arguments.append(f"--set={text}")
     for path, value, (_, flag) in call.overrides:
         setting = all_settings()[path]
         if path == "train.device":
-            _check_device(value, device)
+            devices.append(value)
         elif setting.section in LAUNCH_TABLES:
             pass
         elif setting.choice_flags or setting.is_flag:
             arguments.append(flag)
         else:
             arguments.append(f"{flag}={value}")
+    for other in set(devices) - {"auto", device}:
+        raise UsageError(
+            f"--device {other} contradicts the number of {device} devices: give only the number"
+        )
     arguments += ["--quiet"] * call.console.quiet + ["--verbose"] * call.console.verbose
     return [*arguments, f"--device={device}"]
 
 
-def _check_device(value: str, device: str) -> None:
-    if value not in ("auto", device):
-        raise UsageError(
-            f"--device {value} contradicts the number of {device} devices: give only the number"
-        )
-
-
 def rest_command(call: Call, rest: list[str]) -> list[str]:
-    """Return the command after `--`, checked: it must exist and have these options.
-
-    Raises:
-        UsageError: The command does not exist, or options of train precede `--`.
-        SystemExit: The command does not have one of the options.
-    """
+    """Return the command after `--`, checked: it must exist and have these options."""
     commands = [info.name for info in app.registered_commands if info.name]
     commands += [info.name for info in app.registered_groups if info.name]
     if rest[0] not in commands or rest[0] == "launch":
@@ -196,13 +207,9 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
             f"{misplaced[0]} is an option of train, but {rest[0]} is launched",
             hint=f"put the options of {rest[0]} after --",
         )
-    return _without_aliases(rest)
-
-
-def _without_aliases(rest: list[str]) -> list[str]:
-    """Parse the options of a command to launch, as each rank would; return it without aliases."""
-    command = click_root(rest[0].replace("-", "_")).commands[rest[0]]
-    command.make_context(f"ssdctl {rest[0]}", rest[1:])
-    return (
-        [rest[0], *command.without_aliases(rest[1:])] if isinstance(command, AliasCommand) else rest
-    )
+    # Its options are parsed as each rank would.
+    parsed = click_root(rest[0].replace("-", "_")).commands[rest[0]]
+    parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
+    if isinstance(parsed, AliasCommand):
+        return [rest[0], *parsed.without_aliases(rest[1:])]
+    return rest

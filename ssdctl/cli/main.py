@@ -76,9 +76,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if shell_completion.is_requested():
         arguments = shell_completion.command_line()
     else:
-        arguments = _plain_spelling(list(sys.argv[1:] if argv is None else argv))
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        if arguments[:1] == ["help"]:
+            arguments = [*arguments[1:], "--help"]
+        elif arguments == ["version"]:
+            arguments = ["--version"]
     try:
-        root = click_root(_module_of(arguments))
+        command = next((a for a in arguments if not a.startswith("-")), "")
+        root = click_root(module=command.replace("-", "_"))
         code = root.main(args=arguments, prog_name="ssdctl", standalone_mode=False)
         raise SystemExit(code or 0)
     except SystemExit as end:
@@ -106,16 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_as_bug()
 
 
-def _plain_spelling(arguments: list[str]) -> list[str]:
-    """Return the arguments with `help COMMAND` and `version` as the options that they stand for."""
-    if arguments[:1] == ["help"]:
-        return [*arguments[1:], "--help"]
-    return ["--version"] if arguments == ["version"] else arguments
-
-
 def _as_usage_error(error: Any) -> UsageError | None:
-    """Return our error for one of typer, or None if it is of another kind."""
-    if isinstance(error, UsageError):  # of the aliases of options
+    if isinstance(error, UsageError):  # from the aliases of options
         return error
     if not hasattr(error, "format_message"):
         return None
@@ -145,11 +142,4 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 
 def click_tree() -> typer.core.TyperGroup:
-    """Return all commands with all their options, for man pages and completion."""
     return click_root()
-
-
-def _module_of(arguments: Sequence[str]) -> str:
-    """Return the module of the command on the command line."""
-    name = next((a for a in arguments if not a.startswith("-")), "")
-    return name.replace("-", "_")

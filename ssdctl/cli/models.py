@@ -33,7 +33,7 @@ def models(call: Call) -> None:
                 "name": detector.name,
                 "network": detector.network,
                 "AP": detector.ap,
-                "licence": detector.licence,
+                "licence": detector.license,
                 "url": detector.file.url,
                 "page": detector.page,
                 "trust": detector.trust,

@@ -1,4 +1,4 @@
-"""Accept other spellings of options, and handle options of the replaced systems.
+"""Accept other spellings of options, and handle options of other programs.
 
 A command line may use standard spellings (`--batch-size`, `--learning-rate`, `--num_workers`) and
 old flags that mean the same: `AliasCommand` rewrites them before they are parsed, so help and
@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ssdctl.cli.help import HelpCommand
 from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.config.settings import Setting, all_settings, select
+from ssdctl.config.settings import Setting, all_settings, other_programs, select
 from ssdctl.errors import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # Aliases of options that are not settings: the first target that the command has.
 OUTPUT = ("--out", "--dest")
@@ -35,41 +28,26 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept it as an option
 CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir")
 
-# Options that are refused, and what to use instead or why they are not needed.
-OTHER_PROGRAMS = Path(__file__).with_name("other_programs.toml")
-
 
 @functools.cache
 def refused_options() -> dict[str, dict[str, Any]]:
     """Return the tables of other_programs.toml: `settings` (by path), `other`,
     `launch_does` and `not_needed`."""
     count = ", ".join(f"{device.count_option} N" for device in DEVICE_TYPES.values())
-    tables = tomllib.loads(OTHER_PROGRAMS.read_text(encoding="utf-8"))
-    tables["other"] = {flag: text.format(count=count) for flag, text in tables["other"].items()}
-    return tables
+    other = {flag: text.format(count=count) for flag, text in other_programs()["other"].items()}
+    return {**other_programs(), "other": other}
 
 
 class AliasCommand(HelpCommand):
-    """A command that also accepts the aliases of its settings."""
-
     settings: Sequence[Setting] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Rewrite aliases to the command's own options, then parse.
-
-        Raises:
-            UsageError: An option of the replaced systems that was removed.
-        """
-        if not ctx.resilient_parsing:  # of a shell's completion: the words so far
+        if not ctx.resilient_parsing:  # a shell's completion has the words so far
             args = self.without_aliases(args)
         return super().parse_args(ctx, args)
 
     def without_aliases(self, args: Sequence[str]) -> list[str]:
-        """Return the command line with every alias replaced by the option that it stands for.
-
-        Raises:
-            UsageError: An option of the replaced systems that was removed.
-        """
+        """Return the command line with every alias replaced by the option that it stands for."""
         own = {flag: p for p in self.params for flag in (*p.opts, *p.secondary_opts)}
         templates = self._templates(own)
         checkpoints: list[str] = []
@@ -116,7 +94,7 @@ class AliasCommand(HelpCommand):
         return [*checkpoints, *rewritten]
 
     def _refuse_other_meaning(self, flag: str, value: str) -> None:
-        """Raise UsageError if the value shows that an option is meant as in a replaced system."""
+        """Raise UsageError if the value shows that an option is meant as in another program."""
         own = {flag for setting in self.settings for flag in setting.flags}
         number = re.fullmatch(r"-v=?(\d+)", flag + value if flag == "-v" else flag)
         if number and "--log-every" in own:
@@ -157,7 +135,6 @@ class AliasCommand(HelpCommand):
 
 
 def _empty_value(flag: str) -> UsageError:
-    """Return the error for `--out ""`, as of a script with an unset variable."""
     return UsageError(
         f"{flag or 'an argument'} is empty: give a value, or leave it out (in a script, perhaps a "
         "variable is not set)"
@@ -189,13 +166,7 @@ def _split(
 
 
 def _refuse_removed(flag: str, typed: str, settings: Sequence[Setting]) -> None:
-    """Raise UsageError with the replacement if `flag` is an option of a replaced system.
-
-    Args:
-        flag: The option, with dashes.
-        typed: The same as on the command line, for the message.
-        settings: Those of the command.
-    """
+    """Raise UsageError with the replacement if `flag` (with dashes) is another program's."""
     flag = flag.partition("=")[0]
     refused = refused_options()
     for path, flags in refused["settings"].items():

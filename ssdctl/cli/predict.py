@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import json
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,16 +16,16 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
 from ssdctl.errors import DataError, NetworkError, UsageError
-from ssdctl.files import make_dir, refuse_replacing, remove_stale_temporaries
+from ssdctl.files import atomic_write, make_dir, refuse_replacing, remove_stale_temporaries
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.packages import check_memory_limit
-from ssdctl.runtime.printable import printable_line
 from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.safe_text import printable_line
 
 if TYPE_CHECKING:
     from ssdctl.inference.drawing import DrawingStyle
-    from ssdctl.inference.image_sources import Source
-    from ssdctl.inference.predict import ImageDetector, Prediction, UnreadableImage
+    from ssdctl.inference.image_detector import ImageDetector, Prediction, UnreadableImage
+    from ssdctl.inference.image_sources import ImageSource
 
 MAX_NAMED = 3  # failed images in the error
 
@@ -31,17 +33,7 @@ MAX_NAMED = 3  # failed images in the error
 @command(
     app,
     "predict",
-    short=(
-        "--out",
-        "--save",
-        "--score",
-        "--classes",
-        "--tile",
-        "--recursive",
-        "--bf16",
-        "--fp32",
-        "--device",
-    ),
+    short="--out --save --score --classes --tile --recursive --bf16 --fp32 --device",
     panel="Results",
     settings=["predict.*"],
     examples=[
@@ -113,10 +105,8 @@ def predict(
     style = DrawingStyle(line_width, not hide_labels, not hide_scores)
     videos = split_videos(images)
     if videos:
-        from ssdctl.cli.predict_video import check_video_options, predict_videos
-
-        check_video_options(call, videos, folder)
-        predict_videos(call, _load(call, checkpoint), videos, folder, style)
+        _check_videos(videos, folder, settings.save)
+        _predict_videos(call, _load(call, checkpoint), videos, folder, style)
         return
     sources = find_sources(images, recursive=settings.recursive)
     is_drawn = folder is not None and settings.save is None
@@ -138,7 +128,8 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
     check_memory_limit()
     tune_process()
     from ssdctl.inference.detector import DetectorConfig
-    from ssdctl.inference.predict import Options, load_detector
+    from ssdctl.inference.image_detector import Options
+    from ssdctl.inference.predict import load_detector
 
     settings = call.config.predict
     iou = call.config.evaluate.nms_iou if settings.nms_iou is None else settings.nms_iou
@@ -154,22 +145,17 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
     return detector
 
 
-def _targets(sources: list[Source], out: Path) -> list[Path]:
-    """Return the file of each drawn image.
-
-    Raises:
-        UsageError: It is one of the images.
-    """
+def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
+    """Return the file of each drawn image; one of the images themselves is refused."""
     from ssdctl.inference.drawing import DRAWN_FORMATS
-    from ssdctl.inference.image_sources import FileSource
     from ssdctl.inference.save import free_stem
 
     targets, stems = list[Path](), set[str]()
     for source in sources:
-        suffix = Path(source.file_name).suffix
+        suffix = source.path.suffix
         kept = suffix if suffix.lower() in DRAWN_FORMATS else ".png"
-        targets.append(out / f"{free_stem(source.file_name, stems)}{kept}")
-    images = {s.path.resolve(): s.path for s in sources if isinstance(s, FileSource)}
+        targets.append(out / f"{free_stem(source.path.name, stems)}{kept}")
+    images = {s.path.resolve(): s.path for s in sources if not s.url}
     for target in targets:
         if target.resolve() in images:
             refuse_replacing(images[target.resolve()], target, "--out")
@@ -179,28 +165,27 @@ def _targets(sources: list[Source], out: Path) -> list[Path]:
 def _predict(
     call: Call,
     detector: ImageDetector,
-    sources: list[Source],
+    sources: list[ImageSource],
     out: Path | None,
     targets: list[Path],
     style: DrawingStyle,
 ) -> list[UnreadableImage]:
     """Print, draw and save the detections; return the images that cannot be read."""
-    from ssdctl.inference.drawing import draw, save_image
-    from ssdctl.inference.predict import (
+    from ssdctl.inference.image_detector import (
         OpenedImage,
         UnreadableImage,
         detect_ahead,
         open_image,
     )
-    from ssdctl.inference.save import image_record, open_writer
+    from ssdctl.inference.save import WRITERS, image_record
 
     settings, console = call.config.predict, call.console
     writer = None
     if out is not None:
         make_dir(out)  # before the detection, which may take hours
-        writer = open_writer(settings.save or "json", out, detector.selected_classes)
+        writer = WRITERS[settings.save or "json"](out, detector.selected_classes)
 
-    def opened(source: Source, cancelled: threading.Event) -> OpenedImage:
+    def opened(source: ImageSource, cancelled: threading.Event) -> OpenedImage:
         content = source.open(cancelled)
         return OpenedImage(source, content, open_image(content))
 
@@ -226,7 +211,7 @@ def _predict(
             if isinstance(result.image, io.BytesIO):
                 result.image.seek(0)
             # Opened a second time: to keep every image until it is drawn would take gigabytes.
-            save_image(draw(open_image(result.image), list(result), style), target)
+            result.save(target, **style._asdict())
         if writer is not None:
             writer.add(found.item, result)
     written = [writer.close()] if writer is not None else []
@@ -237,6 +222,103 @@ def _predict(
     total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
     console.closing([("done", " -> ".join([total, ", ".join(written)] if written else [total]))])
     return failures
+
+
+def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
+    """Check before the network is loaded that all videos exist and that the options fit."""
+    from ssdctl.inference.image_sources import is_camera
+
+    if save not in (None, "json"):
+        raise UsageError(
+            f"--save {save} is for images",
+            hint="extract frames first: ffmpeg -i VIDEO -vf fps=1 frames/%06d.jpg",
+        )
+    for name in videos:
+        if not Path(name).exists():
+            raise UsageError(f"{name}: no such {'camera' if is_camera(name) else 'file'}")
+    names = [Path(name).stem for name in videos]
+    if len(set(names)) < len(names):
+        raise UsageError("two videos have the same name", hint="run predict once for each")
+    if out is not None and save is None:
+        for name in videos:
+            refuse_replacing(Path(name), out / f"{Path(name).stem}.mp4", "--out")
+
+
+def _predict_videos(
+    call: Call, detector: ImageDetector, videos: list[str], out: Path | None, style: DrawingStyle
+) -> None:
+    """Predict on videos; a damaged one does not stop the others."""
+    failures = 0
+    with contextlib.ExitStack() as stack:
+        lines = None
+        if out is not None:
+            lines = stack.enter_context(atomic_write(out / "detections.jsonl"))
+        for name in videos:
+            try:
+                _predict_video(call, detector, name, out, lines, style)
+            except DataError as error:
+                call.console.warning(str(error))
+                failures += 1
+    if failures:
+        raise DataError(f"{failures} of {len(videos)} videos are damaged; see the warnings")
+
+
+def _predict_video(
+    call: Call,
+    detector: ImageDetector,
+    name: str,
+    out: Path | None,
+    lines: IO[bytes] | None,
+    style: DrawingStyle,
+) -> None:
+    """Print the detections of each frame as they come, and write an annotated video.
+
+    Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames. The frames
+    before a damaged one are written.
+    """
+    from ssdctl.inference.image_sources import is_camera
+    from ssdctl.inference.results import counted
+    from ssdctl.inference.save import image_record
+    from ssdctl.inference.video import VideoWriter, open_video, predict_frames
+
+    settings, live = call.config.predict, is_camera(name)
+    count, written, failure = 0, "", None
+    with contextlib.ExitStack() as stack:
+        video, writer = stack.enter_context(open_video(name)), None
+        if out is not None and settings.save is None:
+            target = out / f"{Path(name).stem}.mp4"
+            file = stack.enter_context(atomic_write(target))
+            writer = VideoWriter(file, video.rate / settings.every, style)
+            stack.enter_context(contextlib.closing(writer))
+            written = f", written to {target}"
+        frames = video.frames(every=settings.every, limit=settings.max_frames)
+        total = None if live or video.num_frames is None else -(-video.num_frames // settings.every)
+        # A camera's frames are not collected to batches: the result would come late.
+        batch_size = 1 if live else settings.batch_size
+        results = predict_frames(detector, frames, batch_size=batch_size)
+        label = f"predicting {name}"
+        try:
+            for frame, found in call.console.progress(
+                results, total=total, label=label, unit="frame"
+            ):
+                at = {"frame": frame.number, "time_s": round(frame.time_s, 4)}
+                record = image_record(name, found, **at)
+                if lines is not None:
+                    lines.write(json.dumps(record).encode() + b"\n")
+                if call.console.as_json or found:
+                    line = f"{name} {frame.time_s:.2f} s  {counted(found)}"
+                    call.console.result(record, printable_line(line))
+                if writer is not None:
+                    writer.add(frame, found)
+                count += 1
+        except DataError as error:
+            failure = error
+        except KeyboardInterrupt:
+            if not live:
+                raise
+        call.console.info(f"{name}: {count} frames{written}")
+    if failure is not None:
+        raise failure
 
 
 def _count(number: int, noun: str) -> str:

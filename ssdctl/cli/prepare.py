@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ssdctl.data.annotations import Finding
     from ssdctl.data.prepare import Outcome
 
-MAX_EXAMPLES = 5  # of each kind of finding, in the table
+MAX_EXAMPLES = 5  # per kind of finding in the table
 
 
 @command(
     app,
     "prepare",
-    short=("--data", "--from", "--split", "--classes", "--shrink", "--preview", "--force"),
+    short="--data --from --split --classes --shrink --preview --force",
     panel="Data",
     settings=["data.*", "prepare.*"],
     examples=[
@@ -56,9 +56,10 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
-    from ssdctl.cli.interrupts import stoppable
+    from ssdctl.cli.app import stoppable
     from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
+    from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED
     from ssdctl.data.store_folder import dataset_folders
 
     if preview is not None:
@@ -85,7 +86,11 @@ def prepare(
     what = "images and boxes" if outcome.packed else "the index; images stay where they are"
     store = ["--store", outcome.store] if call.config.data.store else []
     command = shlex.join(["ssdctl", "train", "--data", outcome.root, *store])
-    call.console.closing([("store", f"{outcome.store} ({what})")], [command])
+    facts: list[tuple[str, str | Path]] = [("store", f"{outcome.store} ({what})")]
+    without_boxes = (NO_BOXES, NO_BOXES_NOT_TRAINED)  # a line of the output says how many
+    if any(f.kind not in without_boxes for report in outcome.splits for f in report.findings):
+        facts.append(("issues", Path(outcome.store) / "report.json"))
+    call.console.closing(facts, [command])
 
 
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
@@ -125,7 +130,7 @@ def _tables(outcome: Outcome) -> Group:
                 first = ("", "", "")
     if not issues.rows:
         return Group(table, *lines, "nothing was dropped or repaired")
-    return Group(table, *lines, issues, f"Full list: {Path(outcome.store) / 'report.json'}")
+    return Group(table, *lines, issues)
 
 
 def _example(item: Finding) -> str:

@@ -89,12 +89,11 @@ def push(
     reference = parse_reference(target)
     if out is None:
         hub_package()
-    from ssdctl.checkpoint.reader import load_network, read_checkpoint
-    from ssdctl.exporting.hub_folder import write_model_folder
-    from ssdctl.exporting.hub_upload import upload_folder
+    from ssdctl.checkpoint.file import load_checkpoint, load_network
+    from ssdctl.exporting.hub import upload_folder, write_model_folder
     from ssdctl.inference.model_source import locate_checkpoint
 
-    content = read_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
+    content = load_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
     load_network(content)
     with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as temporary:
         folder = Path(temporary if out is None else out)

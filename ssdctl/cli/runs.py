@@ -16,27 +16,19 @@ from ssdctl.runs.layout import RUNS
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ssdctl.runs.overview import RunSummary
+    from ssdctl.runs.reader import RunSummary
 
 
-@command(
-    app,
-    "runs",
-    panel="Results",
-    examples=["ssdctl runs", "ssdctl runs experiments --json"],
-)
+@command(app, "runs", panel="Results", examples=["ssdctl runs", "ssdctl runs experiments --json"])
 def runs(
     call: Call,
-    folder: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="Folder of runs"),
-    ] = str(RUNS),
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of runs")] = str(RUNS),
 ) -> None:
     """List runs, the newest first: date, data, network, steps and best AP.
 
     Runs in progress and runs with broken files are listed, too.
     """
-    from ssdctl.runs.overview import summarize_runs
+    from ssdctl.runs.reader import summarize_runs
 
     found = summarize_runs(Path(folder))
     call.console.result(
@@ -48,14 +40,10 @@ def runs(
 
 
 def newest_run(console: Console, *, has_checkpoint: bool = True) -> str:
-    """Return the newest run of `runs/`, and name it in a line.
+    """Return the newest run of `runs/`, and name it in a line."""
+    from ssdctl.runs import reader
 
-    Raises:
-        UsageError: There is none.
-    """
-    from ssdctl.runs import overview
-
-    path = overview.newest_run(has_checkpoint=has_checkpoint)
+    path = reader.newest_run(has_checkpoint=has_checkpoint)
     console.info(f"using the newest run: {path}")
     return str(path)
 

@@ -26,7 +26,6 @@ _joined = ("", "")  # `--flag=` and the start of its value, if the shell has the
 
 
 def is_requested() -> bool:
-    """Return whether a shell requests completions."""
     return os.environ.get(VARIABLE, "").startswith("complete_")
 
 
@@ -62,7 +61,7 @@ def command_line() -> list[str]:
 
 def _keep_help_plain() -> None:
     """Keep typer from rendering help with rich: it would wrap it, and take a third of a TAB."""
-    with contextlib.suppress(ImportError):  # of a typer that does not: nothing to do
+    with contextlib.suppress(ImportError):  # this typer does not render it
         from typer import _completion_classes
 
         vars(_completion_classes)["_sanitize_help_text"] = str
@@ -109,7 +108,6 @@ def _values(kinds: set[str], word: str) -> Sequence[str]:
 
 
 def _run_folders() -> list[str]:
-    """Return run folders in the usual places, the newest first."""
     from ssdctl.runs.layout import RUNS, RunDir
 
     folders = [path for pattern in (f"{RUNS}/*", "*", "*/run") for path in Path().glob(pattern)]

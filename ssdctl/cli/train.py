@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,22 +12,26 @@ import typer
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import aligned
+from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
-from ssdctl.launch.logs import start_rank_log
-from ssdctl.runs.default_folder import run_dir
-from ssdctl.runs.layout import RunDir
-from ssdctl.runs.progress import duration
+from ssdctl.runs.display import RunDisplay, duration
+from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.runtime import signals
 from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import processor
 
 if TYPE_CHECKING:
+    from ssdctl.config.devices import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.run import SettledRun
     from ssdctl.training.schedule import TrainSchedule
     from ssdctl.training.trainer import Summary
+
+AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
+MAX_SIMILAR = 10  # runs whose speed may be known
 
 
 @command(
@@ -35,20 +40,8 @@ if TYPE_CHECKING:
     panel="Train",
     settings=["data.*", "model.*", "train.*"],
     short=(
-        "--data",
-        "--out",
-        "--init",
-        "--preset",
-        "--epochs",
-        "--bs",
-        "--lr",
-        "--device",
-        "--bf16",
-        "--fp16",
-        "--fp32",
-        "--resume",
-        "--eval-every",
-        "--dry-run",
+        "--data --out --init --preset --epochs --bs --lr --device --bf16 --fp16 --fp32 "
+        "--resume --eval-every --dry-run"
     ),
     examples=[
         "ssdctl train --data /data/coco --out runs/first",
@@ -83,15 +76,16 @@ def train(
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
-        from ssdctl.cli.progress_bar import TrainingDisplay
         from ssdctl.data.store_folder import with_absolute_data
         from ssdctl.training.setup import run_training
 
-        with TrainingDisplay(call.console) as display, signals.announced(display.info):
+        console = call.console
+        display = RunDisplay(
+            console.facts, console.info, is_live=console.live, is_verbose=console.verbose
+        )
+        with closing(display), signals.announced(console.info):
             summary = run_training(
-                with_absolute_data(call.resolved),
-                emit=display.show,
-                progress=call.console.progress,
+                with_absolute_data(call.resolved), emit=display.show, progress=call.console.progress
             )
     except Stopped as stop:
         if is_main:
@@ -125,19 +119,16 @@ def _print_summary(call: Call, summary: Summary) -> None:
     commands = [f"ssdctl predict {path} photo.jpg --out drawn"]
     if best is not None:
         commands.append(f"ssdctl report {path}")
+    commands.append(f"ssdctl export {path} --format onnx --out detector.onnx")
     call.console.closing(facts, commands)
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.config.devices import DEVICE_TYPES
-    from ssdctl.data.dataset import (
-        COCO_NUM_CLASSES,
-        WHAT_IS_DROPPED,
-        warning_without_validation,
-    )
+    from ssdctl.data.classes import COCO_NUM_CLASSES
+    from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
+    from ssdctl.inference.model_source import check_weight_sources
     from ssdctl.training import description
     from ssdctl.training.run import finalize
-    from ssdctl.training.weight_sources import check_weight_sources
 
     root, size = _dataset_size(call)
     if not size.trainable:
@@ -147,8 +138,12 @@ def _show_plan(call: Call) -> None:
         from ssdctl.training.setup import planned_network  # late: torch takes seconds
 
         network = planned_network(call.resolved)
-    device = DEVICE_TYPES.get(call.config.train.device)
-    run = finalize(call.resolved, device, ranks, size.trainable, network=network)
+    device = _device(call.config.train.device)
+    is_chosen = call.config.train.device != "auto"
+    is_any = not is_chosen and call.resolved.is_chosen("train.precision")  # also of another machine
+    run = finalize(
+        call.resolved, None if is_any else device, ranks, size.trainable, network=network
+    )
     for notice in run.notices:
         call.console.warning(notice)
     resolved, plan, config, images = run.resolved, run.plan, run.config, run.plan.images
@@ -177,11 +172,12 @@ def _show_plan(call: Call) -> None:
     rows = {
         "data": data_line,
         "network": description.network_line(config),
-        "device": f"{_device(config.train.device)}, precision {config.train.precision}",
-        "length": description.length_line(plan, len(evaluations)) + _known_time(run),
+        "device": f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
+        f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
+        "length": description.length_line(plan, len(evaluations)) + _known_time(run, device.name),
         "recipe": description.recipe_line(resolved, plan),
-        "batch": f"{plan.global_batch_size}{_too_large(plan)}; {plan.steps_per_epoch:,} steps "
-        "per epoch",
+        "batch": f"{plan.global_batch_size}{_too_large(plan)}; "
+        f"{description.counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
         f"(for a batch of 32) x {plan.global_batch_size} / 32",
         "warm-up steps": f"{plan.warmup_steps:,}",
@@ -196,12 +192,8 @@ def _show_plan(call: Call) -> None:
 
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
-    """Return the dataset and its size; COCO's, without classes, if none was named or is read.
-
-    Raises:
-        DataError: The dataset that --data names does not exist, or is invalid.
-    """
-    from ssdctl.data.dataset import COCO_NUM_IMAGES
+    """Return the dataset and its size; COCO's, without classes, if none was named or is read."""
+    from ssdctl.data.classes import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
 
@@ -216,30 +208,42 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     return root, DatasetSize(COCO_NUM_IMAGES, 0, [])
 
 
-def _device(name: str) -> str:
-    """Return the device of a run on this machine, without opening it."""
+def _device(name: str) -> DeviceType:
+    from ssdctl.config.devices import DEVICE_TYPES
     from ssdctl.runtime.hardware import find_hardware
 
-    if name != "auto":
-        return name
     found = find_hardware()
-    return f"{'cuda' if found.num_nvidia else 'hpu' if found.num_gaudi else 'cpu'} (auto)"
+    if name == "auto":
+        name = "cuda" if found.num_nvidia else "hpu" if found.num_gaudi else "cpu"
+    if name != "cpu":
+        return DEVICE_TYPES[name]
+    return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
-def _known_time(run: SettledRun) -> str:
-    """Return the time that the steps take if the run has been started before; else nothing."""
-    from ssdctl.runs.reader import read_run
+def _known_time(run: SettledRun, device: str) -> str:
+    """Return the time that the steps take at the speed of this run, or else of a similar one.
 
-    try:
-        rate = read_run(run.out).train[-1]["images_per_second"]
-        seconds = run.plan.total_steps * run.plan.global_batch_size / float(rate)
-    except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
-        return ""
-    return f", {duration(seconds)} at the run's last {rate:.1f} img/s"
+    That is the newest run of `runs/` with the same network and precision, on as many devices.
+    """
+    from ssdctl.runs.reader import newest_runs, read_run
+
+    for path in (run.out, *newest_runs()[:MAX_SIMILAR]):
+        try:
+            known = read_run(path)
+            facts, environment = known.settings, known.environment
+            similar = facts["model.backbone"], facts["train.precision"], environment["world_size"]
+            is_cpu = environment["device"] == processor()[0]
+            rate = float(known.train[-1]["images_per_second"])
+            seconds = run.plan.total_steps * run.plan.global_batch_size / rate
+        except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
+            continue
+        ours = run.config.model.backbone, run.precision, find_ranks().world_size
+        if path == run.out or (similar == ours and is_cpu == (device == "cpu")):
+            return f", about {duration(seconds)} at the {rate:.1f} img/s of {path}"
+    return " (`ssdctl benchmark train` measures the speed)"
 
 
 def _disk_needed(run: SettledRun, classes: int) -> str:
-    """Return the disk space that the checkpoints need, and the free space."""
     from ssdctl.files import free_bytes
     from ssdctl.training.schedule import checkpoint_bytes
 
@@ -247,7 +251,7 @@ def _disk_needed(run: SettledRun, classes: int) -> str:
     each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
     kept = config.train.keep + 2
     return (
-        f"{each / 1e6:,.0f} MB each, {kept * each / 1e9:.1f} GB at most "
+        f"{each / 1e6:,.0f} MB each, {max(kept * each / 1e9, 0.1):.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
         f"{free_bytes(run.out.absolute()) / 1e9:,.0f} GB free"
     )

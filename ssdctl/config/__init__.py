@@ -8,7 +8,7 @@ from ssdctl.config.resolve import Resolved, resolve
 from ssdctl.config.schema import Config
 from ssdctl.config.sections.data import DataConfig, DownloadConfig, PrepareConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig, PredictConfig
-from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig, SlurmConfig
+from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.config.sections.train import ModelConfig, TrainConfig
 
 __all__ = [
@@ -16,13 +16,11 @@ __all__ = [
     "DataConfig",
     "DownloadConfig",
     "EvaluateConfig",
-    "KubernetesConfig",
     "LaunchConfig",
     "ModelConfig",
     "PredictConfig",
     "PrepareConfig",
     "Resolved",
-    "SlurmConfig",
     "TrainConfig",
     "resolve",
 ]

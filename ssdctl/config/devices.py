@@ -24,6 +24,7 @@ class DeviceType(NamedTuple):
         kubernetes_resource: The name of the resource in a pod; None: none is requested.
         precisions: The precisions in which it can train.
         executions: How its steps can run (`train --execution`), the default first.
+        auto_precision: The fastest precision; `auto` if it is known when the device is opened.
     """
 
     name: str
@@ -34,15 +35,10 @@ class DeviceType(NamedTuple):
     kubernetes_resource: str | None
     precisions: tuple[str, ...]
     executions: tuple[str, ...]
-
-    @property
-    def auto_precision(self) -> str:
-        """Return `auto`: the fastest precision is known when a device is opened."""
-        return "auto"
+    auto_precision: str = "auto"
 
     @property
     def count_option(self) -> str:
-        """Return the option of `ssdctl launch` that counts its devices."""
         return f"--{self.plural}"
 
 
@@ -60,6 +56,7 @@ DEVICE_TYPES = {
             kubernetes_resource="habana.ai/gaudi",
             precisions=BF16,
             executions=("lazy", "compile", "eager"),
+            auto_precision="bf16",
         ),
         DeviceType(
             name="cuda",
@@ -80,6 +77,7 @@ DEVICE_TYPES = {
             kubernetes_resource="google.com/tpu",
             precisions=BF16,
             executions=("lazy",),
+            auto_precision="bf16",
         ),
         DeviceType(
             name="cpu",

@@ -7,7 +7,14 @@ import msgspec
 from ssdctl.runtime.packages import plugin_names
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-BACKBONES = ("ssdctl.model.backbones", "ssdctl.backbones")  # package, group of entry points
+# A package with a module for each name, and a group of entry points.
+BACKBONES = ("ssdctl.model.backbones", "ssdctl.backbones")
+AUGMENTATIONS = ("ssdctl.input.augmentations", "ssdctl.augmentations")
+AUGMENTATION_LISTS = {
+    "ssd": ("crop", "flip", "color"),
+    "ssd-zoom": ("zoom", "crop", "flip", "color"),
+    "none": (),
+}
 if TYPE_CHECKING:
     BackboneName = str
 else:
@@ -38,9 +45,8 @@ def setting(
             Options.
         metavar: The placeholder of the value in `--help`.
         choice_flags: Make one flag per choice (`--bf16`) instead of one option with a value.
-        aliases: Hidden spellings with the same meaning. `--fp=x` is a flag without a value that
-            sets x. Long ones that take a value are key aliases too: `--batch-size` is
-            `train.batch_size`.
+        aliases: Standard spellings with the same meaning, hidden. Long ones are key aliases too.
+            Those of other programs are in other_programs.toml.
         choices: Values of a text setting that accepts others too. A Literal has its own.
     """
     extra = {
@@ -54,7 +60,7 @@ def setting(
     return msgspec.Meta(description=help, extra=extra)
 
 
-LARGEST_INT = 2**63 - 1  # of TOML, and of the checkpoints that contain the settings
+LARGEST_INT = 2**63 - 1  # the limit of TOML and of checkpoints
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INT)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_INT)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -69,5 +75,10 @@ IntervalOrTime = Annotated[
 ]
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table of the config file."""
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True): ...
+
+
+def augmentation_names(augment: str) -> tuple[str, ...]:
+    """Return the augmentations that `--augment` names, one by one or by a list."""
+    parts = augment.split(",")
+    return tuple(name for part in parts for name in AUGMENTATION_LISTS.get(part, (part,)))

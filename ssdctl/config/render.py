@@ -14,16 +14,15 @@ from ssdctl.config.resolve import Resolved
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, all_settings
 from ssdctl.config.sources import Kind, Source
-from ssdctl.runtime.redact import redact_urls
+from ssdctl.runtime.safe_text import redact_urls
 
 # The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.
 SNAPSHOT_SECTIONS = ("data", "model", "train", "evaluate")
 
 
 def values(config: Config) -> dict[str, Any]:
-    """Return every setting's value by its path, as JSON types."""
     sections: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
-    return {f"{section}.{k}": v for section, table in sections.items() for k, v in table.items()}
+    return {path: sections[s.section][s.name] for path, s in all_settings().items()}
 
 
 def snapshot(config: Config) -> dict[str, Any]:
@@ -107,7 +106,6 @@ def plain_value(value: Any) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a config file: all keys are optional, unknown ones refused."""
     schema = msgspec.json.schema(Config)
     for definition in schema["$defs"].values():
         definition.pop("required", None)

@@ -8,34 +8,32 @@ variable or the option. Values are text or TOML values; nothing is evaluated.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from ssdctl import files
 from ssdctl.config.fields import LARGEST_INT
-from ssdctl.config.schema import Config, conflicts
+from ssdctl.config.schema import Config, SettledConfig, conflicts
 from ssdctl.config.settings import SPLIT_KEYS, Setting, all_settings, paths_by_key, plain_type
 from ssdctl.config.sources import ASSIGNMENT, DEFAULT, Kind, Source
 from ssdctl.errors import UsageError
-from ssdctl.files import read_text, unreadable
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DEFAULT_FILE = "ssdctl.toml"
 PRESET_DIR = Path(__file__).parent / "presets"
 CLUSTER_DIR = Path(__file__).parent / "clusters"
 PREFIX = "SSDCTL_"
 MAX_FILE_BYTES = 16 << 20
-LARGEST_FLOAT = 1e9  # of any setting: sums and products stay finite
+LARGEST_FLOAT = 1e9  # sums and products stay finite
 PLAIN_TYPES = {
     "float": "a number",
     "int": "a whole number",
@@ -54,9 +52,8 @@ class Override(NamedTuple):
     source: Source
 
 
-class Resolved(NamedTuple):
-    """A complete config, and the source of each value."""
-
+@dataclasses.dataclass(frozen=True)
+class Resolved:
     config: Config
     sources: dict[str, Source]
 
@@ -68,13 +65,26 @@ class Resolved(NamedTuple):
         """Return the settings that options or environment variables set, not those of files."""
         return {p for p, source in self.sources.items() if source.kind >= Kind.ENVIRONMENT}
 
-    def with_value(self, path: str, value: Any, source: Source | None = None) -> Resolved:
+    def with_value(self, path: str, value: Any, source: Source | None = None) -> Self:
         """Return a copy with one value replaced, and its source unless that is None."""
         section, _, name = path.partition(".")
         table = msgspec.structs.replace(getattr(self.config, section), **{name: value})
         sources = self.sources if source is None else {**self.sources, path: source}
         config = msgspec.structs.replace(self.config, **{section: table})
-        return Resolved(config, sources)
+        return dataclasses.replace(self, config=config, sources=sources)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled(Resolved):
+    """The settings of a settled run, and the source of each value."""
+
+    config: SettledConfig
+
+    @classmethod
+    def of(cls, resolved: Resolved) -> Settled:
+        """Return settings whose batch size is a number."""
+        config = msgspec.convert(resolved.config, SettledConfig, from_attributes=True)
+        return cls(config, resolved.sources)
 
 
 def resolve(
@@ -84,20 +94,11 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     default_file: bool = True,
 ) -> Resolved:
-    """Return the config of a command from all its sources.
-
-    Args:
-        file: The value of `--config`; None: `ssdctl.toml` in the working directory, if it exists.
-        overrides: The values of the command line, in order; the last one wins.
-        environment: Environment variables; None: those of the process.
-        default_file: Whether to read `ssdctl.toml` if `file` is None.
-
-    Raises:
-        UsageError: A key is unknown, a value has the wrong type or is out of bounds, or a file is
-            unreadable.
-    """
+    """Return a config: layers are file (None: ./ssdctl.toml), environment, `overrides`."""
+    if file is None and default_file and Path(DEFAULT_FILE).is_file():
+        file = DEFAULT_FILE
     layers = [
-        *_from_file(file, default_file),
+        *(read_toml(Path(file)) if file is not None else ()),
         *_from_environment(os.environ if environment is None else environment),
         *overrides,
     ]
@@ -107,7 +108,7 @@ def resolve(
     presets = [o.value for o in checked if o.path == "train.preset"]
     preset = presets[-1] if presets else all_settings()["train.preset"].default
     clusters = [o.value for o in checked if o.path == "launch.cluster"]
-    cluster = cluster_overrides(clusters[-1]) if clusters and clusters[-1] else []
+    cluster = _overrides_in(CLUSTER_DIR, "cluster", clusters[-1]) if any(clusters[-1:]) else []
 
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
@@ -115,7 +116,10 @@ def resolve(
         if not setting.is_recipe:
             values[setting.path] = setting.default
             sources[setting.path] = DEFAULT
-    for path, value, source in [*_used_of_preset(preset, checked), *cluster, *checked]:
+    # The evaluation epochs of a preset are used only if no interval was given.
+    unused = {"train.eval_at"} if any(o.path == "train.eval_every" for o in checked) else set()
+    recipe = [o for o in preset_overrides(preset) if o.path not in unused]
+    for path, value, source in [*recipe, *cluster, *checked]:
         values[path] = value
         sources[path] = source
 
@@ -125,7 +129,7 @@ def resolve(
         sections[section][name] = value
     config = msgspec.convert(sections, Config)
     for path, problem in conflicts(config):
-        raise UsageError(f"{sources[path]}: {path}: {problem}")
+        raise UsageError(f"{_named(sources[path], path)}: {problem}")
     config.__dict__["sources"] = sources  # for `sources_of`
     return Resolved(config, sources)
 
@@ -147,45 +151,22 @@ def sources_of(config: Config) -> dict[str, Source]:
 
 
 def value_of(config: Config, path: str) -> Any:
-    """Return the value of a setting."""
     section, _, name = path.partition(".")
     return getattr(getattr(config, section), name)
 
 
-def _used_of_preset(name: str, explicit: Iterable[Override]) -> list[Override]:
-    """Return the values of a preset; its evaluation epochs only if no interval was given."""
-    unused = {"train.eval_at"} if any(o.path == "train.eval_every" for o in explicit) else set()
-    return [o for o in preset_overrides(name) if o.path not in unused]
-
-
 def preset_overrides(name: str) -> list[Override]:
-    """Return the values of a preset, checked like any other file."""
-    overrides = read_toml(PRESET_DIR / f"{name}.toml")
-    return [_checked(o)._replace(source=Source(Kind.PRESET, f"preset {name}")) for o in overrides]
+    return _overrides_in(PRESET_DIR, "preset", name)
 
 
-def cluster_overrides(name: str) -> list[Override]:
-    """Return the settings of a known cluster, checked like any other file."""
-    overrides = read_toml(CLUSTER_DIR / f"{name}.toml")
-    return [_checked(o)._replace(source=Source(Kind.PRESET, f"cluster {name}")) for o in overrides]
+def _overrides_in(folder: Path, kind: str, name: str) -> list[Override]:
+    source = Source(Kind.PRESET, f"{kind} {name}")
+    return [_checked(o)._replace(source=source) for o in read_toml(folder / f"{name}.toml")]
 
 
 def read_toml(path: Path) -> list[Override]:
-    """Return the values of a config file, each with its line.
-
-    Raises:
-        UsageError: The file does not exist, is not a text file or is not valid TOML.
-        DiskError: The file system refuses to read it.
-    """
-    try:
-        text = read_text(path, MAX_FILE_BYTES, may_be_pipe=True)
-        tables = tomllib.loads(text)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, error, UsageError) from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: not valid TOML: {error}") from None
+    """Return the values of a config file, each with its line."""
+    text, tables = files.read_toml(path, MAX_FILE_BYTES, "config file")
     lines = _lines_of_keys(text)
     overrides = [
         Override(
@@ -226,14 +207,6 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     return numbers
 
 
-def _from_file(file: str | None, default_file: bool) -> list[Override]:
-    if file is not None:
-        return read_toml(Path(file))
-    if default_file and Path(DEFAULT_FILE).is_file():
-        return read_toml(Path(DEFAULT_FILE))
-    return []
-
-
 def _from_environment(environment: Mapping[str, str]) -> list[Override]:
     overrides = []
     for variable, text in environment.items():
@@ -248,11 +221,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
 
 
 def parse_assignments(texts: Iterable[str]) -> list[Override]:
-    """Return the overrides of every `--set KEY=VALUE`; lists of one key are joined.
-
-    Raises:
-        UsageError: One has no value, or two give a setting different values.
-    """
+    """Return the overrides of every `--set KEY=VALUE`; lists of one key are joined."""
     overrides: dict[str, Override] = {}
     for text in texts:
         override = parse_assignment(text)
@@ -269,7 +238,6 @@ def parse_assignments(texts: Iterable[str]) -> list[Override]:
 
 
 def parse_assignment(text: str) -> Override:
-    """Return the override of `--set KEY=VALUE`."""
     path, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set {text}: expected KEY=VALUE, as in --set train.lr=0.001")
@@ -277,7 +245,6 @@ def parse_assignment(text: str) -> Override:
 
 
 def _checked(override: Override) -> Override:
-    """Return the override with its setting's own key and a value of its type."""
     setting = _lookup(override)
     return override._replace(path=setting.path, value=_converted(override, setting))
 
@@ -300,12 +267,16 @@ def _converted(override: Override, setting: Setting) -> Any:
         return value
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
-        is_option = override.source.kind is Kind.CALL and override.source is not ASSIGNMENT
-        key = "" if is_option else f" {setting.path}:"
         raise UsageError(
-            f"{override.source}:{key} {override.value!r}: {problem}",
+            f"{_named(override.source, setting.path)}: {override.value!r}: {problem}",
             hint=_fraction_hint(value, problem),
         ) from None
+
+
+def _named(source: Source, path: str) -> str:
+    """Return a setting's source, and its key unless the source is named after it."""
+    is_named = source.kind >= Kind.ENVIRONMENT and source is not ASSIGNMENT
+    return str(source) if is_named else f"{source}: {path}"
 
 
 def _fraction_hint(value: Any, problem: str) -> str | None:
@@ -330,8 +301,8 @@ def _as_list(value: Any) -> Any:
 def _toml(value: str) -> Any:
     """Return a value as a config file has it; the text itself if it is not TOML."""
     try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return files.parse_toml(f"value = {value}")["value"]
+    except (ValueError, RecursionError):
         return value
 
 

@@ -7,11 +7,13 @@ import shlex
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from ssdctl.config.schema import Config
+from ssdctl.files import parse_toml
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.
 # The exceptions of the comparison:
@@ -61,12 +63,10 @@ class Setting(NamedTuple):
 
     @property
     def is_flag(self) -> bool:
-        """Return whether it is a boolean: on or off."""
         return plain_type(self.type) is bool
 
     @property
     def is_list(self) -> bool:
-        """Return whether it has several values: its option can be repeated."""
         return typing.get_origin(plain_type(self.type)) is tuple
 
     @property
@@ -92,8 +92,13 @@ class Setting(NamedTuple):
 
     @property
     def environment(self) -> str:
-        """Return the name of the environment variable that sets it."""
         return f"SSDCTL_{self.section}__{self.name}".upper()
+
+
+@functools.cache
+def other_programs() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("other_programs.toml").read_text(encoding="utf-8")
+    return parse_toml(text)
 
 
 def plain_type(annotation: Any) -> Any:
@@ -108,9 +113,7 @@ def plain_type(annotation: Any) -> Any:
 
 
 def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
-    meta = typing.get_args(field.type)[
-        -1
-    ]  # nested Annotated types are flattened: the setting is last
+    meta = typing.get_args(field.type)[-1]  # nested Annotated types are flattened
     extra = meta.extra
     kind = plain_type(field.type)
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else extra["choices"]
@@ -121,8 +124,10 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         flags = (f"--{dashed}", f"--no-{dashed}")
     else:
         flags = (extra["flag"] or f"--{dashed}",)
+    path = f"{section}.{field.name}"
+    aliases = [f"--{dashed}", *extra["aliases"], *other_programs()["aliases"].get(path, ())]
     return Setting(
-        path=f"{section}.{field.name}",
+        path=path,
         type=field.type,
         default=field.default,
         help=meta.description,
@@ -131,19 +136,12 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         metavar=extra["metavar"],
         choices=choices,
         choice_flags=extra["choice_flags"],
-        aliases=_aliases(field.name, extra, flags),
+        aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias not in flags),
     )
-
-
-def _aliases(name: str, extra: dict[str, Any], flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the declared aliases and `--FIELD-NAME`, unless that is the flag."""
-    own = f"--{name.replace('_', '-')}"
-    return extra["aliases"] if own in (*flags, *extra["aliases"]) else (own, *extra["aliases"])
 
 
 @functools.cache
 def all_settings() -> dict[str, Setting]:
-    """Return every setting by its path, in the schema's order."""
     settings = {}
     for section in msgspec.structs.fields(Config):
         for field in msgspec.structs.fields(section.type):

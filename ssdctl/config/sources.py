@@ -10,7 +10,7 @@ class Kind(enum.IntEnum):
     """The layers of a config; a later one overrides those before it."""
 
     DEFAULT = 0
-    PRESET = 1  # of a recipe or of a cluster
+    PRESET = 1  # a recipe or a cluster
     RULE = 2  # that adapts a run to its data or its device
     FILE = 3
     ENVIRONMENT = 4
@@ -18,8 +18,6 @@ class Kind(enum.IntEnum):
 
 
 class Source(NamedTuple):
-    """Who set a value."""
-
     kind: Kind
     label: str  # for people: `default`, `preset NAME`, `FILE:LINE`, `SSDCTL_X`, `--option`
 
@@ -32,5 +30,4 @@ ASSIGNMENT = Source(Kind.CALL, "--set")
 
 
 def of_call(label: str) -> Source:
-    """Return the source of an option or argument."""
     return Source(Kind.CALL, label)

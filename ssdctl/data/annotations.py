@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,24 +24,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.classes import ClassName
-from ssdctl.data.split_files import usable_splits
 from ssdctl.errors import DataError, UsageError
-from ssdctl.runtime.printable import listed
+from ssdctl.runtime.safe_text import listed
 
+log = logging.getLogger(__name__)
+SPLITS = ("train", "val", "test")
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+}
 MAX_NAMED = 5  # offenders named in a message
 UNLISTED = "annotation of a category that is not listed, dropped"
-DECIMALS = 3  # of a pixel, in boxes that are computed from fractions or corners
+COCO_IMAGE = ("id", "file_name", "width", "height")
+COCO_OBJECT = ("image_id", "category_id", "bbox", "area", "iscrowd", "score")
+DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corners
+
+
+class SplitFiles(NamedTuple):
+    images: Path
+    annotations: Path
 
 
 class LabeledBox(NamedTuple):
-    """A box of an image, in pixels."""
-
-    name: str  # of its class
+    name: str  # its class
     left: float
     top: float
     width: float
     height: float
     is_crowd: bool = False
+    area: float | None = None  # square pixels; None: width * height
 
 
 class LabeledImage(NamedTuple):
@@ -66,7 +86,7 @@ class Annotations(NamedTuple):
     finding: `prepare` (check.py) does both.
     """
 
-    folder: Path  # of the images
+    folder: Path  # that has the images
     origin: Path  # the file or folder of the labels, for messages
     image_ids: NDArray[np.int64]  # N
     file_names: list[str]  # N, relative to `folder`
@@ -81,10 +101,66 @@ class Annotations(NamedTuple):
     findings: Sequence[Finding] = ()  # what the reader repaired, merged or dropped
     notes: Sequence[str] = ()  # how the files were read, for the user
 
+    @property
+    def object_image_ids(self) -> NDArray[np.int64]:
+        """The id of each object's image, (M,)."""
+        return self.image_ids[self.rows]
+
+    @property
+    def object_category_ids(self) -> NDArray[np.int64]:
+        """The category id of each object's class, (M,)."""
+        return np.array([c.id for c in self.classes], np.int64)[self.labels - 1]
+
+    def with_objects(self, is_kept: NDArray[np.bool_]) -> Annotations:
+        """Return the annotations with only some of the objects; all images stay."""
+        names = ("ids", "rows", "labels", "boxes", "areas", "is_crowd")
+        return self._replace(**{name: getattr(self, name)[is_kept] for name in names})
+
+
+class Conversion(msgspec.Struct, frozen=True):
+    """How annotations are read: options of `prepare`, which the index remembers."""
+
+    source: str | None = None  # voc, yolo, ...; None: recognize it
+    split: float | None = None  # share of the images to train on
+    classes: tuple[str, ...] = ()  # to keep; none: all
+
+    def __bool__(self) -> bool:
+        return bool(self.source or self.split or self.classes)
+
+    def __str__(self) -> str:
+        options = {"--from": self.source, "--split": self.split, "--classes": self.classes}
+        options["--classes"] = ",".join(self.classes)
+        return shlex.join(str(w) for item in options.items() if item[1] for w in item)
+
+
+AUTOMATIC = Conversion()
+
+
+class Labels(msgspec.Struct, frozen=True):
+    """A version of the files that contain a dataset's labels."""
+
+    state: str  # hash of their names, sizes and times; empty if there are none
+    content: str = ""  # hash of their content, if they are few; empty: not known
+
+
+def root_folder(root: Path) -> Path:
+    """Return the dataset folder, or the folder of the dataset's file."""
+    return root.parent if root.is_file() else root
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a file or folder name contains, as in `instances_Train-2.json`.
+
+    Only whole words count: `trainer` is not a split.
+    """
+    words = re.split(r"[^a-z]+", name.lower())
+    splits = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+    return splits.pop() if len(splits) == 1 else None
+
 
 def from_images(
     splits: Mapping[str, list[LabeledImage]],
-    classes: Sequence[str],
+    classes: Sequence[str] | None,
     folder: Path,
     origin: Path,
     notes: Sequence[str] = (),
@@ -93,7 +169,7 @@ def from_images(
 
     Args:
         splits: The images of each split. Without validation images, those to test with validate.
-        classes: Their names, in the order of the labels; every box has one of them.
+        classes: Their names, in the order of the labels; None: those of the boxes, sorted.
         folder: The folder that the file names are relative to.
         origin: The file or folder of the labels.
         notes: How they were read, for the user; the first split has them.
@@ -101,14 +177,20 @@ def from_images(
     Raises:
         DataError: No classes, or no images to train on.
     """
+    if classes is None:
+        classes = sorted({b.name for images in splits.values() for i in images for b in i.boxes})
     if not classes:
         raise DataError(f"{origin}: no object is labeled in it")
-    usable = usable_splits(splits)
-    if "train" not in usable:
+    usable = dict(splits)
+    if usable.get("test") and not usable.get("val"):
+        log.info("no validation images are given: the test images are used to validate")
+        usable["val"] = usable.pop("test")
+    if not usable.get("train"):
         raise DataError(f"{origin}: no images to train on")
     result = {
-        split: annotations_of_split(images, classes, folder, origin)
-        for split, images in usable.items()
+        split: annotations_of_split(usable[split], classes, folder, origin)
+        for split in SPLITS
+        if usable.get(split)
     }
     return {**result, "train": result["train"]._replace(notes=list(notes))}
 
@@ -116,10 +198,10 @@ def from_images(
 def annotations_of_split(
     images: Sequence[LabeledImage], classes: Sequence[str], folder: Path, origin: Path
 ) -> Annotations:
-    """Return the annotations of one split; see `from_images`."""
     label_of = {name: label for label, name in enumerate(classes, 1)}
     objects = [box for image in images for box in image.boxes]
     boxes = [[round(v, DECIMALS) for v in (b.left, b.top, b.width, b.height)] for b in objects]
+    areas = [b.width * b.height if b.area is None else b.area for b in objects]
     counts = [len(image.boxes) for image in images]
     annotations = Annotations(
         folder=folder,
@@ -132,7 +214,7 @@ def annotations_of_split(
         rows=np.repeat(np.arange(len(images), dtype=np.int32), counts),
         labels=np.array([label_of[box.name] for box in objects], np.int32),
         boxes=np.array(boxes, np.float64).reshape(-1, 4),
-        areas=np.array([round(b.width * b.height, DECIMALS) for b in objects], np.float64),
+        areas=np.array([round(area, DECIMALS) for area in areas], np.float64),
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
     )
     return one_image_per_file(annotations)
@@ -148,9 +230,6 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
     """Give the objects of several entries of one file, as in merged datasets, to the first.
 
     Otherwise each entry would have the other's objects as background.
-
-    Raises:
-        DataError: The entries have different sizes.
     """
     names = annotations.file_names
     if len(set(names)) == len(names):
@@ -199,7 +278,7 @@ def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations
             raise UsageError(f"--classes: {annotations.origin} has no class {name!r}", hint=hint)
     is_chosen = np.array([False, *(name in chosen for name in names)])
     new_labels = np.cumsum(is_chosen).astype(np.int32)
-    annotations = _with_objects(annotations, is_chosen[annotations.labels])
+    annotations = annotations.with_objects(is_chosen[annotations.labels])
     return annotations._replace(
         classes=[c for c in annotations.classes if c.name in chosen],
         labels=new_labels[annotations.labels],
@@ -211,9 +290,6 @@ def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annota
 
     Only an image's name decides where it goes: the same files are divided the same way everywhere,
     and a few more images move few others.
-
-    Raises:
-        DataError: It has too few images.
     """
     names = annotations.file_names
     if len(names) < 2:
@@ -226,7 +302,7 @@ def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annota
 
 
 def _with_images(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annotations:
-    part = _with_objects(annotations, is_kept[annotations.rows])
+    part = annotations.with_objects(is_kept[annotations.rows])
     ids = set(annotations.image_ids[is_kept].tolist())
     return part._replace(
         image_ids=part.image_ids[is_kept],
@@ -237,18 +313,38 @@ def _with_images(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annota
     )
 
 
-def _with_objects(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annotations:
-    names = ("ids", "rows", "labels", "boxes", "areas", "is_crowd")
-    return annotations._replace(**{name: getattr(annotations, name)[is_kept] for name in names})
+def coco_document(
+    images: Iterable[Sequence[Any]],
+    categories: Iterable[tuple[int | None, str]],
+    objects: Iterable[Sequence[Any]],
+    info: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return an annotation file in COCO's format; annotation ids count from 1.
+
+    Args:
+        images: Id, file name, width and height of each.
+        categories: Id and name of each.
+        objects: Image id, category id, box (left, top, width, height), area, 1 for a crowd else 0,
+            and the score of a detection.
+        info: About the dataset.
+    """
+    return {
+        **({"info": info} if info else {}),
+        "images": [dict(zip(COCO_IMAGE, values, strict=True)) for values in images],
+        "annotations": [  # labeling tools require a segmentation, even an empty one
+            {"id": number, **dict(zip(COCO_OBJECT, values, strict=False)), "segmentation": []}
+            for number, values in enumerate(objects, 1)
+        ],
+        "categories": [{"id": i, "name": name, "supercategory": ""} for i, name in categories],
+    }
 
 
-def coco_document(annotations: Annotations) -> dict[str, Any]:
-    """Return annotations in COCO's format; an area that is not known is the box's."""
+def document_of(annotations: Annotations, info: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return annotations as a document; an area that is not known is the box's."""
     boxes, areas = annotations.boxes, annotations.areas
     objects = zip(
-        annotations.ids.tolist(),
-        annotations.image_ids[annotations.rows].tolist(),
-        [annotations.classes[label - 1].id for label in annotations.labels.tolist()],
+        annotations.object_image_ids.tolist(),
+        annotations.object_category_ids.tolist(),
         boxes.tolist(),
         np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas).tolist(),
         annotations.is_crowd.astype(int).tolist(),
@@ -260,11 +356,4 @@ def coco_document(annotations: Annotations) -> dict[str, Any]:
         *annotations.sizes.T.tolist(),
         strict=True,
     )
-    names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
-    return {
-        "images": [
-            dict(zip(("id", "file_name", "width", "height"), i, strict=True)) for i in images
-        ],
-        "annotations": [dict(zip(names, values, strict=True)) for values in objects],
-        "categories": [{"id": c.id, "name": c.name} for c in annotations.classes],
-    }
+    return coco_document(images, [(c.id, c.name) for c in annotations.classes], objects, info)

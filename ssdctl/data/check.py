@@ -1,21 +1,23 @@
-"""Check annotations: refuse what cannot be trusted, drop or clip what cannot be trained on.
-
-checked = check(annotations)
-checked.objects.fractions, checked.findings, checked.warnings
-"""
+"""Check annotations: refuse what cannot be trusted, drop or clip what cannot be trained on."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import UNLISTED, Annotations, Finding
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, Finding
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
+from ssdctl.runtime.safe_text import listed
 
-MAX_SIDE = 65535  # of a JPEG
+MAX_SIDE = 65535  # a JPEG's limit
 UNIT_BOX_PX = 1.5  # a box in fractions of its image is at most 1 x 1
 NEARLY_ALL = 0.95
 BLOCK = 1 << 18  # boxes that are clipped at a time
@@ -29,6 +31,9 @@ KINDS = (
     "box outside its image, dropped",
 )
 NO_BBOX = "annotation without bbox, dropped"
+DROPPED_IMAGE = "image dropped"
+NOTED_IMAGE = "image with a note"
+MAX_DROPPED = 0.05  # share of the images or boxes in a split
 DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
 
 
@@ -49,8 +54,6 @@ class Objects(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The result of `check`."""
-
     objects: Objects
     findings: list[Finding]  # those of the reader, and one for each object dropped or clipped
     warnings: list[str]  # for the user
@@ -111,16 +114,14 @@ def _by_image(rows: NDArray[np.int32], has_box: NDArray[np.bool_]) -> slice | ND
     return order if has_box.all() else order[has_box[order]]
 
 
-class Clipped(NamedTuple):
-    """B boxes in their images."""
+def clip(
+    boxes: NDArray[np.float64], size: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.uint8]]:
+    """Clip boxes (B, 4: left, top, width, height) to their images' sizes (B, 2) in pixels.
 
-    ltrb: NDArray[np.float64]  # B x 4, pixels
-    fractions: NDArray[np.float32]  # B x 4, of the image
-    kinds: NDArray[np.uint8]  # B, places in KINDS: up to CLIPPED the box can be trained on
-
-
-def clip(boxes: NDArray[np.float64], size: NDArray[np.int64]) -> Clipped:
-    """Clip boxes (B, 4: left, top, width, height) to their images' sizes (B, 2) in pixels."""
+    Returns their (B, 4) corners in pixels and in fractions of the image, and their (B,) places in
+    KINDS: up to CLIPPED a box can be trained on.
+    """
     with np.errstate(all="ignore"):  # overflows show in the results
         low, extent = boxes[:, :2], boxes[:, 2:]
         high = low + extent
@@ -136,7 +137,7 @@ def clip(boxes: NDArray[np.float64], size: NDArray[np.int64]) -> Clipped:
     kinds[tiny] = NO_SIZE
     kinds[outside] = OUTSIDE
     kinds[empty] = NO_SIZE
-    return Clipped(ltrb, fractions, kinds)
+    return ltrb, fractions, kinds
 
 
 def _warnings(
@@ -187,3 +188,69 @@ def _check_images(annotations: Annotations) -> None:
     for row in np.nonzero(((sizes < 1) | (sizes > MAX_SIDE)).any(axis=1))[0]:
         width, height = sizes[row].tolist()
         raise DataError(f"{path}: image {annotations.image_ids[row]}: size {width} x {height}")
+
+
+def duplicate_names(classes: Sequence[ClassName]) -> list[str]:
+    counts = Counter(c.name for c in classes)
+    same = [c for c in classes if counts[c.name] > 1]
+    if not same:
+        return []
+    named = listed([f"{c.name} (id {c.id})" for c in same], MAX_NAMED)
+    return [
+        f"categories have the same name and are trained as different classes: {named}. Give each "
+        "its own name, or one of their ids to all annotations"
+    ]
+
+
+def image_findings(
+    names: Sequence[str], image_ids: NDArray[np.int64], results: Any
+) -> list[Finding]:
+    """Return a finding for each image with a problem or a note, of an Arrow table with both."""
+    columns = (results.column(name).to_pylist() for name in ("problem", "note"))
+    return [
+        Finding(
+            DROPPED_IMAGE if problem else NOTED_IMAGE,
+            int(image_ids[row]),
+            None,
+            f"{names[row]}: {problem or note}",
+        )
+        for row, (problem, note) in enumerate(zip(*columns, strict=True))
+        if problem or note
+    ]
+
+
+def refuse_dropped(
+    split: str, origin: Path, findings: list[Finding], *, boxes: int, images: int, trainable: int
+) -> None:
+    """Refuse a split that loses too many of its boxes or images, with the reasons counted."""
+    kinds = Counter(f.kind for f in findings if f.kind in DROPPED_BOXES)
+    reasons = Counter(_reason(f.detail) for f in findings if f.kind == DROPPED_IMAGE)
+    dropped_images, dropped_boxes = sum(reasons.values()), sum(kinds.values())
+    is_empty = split == "train" and not trainable
+    if (
+        dropped_images <= MAX_DROPPED * images
+        and dropped_boxes <= MAX_DROPPED * boxes
+        and not is_empty
+    ):
+        return
+    prefix = "nothing is left to train on: " if is_empty else ""
+    counts = ", ".join(f"{n:,} x {reason}" for reason, n in (*reasons.items(), *kinds.items()))
+    counts = counts or "no training image has a box to learn from"
+    raise DataError(
+        f"{origin} ({split}): {prefix}{dropped_images:,} of {images:,} images and "
+        f"{dropped_boxes:,} of {boxes:,} boxes are dropped: {counts}",
+        hint=_example(findings) + f"over {MAX_DROPPED:.0%} is not accepted: fix the files, or "
+        "accept the loss with ssdctl prepare --allow-dropped",
+    )
+
+
+def _reason(detail: str) -> str:
+    """Return why an image was dropped, without its name and numbers."""
+    reason = detail.partition(": ")[2] or detail
+    return re.sub(r"\d+", "N", reason.partition(" (")[0])
+
+
+def _example(findings: list[Finding]) -> str:
+    dropped = (f for f in findings if f.kind == DROPPED_IMAGE or f.kind in DROPPED_BOXES)
+    first = next(dropped, None)
+    return "" if first is None else f"for example image {first.image_id}, {first.detail}; "

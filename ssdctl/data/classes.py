@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from ssdctl.runtime.printable import listed
+from ssdctl.runtime.safe_text import listed
 
 MAX_NAMED = 8  # names listed in a message
 # Far more than any name of a class; longer ones are refused.
@@ -47,86 +47,20 @@ def class_differences(expected: Sequence[ClassName], actual: Sequence[ClassName]
 
 
 # The 80 classes of COCO 2017 in the order of its files: ids 1 to 90 with gaps.
-COCO_CLASSES: tuple[tuple[int, str], ...] = (
-    (1, "person"),
-    (2, "bicycle"),
-    (3, "car"),
-    (4, "motorcycle"),
-    (5, "airplane"),
-    (6, "bus"),
-    (7, "train"),
-    (8, "truck"),
-    (9, "boat"),
-    (10, "traffic light"),
-    (11, "fire hydrant"),
-    (13, "stop sign"),
-    (14, "parking meter"),
-    (15, "bench"),
-    (16, "bird"),
-    (17, "cat"),
-    (18, "dog"),
-    (19, "horse"),
-    (20, "sheep"),
-    (21, "cow"),
-    (22, "elephant"),
-    (23, "bear"),
-    (24, "zebra"),
-    (25, "giraffe"),
-    (27, "backpack"),
-    (28, "umbrella"),
-    (31, "handbag"),
-    (32, "tie"),
-    (33, "suitcase"),
-    (34, "frisbee"),
-    (35, "skis"),
-    (36, "snowboard"),
-    (37, "sports ball"),
-    (38, "kite"),
-    (39, "baseball bat"),
-    (40, "baseball glove"),
-    (41, "skateboard"),
-    (42, "surfboard"),
-    (43, "tennis racket"),
-    (44, "bottle"),
-    (46, "wine glass"),
-    (47, "cup"),
-    (48, "fork"),
-    (49, "knife"),
-    (50, "spoon"),
-    (51, "bowl"),
-    (52, "banana"),
-    (53, "apple"),
-    (54, "sandwich"),
-    (55, "orange"),
-    (56, "broccoli"),
-    (57, "carrot"),
-    (58, "hot dog"),
-    (59, "pizza"),
-    (60, "donut"),
-    (61, "cake"),
-    (62, "chair"),
-    (63, "couch"),
-    (64, "potted plant"),
-    (65, "bed"),
-    (67, "dining table"),
-    (70, "toilet"),
-    (72, "tv"),
-    (73, "laptop"),
-    (74, "mouse"),
-    (75, "remote"),
-    (76, "keyboard"),
-    (77, "cell phone"),
-    (78, "microwave"),
-    (79, "oven"),
-    (80, "toaster"),
-    (81, "sink"),
-    (82, "refrigerator"),
-    (84, "book"),
-    (85, "clock"),
-    (86, "vase"),
-    (87, "scissors"),
-    (88, "teddy bear"),
-    (89, "hair drier"),
-    (90, "toothbrush"),
+_COCO_NAMES = (
+    "person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire "
+    "hydrant, stop sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, "
+    "bear, zebra, giraffe, backpack, umbrella, handbag, tie, suitcase, frisbee, skis, "
+    "snowboard, sports ball, kite, baseball bat, baseball glove, skateboard, surfboard, "
+    "tennis racket, bottle, wine glass, cup, fork, knife, spoon, bowl, banana, apple, "
+    "sandwich, orange, broccoli, carrot, hot dog, pizza, donut, cake, chair, couch, potted "
+    "plant, bed, dining table, toilet, tv, laptop, mouse, remote, keyboard, cell phone, "
+    "microwave, oven, toaster, sink, refrigerator, book, clock, vase, scissors, teddy bear, "
+    "hair drier, toothbrush"
 )
+_COCO_GAPS = {12, 26, 29, 30, 45, 66, 68, 69, 71, 83}
+_COCO_IDS = (number for number in range(1, 91) if number not in _COCO_GAPS)
+COCO_CLASSES = tuple(zip(_COCO_IDS, _COCO_NAMES.split(", "), strict=True))
 UNUSED = "(unused)"  # the name of an output for an id that COCO left out
+COCO_NUM_CLASSES = len(COCO_CLASSES)
+COCO_NUM_IMAGES = 117_266  # training images of COCO 2017 with boxes

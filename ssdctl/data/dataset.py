@@ -1,7 +1,7 @@
 """Find the annotations of a dataset, read them, and notice when their files change.
 
-    dataset = read_dataset(root, Conversion(split=0.9))
-    dataset.splits["train"]                                 # Annotations
+    splits = read_dataset(root, Conversion(split=0.9))
+    splits["train"]                                 # Annotations
 
 A `dataset.toml` of the user takes precedence over every format that can be recognized:
 
@@ -21,15 +21,23 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from ssdctl.config.resolve import read_toml
-from ssdctl.data.annotations import Annotations, divided, with_classes
+from ssdctl.data.annotations import (
+    SPLITS,
+    Annotations,
+    Conversion,
+    Labels,
+    SplitFiles,
+    divided,
+    root_folder,
+    with_classes,
+)
 from ssdctl.data.formats import coco, find
 from ssdctl.data.image_files import files_below
-from ssdctl.data.split_files import SPLITS, SplitFiles
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, read_errors, safe_join
 
@@ -41,51 +49,12 @@ LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
 HASHED_BYTES = 4 << 20
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
-COCO_NUM_IMAGES = 117_266  # training images of COCO 2017 with boxes
-COCO_NUM_CLASSES = 80
 S = TypeVar("S")
+Read = Callable[[], dict[str, Annotations]]
 log = logging.getLogger(__name__)
 
 
-class Conversion(msgspec.Struct, frozen=True):
-    """How annotations are read: options of `prepare`, which the index remembers."""
-
-    source: str | None = None  # voc, yolo, ...; None: recognize it
-    split: float | None = None  # share of the images to train on
-    classes: tuple[str, ...] = ()  # to keep; none: all
-
-    def __bool__(self) -> bool:
-        return bool(self.source or self.split or self.classes)
-
-    def __str__(self) -> str:
-        options = {"--from": self.source, "--split": self.split, "--classes": self.classes}
-        options["--classes"] = ",".join(self.classes)
-        return shlex.join(str(w) for item in options.items() if item[1] for w in item)
-
-
-AUTOMATIC = Conversion()
-
-
-class Labels(msgspec.Struct, frozen=True):
-    """A version of the files that contain a dataset's labels."""
-
-    state: str  # hash of their names, sizes and times; empty if there are none
-    content: str = ""  # hash of their content, if they are few; empty: not known
-
-
-class AnnotatedDataset(NamedTuple):
-    """A dataset that was read."""
-
-    format: str
-    splits: dict[str, Annotations]  # in the order of SPLITS
-
-
 def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
-    """Return the split with that name.
-
-    Raises:
-        DataError: The dataset does not have it.
-    """
     if name in splits:
         return splits[name]
     remedy = "name its images and annotations in dataset.toml"
@@ -95,21 +64,11 @@ def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
 
 
 def require_root(root: Path) -> None:
-    """Check that the dataset folder or file exists.
-
-    Raises:
-        DataError: It does not.
-    """
     if not root.exists():
         raise DataError(
             f"{root}: no such dataset folder",
             hint="name it with --data DIR, or fetch one: ssdctl download --dest DIR",
         )
-
-
-def root_folder(root: Path) -> Path:
-    """Return the dataset folder, or the folder of the dataset's file."""
-    return root.parent if root.is_file() else root
 
 
 def warning_without_validation(root: Path) -> str:
@@ -120,20 +79,8 @@ def warning_without_validation(root: Path) -> str:
     )
 
 
-class AnnotationSource(NamedTuple):
-    """Where the annotations of a dataset are."""
-
-    format: str
-    read: Callable[[], dict[str, Annotations]]
-
-
-def find_source(root: Path, conversion: Conversion) -> AnnotationSource:
-    """Return the format of a dataset and how it is read.
-
-    Raises:
-        UsageError: It is described by a dataset.toml, and --from names another format.
-        DataError: No dataset, or several.
-    """
+def find_source(root: Path, conversion: Conversion) -> tuple[str, Read]:
+    """Return the format of a dataset and how it is read."""
     require_root(root)
     toml = _toml_of(root, conversion)
     if toml is not None:
@@ -141,27 +88,21 @@ def find_source(root: Path, conversion: Conversion) -> AnnotationSource:
         for split, files in splits.items():
             if not files.annotations.is_file():
                 raise DataError(f"{files.annotations}: no such annotation file (split {split})")
-        return AnnotationSource("coco", lambda: coco.read_files(splits))
+        return "coco", lambda: coco.read_files(splits)
     name, module = find(root, _original_source(root, conversion))
-    return AnnotationSource(name, lambda: module.read(root))
+    return name, lambda: module.read(root)
 
 
 def read_dataset(
-    root: Path, conversion: Conversion, source: AnnotationSource | None = None
-) -> AnnotatedDataset:
-    """Read the annotations of a dataset.
-
-    Args:
-        root: The dataset folder, or a file such as data.yaml or instances_default.json.
-        conversion: What to read.
-        source: The result of `find_source`, if it is known.
+    root: Path, conversion: Conversion, read: Read | None = None
+) -> dict[str, Annotations]:
+    """Read the splits of a dataset, in the order of SPLITS; `read` is that of `find_source`.
 
     Raises:
         UsageError: The options do not apply: a validation split exists already, no such class.
         DataError: No dataset, or several; a broken dataset.toml; files that cannot be read.
     """
-    source = source or find_source(root, conversion)
-    splits = source.read()
+    splits = (read or find_source(root, conversion)[1])()
     if conversion.classes:
         splits = {s: with_classes(part, conversion.classes) for s, part in splits.items()}
     if conversion.split is not None:
@@ -169,23 +110,13 @@ def read_dataset(
             raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
         train, val = divided(require_split(splits, "train", root), conversion.split)
         splits = {**splits, "train": train, "val": val}
-    return AnnotatedDataset(source.format, {s: splits[s] for s in SPLITS if s in splits})
+    return {s: splits[s] for s in SPLITS if s in splits}
 
 
 def label_version(
     root: Path, format_name: str, conversion: Conversion, *, content: bool = False
 ) -> Labels:
-    """Return the version of a dataset's label files.
-
-    Args:
-        root: The dataset folder or file.
-        format_name: The name of its format.
-        conversion: How it is read.
-        content: Hash the content of COCO's files, too.
-
-    Raises:
-        DataError: There is no dataset any more.
-    """
+    """Return the version of a dataset's label files."""
     if format_name != "coco":
         folder = root_folder(root)
         names = [n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES]
@@ -262,9 +193,6 @@ def read_conversion(path: Path) -> Conversion | None:
 
     Returns:
         None if the file is the user's own.
-
-    Raises:
-        DataError: It is broken.
     """
     try:
         values = {key: value for key, value, _ in read_toml(path)}
@@ -281,11 +209,6 @@ def read_conversion(path: Path) -> Conversion | None:
 
 
 def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
-    """Return the splits that a `dataset.toml` names.
-
-    Raises:
-        DataError: It is broken, names nothing, or names a path outside of its folder.
-    """
     try:
         return _from_toml(path)
     except (UsageError, IntegrityError) as error:  # a broken file, a path that leaves the folder

@@ -1,7 +1,5 @@
 """Write a prepared dataset to a folder in another format: `ssdctl dataset export`.
 
-    export_dataset(splits, Path("out"), "yolo")
-
 Images are written with the bytes that the store has (a shrunk store's are smaller), and boxes in
 their pixels. Images that `prepare` dropped are left out.
 """
@@ -13,7 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 import msgspec
@@ -21,12 +19,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from ssdctl.data.annotations import (
-    LabeledBox,
-    LabeledImage,
-    annotations_of_split,
-    coco_document,
-)
+from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split, document_of
 from ssdctl.data.check import CLIPPED, clip
 from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
@@ -38,14 +31,7 @@ Target = Literal["coco", "yolo", "voc", "hf"]
 SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 HF_SHARD_BYTES = 400_000_000
-
-
-class _Exported(NamedTuple):
-    """An image of the store with the boxes in its pixels."""
-
-    image_id: int
-    labels: LabeledImage
-    content: bytes
+_Exported = tuple[int, LabeledImage, bytes]  # image id, boxes in the pixels of the store, content
 
 
 def export_dataset(
@@ -56,24 +42,13 @@ def export_dataset(
 ) -> dict[str, int]:
     """Write a dataset.
 
-    Args:
-        splits: Those of the store.
-        out: A new or empty folder; it appears when it is complete.
-        target: The layout.
-        progress: Wraps the iteration over images.
-
     Returns:
         The number of images written for each split.
-
-    Raises:
-        UsageError: The folder exists already.
-        DataError: An image cannot be read.
-        DiskError: The folder cannot be written.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"--out {out}: exists already", hint="give a new folder")
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed export
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed export
     make_dir(partial)
     try:
         counts = _write(splits, partial, target, progress)
@@ -110,10 +85,10 @@ def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
     starts = np.searchsorted(annotations.rows, np.arange(len(names) + 1))
     for row in rows:
         content = bytes(split.read(row))
-        with Image.open(io.BytesIO(content)) as picture:
-            suffix = SUFFIXES.get(picture.format or "") or f".{(picture.format or 'img').lower()}"
+        with Image.open(io.BytesIO(content)) as opened:
+            suffix = SUFFIXES.get(opened.format or "") or f".{(opened.format or 'img').lower()}"
         width, height = (int(n) for n in split.pixel_sizes[row])
-        scale = np.tile(split.pixel_sizes[row] / split.sizes[row], 2)  # of a shrunk image
+        scale = np.tile(split.pixel_sizes[row] / split.sizes[row], 2)  # below 1 for a shrunk image
         boxes = []
         for place in range(starts[row], starts[row + 1]):
             if kinds[place] > CLIPPED:
@@ -123,7 +98,7 @@ def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
             size = right - left, bottom - top
             boxes.append(LabeledBox(name, left, top, *size, bool(is_crowd[place])))
         labels = LabeledImage(names[row] + suffix, width, height, boxes)
-        yield _Exported(int(split.image_ids[row]), labels, content)
+        yield int(split.image_ids[row]), labels, content
 
 
 def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
@@ -138,22 +113,22 @@ def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
 
 def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
     listed = []
-    for image in images:
-        write_bytes(make_dir(out / f"{split}2017") / image.labels.file_name, image.content)
-        listed.append(image.labels)
+    for _, image, content in images:
+        write_bytes(make_dir(out / f"{split}2017") / image.file_name, content)
+        listed.append(image)
     name = f"instances_{split}2017.json"
     folder = make_dir(out / "annotations")
     annotations = annotations_of_split(listed, classes, out, folder)
-    write_bytes(folder / name, msgspec.json.encode(coco_document(annotations)))
+    write_bytes(folder / name, msgspec.json.encode(document_of(annotations)))
     return len(listed)
 
 
 def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
     numbers = {name: number for number, name in enumerate(classes)}
-    pictures, labels = make_dir(out / "images" / split), make_dir(out / "labels" / split)
+    folder, labels = make_dir(out / "images" / split), make_dir(out / "labels" / split)
     count = 0
     for _, image, content in images:
-        write_bytes(pictures / image.file_name, content)
+        write_bytes(folder / image.file_name, content)
         lines = [
             f"{numbers[box.name]} {(box.left + box.width / 2) / image.width:.7f} "
             f"{(box.top + box.height / 2) / image.height:.7f} {box.width / image.width:.7f} "
@@ -175,7 +150,7 @@ def _write_yaml(out: Path, splits: Iterable[str], classes: list[str]) -> None:
 
 
 def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
-    pictures, annotations = make_dir(out / "JPEGImages"), make_dir(out / "Annotations")
+    folder, annotations = make_dir(out / "JPEGImages"), make_dir(out / "Annotations")
     stems = []
     for image_id, image, content in images:
         # A list has one word for each image, and all splits have one folder.
@@ -183,7 +158,7 @@ def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list
         if (annotations / f"{stem}.xml").exists():
             stem = f"{split}_{stem}-{image_id}"
         name = stem + PurePosixPath(image.file_name).suffix
-        write_bytes(pictures / name, content)
+        write_bytes(folder / name, content)
         write_bytes(annotations / f"{stem}.xml", _voc_xml(name, image))
         stems.append(stem)
     lists = make_dir(out / "ImageSets" / "Main")
@@ -242,7 +217,7 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
     from pyarrow import parquet
 
     numbers = {name: number for number, name in enumerate(classes)}
-    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    file = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     boxes = pa.list_(pa.list_(pa.float32(), 4))
     objects = pa.struct(
         [
@@ -251,7 +226,7 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
             ("is_crowd", pa.list_(pa.bool_())),
         ]
     )
-    columns = [("image", picture), ("image_id", pa.int64()), ("width", pa.int32())]
+    columns = [("image", file), ("image_id", pa.int64()), ("width", pa.int32())]
     columns += [("height", pa.int32()), ("objects", objects)]
     info = msgspec.json.encode({"info": {"features": _hf_features(classes)}})
     schema = pa.schema(columns, metadata={"huggingface": info})
@@ -261,7 +236,7 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
 
     def flush() -> None:
         path = folder / f"{HF_SPLITS[split]}-{shard:05d}.parquet"
-        # The options with which `datasets` itself writes pictures: small row groups.
+        # The options with which `datasets` itself writes images: small row groups.
         parquet.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=100)
 
     for image_id, image, content in images:
@@ -288,7 +263,6 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
 
 
 def _hf_card(splits: Iterable[str], classes: list[str]) -> str:
-    """Return a dataset card whose header names the files of each split."""
     import yaml
 
     files = [

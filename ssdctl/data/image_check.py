@@ -1,8 +1,4 @@
-"""Check one image file before it is trained on.
-
-    checked = check_image(path, (640, 480), PackOptions(pack=True))
-    checked.problem     # None, or why it cannot be used
-    checked.note        # None, or a remark on an image that is used
+"""Check one image file before it is trained on: `check_image(path, (640, 480), PackOptions(True))`.
 
 The header is checked first, so a pixel bomb is never decoded. Pixels are decoded on request, if the
 end of the file looks cut, if the format has no end marker, and to re-encode them.
@@ -44,22 +40,27 @@ END_MARKERS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"
 DAMAGED = "damaged, decoded partly"
 AMBIGUOUS = "its annotated size fits stored and upright pixels"
 Encoding = Literal["jpeg", "raw"]
+Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
 SKETCH_BYTES = 4096
 HEAD_BYTES = 64 * 1024  # contains nearly every header
 CHUNK_IMAGES = 512
-JPEG_QUALITY = 92  # of images that are made smaller
+JPEG_QUALITY = 92  # for images that are made smaller
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class PackOptions(NamedTuple):
-    """What to do with each image."""
-
     pack: bool  # return its bytes
     shrink: int | None = None  # re-encode it if its shorter side is longer, in pixels
     verify: bool = False  # decode all of it, strictly
     encoding: Encoding = "jpeg"  # raw: return decoded pixels
     keep_damaged: bool = False  # use what can be decoded of a file that `verify` finds damaged
+
+    @property
+    def verified(self) -> Verified:
+        if not self.verify:
+            return "no"
+        return "damaged kept" if self.keep_damaged else "damaged dropped"
 
 
 class FileFingerprint(msgspec.Struct, frozen=True):
@@ -78,13 +79,10 @@ class FingerprintColumns(NamedTuple):
     sketch: NDArray[np.int64]  # N
 
     def row(self, number: int) -> FileFingerprint:
-        """Return one of them."""
         return FileFingerprint(*(int(column[number]) for column in self))
 
 
 class CheckedImage(NamedTuple):
-    """The result of checking one image."""
-
     fingerprint: FileFingerprint
     content: bytes | None  # its bytes if they are to be packed
     problem: str | None
@@ -92,12 +90,7 @@ class CheckedImage(NamedTuple):
 
 
 def check_image(path: Path, size: tuple[int, int], options: PackOptions) -> CheckedImage:
-    """Check an image with its annotated width and height; problems are returned, not raised.
-
-    Raises:
-        DataError: The file does not exist.
-        DiskError: It cannot be read.
-    """
+    """Check an image with its annotated width and height; problems are returned, not raised."""
     try:
         return _check(path, size, options)
     except OSError as error:
@@ -136,8 +129,8 @@ class _Inspection(NamedTuple):
 def _inspect_head(head: bytes, tail: bytes, size: tuple[int, int]) -> _Inspection | None:
     """Check an image by its first and last bytes; None if they do not suffice."""
     try:
-        with open_image(io.BytesIO(head)) as picture:
-            header = read_header(picture)
+        with open_image(io.BytesIO(head)) as image:
+            header = read_header(image)
             header.orientation_for(size)
     except Exception:  # decided by all of the file
         return None
@@ -150,8 +143,8 @@ def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _In
     """Check an image by all of its bytes, and re-encode it if it is not packed as it is."""
     shorter = options.shrink if options.pack else None
     try:
-        with open_image(io.BytesIO(content)) as picture:
-            header = read_header(picture)
+        with open_image(io.BytesIO(content)) as image:
+            header = read_header(image)
             header.orientation_for(size)
             note = _note(header, size)
             if options.verify and _is_decoded_partly(header, content, size):
@@ -160,7 +153,7 @@ def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _In
                 note = "; ".join(filter(None, (note, DAMAGED)))
             is_raw = options.pack and options.encoding == "raw"
             if shorter is not None and min(size) > shorter:
-                small = _shrunk(picture, content, size, shorter)
+                small = _shrunk(image, content, size, shorter)
                 packed = small.tobytes() if is_raw else _as_jpeg(small)
                 return _Inspection(note=note, content=packed)
             if is_raw:
@@ -168,7 +161,7 @@ def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _In
             if options.pack and not _is_packed_unchanged(header):
                 return _Inspection(note=note, content=encode_png(decode(content, size)))
             if not content.endswith(END_MARKERS.get(header.format, b"-")):
-                _decode_all(picture, content, size)
+                _decode_all(image, content, size)
             return _Inspection(note=note)
     except Exception as error:  # Pillow raises errors of many types on broken files
         return _Inspection(problem=str(as_image_error(error)))
@@ -180,7 +173,6 @@ def _is_packed_unchanged(header: Header) -> bool:
 
 
 def _note(header: Header, size: tuple[int, int]) -> str | None:
-    """Return a note for the user on an image that is used; None if there is none."""
     notes = []
     if header.mode == "CMYK":
         notes.append("CMYK, read as RGB")
@@ -196,11 +188,7 @@ def _note(header: Header, size: tuple[int, int]) -> str | None:
 
 
 def _is_decoded_partly(header: Header, content: bytes, size: tuple[int, int]) -> bool:
-    """Decode all of a file; return whether it is a damaged JPEG, which training decodes in part.
-
-    Raises:
-        ImageError: It cannot be decoded at all.
-    """
+    """Decode all of a file; return whether it is a damaged JPEG, which training decodes in part."""
     if header.format in JPEG_FORMATS:
         if not has_damaged_jpeg_data(content, is_cmyk=header.mode == "CMYK"):
             return False
@@ -210,27 +198,25 @@ def _is_decoded_partly(header: Header, content: bytes, size: tuple[int, int]) ->
     return False
 
 
-def _decode_all(picture: Image.Image, content: bytes, size: tuple[int, int]) -> None:
+def _decode_all(image: Image.Image, content: bytes, size: tuple[int, int]) -> None:
     """Decode every byte of the file, to find damage."""
-    if picture.format in JPEG_FORMATS:
+    if image.format in JPEG_FORMATS:
         # An eighth of the size: every byte of the file is read all the same.
-        picture.draft("L", (picture.width // 8, picture.height // 8))
-        picture.load()
+        image.draft("L", (image.width // 8, image.height // 8))
+        image.load()
     else:
         decode(content, size)
 
 
-def _shrunk(
-    picture: Image.Image, content: bytes, size: tuple[int, int], shorter: int
-) -> Image.Image:
-    """Return the picture, upright, with a shorter side of `shorter` pixels."""
+def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: int) -> Image.Image:
+    """Return the image, upright, with a shorter side of `shorter` pixels."""
     scale = shorter / min(size)
     small_size = (round(size[0] * scale), round(size[1] * scale))
-    if picture.format in JPEG_FORMATS:  # a large JPEG need not be decoded at its full size
-        orientation = read_header(picture).orientation_for(size)
+    if image.format in JPEG_FORMATS:  # a large JPEG need not be decoded at its full size
+        orientation = read_header(image).orientation_for(size)
         stored_size = small_size[::-1] if orientation >= 5 else small_size
-        picture.draft("RGB", (2 * stored_size[0], 2 * stored_size[1]))
-        small = picture.convert("RGB").resize(stored_size, Image.Resampling.BILINEAR)
+        image.draft("RGB", (2 * stored_size[0], 2 * stored_size[1]))
+        small = image.convert("RGB").resize(stored_size, Image.Resampling.BILINEAR)
         return Image.fromarray(apply_orientation(np.asarray(small), orientation))
     return Image.fromarray(decode(content, size)).resize(small_size, Image.Resampling.BILINEAR)
 
@@ -242,17 +228,21 @@ def _as_jpeg(small: Image.Image) -> bytes:
 
 
 def header_size(path: Path, *, upright: bool = False) -> tuple[int, int]:
-    """Return width and height by the file's header; `upright` as it is shown, by its orientation.
-
-    Raises:
-        DataError: It is not an image.
-    """
+    """Return width and height by the header; `upright`: as it is shown, by its orientation."""
     try:
-        with open_image(path) as picture:
-            header = read_header(picture)
+        with open_image(path) as image:
+            header = read_header(image)
     except Exception as error:
         raise DataError(f"{path}: {as_image_error(error)}") from None
     return header.upright_size if upright else header.stored_size
+
+
+def size_or_none(path: Path, *, upright: bool = False) -> tuple[int, int]:
+    """Like `header_size`, but 0 x 0 for a file that is dropped, with the reason, when checked."""
+    try:
+        return header_size(path, upright=upright)
+    except DataError:
+        return 0, 0
 
 
 def is_same_image(path: str, fingerprint: FileFingerprint) -> bool:
@@ -268,14 +258,13 @@ def is_same_image(path: str, fingerprint: FileFingerprint) -> bool:
             start = max(status.st_size - SKETCH_BYTES, 0)
             tail = os.pread(file.fileno(), SKETCH_BYTES, start)
             return zlib.crc32(tail, zlib.crc32(head)) == fingerprint.sketch
-    except OSError:
+    except (OSError, ValueError):  # a name with a null byte
         return False
 
 
 def changed_images(
     folder: Path, names: Sequence[str], fingerprints: FingerprintColumns
 ) -> list[str]:
-    """Return the names of images that are missing or differ from their fingerprints."""
     base = str(folder)
 
     def status(name: str) -> tuple[int, int]:
@@ -317,3 +306,11 @@ def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
     with ThreadPoolExecutor(16) as pool:
         return [r for part in pool.map(process, range(0, len(items), CHUNK_IMAGES)) for r in part]
+
+
+def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
+    """Return (N, 2) image sizes after shrinking to a shorter side of at most `shorter` pixels."""
+    if shorter is None:
+        return sizes
+    scale = np.minimum(1.0, shorter / sizes.min(axis=1, keepdims=True))
+    return np.rint(sizes * scale).astype(np.int32)

@@ -1,15 +1,15 @@
 """Check the images of a split in parts, so that an interrupted prepare can be continued.
 
-A part is an Arrow file with a row for each image of a range of the annotation file: its problem,
-the fingerprint of its file and, if packed, its bytes. It is published atomically, and its metadata
-names the job (images and options) that it belongs to. A later run of the same job reuses a
-part if every image of it is still the same file. The parts of a packed store are its shards; the
-others are deleted once the index is written.
+A part is an Arrow file with a row per image: its problem, the fingerprint of its file and, if
+packed, its bytes. It is published atomically, and its metadata names the job (images and options).
+A later run of the job reuses a part if its files are the same. The parts of a packed store are its
+shards; the others are deleted once the index is written.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,54 +21,42 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ssdctl.data.annotations import MAX_NAMED
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
-    FileFingerprint,
-    FingerprintColumns,
     PackOptions,
     changed_images,
     check_image,
+    shrunk_sizes,
 )
-from ssdctl.data.store_check import METADATA_KEY, Shard
-from ssdctl.files import DECODE_ERRORS, atomic_write
-from ssdctl.runtime.map_ahead import map_ahead
+from ssdctl.data.index import (
+    METADATA_KEY,
+    RESULT_COLUMNS,
+    SHARD_COLUMNS,
+    Shard,
+    fingerprints_of,
+    read_table,
+)
+from ssdctl.errors import DataError, DiskError
+from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.threads import map_ahead
 
-PART_BYTES = 512 * 1024 * 1024  # of images
+log = logging.getLogger(__name__)
+PART_BYTES = 512 * 1024 * 1024  # image bytes
 PART_ROWS = 8192
 TASK_IMAGES = 32  # checked by one thread at a time, and a batch of the file
 TASK_RAW_IMAGES = 4  # the same, of images that are decoded, which take a hundred times the memory
-COLUMNS = {
-    "image": pa.large_binary(),
-    "problem": pa.string(),
-    "note": pa.string(),
-    "bytes": pa.int64(),
-    "modified_ns": pa.int64(),
-    "sketch": pa.int64(),
-}
 
 
 class Job(NamedTuple):
-    """The checking of one split.
-
-    Attributes:
-        split: Its name.
-        key: Hex digits that identify the images and the options.
-        file_names: The N images, in the order of the annotations.
-        sizes: N x 2, their annotated width and height.
-        source: Their folder.
-        target: The store's folder.
-        options: What is done with each image.
-        threads: How many images at a time.
-    """
-
     split: str
-    key: str
-    file_names: list[str]
-    sizes: NDArray[np.int64]
-    source: Path
-    target: Path
+    key: str  # hex digits that identify the images and the options
+    file_names: list[str]  # N, in the order of the annotations
+    sizes: NDArray[np.int64]  # N x 2: annotated width and height
+    source: Path  # the folder of the images
+    target: Path  # the store's folder
     options: PackOptions
     threads: int
 
@@ -80,19 +68,21 @@ class Job(NamedTuple):
 class Report(NamedTuple):
     """The result for every image, in order, and the parts that hold it."""
 
-    fingerprints: list[FileFingerprint]
-    problems: list[str | None]
-    notes: list[str | None]
+    table: Any  # Arrow table: N rows of RESULT_COLUMNS
     parts: list[Shard]
 
+    @property
+    def is_usable(self) -> NDArray[np.bool_]:
+        return np.asarray(self.table.column("problem").is_null())
+
     def warnings(self) -> list[str]:
-        """Return warnings for the user."""
-        ambiguous = sum(AMBIGUOUS in note for note in self.notes if note)
+        notes = self.table.column("note").to_pylist()
+        ambiguous = sum(AMBIGUOUS in note for note in notes if note)
         if not ambiguous:
             return []
         return [
             f"{ambiguous:,} images have an EXIF orientation, and {AMBIGUOUS}: they are read as "
-            "stored. If their boxes were drawn on upright pictures, turn the files themselves"
+            "stored. If their boxes were drawn on upright images, turn the files themselves"
         ]
 
 
@@ -101,66 +91,93 @@ class _PartMetadata(msgspec.Struct, frozen=True):
     start: int  # row of the annotation file
 
 
-def check_images(job: Job, progress: Progress | None) -> Report:
-    """Check every image of a split, reusing the parts of an earlier run of the job.
+def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
+    """Check that every image exists and that there is enough disk space."""
+    names = job.file_names
+    if not job.source.is_dir():
+        raise DataError(
+            f"{job.source}: no such image folder (split {job.split})",
+            hint=f"the images of {origin.name} belong there, or a link to them",
+        )
+    missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
+    if missing:
+        raise DataError(
+            f"{job.source}: {len(missing)} of {len(names)} images are missing, "
+            f"among them {', '.join(missing[:MAX_NAMED])}",
+            hint=f"they are listed in {origin}",
+        )
+    if job.options.pack and job.options.encoding == "raw":
+        num_bytes = _raw_bytes(job)
+        log.info(
+            "packing %s as decoded pixels: %.2f GB in %s", job.split, num_bytes / 1e9, job.target
+        )
+        _require_space(job, num_bytes)
+    elif job.options.pack and job.options.shrink is None:
+        _require_space(job, sum(size or 0 for size in sizes))
 
-    Raises:
-        DataError: An image does not exist, or cannot be read.
-        DiskError: A part cannot be written.
-    """
-    report = Report([], [], [], [])
-    while len(report.fingerprints) < len(job.file_names) and (part := _reusable_part(job, report)):
-        _extend(report, part)
-    start = len(report.fingerprints)
+
+def _raw_bytes(job: Job) -> int:
+    pixels = shrunk_sizes(job.sizes.astype(np.int32), job.options.shrink)
+    return int(3 * pixels.astype(np.int64).prod(axis=1).sum())
+
+
+def _require_space(job: Job, num_bytes: int) -> None:
+    """Check that a split's images fit on the disk, except parts that an earlier run has written."""
+    parts = job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
+    needed = num_bytes - sum(part.stat().st_size for part in parts)
+    free = free_bytes(job.target)
+    if needed > free:
+        raise DiskError(
+            f"packing {job.split} needs {needed / 1e9:,.2f} GB in {job.target}, "
+            f"{free / 1e9:,.2f} GB are free",
+            hint="choose another folder with --store, smaller images with --shrink 400, or "
+            "keep the images where they are with --no-pack",
+        )
+
+
+def check_images(job: Job, progress: Progress | None) -> Report:
+    """Check every image of a split, reusing the parts of an earlier run of the job."""
+    num_images = len(job.file_names)
+    tables = [pa.schema(RESULT_COLUMNS.items()).empty_table()]
+    parts: list[Shard] = []
+    start = 0
+    while start < num_images and (table := _reusable_part(job, len(parts), start)) is not None:
+        tables.append(table)
+        parts.append(Shard(job.part_name(len(parts)), table.num_rows))
+        start += table.num_rows
     with ThreadPoolExecutor(job.threads, thread_name_prefix="check") as pool:
         batches: Iterator[list[CheckedImage]] = _check_in_threads(pool, job, start)
         if progress is not None:
-            batches = _with_progress(batches, progress, len(job.file_names), start, job.split)
+            batches = _with_progress(batches, progress, num_images, start, job.split)
         try:
-            while len(report.fingerprints) < len(job.file_names):
-                _extend(report, _write_part(job, report, batches))
+            while start < num_images:
+                table = _write_part(job, len(parts), start, batches)
+                tables.append(table)
+                parts.append(Shard(job.part_name(len(parts)), table.num_rows))
+                start += table.num_rows
         finally:
             pool.shutdown(cancel_futures=True)
-    return report
+    return Report(pa.concat_tables(tables), parts)
 
 
-def _extend(report: Report, more: Report) -> None:
-    report.fingerprints.extend(more.fingerprints)
-    report.problems.extend(more.problems)
-    report.notes.extend(more.notes)
-    report.parts.extend(more.parts)
-
-
-def _reusable_part(job: Job, before: Report) -> Report | None:
-    """Return the next part, if an earlier run has written it and its images are the same."""
-    name, start = job.part_name(len(before.parts)), len(before.fingerprints)
+def _reusable_part(job: Job, number: int, start: int) -> Any:
+    """Return the part that starts at an image, if an earlier run of the job has written it and its
+    images are the same; else None."""
     try:
-        with pa.memory_map(str(job.target / name)) as source:
-            opened = pa.ipc.open_file(source)
-            table = opened.read_all().select([c for c in COLUMNS if c != "image"])
-            raw = (opened.schema.metadata or {}).get(METADATA_KEY, b"{}")
-            columns = table.to_pydict()
-        if msgspec.json.decode(raw, type=_PartMetadata) != _PartMetadata(job.key, start):
-            return None
-        if any(table.column(name).null_count for name in FingerprintColumns._fields):
-            return None
-    except (OSError, KeyError, pa.ArrowException, *DECODE_ERRORS):
+        table = read_table(job.target / job.part_name(number), RESULT_COLUMNS)
+        raw = (table.schema.metadata or {}).get(METADATA_KEY, b"{}")
+        metadata = msgspec.json.decode(raw, type=_PartMetadata)
+    except (DataError, *DECODE_ERRORS):
         return None
-    lists = [columns[name] for name in FingerprintColumns._fields]
-    fingerprints = [FileFingerprint(*triple) for triple in zip(*lists, strict=True)]
-    recorded = FingerprintColumns(*(np.array(values, np.int64) for values in lists))
-    names = job.file_names[start : start + len(fingerprints)]
-    if len(names) < len(fingerprints) or changed_images(job.source, names, recorded):
+    names = job.file_names[start : start + table.num_rows]
+    if metadata != _PartMetadata(job.key, start) or len(names) < table.num_rows:
         return None
-    shard = Shard(name, len(fingerprints))
-    return Report(fingerprints, columns["problem"], columns["note"], [shard])
+    return None if changed_images(job.source, names, fingerprints_of(table)) else table
 
 
 def _check_in_threads(
     pool: ThreadPoolExecutor, job: Job, start: int
 ) -> Iterator[list[CheckedImage]]:
-    """Check images in order, some tasks ahead."""
-
     def check(first: int) -> list[CheckedImage]:
         names, sizes = job.file_names[first : first + size], job.sizes[first : first + size]
         return [
@@ -176,7 +193,6 @@ def _check_in_threads(
 def _with_progress(
     batches: Iterator[list[CheckedImage]], progress: Progress, total: int, done: int, split: str
 ) -> Iterator[list[CheckedImage]]:
-    """Pass batches through and count their images in a progress display."""
     ahead: deque[list[CheckedImage]] = deque()
 
     def images() -> Iterator[None]:
@@ -190,36 +206,26 @@ def _with_progress(
             yield ahead.popleft()
 
 
-def _write_part(job: Job, before: Report, batches: Iterator[list[CheckedImage]]) -> Report:
-    """Take batches until a part is full; publish it."""
-    number, start = len(before.parts), len(before.fingerprints)
-    name = job.part_name(number)
+def _write_part(job: Job, number: int, start: int, batches: Iterator[list[CheckedImage]]) -> Any:
+    """Take batches until a part is full; publish it, and return its table without the images."""
+    columns = (SHARD_COLUMNS if job.options.pack else {}) | RESULT_COLUMNS
     metadata = {METADATA_KEY: msgspec.json.encode(_PartMetadata(job.key, start))}
-    columns = [pa.field(c, t) for c, t in COLUMNS.items() if c != "image" or job.options.pack]
-    schema = pa.schema(columns, metadata=metadata)
-    part = Report([], [], [], [])
-    size = 0
-    with atomic_write(job.target / name) as file, pa.ipc.new_file(file, schema) as writer:
+    schema = pa.schema(columns.items(), metadata=metadata)
+    results = []
+    num_bytes = num_images = 0
+    path = job.target / job.part_name(number)
+    with atomic_write(path) as file, pa.ipc.new_file(file, schema) as writer:
         for batch in batches:
-            writer.write_batch(_record(batch, schema))
-            part.fingerprints.extend(c.fingerprint for c in batch)
-            part.problems.extend(c.problem for c in batch)
-            part.notes.extend(c.note for c in batch)
-            size += sum(len(c.content or b"") for c in batch)
-            if size >= PART_BYTES or (not job.options.pack and len(part.fingerprints) >= PART_ROWS):
+            rows = [
+                {"image": c.content, "problem": c.problem, "note": c.note}
+                | msgspec.structs.asdict(c.fingerprint)
+                for c in batch
+            ]
+            record = pa.RecordBatch.from_pylist(rows, schema)
+            writer.write_batch(record)
+            results.append(record.select(list(RESULT_COLUMNS)))
+            num_images += len(batch)
+            num_bytes += sum(len(c.content or b"") for c in batch)
+            if num_bytes >= PART_BYTES or (not job.options.pack and num_images >= PART_ROWS):
                 break
-    part.parts.append(Shard(name, len(part.fingerprints)))
-    return part
-
-
-def _record(batch: list[CheckedImage], schema: Any) -> Any:
-    values = {
-        "image": [c.content for c in batch],
-        "problem": [c.problem for c in batch],
-        "note": [c.note for c in batch],
-        "bytes": [c.fingerprint.bytes for c in batch],
-        "modified_ns": [c.fingerprint.modified_ns for c in batch],
-        "sketch": [c.fingerprint.sketch for c in batch],
-    }
-    arrays = [pa.array(values[field.name], field.type) for field in schema]
-    return pa.record_batch(arrays, schema=schema)
+    return pa.Table.from_batches(results)

@@ -1,22 +1,12 @@
-"""Decode images: the one decoder of every command and of the Python API. Torch-free.
+"""Decode images to (H, W, 3) uint8 RGB: the one decoder of every command and the Python API.
 
-    decode(content, size)            # an image of a dataset, of the size that is annotated
-    decode(content, size, rows=210)  # at least its first 210 rows
-    raw_pixels(content, size)        # pixels that `prepare --encoding raw` decoded
-    read_rgb(picture)                # a user's picture of any kind, upright by its EXIF orientation
+Transparency is dropped; of an animation the first frame is taken; 16 bits per channel become 8 by
+taking the high byte. A dataset's image is read as stored if that gives the annotated size, else
+turned upright by its EXIF orientation if that gives it.
 
-The result is (H, W, 3) uint8 RGB. Rules, the same for every caller:
-
-- Transparency is dropped; of an animation or a multi-page file the first frame is taken.
-- 16 bits per channel become 8 by taking the high byte.
-- A dataset's image is read as it is stored if that gives the annotated size, otherwise turned
-  upright by its EXIF orientation if that gives it. If both do, as stored.
-- A header that announces more than `MAX_PIXELS` is refused before anything is decoded.
-
-Plain JPEGs are decoded by libjpeg-turbo (simplejpeg) into memory that the thread reuses. Rows below
-a crop are not decoded: the height in the JPEG's header is lowered to the crop's bottom, rounded up
-to whole blocks, and the decoder ends there; the rows above are unchanged (tested bit by bit). All
-other files are decoded by Pillow, and so is everything if simplejpeg is not installed.
+Plain JPEGs are decoded by libjpeg-turbo (simplejpeg) into memory that the thread reuses, the others
+by Pillow. Rows below a crop are not decoded: the height in the header is lowered to the crop's
+bottom, rounded up to whole blocks; the rows above are unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +33,7 @@ except ImportError:  # no wheel for this platform: Pillow decodes to the same pi
 
 Pixels = NDArray[np.uint8]
 # Sources of `read_rgb`: a path, encoded bytes, a file object, a PIL image, an array or a tensor.
-Picture = Any
+ImageLike = Any
 MAX_PIXELS = 100_000_000  # larger images are refused as decompression bombs
 MAX_FILE_BYTES = 1 << 30
 COMMON_FORMATS = ("JPEG", "PNG")  # MPO is opened as a JPEG
@@ -54,7 +44,7 @@ OTHER_FORMATS = (
 )  # fmt: skip
 PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
-MAX_REUSED_BYTES = 48 << 20  # memory for larger pictures is not kept by the thread
+MAX_REUSED_BYTES = 48 << 20  # memory for larger images is not kept by the thread
 _thread = threading.local()
 
 # Large sizes are refused here, and odd metadata does not matter. Not `catch_warnings`, which is
@@ -76,7 +66,6 @@ class Header(NamedTuple):
 
     @property
     def upright_size(self) -> tuple[int, int]:
-        """Width and height once it is turned upright."""
         width, height = self.stored_size
         return (height, width) if self.orientation >= 5 else (width, height)
 
@@ -107,18 +96,14 @@ class Header(NamedTuple):
         )
 
 
-def read_header(picture: Image.Image) -> Header:
-    """Read the header of an opened image whose pixels are not loaded yet.
-
-    Raises:
-        ImageError: It announces too many pixels.
-    """
-    width, height = picture.size
+def read_header(image: Image.Image) -> Header:
+    """Read the header of an opened image whose pixels are not loaded yet."""
+    width, height = image.size
     _refuse_too_large(width, height)
-    orientation = _orientation(picture)
-    if picture.format == "TIFF" and orientation >= 5:
+    orientation = _orientation(image)
+    if image.format == "TIFF" and orientation >= 5:
         width, height = height, width  # Pillow states the upright size of a TIFF
-    return Header(picture.format or "", picture.mode, (width, height), orientation)
+    return Header(image.format or "", image.mode, (width, height), orientation)
 
 
 def _refuse_too_large(width: int, height: int) -> None:
@@ -166,19 +151,15 @@ def decode(content: Any, size: tuple[int, int] | None = None, rows: int | None =
             return _decode_by_pillow(content, size)
         if size is not None and (frame.width, frame.height) == tuple(size):
             return _decode_plain(content, frame, rows)
-        with open_image(io.BytesIO(content)) as picture:
-            orientation = read_header(picture).orientation_for(size)
+        with open_image(io.BytesIO(content)) as image:
+            orientation = read_header(image).orientation_for(size)
         return apply_orientation(_decode_plain(content, frame, None), orientation)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         raise as_image_error(error) from None
 
 
 def raw_pixels(content: Any, size: tuple[int, int]) -> Pixels:
-    """Return decoded pixels, stored row by row, as a (H, W, 3) view of `content`.
-
-    Raises:
-        ImageError: They have another size.
-    """
+    """Return decoded pixels, stored row by row, as a (H, W, 3) view of `content`."""
     pixels = np.frombuffer(content, np.uint8)
     width, height = size
     if pixels.size != 3 * width * height:
@@ -189,59 +170,58 @@ def raw_pixels(content: Any, size: tuple[int, int]) -> Pixels:
 
 
 def encode_png(pixels: Pixels) -> bytes:
-    """Encode (H, W, 3) pixels without loss."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def read_rgb(picture: Picture) -> Pixels:
-    """Convert a user's picture to (H, W, 3) RGB pixels, upright.
+def read_rgb(image: ImageLike) -> Pixels:
+    """Convert a user's image to (H, W, 3) RGB pixels, upright.
 
     Args:
-        picture: A path, encoded bytes, a binary file object, a PIL image, or pixels as a numpy
+        image: A path, encoded bytes, a binary file object, a PIL image, or pixels as a numpy
             array (H, W), (H, W, 1 or 3 or 4) of uint8 or uint16, or as a tensor, which may also be
             (1 or 3 or 4, H, W), or floating point from 0 to 1.
 
     Raises:
         DataError: It cannot be read or decoded.
-        UsageError: It is not a picture, or pixels of an unsupported shape or type.
+        UsageError: It is not an image, or pixels of an unsupported shape or type.
     """
-    if isinstance(picture, Image.Image):
-        return _rgb_of_image(picture)
-    if isinstance(picture, np.ndarray):
-        return _rgb_of_array(picture)
-    if hasattr(picture, "cpu"):
-        return _rgb_of_tensor(picture)
-    name, content = _read_content(picture)
+    if isinstance(image, Image.Image):
+        return _rgb_of_image(image)
+    if isinstance(image, np.ndarray):
+        return _rgb_of_array(image)
+    if hasattr(image, "cpu"):
+        return _rgb_of_tensor(image)
+    name, content = _read_content(image)
     try:
         return decode(content).copy()
     except ImageError as error:
         raise DataError(f"{name}: {error}") from None
 
 
-def _read_content(picture: Picture) -> tuple[str, bytes]:
+def _read_content(image: ImageLike) -> tuple[str, bytes]:
     """Read the encoded image and the name that messages give it."""
-    if isinstance(picture, (bytes, bytearray, memoryview)):
-        return "image", bytes(picture)
-    if isinstance(picture, (str, os.PathLike)):
-        name = os.fspath(picture)
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return "image", bytes(image)
+    if isinstance(image, (str, os.PathLike)):
+        name = os.fspath(image)
         try:
             with Path(name).open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
             raise unreadable(name, error) from None
-    elif hasattr(picture, "read"):
-        name = str(getattr(picture, "name", "image"))
+    elif hasattr(image, "read"):
+        name = str(getattr(image, "name", "image"))
         try:
-            content = picture.read(MAX_FILE_BYTES + 1)
+            content = image.read(MAX_FILE_BYTES + 1)
         except UnicodeDecodeError:
             raise _text_file(name) from None
         except (OSError, ValueError) as error:  # closed, or opened for writing
             raise DataError(f"{name}: cannot be read: {error}") from None
     else:
         raise UsageError(
-            f"a picture of type {type(picture).__name__}",
+            f"an image of type {type(image).__name__}",
             hint="give a path, bytes, a file opened in binary mode, a PIL image, an array or a "
             "tensor",
         )
@@ -256,12 +236,12 @@ def _text_file(name: str) -> UsageError:
     return UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
 
 
-def _rgb_of_image(picture: Image.Image) -> Pixels:
-    name = str(getattr(picture, "filename", "") or "image")
+def _rgb_of_image(image: Image.Image) -> Pixels:
+    name = str(getattr(image, "filename", "") or "image")
     try:
-        read_header(picture)
-        picture.load()  # Pillow turns a TIFF upright when it loads it
-        return apply_orientation(_to_rgb(picture), _orientation(picture))
+        read_header(image)
+        image.load()  # Pillow turns a TIFF upright when it loads it
+        return apply_orientation(_to_rgb(image), _orientation(image))
     except Exception as error:
         raise DataError(f"{name}: {as_image_error(error)}") from None
 
@@ -311,23 +291,22 @@ def apply_orientation(pixels: Pixels, orientation: int) -> Pixels:
     return np.ascontiguousarray(pixels)
 
 
-def _orientation(picture: Image.Image) -> int:
-    """Return the EXIF orientation of an image, 1 if it states none."""
+def _orientation(image: Image.Image) -> int:
     metadata = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")
-    if picture.format == "PNG" and not any(key in picture.info for key in metadata):
+    if image.format == "PNG" and not any(key in image.info for key in metadata):
         return 1  # Pillow would decode all pixels to look for EXIF data behind them
     try:
-        orientation = int(picture.getexif().get(ExifTags.Base.Orientation, 1))
+        orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # broken metadata: the pixels may be intact
         return 1
     return orientation if 1 <= orientation <= 8 else 1
 
 
 def _decode_by_pillow(content: Any, size: tuple[int, int] | None) -> Pixels:
-    with open_image(io.BytesIO(content)) as picture:
-        header = read_header(picture)
+    with open_image(io.BytesIO(content)) as image:
+        header = read_header(image)
         orientation = header.orientation_for(size)
-        pixels = _to_rgb(picture)
+        pixels = _to_rgb(image)
     if header.format != "TIFF":
         return apply_orientation(pixels, orientation)
     if orientation == 1:  # Pillow has turned it upright: turn it back
@@ -336,39 +315,37 @@ def _decode_by_pillow(content: Any, size: tuple[int, int] | None) -> Pixels:
     return pixels
 
 
-def _to_rgb(picture: Image.Image) -> Pixels:
+def _to_rgb(image: Image.Image) -> Pixels:
     """Convert an image as it is stored to writable (H, W, 3) RGB pixels."""
-    mode = picture.mode
-    if mode.startswith("I;16") or (mode == "I" and picture.format in ("PNG", "PPM")):
+    mode = image.mode
+    if mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", "PPM")):
         bits = 16
-        if picture.format == "TIFF":
-            bits = min(int(getattr(picture, "tag_v2", {}).get(258, (16,))[0]), 16)
-        gray = (np.asarray(picture) >> (bits - 8)).clip(0, 255).astype(np.uint8)
+        if image.format == "TIFF":
+            bits = min(int(getattr(image, "tag_v2", {}).get(258, (16,))[0]), 16)
+        gray = (np.asarray(image) >> (bits - 8)).clip(0, 255).astype(np.uint8)
         return np.repeat(gray[..., None], 3, axis=2)
     if mode in ("I", "F"):
-        raise ImageError("has 32 bits per pixel, of which the range is unknown: convert it to 8")
-    if mode in ("P", "PA") and "transparency" in picture.info:
-        picture = picture.convert("RGBA")  # Pillow warns of the direct conversion
-    return np.array(picture.convert("RGB"))
+        raise ImageError("32-bit image with unknown value range: convert it to 8 bits")
+    if mode in ("P", "PA") and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow warns of the direct conversion
+    return np.array(image.convert("RGB"))
 
 
 class _Frame(NamedTuple):
-    """What a JPEG's frame header states."""
-
-    offset: int  # of the height's two bytes
+    offset: int  # where the height's two bytes are
     height: int
     width: int
     block_rows: int  # rows that are coded together, over all channels
 
 
 def plain_jpeg_size(content: Any) -> tuple[int, int] | None:
-    """Width and height of a complete JPEG with 8 bits and gray or three colours; else None."""
+    """Width and height of a complete JPEG with 8 bits and gray or three colors; else None."""
     frame = _plain_frame(memoryview(content).cast("B"))
     return None if frame is None else (frame.width, frame.height)
 
 
 def _plain_frame(content: Any) -> _Frame | None:
-    """Return the frame header of a complete 8-bit JPEG, gray or of three colours; else None."""
+    """Return the frame header of a complete 8-bit JPEG, gray or of three colors; else None."""
     if bytes(content[:2]) != b"\xff\xd8" or bytes(content[-2:]) != END_OF_IMAGE:
         return None
     head = bytes(content[: 1 << 16])
@@ -397,13 +374,13 @@ def _decode_plain(content: Any, frame: _Frame, rows: int | None) -> Pixels:
     _refuse_too_large(frame.width, frame.height)
     height = frame.height
     if rows is not None:
-        # One more row, because interpolated colour depends on the next row.
+        # One more row, because interpolated color depends on the next row.
         height = min(height, -(-(rows + 1) // frame.block_rows) * frame.block_rows)
         if height < frame.height:
             content = bytearray(content)
             content[frame.offset : frame.offset + 2] = height.to_bytes(2, "big")
     needed = height * frame.width * 3
-    # Not strict, as Pillow is not: a broken code inside the picture spoils some blocks, and the
+    # Not strict, as Pillow is not: a broken code inside the image spoils some blocks, and the
     # bytes after a lowered height are not an error.
     pixels: Pixels = simplejpeg.decode_jpeg(
         content, buffer=thread_buffer("decoded", needed), strict=False

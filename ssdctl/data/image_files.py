@@ -1,18 +1,29 @@
-"""Find image files by name: which files are images, and where a folder has them."""
+"""Find image files by name: which files are images, and where a folder has them.
+
+Labeling tools write the paths of their own server or of another machine: `images\\x.jpg`,
+`/data/upload/3/x.jpg`, `..\\..\\label-studio\\media\\upload\\4\\x.jpg`. `resolve_images` makes
+backslashes slashes, removes leading folders as far as needed, and uses a base name that occurs once
+in the image folder. Other absolute names and names with `..` are left as they are; `check` refuses
+them.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
-from ssdctl.data.annotations import refuse
-from ssdctl.data.split_files import split_of
+from ssdctl.data.annotations import MAX_NAMED, Annotations, refuse, split_of
+from ssdctl.data.image_check import file_sizes, header_size
+from ssdctl.errors import DataError
+from ssdctl.files import is_plain_name
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".bmp", ".tif", ".tiff"}
     | {".gif", ".avif", ".jp2", ".ppm", ".pgm", ".tga", ".heic", ".heif"}
 )
+TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 ANNOTATION_FOLDERS = ("annotations", "Annotations", "labels")
 
 
@@ -22,12 +33,7 @@ def is_image(path: Path | PurePosixPath) -> bool:
 
 
 def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
-    """Yield the relative paths of all files below a folder, following links to folders once.
-
-    Args:
-        folder: Where to look.
-        max_depth: How many folders may be between; None: any number.
-    """
+    """Yield the relative paths of all files below a folder, following links to folders once."""
     visited = set()
     for place, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -58,9 +64,6 @@ def find_by_name(root: Path, names: Sequence[tuple[str, str]], labels: Path) -> 
         names: The name of each, with or without folders and suffix, and its split. If a name fits
             several files, the split's folder decides.
         labels: The label file, for messages.
-
-    Raises:
-        DataError: A file does not exist, or several fit.
     """
     by_name: dict[str, list[str]] = {}
     for file in files_below(root):
@@ -85,3 +88,85 @@ def find_by_name(root: Path, names: Sequence[tuple[str, str]], labels: Path) -> 
     refuse(labels, f"images that are not below {root}", missing, hint)
     refuse(labels, f"image names that fit several files below {root}", ambiguous)
     return found
+
+
+def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | None]]:
+    """Replace file names by paths of existing files, and absent image sizes by the files'.
+
+    Returns also the files' sizes in bytes, None for a file that does not exist.
+    """
+    notes, folder = list(annotations.notes), annotations.folder
+    names, sizes = annotations.file_names, annotations.sizes
+    num_bytes = file_sizes(folder, [name if is_plain_name(name) else "" for name in names])
+    rows = [row for row, size in enumerate(num_bytes) if size is None]
+    if rows and folder.is_dir():
+        names = list(names)
+        if replaced := _replace_names(names, rows, folder):
+            notes.append(_note(replaced))
+            found = file_sizes(folder, [names[row] for row in rows])
+            for row, size in zip(rows, found, strict=True):
+                num_bytes[row] = size if is_plain_name(names[row]) else None
+    is_unsized = (sizes == 0).any(axis=1).tolist()
+    unsized = [row for row, size in enumerate(num_bytes) if is_unsized[row] and size is not None]
+    if unsized:
+        sizes = sizes.copy()
+        num_sized = 0
+        for row in unsized:
+            try:
+                sizes[row] = header_size(folder / names[row])
+                num_sized += 1
+            except DataError:
+                sizes[row] = 1  # dropped when the file is checked, with the reason
+        if num_sized:
+            notes.append(f"{num_sized:,} images without width and height: taken from the files")
+    annotations = annotations._replace(file_names=names, sizes=sizes, notes=notes)
+    return annotations, num_bytes
+
+
+def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[tuple[str, str]]:
+    """Resolve the names of images in place; return the pairs of old and new ones."""
+    by_base_name: dict[str, list[str]] = {}
+    for path in files_below(folder):
+        by_base_name.setdefault(PurePosixPath(path).name, []).append(path)
+    replaced, ambiguous = [], []
+    for row in rows:
+        name = names[row].replace("\\", "/")
+        if "/local-files/?d=" in name:  # a URL of Label Studio's server
+            name = f"local-files/{unquote(name.partition('?d=')[2])}"
+        base_name = PurePosixPath(name).name
+        if base_name not in by_base_name and unquote(base_name) in by_base_name:
+            name = unquote(name)  # Label Studio's `/data/upload/3/a%20b.jpg`
+            base_name = PurePosixPath(name).name
+        paths = by_base_name.get(base_name, [])
+        if not paths or not (is_plain_name(name) or TOOL_FOLDERS.intersection(name.split("/"))):
+            if is_plain_name(name):
+                names[row] = name
+            continue
+        tail = longest_tail(name, paths)
+        if tail is None and len(paths) > 1:
+            ambiguous.append(f"{names[row]!r} ({', '.join(sorted(paths)[:MAX_NAMED])})")
+            continue
+        replaced.append((names[row], tail or paths[0]))
+        names[row] = tail or paths[0]
+    if ambiguous:
+        hint = "write file_name as a path relative to the image folder"
+        refuse(folder, "file names that fit several files", ambiguous, hint)
+    return replaced
+
+
+def longest_tail(name: str, paths: Sequence[str]) -> str | None:
+    """Return the path that equals the longest tail of `name`; None if only its base name fits."""
+    parts = name.split("/")
+    for start in range(len(parts)):
+        tail = "/".join(parts[start:])
+        if tail in paths and (start < len(parts) - 1 or len(paths) == 1):
+            return tail
+    return None
+
+
+def _note(replaced: list[tuple[str, str]]) -> str:
+    old, new = replaced[0]
+    return (
+        f"{len(replaced):,} file names are not paths below the image folder and were matched to "
+        f"the files there, such as {old!r}: {new}"
+    )

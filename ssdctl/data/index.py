@@ -8,42 +8,63 @@ annotations were read. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import Annotations
+from ssdctl.data.annotations import SPLITS, Annotations, Conversion, Labels
 from ssdctl.data.check import Objects
 from ssdctl.data.classes import ClassName
-from ssdctl.data.dataset import Conversion, Labels, labels_changed
-from ssdctl.data.image_check import Encoding, FingerprintColumns
-from ssdctl.data.split_files import SPLITS
-from ssdctl.data.store_check import (
-    FINGERPRINT_COLUMNS,
-    IMAGE_COLUMNS,
-    METADATA_KEY,
-    TRUTH_COLUMNS,
-    Shard,
-    check_objects,
-    numbers,
-    one_array,
-    read_table,
-)
+from ssdctl.data.image_check import Encoding, FingerprintColumns, Verified
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, atomic_write
 
-if TYPE_CHECKING:
-    from ssdctl.data.image_check_jobs import Report
+METADATA_KEY = b"ssdctl"
+Types = Mapping[str, pa.DataType]
+
+SHARD_COLUMNS = {"image": pa.large_binary()}
+RESULT_COLUMNS = {"problem": pa.string(), "note": pa.string()} | dict.fromkeys(
+    FingerprintColumns._fields, pa.int64()
+)
+FINGERPRINT_COLUMNS: Types = {
+    **dict.fromkeys(FingerprintColumns._fields, pa.int64()),
+    "file_name": pa.string(),
+}
+NULLABLE = ("image", "problem", "note")
+IMAGE_COLUMNS: Types = {
+    "image_id": pa.int64(),
+    "file_name": pa.string(),
+    "width": pa.int32(),
+    "height": pa.int32(),
+    "usable": pa.bool_(),
+}
+INDEX_COLUMNS: Types = {
+    **IMAGE_COLUMNS,
+    "labels": pa.list_(pa.int32()),
+    "is_trained": pa.list_(pa.bool_()),
+    "fractions": pa.list_(pa.list_(pa.float32(), 4)),
+}
+TRUTH_COLUMNS: Types = {
+    **IMAGE_COLUMNS,
+    "labels": pa.list_(pa.int32()),
+    "boxes": pa.list_(pa.list_(pa.float64(), 4)),
+    "areas": pa.list_(pa.float64()),
+    "is_crowd": pa.list_(pa.bool_()),
+}
 
 FORMAT = 4  # version 3 had no boxes to score against
 T = TypeVar("T")
 _OBJECT_COLUMNS = ("labels", "boxes", "areas", "is_crowd")
-Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
+
+
+class Shard(msgspec.Struct, frozen=True):
+    file: str
+    rows: int
 
 
 class Packing(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +74,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     packed: bool  # else the images are read from the dataset folder
     shards: list[Shard]
     shrink: int | None = None
-    encoding: Encoding = "jpeg"  # of packed images; raw: decoded pixels
+    encoding: Encoding = "jpeg"  # packed files; raw: decoded pixels
     verified: Verified = msgspec.field(default="no", name="strictly_verified")
 
 
@@ -64,12 +85,10 @@ class Made(msgspec.Struct, frozen=True):
     conversion: Conversion
     labels: Labels
     splits: list[str]
-    version: str  # of ssdctl
+    version: str  # ssdctl's
 
 
 class Metadata(Packing, frozen=True, kw_only=True):
-    """The metadata of an index."""
-
     key: str  # identifies the index
     classes: list[ClassName]
     images: str  # their folder, relative to the dataset folder if it is below it
@@ -124,16 +143,14 @@ def is_prepared(root: Path, folder: Path) -> bool:
     made = read_made(folder)
     if made is None:
         return False
+    from ssdctl.data.dataset import labels_changed  # late: every format
+
     is_few = bool(made.labels.content)
     return not (is_few and labels_changed(root, made.format, made.conversion, made.labels))
 
 
 def read_annotations(index: Path) -> Annotations:
-    """Return the annotations of an index: every object that has a box, image by image.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Return the annotations of an index: every object that has a box, image by image."""
     metadata = _decode_metadata(index, Metadata)
     if metadata is None or metadata.format != FORMAT:
         raise DataError(f"{index}: no index; run ssdctl prepare")
@@ -145,9 +162,7 @@ def read_annotations(index: Path) -> Annotations:
         origin=Path(metadata.origin),
         image_ids=numbers(table, "image_id"),
         file_names=table.column("file_name").to_pylist(),
-        sizes=np.stack([numbers(table, "width"), numbers(table, "height")], axis=1).astype(
-            np.int64
-        ),
+        sizes=_sizes(table),
         classes=metadata.classes,
         ids=np.arange(1, starts[-1] + 1),
         rows=np.repeat(np.arange(table.num_rows, dtype=np.int32), np.diff(starts)),
@@ -161,29 +176,19 @@ def read_annotations(index: Path) -> Annotations:
 def read_fingerprints(
     folder: Path, split: str, at_most: int | None = None
 ) -> tuple[list[str], FingerprintColumns]:
-    """Return the image files of a split and their fingerprints.
-
-    Args:
-        folder: The store's.
-        split: Its name.
-        at_most: Return only so many, evenly spaced; None: all.
-
-    Raises:
-        DataError: The index cannot be read.
-    """
+    """Return the image files of a split and their fingerprints."""
     table = read_table(index_path(folder, split), FINGERPRINT_COLUMNS)
     if at_most is not None and table.num_rows > at_most:
         table = table.take(np.linspace(0, table.num_rows - 1, at_most).astype(np.int64))
-    columns = (numbers(table, name) for name in FingerprintColumns._fields)
-    return table.column("file_name").to_pylist(), FingerprintColumns(*columns)
+    return table.column("file_name").to_pylist(), fingerprints_of(table)
+
+
+def fingerprints_of(table: Any) -> FingerprintColumns:
+    return FingerprintColumns(*(numbers(table, name) for name in FingerprintColumns._fields))
 
 
 def read_images(path: Path) -> tuple[list[str], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the names, the sizes (N x 2) and the usability of images, of any version's index.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Return the names, the sizes (N x 2) and the usability of images, of any version's index."""
     table = read_table(path, IMAGE_COLUMNS)
     names: list[str] = table.column("file_name").to_pylist()
     return names, _sizes(table), numbers(table, "usable")
@@ -199,7 +204,8 @@ def write_index(
     image_ids: NDArray[np.int64],
     sizes: NDArray[np.int64],
     objects: Objects,
-    images: Report,
+    is_usable: NDArray[np.bool_],
+    fingerprints: FingerprintColumns,
     metadata: Metadata,
 ) -> None:
     offsets = pa.array(objects.starts, pa.int32())
@@ -215,12 +221,9 @@ def write_index(
         "file_name": pa.array(names, pa.string()),
         "width": pa.array(sizes[:, 0], pa.int32()),
         "height": pa.array(sizes[:, 1], pa.int32()),
-        "usable": pa.array([problem is None for problem in images.problems], pa.bool_()),
+        "usable": pa.array(is_usable),
         **{name: lists(values) for name, values in objects._asdict().items() if name != "starts"},
-        **{
-            name: pa.array([getattr(f, name) for f in images.fingerprints], pa.int64())
-            for name in FingerprintColumns._fields
-        },
+        **{name: pa.array(values) for name, values in fingerprints._asdict().items()},
     }
     table = pa.table(columns, metadata={METADATA_KEY: msgspec.json.encode(metadata)})
     with atomic_write(path) as file, pa.ipc.new_file(file, table.schema) as writer:
@@ -244,3 +247,74 @@ def remove_unused(folder: Path, splits: Collection[str]) -> None:
         for path in folder.glob(pattern):
             if path.name not in used:
                 path.unlink(missing_ok=True)
+
+
+def read_table(path: Path, types: Types) -> Any:
+    """Return the columns of a table in memory, after checking its structure.
+
+    Raises:
+        DataError: It cannot be read, lacks a column, or refers to bytes outside the file.
+    """
+    try:
+        with pa.OSFile(str(path)) as source:
+            names = pa.ipc.open_file(source).schema.names
+            fields = [place for place, name in enumerate(names) if name in types]
+            options = pa.ipc.IpcReadOptions(included_fields=fields)
+            table = pa.ipc.open_file(source, options=options).read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+        raise damaged(path, error) from None
+    check_columns(table, types, path)
+    return table
+
+
+def one_array(table: Any, column: str) -> Any:
+    chunks = table.column(column)
+    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+
+
+def numbers(table: Any, column: str) -> NDArray[Any]:
+    return np.asarray(table.column(column).to_numpy())
+
+
+def check_columns(table: Any, types: Types, path: Path) -> None:
+    for name, type_ in types.items():
+        place = table.schema.get_field_index(name)  # -1 if there are two
+        if place < 0 or table.schema.field(place).type != type_:
+            raise damaged(path, f"no column {name} of type {type_}")
+        if table.column(name).null_count and name not in NULLABLE:
+            raise damaged(path, f"empty values in the column {name}")
+
+
+def check_objects(table: Any, num_classes: int, path: Path) -> NDArray[np.int64]:
+    """Check that the lists of objects belong together, and that their labels exist.
+
+    Returns:
+        Where the objects of each of the N images start, and the end of the last (N + 1).
+    """
+    starts: NDArray[np.int64] | None = None
+    for name in table.schema.names:
+        if not pa.types.is_list(table.schema.field(name).type):
+            continue
+        lists = one_array(table, name)
+        values = lists.flatten()
+        while pa.types.is_fixed_size_list(values.type) and not values.null_count:
+            values = values.flatten()
+        if values.null_count:
+            raise damaged(path, "empty values in its boxes")
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        if starts is not None and not np.array_equal(np.diff(offsets), np.diff(starts)):
+            raise damaged(path, "it has more labels than boxes, or fewer")
+        starts = offsets - offsets[0]
+        if name == "labels":
+            labels = values.to_numpy()
+            if len(labels) and not (labels.min() >= 1 and labels.max() <= num_classes):
+                raise damaged(path, f"a label is not one of its {num_classes} classes")
+    assert starts is not None
+    return starts
+
+
+def damaged(path: Path, problem: object) -> DataError:
+    return DataError(
+        f"{path}: not a readable part of a store: {problem}", hint="run ssdctl prepare --force"
+    )

@@ -1,8 +1,4 @@
-"""Open a dataset for training or evaluation; prepare it first if it never was.
-
-splits = open_dataset(root, store_folder)
-splits["train"].decode(0)
-"""
+"""Open a dataset for training or evaluation; prepare it first if it never was."""
 
 from __future__ import annotations
 
@@ -13,20 +9,18 @@ from typing import NamedTuple
 import msgspec
 
 from ssdctl.config import Config
-from ssdctl.data.annotations import MAX_NAMED, Annotations
+from ssdctl.data.annotations import MAX_NAMED, SPLITS, Annotations, Conversion, root_folder
 from ssdctl.data.check import check
 from ssdctl.data.dataset import (
     TOML,
-    Conversion,
     labels_changed,
     read_conversion,
     read_dataset,
     require_root,
     require_split,
-    root_folder,
 )
 from ssdctl.data.image_check import changed_images
-from ssdctl.data.image_names import resolve_images
+from ssdctl.data.image_files import resolve_images
 from ssdctl.data.index import (
     earlier_packing,
     index_path,
@@ -37,7 +31,6 @@ from ssdctl.data.index import (
     read_metadata,
 )
 from ssdctl.data.prepare import Outcome, prepare
-from ssdctl.data.split_files import SPLITS
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
 from ssdctl.errors import DataError, UsageError
@@ -91,7 +84,6 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
 
 
 def _last_conversion(root: Path, folder: Path) -> Conversion:
-    """Return how the dataset was read the last time."""
     if (made := read_made(folder)) is not None:
         return made.conversion
     path = folder / CONVERTED / TOML
@@ -104,11 +96,6 @@ def _last_conversion(root: Path, folder: Path) -> Conversion:
 
 def open_dataset(root: Path, folder: Path, *, progress: Progress | None = None) -> dict[str, Split]:
     """Return the dataset's splits, ready to read; one that was never prepared is indexed first.
-
-    Args:
-        root: The dataset folder.
-        folder: The store's.
-        progress: See `ssdctl.data.image_check_jobs`.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
@@ -155,7 +142,6 @@ def _prepare_again(root: Path, folder: Path, progress: Progress | None) -> None:
 
 
 def _warn_of_changed_labels(root: Path, folder: Path) -> None:
-    """Log a warning if label files changed since they were read."""
     made = read_made(folder)
     if made is None or not made.labels.state:
         return
@@ -188,19 +174,13 @@ def _refuse_changed(root: Path, folder: Path, split: str) -> None:
 
 
 class DatasetSize(NamedTuple):
-    """What a run would train and validate on."""
-
     trainable: int  # training images with boxes
     validation: int  # images; 0: no validation split
     classes: list[str]
 
 
 def count_images(root: Path, folder: Path) -> DatasetSize:
-    """Return how many images and which classes a run would train on; nothing is written.
-
-    Raises:
-        DataError: The annotations are invalid, or there is no training split.
-    """
+    """Return how many images and which classes a run would train on; nothing is written."""
     require_root(root)
     if is_prepared(root, folder):
         _warn_of_changed_labels(root, folder)
@@ -208,10 +188,10 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
         train = require_split(splits, "train", root)
         num_val = len(splits["val"].image_ids) if "val" in splits else 0
         return DatasetSize(len(train.trainable), num_val, [c.name for c in train.classes])
-    parts = read_dataset(root, _last_conversion(root, folder)).splits
+    parts = read_dataset(root, _last_conversion(root, folder))
     annotations = require_split(parts, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
-        annotations = resolve_images(annotations).annotations
+        annotations = resolve_images(annotations)[0]
     num_val = len(parts["val"].file_names) if "val" in parts else 0
     trainable = int((check(annotations).objects.num_trained() > 0).sum())
     return DatasetSize(trainable, num_val, [c.name for c in annotations.classes])
@@ -221,13 +201,10 @@ def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     """Return the annotations of a dataset: the index's if it is prepared, else the files'.
 
     Nothing is written.
-
-    Raises:
-        DataError: There is no dataset, or it cannot be read.
     """
     require_root(root)
     if not is_prepared(root, folder):
-        return read_dataset(root, _last_conversion(root, folder)).splits
+        return read_dataset(root, _last_conversion(root, folder))
     return {
         split: read_annotations(index_path(folder, split))._replace(
             folder=image_folder(root, metadata)

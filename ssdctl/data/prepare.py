@@ -17,43 +17,51 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 
 from ssdctl._version import __version__
 from ssdctl.data import index as index_file
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, Finding
-from ssdctl.data.check import check
-from ssdctl.data.classes import ClassName
-from ssdctl.data.dataset import (
+from ssdctl.data.annotations import (
     AUTOMATIC,
-    AnnotatedDataset,
+    UNLISTED,
+    Annotations,
     Conversion,
+    Finding,
+    root_folder,
+)
+from ssdctl.data.check import (
+    DROPPED_IMAGE,
+    NOTED_IMAGE,
+    check,
+    duplicate_names,
+    image_findings,
+    refuse_dropped,
+)
+from ssdctl.data.dataset import (
     find_source,
     label_version,
     labels_changed,
     read_dataset,
-    root_folder,
 )
 from ssdctl.data.image_check import (
     Encoding,
-    FileFingerprint,
     FingerprintColumns,
     PackOptions,
     changed_images,
 )
-from ssdctl.data.image_check_jobs import Job, Report, check_images
-from ssdctl.data.image_files import is_image
-from ssdctl.data.image_names import resolve_images
-from ssdctl.data.index import Made, Metadata, read_made, read_metadata, read_packing
-from ssdctl.data.prepare_checks import (
-    DROPPED_IMAGE,
-    NOTED_IMAGE,
-    check_files,
-    image_findings,
-    refuse_dropped,
+from ssdctl.data.image_check_jobs import Job, Report, check_files, check_images
+from ssdctl.data.image_files import is_image, resolve_images
+from ssdctl.data.index import (
+    Made,
+    Metadata,
+    fingerprints_of,
+    read_made,
+    read_metadata,
+    read_packing,
 )
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
@@ -69,28 +77,25 @@ from ssdctl.files import (
     write_bytes,
 )
 from ssdctl.runtime.cores import usable_cores
-from ssdctl.runtime.html_table import html_table
-from ssdctl.runtime.printable import listed
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.safe_text import html_table
 
 log = logging.getLogger(__name__)
 NO_BOXES = "no boxes (skipped in training)"
-NO_BOXES_NOT_TRAINED = "no boxes"  # of a split that is not trained on
+NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
 REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
-PARTS_FORMAT = 4  # of the files in which an interrupted check continues
+PARTS_FORMAT = 4  # the files in which an interrupted check continues
 
 
 class SplitReport(msgspec.Struct, frozen=True):
-    """The result of checking one split."""
-
     split: str
     images: int
     boxes: int
     classes: int
     trainable: int
     findings: list[Finding]
-    key: str  # of the job that the index belongs to
+    key: str  # identifies the job that wrote the index
     warnings: list[str] = []  # for the user
     notes: list[str] = []  # how the files were read
 
@@ -100,8 +105,6 @@ class SplitReport(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The result of `prepare`."""
-
     root: str
     store: str
     packed: bool
@@ -175,15 +178,15 @@ def prepare(
     run = _RunOptions(jobs, force, allow_dropped, progress)
     if not force and (outcome := _unchanged_outcome(root, folder, conversion, options)):
         return outcome  # without the lock: the folder may be read-only
-    dataset, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
+    splits, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
     _make_store_dir(folder)
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not force and (outcome := _unchanged_outcome(root, folder, conversion, options)):
             return outcome
         remove_stale_temporaries(folder)
-        reports = []
-        for split in made.splits:
-            reports.append(_prepare_split(split, dataset.splits, folder, options, run, made, root))
+        reports = [
+            _prepare_split(split, splits, folder, options, run, made, root) for split in made.splits
+        ]
         reports = _with_unlisted(reports, root, folder)
         outcome = Outcome(str(root), str(folder), options.pack, False, reports)
         write_bytes(folder / REPORT, msgspec.json.format(msgspec.json.encode(outcome)))
@@ -191,27 +194,16 @@ def prepare(
     return outcome
 
 
-def _read(root: Path, conversion: Conversion) -> tuple[AnnotatedDataset, Made]:
-    """Read a dataset, and the version of its label files meanwhile.
-
-    Raises:
-        DataError: See `read_dataset`; or the files changed meanwhile.
-    """
-    source = find_source(root, conversion)
-    name = source.format
+def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], Made]:
+    """Read a dataset, and the version of its label files meanwhile."""
+    name, read = find_source(root, conversion)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
         version = pool.submit(label_version, root, name, conversion, content=True)
-        dataset = read_dataset(root, conversion, source)
+        splits = read_dataset(root, conversion, read)
         labels = version.result()
     if label_version(root, name, conversion).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
-    return dataset, Made(name, conversion, labels, list(dataset.splits), __version__)
-
-
-def _verified(options: PackOptions) -> index_file.Verified:
-    if not options.verify:
-        return "no"
-    return "damaged kept" if options.keep_damaged else "damaged dropped"
+    return splits, Made(name, conversion, labels, list(splits), __version__)
 
 
 def _make_store_dir(folder: Path) -> None:
@@ -263,7 +255,7 @@ def _fits(packing: index_file.Packing, folder: Path, options: PackOptions) -> bo
     packed = (packing.packed, packing.shrink, packing.encoding)
     if packed != (options.pack, options.shrink, options.encoding):
         return False
-    if options.verify and packing.verified != _verified(options):
+    if options.verify and packing.verified != options.verified:
         return False
     return all((folder / shard.file).is_file() for shard in packing.shards)
 
@@ -282,7 +274,7 @@ def _prepare_split(
     names, image_ids, sizes = annotations.file_names, annotations.image_ids, annotations.sizes
     objects, findings, warnings = check(annotations)
     if split == made.splits[0]:  # all splits have the same classes
-        warnings = warnings + _duplicate_names(annotations.classes)
+        warnings = warnings + duplicate_names(annotations.classes)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
     origin, classes, notes = annotations.origin, annotations.classes, [*annotations.notes]
     source = annotations.folder
@@ -294,7 +286,7 @@ def _prepare_split(
         hashlib.sha256(os.fsencode("\0".join(names))).hexdigest(),
         hashlib.sha256(sizes.tobytes()).hexdigest(),
         options.shrink,
-        _verified(options),
+        options.verified,
         time.time_ns() * run.force,
         options.encoding,
     ]
@@ -305,8 +297,8 @@ def _prepare_split(
         check_files(job, origin, num_bytes)
         index_file.remove_if_it_has(folder, split, job.part_name(0))
         images = check_images(job, run.progress)
-    findings += image_findings(names, image_ids, images)
-    is_usable = np.array([problem is None for problem in images.problems], np.bool_)
+    findings += image_findings(names, image_ids, images.table)
+    is_usable = images.is_usable
     counts = objects.num_trained()
     for row in np.nonzero(is_usable & (counts == 0))[0]:
         kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
@@ -327,7 +319,7 @@ def _prepare_split(
         shards=images.parts if options.pack else [],
         shrink=options.shrink,
         encoding=options.encoding,
-        verified=_verified(options),
+        verified=options.verified,
         key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
         classes=classes,
         images=_relative(source, root),
@@ -335,7 +327,9 @@ def _prepare_split(
         made=made,
     )
     path = index_file.index_path(folder, split)
-    index_file.write_index(path, names, image_ids, sizes, objects, images, metadata)
+    index_file.write_index(
+        path, names, image_ids, sizes, objects, is_usable, fingerprints_of(images.table), metadata
+    )
     return SplitReport(
         split=split,
         images=len(names),
@@ -364,7 +358,7 @@ def _known_images(job: Job, num_bytes: list[int | None]) -> Report | None:
     packing, outcome = read_packing(job.target, job.split), _read_report(job.target)
     if packing is None or outcome is None or not _fits(packing, job.target, job.options):
         return None
-    if packing.verified != _verified(job.options):
+    if packing.verified != job.options.verified:
         return None
     path = index_file.index_path(job.target, job.split)
     try:
@@ -388,24 +382,10 @@ def _known_images(job: Job, num_bytes: list[int | None]) -> Report | None:
         None if usable else details[DROPPED_IMAGE].get(name, "cannot be used")
         for name, usable in zip(names, is_usable.tolist(), strict=True)
     ]
-    return Report(
-        [FileFingerprint(*row) for row in zip(*(c.tolist() for c in fingerprints), strict=True)],
-        problems,
-        [details[NOTED_IMAGE].get(name) for name in names],
-        packing.shards,
-    )
-
-
-def _duplicate_names(classes: list[ClassName]) -> list[str]:
-    counts = Counter(c.name for c in classes)
-    same = [c for c in classes if counts[c.name] > 1]
-    if not same:
-        return []
-    named = listed([f"{c.name} (id {c.id})" for c in same], MAX_NAMED)
-    return [
-        f"categories have the same name and are trained as different classes: {named}. Give each "
-        "its own name, or one of their ids to all annotations"
-    ]
+    columns: dict[str, Any] = fingerprints._asdict()
+    columns["problem"] = pa.array(problems, pa.string())
+    columns["note"] = pa.array([details[NOTED_IMAGE].get(name) for name in names], pa.string())
+    return Report(pa.table(columns), packing.shards)
 
 
 def _with_unlisted(reports: list[SplitReport], root: Path, folder: Path) -> list[SplitReport]:
@@ -415,7 +395,7 @@ def _with_unlisted(reports: list[SplitReport], root: Path, folder: Path) -> list
         metadata = read_metadata(folder, report.split)
         if metadata is not None and (images := image_folder(root, metadata)).is_dir():
             by_folder.setdefault(images, []).append(report.split)
-    notes: dict[str, str] = {}  # of the first split of a folder
+    notes: dict[str, str] = {}  # by the first split of a folder
     for images, names in by_folder.items():
         known = {n for s in names for n in index_file.read_fingerprints(folder, s)[0]}
         with os.scandir(images) as entries:

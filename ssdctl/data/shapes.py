@@ -1,14 +1,9 @@
-"""The embedded dataset: real JPEG files of shapes on textured backgrounds, in COCO's layout.
+"""The embedded dataset: JPEG files of shapes on textured backgrounds, in COCO's layout.
 
-    ssdctl download --dataset shapes --dest data/shapes
-
-Five classes (their category ids have gaps, as COCO's do), objects of 10 to 50% of the picture's
-shorter side at many aspect ratios and angles, overlaps, a few crowds and empty pictures. Each
-class has a typical hue, which most of its objects have. Every picture is a function of only
-(style, seed, split, index).
-
-There are two styles, to measure fine-tuning: `solid` (above) and `hatched` (other classes, of which
-one has the same name; striped objects of any hue on dark pictures).
+Objects of 10 to 50% of the shorter side, at many aspect ratios and angles, with overlaps, a few
+crowds and empty images; category ids have gaps, and each class has a typical hue. Every image is a
+function of only (style, seed, split, index). The style `hatched` (other classes, one with the same
+name; striped objects of any hue on dark images) is there to measure fine-tuning.
 """
 
 from __future__ import annotations
@@ -26,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split, document_of
+from ssdctl.data.classes import ClassName
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
@@ -48,8 +45,6 @@ class ShapeClass(NamedTuple):
 
 
 class Style(NamedTuple):
-    """The classes of a dataset, and how its pictures are drawn."""
-
     classes: tuple[ShapeClass, ...]
     background_value: tuple[float, float]  # brightness, 0 to 1
     stray_hue_share: float  # objects of any hue
@@ -74,23 +69,11 @@ STYLES = {
     "hatched": Style(HATCHED_CLASSES, (0.05, 0.4), stray_hue_share=1.0, stripes=0.5),
 }
 SIZES = ((400, 300), (300, 400), (360, 360), (448, 320))  # width, height
-EMPTY_SHARE = 0.03  # pictures without an object
-CROWD_SHARE = 0.05  # pictures with a crowd
+EMPTY_SHARE = 0.03  # images without an object
+CROWD_SHARE = 0.05  # images with a crowd
 JPEG_QUALITY = 90
 DESCRIPTION = "ssdctl's embedded shapes dataset"
 MAX_ANNOTATION_BYTES = 1 << 28
-
-
-class Box(NamedTuple):
-    """The box of an object in pixels, and the number of pixels that it covers."""
-
-    left: int
-    top: int
-    width: int
-    height: int
-    area: float
-    category_id: int
-    is_crowd: bool
 
 
 def generate(
@@ -109,17 +92,14 @@ def generate(
 
     Args:
         dest: The dataset folder; COCO's layout is made below it.
-        num_train: Pictures to train on.
-        num_val: Pictures to evaluate on, drawn from other random numbers.
+        num_train: Images to train on.
+        num_val: Images to evaluate on, drawn from other random numbers.
         seed: The same seed gives the same bytes (with the same numpy and Pillow).
         style: A name of `STYLES`.
         progress: Wraps the iteration over the images (`total=`, `label=`, `unit=`).
 
     Returns:
         Whether anything was drawn.
-
-    Raises:
-        DiskError: The folder cannot be written.
     """
     is_drawn = False
     for split, count in (("train", num_train), ("val", num_val)):
@@ -130,24 +110,27 @@ def generate(
         if _is_complete(annotations, info, folder, names):
             continue
         is_drawn = True
-        with disk_errors(annotations, "deleting"):  # labels of other pictures than those to come
+        with disk_errors(annotations, "deleting"):  # labels of other images than those to come
             annotations.unlink(missing_ok=True)
 
         def draw(
             index: int, split: str = split, folder: Path = folder, names: list[str] = names
-        ) -> tuple[int, int, list[Box]]:
-            picture, boxes = draw_picture(seed, split, index, style)
+        ) -> LabeledImage:
+            image, boxes = draw_image(seed, split, index, style)
             path = folder / names[index]
             # Published by the annotations, so there is no fsync for each.
             with disk_errors(folder, "writing"), open(path, "wb", opener=no_follow) as file:
-                file.write(_jpeg(picture))
-            return picture.shape[1], picture.shape[0], boxes
+                file.write(_jpeg(image))
+            return LabeledImage(names[index], image.shape[1], image.shape[0], boxes)
 
         with ThreadPoolExecutor() as pool:
-            drawn: Iterable[tuple[int, int, list[Box]]] = pool.map(draw, range(count))
+            drawn: Iterable[LabeledImage] = pool.map(draw, range(count))
             if progress is not None:
                 drawn = progress(drawn, total=count, label=f"drawing {split}", unit="img")
-            document = _document(names, list(drawn), STYLES[style].classes, info)
+            images = list(drawn)
+        classes = [ClassName(c.category_id, c.name) for c in STYLES[style].classes]
+        labels = annotations_of_split(images, [c.name for c in classes], folder, annotations)
+        document = document_of(labels._replace(classes=classes), info)
         write_bytes(annotations, msgspec.json.encode(document))
     return is_drawn
 
@@ -155,7 +138,6 @@ def generate(
 def _is_complete(
     annotations: Path, info: dict[str, Any], folder: Path, names: Sequence[str]
 ) -> bool:
-    """Return whether a split was drawn like this, and has all its images."""
     try:
         content = msgspec.json.decode(read_limited(annotations, MAX_ANNOTATION_BYTES))
         is_same = content["info"] == info
@@ -166,15 +148,15 @@ def _is_complete(
     return is_same and all(sizes.get(name) for name in names)
 
 
-def draw_picture(
+def draw_image(
     seed: int, split: str, index: int, style_name: str = "solid"
-) -> tuple[NDArray[np.uint8], list[Box]]:
-    """Draw one picture (height x width x 3); return it and its objects, those behind first."""
+) -> tuple[NDArray[np.uint8], list[LabeledBox]]:
+    """Draw one image (height x width x 3); return it and its objects, those behind first."""
     style = STYLES[style_name]
     rng = np.random.default_rng([seed, {"train": 0, "val": 1}[split], index])
     width, height = SIZES[rng.integers(len(SIZES))]
     canvas = _background(rng, width, height, style)
-    boxes: list[Box] = []
+    boxes: list[LabeledBox] = []
     if rng.random() >= EMPTY_SHARE:
         if rng.random() < CROWD_SHARE:
             boxes.append(_draw_crowd(rng, canvas, style))
@@ -189,7 +171,7 @@ def draw_picture(
 
 
 def _background(rng: np.random.Generator, width: int, height: int, style: Style) -> Pixels:
-    """Draw clouds of two muted colours with stripes or checks over them."""
+    """Draw clouds of two muted colors with stripes or checks over them."""
     ends = _rgb(rng.random(2), rng.uniform(0.05, 0.35, 2), rng.uniform(*style.background_value, 2))
     cells = rng.integers(3, 12)
     noise = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
@@ -206,8 +188,8 @@ def _background(rng: np.random.Generator, width: int, height: int, style: Style)
 
 
 def _draw_object(
-    rng: np.random.Generator, canvas: Pixels, size: float, others: list[Box], style: Style
-) -> Box | None:
+    rng: np.random.Generator, canvas: Pixels, size: float, others: list[LabeledBox], style: Style
+) -> LabeledBox | None:
     """Draw one object of about `size` pixels that does not cover another one too much."""
     height, width, _ = canvas.shape
     kind = style.classes[rng.integers(len(style.classes))]
@@ -228,25 +210,25 @@ def _draw_object(
     for _ in range(8):
         left = int(rng.integers(0, width - alpha.shape[1] + 1))
         top = int(rng.integers(0, height - alpha.shape[0] + 1))
-        box = Box(
-            left, top, alpha.shape[1], alpha.shape[0], float(alpha.sum()), kind.category_id, False
+        box = LabeledBox(
+            kind.name, left, top, alpha.shape[1], alpha.shape[0], area=round(float(alpha.sum()), 1)
         )
         if all(_covered(box, other) < 0.3 for other in others):
             break
     else:
         return None
     hue = rng.random() if rng.random() < style.stray_hue_share else kind.hue + rng.normal(0, 0.04)
-    colour = _rgb(np.array([hue]), rng.uniform(0.55, 1.0, 1), rng.uniform(0.45, 1.0, 1))[0]
+    color = _rgb(np.array([hue]), rng.uniform(0.55, 1.0, 1), rng.uniform(0.45, 1.0, 1))[0]
     light = rng.uniform(0, 2 * math.pi)
     shade = 1 + 0.25 * (u * math.cos(light) + v * math.sin(light))
     if style.stripes:
         shade *= 1 - style.stripes * (np.sin(4 * math.pi * (u + v)) > 0)
-    region = canvas[top : top + box.height, left : left + box.width]
-    region += alpha[..., None] * (colour * shade[..., None] - region)
+    region = canvas[top : top + alpha.shape[0], left : left + alpha.shape[1]]
+    region += alpha[..., None] * (color * shade[..., None] - region)
     return box
 
 
-def _draw_crowd(rng: np.random.Generator, canvas: Pixels, style: Style) -> Box:
+def _draw_crowd(rng: np.random.Generator, canvas: Pixels, style: Style) -> LabeledBox:
     """Draw a swarm too dense to label one by one: one box around it, marked as a crowd."""
     height, width, _ = canvas.shape
     side_w, side_h = int(rng.integers(60, width // 3)), int(rng.integers(50, height // 3))
@@ -259,9 +241,9 @@ def _draw_crowd(rng: np.random.Generator, canvas: Pixels, style: Style) -> Box:
         u = (x - rng.uniform(radius, side_w - radius)) / radius
         v = (y - rng.uniform(radius, side_h - radius)) / radius
         alpha = (_outline(kind.name, u, v) * radius + 0.5).clip(0, 1)[..., None]
-        colour = _rgb(np.array([kind.hue]), np.array([0.9]), rng.uniform(0.5, 1.0, 1))[0]
-        region += alpha * (colour - region)
-    return Box(left, top, side_w, side_h, side_w * side_h / 2, kind.category_id, True)
+        color = _rgb(np.array([kind.hue]), np.array([0.9]), rng.uniform(0.5, 1.0, 1))[0]
+        region += alpha * (color - region)
+    return LabeledBox(kind.name, left, top, side_w, side_h, True, area=side_w * side_h / 2)
 
 
 def _outline(name: str, u: Pixels, v: Pixels) -> Pixels:
@@ -286,7 +268,7 @@ def _outline(name: str, u: Pixels, v: Pixels) -> Pixels:
     return edge - radius
 
 
-def _covered(box: Box, other: Box) -> float:
+def _covered(box: LabeledBox, other: LabeledBox) -> float:
     """Return the overlap of two boxes as a share of the smaller one."""
     width = min(box.left + box.width, other.left + other.width) - max(box.left, other.left)
     height = min(box.top + box.height, other.top + other.height) - max(box.top, other.top)
@@ -301,37 +283,7 @@ def _rgb(hue: NDArray[Any], saturation: NDArray[Any], value: NDArray[Any]) -> ND
     return np.asarray(255 * value[:, None] * (1 - saturation[:, None] * ramp))
 
 
-def _jpeg(picture: NDArray[np.uint8]) -> bytes:
+def _jpeg(image: NDArray[np.uint8]) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "JPEG", quality=JPEG_QUALITY)
+    Image.fromarray(image).save(buffer, "JPEG", quality=JPEG_QUALITY)
     return buffer.getvalue()
-
-
-def _document(
-    names: list[str],
-    drawn: list[tuple[int, int, list[Box]]],
-    classes: tuple[ShapeClass, ...],
-    info: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the annotation file of a split, in COCO's format."""
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    for number, (name, (width, height, boxes)) in enumerate(zip(names, drawn, strict=True), 1):
-        images.append({"id": number, "file_name": name, "width": width, "height": height})
-        for box in boxes:
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": number,
-                    "category_id": box.category_id,
-                    "bbox": [box.left, box.top, box.width, box.height],
-                    "area": round(box.area, 1),
-                    "iscrowd": int(box.is_crowd),
-                }
-            )
-    return {
-        "info": info,
-        "images": images,
-        "annotations": annotations,
-        "categories": [{"id": c.category_id, "name": c.name} for c in classes],
-    }

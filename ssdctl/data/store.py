@@ -22,20 +22,26 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from ssdctl.data.annotations import root_folder
 from ssdctl.data.classes import ClassName
-from ssdctl.data.dataset import root_folder
+from ssdctl.data.image_check import shrunk_sizes
 from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
-from ssdctl.data.index import Metadata, index_path, read_made, read_metadata
-from ssdctl.data.store_check import (
+from ssdctl.data.index import (
     INDEX_COLUMNS,
+    SHARD_COLUMNS,
+    Metadata,
     Shard,
-    check_names,
+    check_columns,
     check_objects,
-    image_spans,
+    damaged,
+    index_path,
     numbers,
     one_array,
+    read_made,
+    read_metadata,
     read_table,
 )
 from ssdctl.errors import DataError, DiskError
@@ -100,8 +106,6 @@ class Split(NamedTuple):
 
 
 class ImageFiles(NamedTuple):
-    """Images that are files in a folder."""
-
     folder: Path
     names: Any  # a sequence, or an Arrow array, of N strings
 
@@ -143,12 +147,6 @@ class PackedImages:
         self._ends = list(itertools.accumulate(len(c.starts) - 1 for c in self._chunks))
 
     def read(self, row: int) -> bytes:
-        """Return the image of a row.
-
-        Raises:
-            DataError: The row has no image.
-            DiskError: It cannot be read, or the file was cut since it was opened.
-        """
         chunk, start, end = self._span(row)
         with disk_errors(chunk.path, "reading"):
             content = retry_transient(lambda: os.pread(chunk.file.fileno(), end - start, start))
@@ -208,18 +206,13 @@ class _Chunk(NamedTuple):
     file: IO[bytes]
     map: mmap.mmap
     first_row: int  # in the shard
-    starts: NDArray[np.int64]  # of each image in the file, and the end of the last
+    starts: NDArray[np.int64]  # where each image starts in the file, and the end of the last
 
 
 def _chunks(path: Path, file: IO[bytes], num_rows: int) -> list[_Chunk]:
-    """Return the images of a shard.
-
-    Raises:
-        DataError: It is damaged, or has another number of rows.
-    """
     with read_errors(path):
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    spans = image_spans(path, mapped)
+    spans = _image_spans(path, mapped)
     rows = list(itertools.accumulate((len(starts) - 1 for starts in spans), initial=0))
     if rows[-1] != num_rows:
         raise DataError(f"{path}: {rows[-1]} rows, not {num_rows}")
@@ -228,16 +221,30 @@ def _chunks(path: Path, file: IO[bytes], num_rows: int) -> list[_Chunk]:
     ]
 
 
-def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
-    """Return (N, 2) image sizes after shrinking to a shorter side of at most `shorter` pixels."""
-    if shorter is None:
-        return sizes
-    scale = np.minimum(1.0, shorter / sizes.min(axis=1, keepdims=True))
-    return np.rint(sizes * scale).astype(np.int32)
+def _image_spans(path: Path, mapped: mmap.mmap) -> list[NDArray[np.int64]]:
+    """Return where the images of a shard are: an array for each chunk of the column.
+
+    Each array has the start of every image in the file, and the end of the last one.
+    """
+    try:
+        content = pa.py_buffer(mapped)
+        table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise damaged(path, error) from None
+    check_columns(table, SHARD_COLUMNS, path)
+    spans = []
+    for chunk in table.column("image").chunks:
+        _, offsets, data = chunk.buffers()
+        starts = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+        start = 0 if data is None else data.address - content.address
+        if data is not None and not 0 <= start <= content.size - data.size:
+            raise damaged(path, "it is compressed")
+        spans.append(starts + start)
+    return spans
 
 
 def image_folder(root: Path, metadata: Metadata) -> Path:
-    """Return the folder of a split's images."""
     folder, name = root_folder(root), metadata.images
     return (
         Path(name) if name.startswith("/") else folder if name == "." else safe_join(folder, name)
@@ -245,15 +252,6 @@ def image_folder(root: Path, metadata: Metadata) -> Path:
 
 
 def open_splits(root: Path, folder: Path) -> dict[str, Split]:
-    """Open the splits of a store.
-
-    Args:
-        root: The dataset folder or file, for images that are not packed.
-        folder: The store's folder.
-
-    Raises:
-        DataError: There is no store of this version, or it is damaged.
-    """
     made = read_made(folder)
     if made is None:
         raise DataError(f"{root}: not prepared", hint=f"ssdctl prepare --data {root}")
@@ -261,7 +259,6 @@ def open_splits(root: Path, folder: Path) -> dict[str, Split]:
 
 
 def open_split(root: Path, folder: Path, split: str) -> Split:
-    """Open one split of the store; see `open_splits`."""
     path = index_path(folder, split)
     metadata = read_metadata(folder, split)
     if metadata is None:
@@ -284,7 +281,8 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         images = PackedImages(folder, metadata.shards)
     else:
         names = one_array(table, "file_name")
-        check_names(names, path)
+        if outside := [name for name in names.to_pylist() if not is_plain_name(name)]:
+            raise damaged(path, f"{outside[0]!r} is not a plain path")
         images = ImageFiles(image_folder(root, metadata), names)
     return Split(
         classes=metadata.classes,

@@ -11,10 +11,13 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ssdctl.config import DataConfig, Resolved
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.files import refuse_url
+
+if TYPE_CHECKING:
+    from ssdctl.config import DataConfig, Resolved
 
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 STORE_NAME = "prepared"
@@ -28,12 +31,7 @@ def default_root() -> Path:
 
 
 def require_dataset(config: DataConfig) -> None:
-    """Check that the config names a dataset, or that one is in its usual place.
-
-    Raises:
-        UsageError: A folder is a URL.
-        DataError: Neither is true; the hint names the datasets in the working folder.
-    """
+    """Check that the config names a dataset, or that one is in its usual place."""
     from ssdctl.data.formats import datasets_in
 
     dataset_folders(config)
@@ -48,11 +46,7 @@ def require_dataset(config: DataConfig) -> None:
 
 
 def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
-    """Return the dataset folder (or file) and its store's folder.
-
-    Raises:
-        UsageError: One of them is a URL.
-    """
+    """Return the dataset folder (or file) and its store's folder."""
     for value, option in ((config.root, "--data"), (config.store, "--store")):
         if value:
             refuse_url(value, option)

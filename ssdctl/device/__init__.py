@@ -23,8 +23,6 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
     """Open a device by its name; `auto` is the accelerator that this machine has, else the CPU.
 
     Args:
-        name: As in `--device`.
-        local_rank: Which of the node's devices.
         execution: How steps run (eager, compile, lazy); None is the device's default.
 
     Raises:

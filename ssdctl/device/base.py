@@ -35,7 +35,7 @@ class Device(ABC):
     name: str  # as in --device
     label: str  # the model of the card or processor, for messages
     torch_device: torch.device
-    backend: str  # of torch.distributed
+    backend: str  # torch.distributed's name for it
     has_native_bf16: bool
     precisions: tuple[str, ...]  # that it can compute in
     auto_precision: str  # the fastest of them that trains well on this hardware
@@ -69,12 +69,17 @@ class Device(ABC):
         """Allow or forbid rounding the factors of fp32 products to TF32, if the hardware can."""
         return
 
-    def compile(self, module: nn.Module) -> None:
-        """Compile a module's calls in place if `execution` is compile; else do nothing."""
+    def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
+        """Compile a module's calls in place if `execution` is compile; else do nothing.
+
+        Args:
+            module: A pure function of tensors.
+            overlap: Exchange gradients during the backward pass, which splits its graph.
+        """
         return
 
     def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
-        """Return uninitialised uint8 host memory that `copy` reads without a copy on the host."""
+        """Return uninitialized uint8 host memory that `copy` reads without a copy on the host."""
         return pageable_buffer(shape)
 
     @abstractmethod
@@ -96,7 +101,6 @@ class Device(ABC):
         return
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        """Return the device's fastest SGD."""
         if self.supports_found_inf:
             return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
         rate = torch.tensor(lr, device=self.torch_device)  # see adamw
@@ -105,7 +109,6 @@ class Device(ABC):
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        """Return the device's fastest AdamW."""
         if self.supports_found_inf:
             return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
         # With its step count and rate as tensors on the device: a skipped step can then be undone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import torch
@@ -14,14 +13,11 @@ from ssdctl.device.base import Device, Module, channels_last, choose_execution
 from ssdctl.runtime import system
 
 PROC = Path("/proc")
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
 # Parts of the messages of PyTorch's and oneDNN's allocators when memory is full.
 ALLOCATION_FAILED = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
 
 class Cpu(Device):
-    """The processors of this machine."""
-
     name = "cpu"
     backend = "gloo"
     precisions = DEVICE_TYPES["cpu"].precisions
@@ -33,10 +29,8 @@ class Cpu(Device):
         self.torch_device = torch.device("cpu")
         execution_mode = choose_execution("cpu", execution)
         self.execution, self.notices = inductor.resolve_execution(execution_mode)
-        facts = system.read_table(PROC / "cpuinfo")
-        self.label = facts.get("model name", platform.processor() or "CPU")
-        flags = (facts.get("flags") or facts.get("Features") or "").split()
-        self.has_native_bf16 = bool(BF16_FLAGS.intersection(flags))
+        name, self.has_native_bf16 = system.processor()
+        self.label = name or "CPU"
         self.auto_precision = "bf16" if self.has_native_bf16 else "fp32"
         # Eager steps use `sum_over_ranks`: DistributedDataParallel imports the compiler, which
         # takes 8 seconds of CPU time in each rank.
@@ -49,9 +43,9 @@ class Cpu(Device):
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
 
-    def compile(self, module: nn.Module) -> None:
+    def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":
-            inductor.compile_in_place(module)
+            inductor.compile_in_place(module, overlap=overlap)
 
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
@@ -78,7 +72,7 @@ class Cpu(Device):
         resident = system.table_bytes(status, "VmRSS")
         limits = [available + resident]
         soft, _ = system.resource_limit("AS") or (system.UNLIMITED, 0)
-        if soft != system.UNLIMITED:  # it counts addresses, most of which hold no memory
+        if soft != system.UNLIMITED:  # it counts addresses; most hold no memory
             limits.append(soft - system.table_bytes(status, "VmSize") + resident)
         return max(min(limits), 0)
 

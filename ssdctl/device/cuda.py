@@ -22,13 +22,11 @@ OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Cuda(Device):
-    """An NVIDIA GPU."""
-
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"  # ranks exchange everything but gradients over gloo
     precisions = DEVICE_TYPES["cuda"].precisions
     bounds_queue = True
-    ddp_bucket_mb = 25  # of 80 MB of gradients: several buckets overlap with backward
+    ddp_bucket_mb = 25  # gradients are 80 MB: several buckets
     supports_found_inf = True
     has_sync_bn = True
 
@@ -63,10 +61,11 @@ class Cuda(Device):
             torch.set_float32_matmul_precision("high" if wanted else "highest")
             torch.backends.cudnn.allow_tf32 = wanted
 
-    def compile(self, module: nn.Module) -> None:
+    def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":
             inductor.keep_pool_backward()
-            inductor.compile_in_place(module, options=inductor.gpu_options(module))
+            options = inductor.gpu_options(module)
+            inductor.compile_in_place(module, overlap=overlap, options=options)
 
     def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True)

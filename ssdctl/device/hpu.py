@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device.base import Device, Module, choose_execution
-from ssdctl.device.inductor import keep_one_graph
+from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
-from ssdctl.runtime.local_cache import is_on_network, private_cache_dir
 from ssdctl.runtime.packages import package_release
+from ssdctl.runtime.system import is_on_network, private_cache_dir
 
 BRIDGE = "habana_frameworks"
 BRIDGE_PACKAGE = "habana-torch-plugin"
@@ -35,8 +35,6 @@ RECIPES_MB = 4096
 
 
 class Hpu(Device):
-    """A Gaudi card."""
-
     name = "hpu"
     label = "Intel Gaudi"
     backend = "cpu:gloo,hpu:hccl"  # ranks exchange everything but gradients over gloo
@@ -63,9 +61,9 @@ class Hpu(Device):
         with _clear_errors():  # the first tensor acquires the card
             return model.to(self.torch_device)
 
-    def compile(self, module: nn.Module) -> None:
+    def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":
-            keep_one_graph()
+            split_at_buckets(overlap)
             module.compile(backend="hpu_backend", dynamic=False)
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -178,7 +176,6 @@ def _clear_errors() -> Iterator[None]:
 
 
 def is_available() -> bool:
-    """Return whether the bridge is installed."""
     return importlib.util.find_spec(BRIDGE) is not None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdctl.runtime.local_cache import private_cache_dir
+from ssdctl.runtime.system import private_cache_dir
 from ssdctl.runtime.torch_compat import installed_version
 
 OLDEST_COMBO_KERNELS = (2, 9)  # PyTorch; before, they were an early experiment
@@ -25,7 +25,6 @@ def resolve_execution(
     """Return the execution that this machine supports, and the reason if another was requested.
 
     Args:
-        execution: The requested one.
         gpu: Compute capability of the GPU that runs the steps; None for the CPU.
     """
     if execution != "compile":
@@ -50,7 +49,7 @@ def _missing_requirement(gpu: tuple[int, int] | None) -> str | None:
 
 
 def gpu_options(module: nn.Module | None = None) -> dict[str, Any]:
-    """Return those of inductor's options for a training step on a GPU that this PyTorch has.
+    """Return the inductor options for training on a GPU that this PyTorch supports.
 
     benchmarks/RESULTS.md lists the effect of each.
 
@@ -84,24 +83,25 @@ def keep_pool_backward() -> None:
     decompositions.pop(torch.ops.aten.max_pool2d_with_indices_backward.default, None)
 
 
-def keep_one_graph() -> None:
-    """Stop DistributedDataParallel from splitting compiled steps at the borders of its buckets.
+def split_at_buckets(overlap: bool) -> None:
+    """Let DistributedDataParallel split compiled steps where its buckets end, or keep one graph.
 
-    Before torch 2.8 the parts have no static inputs, so CUDA graphs are recorded again and again
-    (pytorch/pytorch#155746). Habana's example of compiled training does the same.
+    Split, the gradients of a bucket are exchanged during the backward pass. But before torch 2.8
+    the parts have no static inputs, so CUDA graphs are recorded again and again
+    (pytorch/pytorch#155746). Habana's example of compiled training keeps one graph.
     """
     import torch._dynamo
 
-    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.optimize_ddp = overlap
 
 
-def compile_in_place(module: nn.Module, **options: Any) -> None:
+def compile_in_place(module: nn.Module, *, overlap: bool = False, **options: Any) -> None:
     """Compile a module's calls as one graph; graph breaks are errors.
 
-    Shapes are static unless the options override it.
+    Shapes are static unless the options override it. For `overlap` see `split_at_buckets`.
     """
     # On a network file system, ranks of several nodes fail at a cold start.
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (cache := private_cache_dir("inductor")):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    keep_one_graph()
+    split_at_buckets(overlap)
     module.compile(**{"fullgraph": True, "dynamic": False, **options})

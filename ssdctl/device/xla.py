@@ -24,14 +24,12 @@ from torch import Tensor
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device.base import Device, Module, choose_execution
 from ssdctl.errors import UsageError
-from ssdctl.runtime.local_cache import private_cache_dir
+from ssdctl.runtime.system import private_cache_dir
 
 PACKAGE = "torch_xla"
 
 
 class Xla(Device):
-    """An XLA device."""
-
     name = "xla"
     backend = "cpu:gloo,xla:xla"  # ranks exchange everything but gradients over gloo
     has_native_bf16 = True

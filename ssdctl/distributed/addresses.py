@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
-
-from ssdctl.runtime.system import device_control
 
 SIOCGIFADDR = 0x8915  # requests an interface's IPv4 address (Linux, netdevice(7))
 OUTSIDE = "192.0.2.1"  # unassigned (RFC 5737): routed by the default route
@@ -21,7 +20,7 @@ def own_addresses() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
-                reply = device_control(probe.fileno(), SIOCGIFADDR, request)
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
                 addresses[name] = socket.inet_ntoa(reply[20:24])
     return addresses
 
@@ -30,6 +29,13 @@ def own_names() -> tuple[str, ...]:
     """Return the names of this machine; the one that other machines use comes first."""
     name = socket.gethostname()
     return (name, name.partition(".")[0], "localhost", *own_addresses().values())
+
+
+def free_port() -> int:
+    """Return a free TCP port, chosen by the kernel at random."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def interface_for_peers(leader: str, world_size: int) -> str | None:

@@ -48,7 +48,6 @@ class FlagExchange:
     """Exchange flags between the ranks in the background, so that no step waits for other ranks.
 
     Args:
-        ranks: This process and the others.
         group: A gloo group of all ranks; None is the one of this process.
     """
 
@@ -61,7 +60,8 @@ class FlagExchange:
     def exchange(self, flags: Sequence[bool]) -> list[bool]:
         """Start to exchange flags; return whether any rank raised them at the previous call.
 
-        All ranks must call it equally often. A single process gets its own flags at once.
+        Collective: every rank must make the same number of calls. A single process gets its
+        own flags at once.
         """
         if self._ranks.is_single_process:
             return list(flags)
@@ -88,7 +88,6 @@ class FlagExchange:
 
 
 def average(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Return the mean of a tensor over the ranks."""
     if ranks.is_single_process:
         return tensor
     total = tensor.clone()
@@ -109,12 +108,10 @@ def average_buffers(buffers: Iterable[Tensor], ranks: Ranks) -> None:
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait for every rank."""
     any_rank([False], ranks)
 
 
 def broadcast(value: T, ranks: Ranks) -> T:
-    """Return the first rank's value on every rank."""
     if ranks.is_single_process:
         return value
     values = [value]

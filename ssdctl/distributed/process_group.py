@@ -8,26 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ssdctl.device.base import Device
 from ssdctl.distributed.addresses import interface_for_peers
 from ssdctl.distributed.ranks import Ranks
-from ssdctl.distributed.rendezvous import rendezvous
-from ssdctl.errors import DistributedError, UsageError
+from ssdctl.errors import DistributedError, Stopped, UsageError
+from ssdctl.runtime import signals
+from ssdctl.runtime.threads import run_in_daemon_thread
+
+if TYPE_CHECKING:
+    from ssdctl.data.store import Split
+    from ssdctl.runtime.progress import Progress
+
 
 DEFAULT_TIMEOUT_S = 600.0
 MISSING_RANKS_WAIT_S = 5.0  # how long a rank that lost another waits for reports of the rest
 POLL_S = 0.05
 FREE_TENSORS_S = 0.2  # gloo's threads need microseconds
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, left out of __all__
+ARRIVED = "arrived"  # the store's key that counts the ranks
+RANKS_PER_POLL = 64  # with more ranks each polls less often: a single process answers them all
+GRACE_S = 1.0
+# Torchrun's store outlives a group: the next one of the same processes needs other keys.
+_groups = itertools.count()
+MIN_TIMEOUT_S = 300.0  # for ranks that still import, or wait for a node
 
 
 class _Hosts:
@@ -49,8 +64,6 @@ def process_group(
     """Join the other ranks for the duration of the block.
 
     Args:
-        ranks: This process and the others.
-        device: Its backend averages gradients.
         timeout_s: How long a rank waits for another before that one counts as lost.
 
     Raises:
@@ -88,7 +101,6 @@ def wait_for_main(ranks: Ranks, task: str) -> None:
     For work that one rank does for all, such as preparing a dataset. Signals interrupt the wait.
 
     Args:
-        ranks: This process and the others.
         task: Identifies the wait; each name is used once in a run.
     """
     if ranks.is_single_process:
@@ -97,6 +109,19 @@ def wait_for_main(ranks: Ranks, task: str) -> None:
         _Hosts.store.set(f"done/{task}", "yes")
     while not _Hosts.store.check([f"done/{task}"]):
         time.sleep(POLL_S)
+
+
+def open_on_all_ranks(
+    root: Path, folder: Path, ranks: Ranks, progress: Progress
+) -> dict[str, Split]:
+    """Return the splits. The other ranks wait for the first one however long it prepares."""
+    from ssdctl.data.open_dataset import open_dataset  # late: a run without ranks needs neither
+    from ssdctl.data.store import open_splits
+
+    if ranks.is_main:
+        splits = open_dataset(root, folder, progress=progress)
+    wait_for_main(ranks, f"dataset {root}")
+    return splits if ranks.is_main else open_splits(root, folder)
 
 
 @contextlib.contextmanager
@@ -166,3 +191,58 @@ def _missing_ranks(ranks: Ranks) -> str:
     if not others:
         return "another rank for some time"
     return "rank " + ", ".join(map(str, sorted(others)))
+
+
+def rendezvous(ranks: Ranks, timeout_s: float) -> Any:
+    """Return the key-value store of all ranks once all have arrived.
+
+    Raises:
+        Stopped: A signal came while ranks were missing.
+        RuntimeError: Some did not arrive in time, or the first one is gone.
+    """
+    with signals.ending_at_once():
+        store = _connect(ranks)
+    store = _PrefixStore(f"group-{next(_groups)}", store)
+    store.add(ARRIVED, 1)
+    try:
+        with signals.ending_at_once():
+            _wait_for_all(store, ranks.world_size, max(timeout_s, MIN_TIMEOUT_S))
+    except Stopped:
+        if _withdraw(store, ranks.world_size):
+            raise
+        # All had arrived, and some may have continued: stop where they do.
+    return store
+
+
+def _connect(ranks: Ranks) -> Any:
+    """Return the store that all ranks reach. Signals interrupt the wait for it."""
+    store = run_in_daemon_thread(
+        lambda: next(torch_rendezvous("env://", ranks.rank, ranks.world_size))[0]
+    )
+    while not store.done():
+        time.sleep(POLL_S)
+    return store.result()
+
+
+def _wait_for_all(store: Any, world_size: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            arrived = store.add(ARRIVED, 0)
+        except RuntimeError:  # rank 0 is gone; if a signal ended it, ours may be about to arrive
+            time.sleep(GRACE_S)
+            raise
+        if arrived >= world_size:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"timed out: only {arrived} of {world_size} ranks have joined")
+        time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
+
+
+def _withdraw(store: Any, world_size: int) -> bool:
+    """Remove this rank from the count unless all have arrived; return whether it was removed."""
+    with contextlib.suppress(RuntimeError):  # the first rank is gone
+        if store.add(ARRIVED, 0) >= world_size:
+            return False
+        store.add(ARRIVED, -1)
+    return True

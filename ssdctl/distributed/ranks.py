@@ -39,16 +39,11 @@ class Ranks(NamedTuple):
 
     @property
     def is_single_process(self) -> bool:
-        """Whether this process is the only one."""
         return self.world_size == 1
 
 
 class MainRankFilter(logging.Filter):
-    """Lets only the first rank write log messages.
-
-    Args:
-        ranks: This process and the others.
-    """
+    """Lets only the first rank write log messages."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ssdctl.config import Config
-from ssdctl.data.dataset import AUTOMATIC, TOML, find_source, labels_changed
+from ssdctl.data.annotations import AUTOMATIC, SPLITS
+from ssdctl.data.dataset import TOML, find_source, labels_changed
 from ssdctl.data.index import index_path, read_made, read_metadata
-from ssdctl.data.split_files import SPLITS
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import ABSENT, OK, Check, bad, ok
@@ -24,7 +26,7 @@ from ssdctl.download.transfer import length_of
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
 from ssdctl.model.pretrained import find_weights, weights_named, weights_of
-from ssdctl.runtime.background import run_in_daemon_thread
+from ssdctl.runtime.threads import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
 SPARE_BYTES = 5_000_000_000  # for checkpoints and reports, if the dataset is complete
@@ -34,18 +36,21 @@ CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 REMEDY = "set HTTPS_PROXY and HTTP_PROXY, or fetch from elsewhere with --mirror URL"
 
 
-def check_data(config: Config) -> list[Check]:
-    """Return the results for the dataset, the store, the disk and the weights of a config."""
+def check_data(config: Config) -> Iterator[Check]:
+    """Yield the results for the dataset, the store, the disk and the weights of a config."""
     root, folder = dataset_folders(config.data)
-    results = [_dataset(root, folder)]
+    dataset = _dataset(root, folder)
     if config.data.root is None and not root.exists():
         remedy = "give --data DIR; `ssdctl download` fetches COCO"
-        results = [Check("dataset", ABSENT, f"none given, and no {root}", remedy)]
-    has_dataset = results[0].state == OK
+        dataset = Check("dataset", ABSENT, f"none given, and no {root}", remedy)
+    yield dataset
+    has_dataset, is_prepared = dataset.state == OK, False
     if has_dataset:
-        results.append(_store(root, folder))
-    is_prepared = has_dataset and results[-1].state == OK
-    return [*results, _space(root, folder, has_dataset, is_prepared), _weights(config)]
+        store = _store(root, folder)
+        is_prepared = store.state == OK
+        yield store
+    yield _space(root, folder, has_dataset, is_prepared)
+    yield _weights(config)
 
 
 def nearest_folder(path: Path) -> Path:
@@ -60,7 +65,7 @@ def _dataset(root: Path, folder: Path) -> Check:
     made = read_made(folder)
     if made is None or not root.exists():
         try:
-            return ok("dataset", f"{root}: {find_source(root, AUTOMATIC).format}")
+            return ok("dataset", f"{root}: {find_source(root, AUTOMATIC)[0]}")
         except SsdctlError as error:
             is_broken = (root / TOML).is_file()  # else there is no dataset yet
             return bad("dataset", str(error), error.hint or "", is_wanted=is_broken)
@@ -126,7 +131,7 @@ def _weights(config: Config) -> Check:
     return Check("weights", ABSENT, detail, remedy)
 
 
-def check_network(config: Config) -> list[Check]:
+def check_network(config: Config) -> Iterator[Check]:
     """Request one byte of each file, as `download` and `fetch-weights` do, in parallel."""
     files = dict(COCO2017)
     name = weights_of(config.model)
@@ -137,29 +142,27 @@ def check_network(config: Config) -> list[Check]:
         run_in_daemon_thread(partial(_check_file, part, file, config.download.mirror))
         for part, file in files.items()
     ]
-    return [_proxies(), *(result.result() for result in results)]
-
-
-def _proxies() -> Check:
-    """Return the variables that requests reads, without users and passwords."""
-    names = (*PROXIES, *CERTIFICATES)
+    names = (*PROXIES, *CERTIFICATES)  # that requests reads
     values = {name: os.environ.get(name.lower()) or os.environ.get(name) for name in names}
-    shown = [f"{name}={_without_user(value)}" for name, value in values.items() if value]
-    return ok("proxies", ", ".join(shown) or "none set")
-
-
-def _without_user(value: str) -> str:
-    """Remove user and password from a proxy address, which may have no scheme."""
-    before, at, host = value.rpartition("@")
-    scheme = before.partition("://")[0] + "://" if "://" in before else ""
-    return f"{scheme}***@{host}" if at else value
+    user = re.compile("^([^:/]+://)?.*@")  # and password; the address may have no scheme
+    shown = [f"{name}=" + user.sub(r"\1***@", value) for name, value in values.items() if value]
+    yield ok("proxies", ", ".join(shown) or "none set")
+    for result in results:
+        yield result.result()
 
 
 def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
-    """Check that a file is available with its pinned size."""
+    """Check that a file is available with its pinned size, at the first URL that has it."""
     start = time.perf_counter()
+    urls = file.urls(mirror)
     try:
-        url, num_bytes = _length(file, mirror)
+        for url in urls:
+            try:
+                num_bytes = length_of(url, RETRY_POLICY)
+                break
+            except NotFound:
+                if url == urls[-1]:
+                    raise
     except SsdctlError as error:
         return bad(part, str(error), error.hint or REMEDY, is_wanted=True)
     host = urlsplit(url).netloc.rpartition("@")[2]
@@ -169,12 +172,3 @@ def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
         return bad(part, detail, remedy, is_wanted=True)
     spent = time.perf_counter() - start
     return ok(part, f"{file.name}: {host} has its {num_bytes:,} bytes, answered in {spent:.2f} s")
-
-
-def _length(file: PinnedFile, mirror: str | None) -> tuple[str, int]:
-    """Return the first URL that has the file, and its size there in bytes."""
-    urls = file.urls(mirror)
-    for url in urls[:-1]:
-        with contextlib.suppress(NotFound):
-            return url, length_of(url, RETRY_POLICY)
-    return urls[-1], length_of(urls[-1], RETRY_POLICY)

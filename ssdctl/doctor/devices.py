@@ -14,16 +14,16 @@ from xml.etree import ElementTree as Xml
 from ssdctl.config import Config
 from ssdctl.doctor.check import ABSENT, DRIVER_S, Check, ProgramOutput, Programs, absent, bad, ok
 from ssdctl.runtime import hardware
-from ssdctl.runtime.background import run_in_daemon_thread
 from ssdctl.runtime.hardware import TPU_V2_OR_V3, TPUS, Hardware
 from ssdctl.runtime.packages import package_version
-from ssdctl.runtime.system import read_table
+from ssdctl.runtime.system import read_table, read_text
+from ssdctl.runtime.threads import run_in_daemon_thread
 
 CPU_REMEDY = "--device cpu trains without it"
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)
 # The oldest driver for a torch of this CUDA, by NVIDIA's notes on minor-version compatibility.
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-USED_BY_OTHERS = 0.05  # of a GPU's memory
+USED_BY_OTHERS = 0.05  # fraction of a GPU's memory
 XID = re.compile(r"NVRM: Xid \(PCI:[^)]*\): \d+")
 BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
 IMAGE = "run in the vendor's PyTorch image for Gaudi: its torch and bridge match"
@@ -223,7 +223,7 @@ def check_gaudi(config: Config, programs: Programs, pci: Hardware) -> list[Check
 
 
 def _query_driver(programs: Programs) -> Driver:
-    loaded = hardware.read(hardware.SYS / "module/habanalabs/version")
+    loaded = read_text(hardware.SYS / "module/habanalabs/version")
     if shutil.which("hl-smi") is None:
         return Driver([], [], loaded, "hl-smi is not on PATH")
     fields = "name,driver_version,bus_id"
@@ -274,7 +274,7 @@ def _numa_map() -> list[Check]:
         cards.setdefault(node, []).append(module)
     texts = []
     for node, modules in cards.items():
-        cpus = hardware.read(hardware.SYS / f"devices/system/node/node{node}/cpulist")
+        cpus = read_text(hardware.SYS / f"devices/system/node/node{node}/cpulist")
         texts.append(f"card {','.join(map(str, modules))}: NUMA node {node} (CPU {cpus})")
     return [ok("hpu cores", "; ".join(texts))] if texts else []
 

@@ -9,24 +9,31 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
 from ssdctl._version import __version__
 from ssdctl.config import Config
 from ssdctl.doctor.check import ABSENT, OK, Check, ProgramOutput, Programs, absent, bad, ok
-from ssdctl.launch.node import read_node
+from ssdctl.launch.base import read_node
 from ssdctl.runtime import hardware
-from ssdctl.runtime.background import run_in_daemon_thread
-from ssdctl.runtime.cgroups import cpu_quota, memory_limit
+from ssdctl.runtime.cores import cpu_quota, memory_limit
 from ssdctl.runtime.hardware import Hardware
 from ssdctl.runtime.packages import package_version
-from ssdctl.runtime.system import UNLIMITED, read_table, resource_limit, table_bytes, usable_cpus
+from ssdctl.runtime.system import (
+    UNLIMITED,
+    read_table,
+    read_text,
+    resource_limit,
+    table_bytes,
+    usable_cpus,
+)
+from ssdctl.runtime.threads import run_in_daemon_thread
 from ssdctl.runtime.torch_compat import dali_extra
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
@@ -48,77 +55,91 @@ SHM_WANTED = 2**30  # what collectives between the cards of a node need, with a 
 FILES_WANTED = 4096  # shards, connections, logs; a connection or two per rank
 FILES_NEEDED = 1024
 VERSION_S = 15.0
+LOGIN = "log in to a node of the cluster, or write the script there: launch --write FILE"
+# Program and the arguments that print its version, the launcher that needs it, its use, a remedy.
+TOOLS = (
+    ("mpirun --version", "mpirun", "launch --hpus", "apt-get install openmpi-bin"),
+    ("sbatch --version", "slurm", "launch --launcher slurm", LOGIN),
+    ("srun --version", "slurm", "jobs of Slurm", "it comes with sbatch"),
+    (
+        "kubectl version --client",
+        "kubernetes",
+        "launch --launcher kubernetes",
+        "install kubectl and log in to the cluster; launch --write FILE needs neither",
+    ),
+)
 
 
-def check_software(config: Config, torch: Future[ProgramOutput]) -> list[Check]:
-    """Return the results for Python, the packages and the import of torch."""
+def check_software(config: Config, torch: Future[ProgramOutput]) -> Iterator[Check]:
+    """Yield the results for Python, the packages and the import of torch."""
     python = f"{platform.python_version()} ({sys.executable})"
-    results = [ok("ssdctl", f"{__version__} on {platform.platform()}"), ok("python", python)]
+    yield ok("ssdctl", f"{__version__} on {platform.platform()}")
     if sys.version_info[:2] > NEWEST_PYTHON:
         remedy = f"use Python {'.'.join(map(str, NEWEST_PYTHON))}"
-        results[1] = bad("python", f"{python}: newer than tested", remedy)
-    results += _packages(config)
+        yield bad("python", f"{python}: newer than tested", remedy)
+    else:
+        yield ok("python", python)
+    try:
+        requirements = [Requirement(text) for text in metadata.requires("ssdctl") or []]
+    except metadata.PackageNotFoundError:
+        remedy = "install it: pip install -e . in its folder, or pip install of its wheel"
+        yield bad("packages", "ssdctl runs without being installed", remedy)
+    else:
+        needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+        yield from _packages(needed)
+        yield from _torchvision()
+        optional = [r for r in requirements if r not in needed]
+        yield from _extras(config, optional, {r.name for r in needed})
     facts = torch.result().facts()
     if "cpu" not in facts:
         remedy = "pip install --force-reinstall torch torchvision"
-        detail = f"fails: {torch.result().problem}"
-        return [*results, bad("torch import", detail, remedy, is_wanted=True)]
-    detail = f"{facts['import_s']:.1f} s"
-    if not facts["has_gloo"]:
-        remedy = "several ranks need it: install PyTorch's own build"
-        return [*results, bad("torch import", f"{detail}; built without gloo", remedy)]
-    return [*results, ok("torch import", detail)]
+        yield bad("torch import", f"fails: {torch.result().problem}", remedy, is_wanted=True)
+    elif not facts["has_gloo"]:
+        detail = f"{facts['import_s']:.1f} s; built without gloo"
+        yield bad("torch import", detail, "several ranks need it: install PyTorch's own build")
+    else:
+        yield ok("torch import", f"{facts['import_s']:.1f} s")
 
 
-def _packages(config: Config) -> list[Check]:
-    try:
-        texts = metadata.requires("ssdctl") or []
-    except metadata.PackageNotFoundError:
-        remedy = "install it: pip install -e . in its folder, or pip install of its wheel"
-        return [bad("packages", "ssdctl runs without being installed", remedy)]
-    requirements = [Requirement(text) for text in texts]
-    needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+def _packages(needed: list[Requirement]) -> Iterator[Check]:
     results = [_check_requirement(requirement) for requirement in needed]
     separate = [c for c in results if c.state != OK or c.name in OWN_LINE]
-    separate.sort(key=lambda check: check.state != OK)
-    rest = ", ".join(f"{c.name} {c.detail}" for c in results if c not in separate)
-    extras = _extras(config, [r for r in requirements if r not in needed], {r.name for r in needed})
-    return [*separate, *([ok("packages", rest)] if rest else []), *_torchvision(), *extras]
+    yield from sorted(separate, key=lambda check: check.state != OK)
+    if rest := ", ".join(f"{c.name} {c.detail}" for c in results if c not in separate):
+        yield ok("packages", rest)
 
 
 def _check_requirement(requirement: Requirement) -> Check:
     name, specifier = requirement.name, str(requirement.specifier)
-    remedy = f"pip install '{requirement.name}{specifier}'"
+    remedy = f"pip install '{name}{specifier}'"
     if name in OWN_LINE and importlib.util.find_spec("habana_frameworks") is not None:
         remedy = "it is part of the vendor's image: use a newer image"
     version = package_version(name)
-    if version is None:
-        return bad(name, f"not installed; ssdctl needs {specifier}", remedy, is_wanted=True)
-    if not requirement.specifier.contains(version, prereleases=True):
-        return bad(name, f"{version}; ssdctl needs {specifier}", remedy, is_wanted=True)
+    if version is None or not requirement.specifier.contains(version, prereleases=True):
+        detail = f"{version or 'not installed'}; ssdctl needs {specifier}"
+        return bad(name, detail, remedy, is_wanted=True)
     return ok(name, version)
 
 
-def _torchvision() -> list[Check]:
+def _torchvision() -> Iterator[Check]:
     """Check that torchvision was built for the installed torch; else its kernels are missing."""
     try:
-        texts = metadata.requires("torchvision") or []
+        requirements = map(Requirement, metadata.requires("torchvision") or [])
     except metadata.PackageNotFoundError:
-        return []  # reported by _packages
+        return  # reported by _packages
     version = package_version("torch")
-    for requirement in map(Requirement, texts):
-        if requirement.name != "torch" or version is None or not requirement.specifier:
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            detail = f"built for torch {requirement.specifier}, installed is {version}"
+    built_for = [r.specifier for r in requirements if r.name == "torch" and r.specifier]
+    for specifier in built_for:
+        if version is not None and not specifier.contains(version, prereleases=True):
+            detail = f"built for torch {specifier}, installed is {version}"
             remedy = "pip install --upgrade torch torchvision, both at once"
-            return [bad("torchvision", detail, remedy)]
-    return []
+            yield bad("torchvision", detail, remedy)
+            return
 
 
 def _extras(
     config: Config, requirements: list[Requirement], always_installed: set[str]
-) -> list[Check]:
+) -> Iterator[Check]:
     """Check the optional dependencies; absent ones are problems only if the config needs them.
 
     An extra may also restrict a package that is always installed. That counts only if the extra's
@@ -126,7 +147,7 @@ def _extras(
     """
     wanted = {*config.train.tracker, *(["tensorboard"] if config.train.tensorboard else [])}
     wanted |= {dali_extra()} if config.train.pipeline == "dali" else set()
-    installed, missing, results = [], [], []
+    installed, missing = [], []
     for extra, purpose in PURPOSES.items():
         members = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
         checks = [_check_requirement(r) for r in members if r.name != "ssdctl"]
@@ -142,20 +163,41 @@ def _extras(
             detail = "; ".join(f"{c.name}: {c.detail}" for c in wrong)
             packages = " ".join(c.remedy.removeprefix("pip install ") for c in wrong)
             remedy = f"pip install {packages}, for {purpose}"
-            results.append(bad(f"extra {extra}", detail, remedy, is_wanted=extra in wanted))
+            yield bad(f"extra {extra}", detail, remedy, is_wanted=extra in wanted)
         else:
             missing.append(f"{extra} ({purpose})")
     if installed:
-        results.append(ok("extras", ", ".join(installed)))
+        yield ok("extras", ", ".join(installed))
     if missing:
-        results.append(Check("other extras", ABSENT, f"not installed: {', '.join(missing)}"))
-    return results
+        yield Check("other extras", ABSENT, f"not installed: {', '.join(missing)}")
 
 
-def check_machine(pci: Hardware) -> list[Check]:
-    """Return the results for cores, memory, limits of this process, and InfiniBand."""
-    checks = [_cores(), _memory(), _shared_memory(pci), _locked_memory(pci), _open_files()]
-    return [check for check in [*checks, _infiniband()] if check is not None]
+def check_machine(pci: Hardware) -> Iterator[Check]:
+    """Yield the results for cores, memory, limits of this process, and InfiniBand."""
+    yield _cores()
+    table = read_table(hardware.PROC / "meminfo")
+    total, available = (table_bytes(table, name) for name in ("MemTotal", "MemAvailable"))
+    limit = memory_limit(hardware.PROC, hardware.SYS)
+    detail = f"{available / 2**30:.0f} GiB available of {total / 2**30:.0f}"
+    if limit is not None and limit < total:
+        detail += f"; the cgroup grants {limit / 2**30:.1f} GiB"
+        available = min(available, limit)
+    remedy = "end other programs or raise the limit; a smaller --bs needs less"
+    yield bad("memory", detail, remedy) if available < LITTLE_MEMORY else ok("memory", detail)
+    yield _shared_memory(pci)
+    if (limits := resource_limit("MEMLOCK")) is not None:
+        yield _locked_memory(limits[0], pci)
+    if (limits := resource_limit("NOFILE")) is not None:
+        yield _open_files(*limits)
+    ports = sorted((hardware.SYS / "class/infiniband").glob("*/ports/*"))
+    texts = [read_text(port / "state").partition(": ")[2] or "unknown" for port in ports]
+    names = [f"{port.parts[-3]}:{port.name}" for port in ports]
+    detail = ", ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
+    if "ACTIVE" in texts:
+        yield ok("infiniband", detail)
+    elif ports:
+        remedy = "several nodes would use TCP: check cables and the subnet manager (ibstat)"
+        yield bad("infiniband", detail, remedy)
 
 
 def _cores() -> Check:
@@ -177,20 +219,6 @@ def _cores() -> Check:
     return ok("cores", detail)
 
 
-def _memory() -> Check:
-    table = read_table(hardware.PROC / "meminfo")
-    total, available = (table_bytes(table, name) for name in ("MemTotal", "MemAvailable"))
-    limit = memory_limit(hardware.PROC, hardware.SYS)
-    detail = f"{available / 2**30:.0f} GiB available of {total / 2**30:.0f}"
-    if limit is not None and limit < total:
-        detail += f"; the cgroup grants {limit / 2**30:.1f} GiB"
-        available = min(available, limit)
-    if available < LITTLE_MEMORY:
-        remedy = "end other programs or raise the limit; a smaller --bs needs less"
-        return bad("memory", detail, remedy)
-    return ok("memory", detail)
-
-
 def _shared_memory(pci: Hardware) -> Check:
     try:
         disk = os.statvfs(SHM)
@@ -207,13 +235,10 @@ def _shared_memory(pci: Hardware) -> Check:
     return ok("/dev/shm", detail)
 
 
-def _locked_memory(pci: Hardware) -> Check | None:
-    limits = resource_limit("MEMLOCK")
-    if limits is None:
-        return None
-    if limits[0] == UNLIMITED:
+def _locked_memory(soft: int, pci: Hardware) -> Check:
+    if soft == UNLIMITED:
         return ok("locked memory", "unlimited")
-    detail = f"limit {limits[0] / 2**20:,.1f} MiB"
+    detail = f"limit {soft / 2**20:,.1f} MiB"
     if pci.has_rdma or pci.num_gaudi:
         remedy = (
             "RDMA and Gaudi lock their buffers: ulimit -l unlimited; docker run --ulimit "
@@ -223,11 +248,7 @@ def _locked_memory(pci: Hardware) -> Check | None:
     return ok("locked memory", f"{detail}; it matters only for RDMA and Gaudi")
 
 
-def _open_files() -> Check | None:
-    limits = resource_limit("NOFILE")
-    if limits is None:
-        return None
-    soft, hard = limits
+def _open_files(soft: int, hard: int) -> Check:
     if soft == UNLIMITED or soft >= FILES_NEEDED:
         return ok("open files", "unlimited" if soft == UNLIMITED else f"limit {soft:,}")
     is_raisable = hard == UNLIMITED or hard >= FILES_WANTED
@@ -237,68 +258,27 @@ def _open_files() -> Check | None:
     return bad("open files", f"limit {soft:,}", remedy)
 
 
-def _infiniband() -> Check | None:
-    """Check that the adapters for RDMA have a port in use."""
-    ports = sorted((hardware.SYS / "class/infiniband").glob("*/ports/*"))
-    if not ports:
-        return None
-    states = {
-        f"{port.parts[-3]}:{port.name}": hardware.read(port / "state").partition(": ")[2]
-        for port in ports
-    }
-    detail = ", ".join(f"{name} {state or 'unknown'}" for name, state in states.items())
-    if "ACTIVE" in states.values():
-        return ok("infiniband", detail)
-    remedy = "several nodes would use TCP: check cables and the subnet manager (ibstat)"
-    return bad("infiniband", detail, remedy)
-
-
-class Tool(NamedTuple):
-    """A program, the arguments that print its version, and when it is needed."""
-
-    name: str
-    version_arguments: tuple[str, ...]
-    launcher: str  # the one that needs it
-    use: str
-    remedy: str
-
-
-VERSION = ("--version",)
-LOGIN = "log in to a node of the cluster, or write the script there: launch --write FILE"
-KUBECTL = "install kubectl and log in to the cluster; launch --write FILE needs neither"
-TOOLS = (
-    Tool("mpirun", VERSION, "mpirun", "launch --hpus", "apt-get install openmpi-bin"),
-    Tool("sbatch", VERSION, "slurm", "launch --launcher slurm", LOGIN),
-    Tool("srun", VERSION, "slurm", "jobs of Slurm", "it comes with sbatch"),
-    Tool("kubectl", ("version", "--client"), "kubernetes", "launch --launcher kubernetes", KUBECTL),
-)
-
-
-def check_launchers(config: Config, programs: Programs, pci: Hardware) -> list[Check]:
+def check_launchers(config: Config, programs: Programs, pci: Hardware) -> Iterator[Check]:
     """Run every installed program in parallel."""
-
-    def version_of(tool: Tool) -> Callable[[], ProgramOutput]:
-        return lambda: programs.run([tool.name, *tool.version_arguments], VERSION_S)
-
-    present = [tool for tool in TOOLS if shutil.which(tool.name)]
-    outputs = {tool.name: run_in_daemon_thread(version_of(tool)) for tool in present}
-    results = []
-    for tool in TOOLS:
-        output = outputs[tool.name].result() if tool.name in outputs else None
-        results.append(_check_tool(tool, output, config.launch.launcher == tool.launcher, pci))
-    return results
-
-
-def _check_tool(tool: Tool, output: ProgramOutput | None, is_wanted: bool, pci: Hardware) -> Check:
-    name, remedy = tool.name, tool.remedy
-    if output is None:
-        if name == "mpirun" and pci.num_gaudi and not is_wanted:
-            return bad(name, f"not found; {tool.use} runs it", remedy)
-        return absent(name, f"not found; for {tool.use}", remedy, is_wanted=is_wanted)
-    if output.problem:
-        return bad(name, f"does not answer: {output.problem}", remedy, is_wanted=is_wanted)
-    version = output.out.strip().partition("\n")[0].strip()
-    if name == "mpirun" and not re.search("open ?mpi|openrte|prrte", version, re.IGNORECASE):
-        remedy = f"ssdctl writes Open MPI's options; put its mpirun first on PATH ({remedy})"
-        return bad(name, f"{version}: not Open MPI's", remedy, is_wanted=is_wanted)
-    return ok(name, version or "found")
+    outputs = {
+        words: run_in_daemon_thread(partial(programs.run, words.split(), VERSION_S))
+        for words, *_ in TOOLS
+        if shutil.which(words.split()[0])
+    }
+    for words, launcher, use, remedy in TOOLS:
+        name, is_wanted = words.split()[0], config.launch.launcher == launcher
+        if words not in outputs:
+            if name == "mpirun" and pci.num_gaudi and not is_wanted:
+                yield bad(name, f"not found; {use} runs it", remedy)
+            else:
+                yield absent(name, f"not found; for {use}", remedy, is_wanted=is_wanted)
+            continue
+        output = outputs[words].result()
+        version = output.out.strip().partition("\n")[0].strip()
+        if output.problem:
+            yield bad(name, f"does not answer: {output.problem}", remedy, is_wanted=is_wanted)
+        elif name == "mpirun" and not re.search("open ?mpi|openrte|prrte", version, re.IGNORECASE):
+            remedy = f"ssdctl writes Open MPI's options; put its mpirun first on PATH ({remedy})"
+            yield bad(name, f"{version}: not Open MPI's", remedy, is_wanted=is_wanted)
+        else:
+            yield ok(name, version or "found")

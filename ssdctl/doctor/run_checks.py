@@ -1,14 +1,22 @@
-"""Run all checks in parallel; return their results in order, or as text."""
+"""Run all checks in parallel, then the self-test; return the results in order, or as text."""
 
 from __future__ import annotations
 
+import logging
+import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from functools import partial
 from itertools import groupby
 
-from ssdctl.config import Config
+import msgspec
+
+from ssdctl.config import Config, Resolved
+from ssdctl.config.resolve import sources_of
+from ssdctl.distributed.addresses import free_port
 from ssdctl.doctor.check import (
     ABSENT,
     FAIL,
@@ -16,25 +24,34 @@ from ssdctl.doctor.check import (
     OK,
     WARN,
     Check,
+    ProgramOutput,
     Programs,
     bad,
+    ok,
     without_secrets,
 )
 from ssdctl.doctor.devices import check_cpu, check_gaudi, check_gpus, check_tpus
 from ssdctl.doctor.machine import check_launchers, check_machine, check_software
-from ssdctl.runtime.background import run_in_daemon_thread
+from ssdctl.files import free_bytes
 from ssdctl.runtime.hardware import find_hardware
 from ssdctl.runtime.packages import library_error
+from ssdctl.runtime.threads import run_in_daemon_thread
 
+log = logging.getLogger(__name__)
 PATIENCE_S = 2 * IMPORT_S + 30  # for one heading; longer than the timeouts of the probes
 MARKS = {OK: "\u2713", WARN: "!", FAIL: "\u2717", ABSENT: "\u2013"}
 ASCII_MARKS = {OK: "+", WARN: "!", FAIL: "x", ABSENT: "-"}  # for other encodings
 STYLES = {OK: "green", WARN: "yellow", FAIL: "red", ABSENT: "dim"}
-NARROW = 60  # below this width, details are on separate lines
 ACCELERATORS = ("hpu", "cuda", "tpu")  # in the order in which `--device auto` chooses them
 # Shown without -v even if they are fine.
 BASIC = ("python", "torch", "cpu", *ACCELERATORS, "cores", "memory", "dataset", "disk", "weights")
 REQUESTED = ("Network", "Self-test", "Collectives")  # groups of options
+DISK_S, RANKS_S, STEP_S = 40.0, 120.0, 400.0  # a first step may have to be compiled
+DISK_NEEDS = 256 * 2**20
+IMAGE_BYTES = 163_000  # the average in COCO
+SLOW_DISK = 50e6  # bytes/s: a slower disk cannot supply two cores
+JOB_PREFIXES = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
+JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 Paint = Callable[[str, str], str]
 
 
@@ -53,9 +70,7 @@ def examine(config: Config, *, network: bool = False, self_test: bool = False) -
     try:
         results = _check_all(config, programs, network)
         if self_test:
-            from ssdctl.doctor.self_test import self_test as run
-
-            results += [c._replace(group="Self-test") for c in run(config, programs)]
+            results += [c._replace(group="Self-test") for c in _self_test(config, programs)]
     finally:
         programs.stop()
     clean = without_secrets
@@ -65,7 +80,7 @@ def examine(config: Config, *, network: bool = False, self_test: bool = False) -
 def _check_all(config: Config, programs: Programs, network: bool) -> list[Check]:
     torch = run_in_daemon_thread(partial(programs.run_probe, "torch", IMPORT_S))
     pci = find_hardware()
-    checks: list[tuple[str, Callable[[], list[Check]]]] = [
+    checks: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("Python", partial(check_software, config, torch)),
         ("Devices", partial(check_cpu, torch)),
         ("Devices", partial(check_gpus, config, programs, pci, torch)),
@@ -91,23 +106,109 @@ def _check_all(config: Config, programs: Programs, network: bool) -> list[Check]
     return results
 
 
-def _check_data(config: Config) -> list[Check]:
+def _check_data(config: Config) -> Iterable[Check]:
     from ssdctl.doctor.data import check_data  # imports numpy, whose libraries may be broken
 
     return check_data(config)
 
 
-def _run(group: str, check: Callable[[], list[Check]]) -> list[Check]:
-    """Run a check; return a problem if it cannot load a package or read a file."""
+def _run(group: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Run a check; add a problem if it cannot load a package or read a file."""
+    results: list[Check] = []
     try:
-        return check()
+        results.extend(check())
     except (ImportError, OSError) as error:
         if (problem := library_error(error)) is not None:
-            return [bad(group.lower(), str(problem), problem.hint or "", is_wanted=True)]
-        if not isinstance(error, OSError):
+            results.append(bad(group.lower(), str(problem), problem.hint or "", is_wanted=True))
+        elif isinstance(error, OSError):
+            detail = f"cannot be read: {error.strerror or error}: {error.filename or ''}"
+            results.append(bad(group.lower(), detail.rstrip(": "), "check its permissions"))
+        else:
             raise
-        detail = f"cannot be read: {error.strerror or error}: {error.filename or ''}"
-        return [bad(group.lower(), detail.rstrip(": "), "check its permissions")]
+    return results
+
+
+def _self_test(config: Config, programs: Programs) -> Iterator[Check]:
+    """Test the disk's rate, an all-reduce of two ranks and a training step, one after the other."""
+    log.info("self-test: the disk's rate at the data folder")
+    yield _disk(config, programs)
+    log.info("self-test: two ranks average a tensor")
+    yield _ranks(programs)
+    log.info("self-test: a training step on --device %s", config.train.device)
+    yield _step(config, programs)
+
+
+def _disk(config: Config, programs: Programs) -> Check:
+    from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.doctor.data import nearest_folder
+
+    _, store = dataset_folders(config.data)
+    folder = nearest_folder(store)
+    if free_bytes(folder) < DISK_NEEDS:
+        return bad("disk rate", f"{folder}: too full to write 64 MB", "free some space")
+    answer = programs.run_probe("disk", DISK_S, str(folder))
+    rates = answer.facts()
+    if "write" not in rates:
+        remedy = "--data only needs to be readable; put --store DIR and --out RUN on another disk"
+        return bad("disk rate", f"{folder}: {answer.problem}", remedy)
+    detail = f"{folder}: write {rates['write'] / 1e6:,.0f} MB/s"
+    if answer.problem or "read" not in rates:
+        return bad("disk rate", f"{detail}, read: {answer.problem}", "check the disk's log")
+    images = rates["read"] / IMAGE_BYTES
+    detail += f", read {rates['read'] / 1e6:,.0f} MB/s (about {images:,.0f} images/s)"
+    if rates["read"] < SLOW_DISK:
+        remedy = "copy the data to a local disk, or shrink the store: ssdctl prepare --shrink 512"
+        return bad("disk rate", detail, remedy)
+    return ok("disk rate", detail)
+
+
+def _ranks(programs: Programs) -> Check:
+    """Start two ranks, without the variables of a job that this process belongs to."""
+    start = time.perf_counter()
+    common = {**_without_job(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    common["MASTER_PORT"] = str(free_port())
+
+    def run(rank: str) -> Future[ProgramOutput]:
+        environment = {**common, "RANK": rank, "LOCAL_RANK": rank}
+        return run_in_daemon_thread(
+            lambda: programs.run_probe("ranks", RANKS_S, environment=environment)
+        )
+
+    answers = [answer.result() for answer in [run("0"), run("1")]]
+    if problems := [f"rank {i}: {a.problem}" for i, a in enumerate(answers) if a.problem]:
+        remedy = (
+            "the machine's own name must resolve (/etc/hosts) and loopback must be open; "
+            "GLOO_SOCKET_IFNAME=lo restricts gloo to loopback"
+        )
+        return bad("all-reduce", "; ".join(problems), remedy, is_wanted=True)
+    facts, spent = answers[0].facts(), time.perf_counter() - start
+    what = f"{facts['bytes'] / 1e6:.0f} MB in {1000 * facts['all_reduce_s']:.1f} ms"
+    return ok("all-reduce", f"two ranks over gloo: {what}; {spent:.1f} s in all")
+
+
+def _without_job() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in JOB_VARIABLES and not name.startswith(JOB_PREFIXES)
+    }
+
+
+def _step(config: Config, programs: Programs) -> Check:
+    start = time.perf_counter()
+    text = msgspec.json.encode(Resolved(config, sources_of(config))).decode()
+    answer = programs.run_probe("step", STEP_S, text=text, environment=_without_job())
+    facts = answer.facts()
+    where = f"--device {config.train.device}"
+    if "device" in facts:
+        how = f"{facts['precision']}, {facts['execution']}"
+        where += f" is {facts['device']}: {facts['label']}, {how}"
+    if answer.problem or "loss" not in facts:
+        remedy = "the results above list what is missing; --device cpu tests without the card"
+        return bad("train step", f"{where}: {answer.problem}", remedy, is_wanted=True)
+    times = f"first {facts['first_s']:.1f} s, then {facts['step_s']:.2f} s"
+    spent = time.perf_counter() - start
+    return ok("train step", f"{where}; ResNet-18, 1 image: {times}; {spent:.1f} s in all")
 
 
 def to_text(
@@ -181,19 +282,15 @@ def _lines(
     check: Check, names: int, width: int, paint: Paint, marks: Mapping[str, str]
 ) -> list[str]:
     mark = paint(marks[check.state], STYLES[check.state])
-    is_narrow = width < NARROW
-    indent = 4 if is_narrow else names + 6
+    indent = names + 6
     body = _wrapped(check.detail, width - indent)
     if check.remedy:
         first, *rest = _wrapped(check.remedy, width - indent - 3)
         body += [f"-> {first}", *(f"   {line}" for line in rest)]
-    indented = [" " * indent + line for line in body]
-    if is_narrow:
-        return [f"  {mark} {check.name}", *indented]
-    return [f"  {mark} {check.name:<{names}}  " + body[0], *indented[1:]]
+    return [f"  {mark} {check.name:<{names}}  " + body[0], *(" " * indent + s for s in body[1:])]
 
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Wrap text without breaking paths and commands, so that they can be copied."""
-    wrapper = textwrap.TextWrapper(max(width, 20), break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(max(width, 12), break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text) or [""]

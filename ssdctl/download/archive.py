@@ -1,8 +1,9 @@
 """Extract an untrusted zip safely, atomically and with size limits.
 
-Everything that the archive's directory states is checked before a byte is written. The content is
-written to a temporary folder next to its destination (`.NAME.unpacking`), CRCs are checked while
-reading, and only then are the top-level folders renamed to the destination.
+Names and sizes are checked before a byte is written. The content is written to a temporary folder
+next to its destination (`.NAME.unpacking`), CRCs are checked while reading, and only then are the
+top-level folders renamed to the destination. Hashes are pinned, but a manifest, and so the archive
+that it pins, may be hostile.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from typing import NamedTuple
 
 from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError
-from ssdctl.files import atomic_write, disk_errors, safe_join
+from ssdctl.files import atomic_write, disk_error, disk_errors, is_plain_name
 
 CHUNK_BYTES = 1024 * 1024
 MAX_ENTRIES = 2_000_000
 MAX_RATIO = 100  # content to archive; JSON takes 10, JPEG 1, a bomb 1000 and more
-MAX_NAME_BYTES = 255  # of one component, on all supported file systems
-MAX_PATH_BYTES = 1024
 RECORDS_DIR = ".ssdctl"  # download's records in the dataset folder: no archive may write there
+# In a folder that was empty: two entries of one name, a file that is also a folder, a name that is
+# too long for a file system, an invalid seek in the archive.
+OF_ARCHIVE = (
+    None, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL,
+)  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -40,29 +44,19 @@ class Entry(NamedTuple):
 
 
 def unpack(
-    archive: Path,
-    dest: Path,
-    *,
-    num_files: int | None = None,
-    progress: Progress,
+    archive: Path, dest: Path, *, num_files: int | None = None, progress: Progress
 ) -> list[Entry]:
     """Unpack `archive` into `dest`, replacing files of the same names.
 
     A top-level folder that `dest` does not have is published by one rename; into one that exists,
     the files are moved one by one (`annotations/` of several archives). The caller holds a lock.
 
-    Args:
-        archive: A zip, stored or deflated.
-        dest: Created if it does not exist.
-        num_files: How many files it must contain; None if unknown.
-        progress: Gets the progress in bytes.
-
     Raises:
-        IntegrityError: It is cut, broken, unsafe, too large for its size, or not as expected;
-            nothing was published.
+        IntegrityError: It is cut, broken, unsafe, too large for its size, or has another number of
+            files than `num_files`; nothing was published.
         DiskError: The content cannot be written.
     """
-    temporary = temporary_dir(archive, dest)
+    temporary = dest / f".{archive.name}.unpacking"
     _remove(temporary)
     try:
         with _broken_zip(archive), zipfile.ZipFile(archive) as opened:
@@ -82,18 +76,9 @@ def unpack(
 
 
 def content_bytes(archive: Path) -> int:
-    """Return the size of the content in bytes, by the archive's directory.
-
-    Raises:
-        IntegrityError: As `unpack`.
-    """
+    """Return the size of the content in bytes, by the archive's directory; errors as `unpack`."""
     with _broken_zip(archive), zipfile.ZipFile(archive) as opened:
         return sum(info.file_size for info in _checked_entries(opened, archive))
-
-
-def temporary_dir(archive: Path, dest: Path) -> Path:
-    """Return the folder that holds the content until it is complete."""
-    return dest / f".{archive.name}.unpacking"
 
 
 @contextlib.contextmanager
@@ -101,16 +86,17 @@ def _broken_zip(archive: Path) -> Iterator[None]:
     """Convert the errors of zipfile and zlib on a broken archive to an `IntegrityError`."""
     try:
         yield
-    except FileNotFoundError:
-        raise
+    except OSError as error:
+        if error.errno != errno.EINVAL or error.filename is not None:  # an invalid seek
+            raise
+        raise IntegrityError(f"{archive}: broken archive: {error}") from error
     except (
         zipfile.BadZipFile,
         zlib.error,
         struct.error,
         EOFError,
         ValueError,  # a seek before the start, an impossible date, a name that is not UTF-8
-        NotImplementedError,
-        RuntimeError,  # an encrypted entry
+        RuntimeError,  # an encrypted entry, an unknown method
         OverflowError,
     ) as error:
         raise IntegrityError(
@@ -118,68 +104,37 @@ def _broken_zip(archive: Path) -> Iterator[None]:
             hint="only zip archives are unpacked: delete it and fetch it again, or leave unpack "
             "out of its manifest",
         ) from error
-    except OSError as error:
-        if error.errno != errno.EINVAL or error.filename is not None:  # an invalid seek
-            raise
-        raise IntegrityError(f"{archive}: broken archive: {error}") from error
 
 
 def _checked_entries(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.ZipInfo]:
-    """Return the archive's entries if all of them are safe."""
+    """Return the archive's entries if their names, kinds and sizes are safe."""
     infos = opened.infolist()
-    archive_bytes = archive.stat().st_size
     if len(infos) > MAX_ENTRIES:
         raise IntegrityError(f"{archive}: {len(infos):,} entries are too many")
-    files: set[str] = set()
-    folders: set[str] = set()
     for info in infos:
-        _check_entry(info, archive)
-        path = info.filename.rstrip("/")
-        # Every name that is a folder: the entry's parents, and the entry itself if it is one.
-        parents = path.split("/")[:-1]
-        folders.update("/".join(parents[: i + 1]) for i in range(len(parents)))
-        if info.is_dir():
-            folders.add(path)
-        elif path in files:
-            raise IntegrityError(f"{archive}: {path!r} occurs twice")
-        else:
-            files.add(path)
-    if not files:
+        name = info.orig_filename  # zipfile's own is cut at a NUL
+        parts = name.rstrip("/").split("/")
+        if (
+            name != info.filename  # Python 3.12 and later: another one in an extra field
+            or not is_plain_name(name)
+            or any(part in ("", ".", "..") for part in parts)
+            or parts[0] == RECORDS_DIR
+        ):
+            raise IntegrityError(f"{archive}: {name!r} is not a plain path")
+        if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
+            raise IntegrityError(f"{archive}: {name!r} is a link or a device")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise IntegrityError(f"{archive}: {name!r} is packed by method {info.compress_type}")
+        if info.is_dir() and info.file_size:
+            raise IntegrityError(f"{archive}: the folder {name!r} has content")
+    if all(info.is_dir() for info in infos):
         raise IntegrityError(f"{archive} contains no files")
-    if both := files & folders:
-        raise IntegrityError(f"{archive}: {min(both)!r} is a file and a folder")
-    packed = sum(info.compress_size for info in infos)
-    total = sum(info.file_size for info in infos)
-    if packed > archive_bytes:
+    size = archive.stat().st_size
+    if sum(info.compress_size for info in infos) > size:
         raise IntegrityError(f"{archive}: its entries overlap or go beyond its end")
-    if total > archive_bytes * MAX_RATIO:
-        raise IntegrityError(
-            f"{archive}: {total:,} bytes from an archive of {archive_bytes:,}: a zip bomb"
-        )
+    if (total := sum(info.file_size for info in infos)) > size * MAX_RATIO:
+        raise IntegrityError(f"{archive}: {total:,} bytes from an archive of {size:,}: a zip bomb")
     return infos
-
-
-def _check_entry(info: zipfile.ZipInfo, archive: Path) -> None:
-    name = info.orig_filename  # zipfile's own is cut at a NUL
-    if name != info.filename or name.startswith("/") or "\\" in name:
-        raise IntegrityError(f"{archive}: {name!r} is not a plain path")
-    parts = name.rstrip("/").split("/")
-    if any(part in ("", ".", "..") for part in parts) or parts[0] == RECORDS_DIR:
-        raise IntegrityError(f"{archive}: {name!r} is not a plain path")
-    sizes = [len(part.encode(errors="surrogateescape")) for part in parts]
-    if max(sizes) > MAX_NAME_BYTES or sum(sizes) > MAX_PATH_BYTES:
-        raise IntegrityError(f"{archive}: the name {name[:60]!r}... is too long")
-    kind = stat.S_IFMT(info.external_attr >> 16)
-    if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-        raise IntegrityError(f"{archive}: {name!r} is a link or a device")
-    if info.flag_bits & 1:
-        raise IntegrityError(f"{archive}: {name!r} is encrypted")
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise IntegrityError(f"{archive}: {name!r} is packed by method {info.compress_type}")
-    if info.is_dir() and info.file_size:
-        raise IntegrityError(f"{archive}: the folder {name!r} has content")
-    if info.compress_type == zipfile.ZIP_STORED and info.file_size != info.compress_size:
-        raise IntegrityError(f"{archive}: {name!r} has another size than it declares")
 
 
 def _extract(
@@ -189,30 +144,31 @@ def _extract(
     label: str,
     progress: Progress,
 ) -> None:
-    """Write the entries below `folder`; no entry gets more bytes than it declared."""
-    total = sum(info.file_size for info in infos)
-    done = 0
-    created: set[Path] = set()
+    """Write the entries below `folder`; zipfile reads no more of one than it declared."""
+    total, done = sum(info.file_size for info in infos), 0
+    created: set[Path] = set()  # a hundred thousand files: no call of the file system for each
     for info in infos:
-        target = safe_join(folder, info.filename)
+        target = folder / info.filename
         parent = target if info.is_dir() else target.parent
-        with disk_errors(target, "unpacking"):
+        try:
             if parent not in created:
                 parent.mkdir(parents=True, exist_ok=True)
                 created.add(parent)
             if info.is_dir():
                 continue
-            archive = Path(str(opened.filename))
-            with _broken_zip(archive), opened.open(info) as stream, target.open("xb") as file:
-                left = info.file_size
+            with opened.open(info) as stream, target.open("xb") as file:
                 while data := stream.read(CHUNK_BYTES):
-                    left -= len(data)
-                    if left < 0:
-                        break
-                    file.write(data)
-                    done += len(data)
+                    done += file.write(data)
                     progress(label, done, total)
-        if left:
+                written = file.tell()
+        except OSError as error:
+            if error.errno not in OF_ARCHIVE:
+                raise disk_error(error, target, "unpacking") from error
+            raise IntegrityError(
+                f"{opened.filename}: {info.filename[:60]!r} occurs twice, is a file and a folder, "
+                f"or is not readable: {error.strerror}"
+            ) from error
+        if written != info.file_size:
             raise IntegrityError(
                 f"{opened.filename}: {info.filename!r} has another size than it declares"
             )

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -31,7 +31,7 @@ from ssdctl.download.partial_file import remove_part
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress
 from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, safe_join, write_bytes
-from ssdctl.runtime.redact import redact_url
+from ssdctl.runtime.safe_text import redact_url
 
 READ_BYTES = 1024 * 1024
 MAX_RECORD_BYTES = 1 << 28  # the names of two million files
@@ -62,40 +62,32 @@ def download(
     Returns:
         For each file: `name`, `bytes`, `sha256`, `state` (`fetched` or `present`), and for
         archives `files`, the number unpacked.
-
-    Raises:
-        UsageError: The mirror is no http(s) URL.
-        NetworkError, IntegrityError, DiskError: as `fetch` and `unpack`.
     """
     for file in files:
         file.urls(mirror)  # a mirror that is no URL is seen before anything is made
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
-    how = _How(mirror, connections, retry_policy, progress)
+
+    def get(file: PinnedFile) -> Path:
+        return fetch(
+            file,
+            dest,
+            mirror=mirror,
+            connections=connections,
+            retry_policy=retry_policy,
+            progress=progress,
+        )
+
     results = []
     for file in files:
         if file.unpack:
-            result = _get_archive(file, dest, keep_archives, how)
+            result = _get_archive(file, dest, keep_archives, get, progress)
         else:
-            result = {"state": _get_file(file, dest, how)}
+            before = _identity(safe_join(dest, file.name))
+            result = {"state": "present" if _identity(get(file)) == before else "fetched"}
         head = {"name": file.name, "bytes": file.bytes, "sha256": file.sha256}
         results.append(head | result)
     return results
-
-
-class _How(NamedTuple):
-    """How files are fetched: the options of `fetch`."""
-
-    mirror: str | None
-    connections: int
-    retry_policy: RetryPolicy
-    progress: Progress
-
-
-def _get_file(file: PinnedFile, dest: Path, how: _How) -> str:
-    """Fetch one file; return its state."""
-    before = _identity(safe_join(dest, file.name))
-    return "present" if _identity(fetch(file, dest, **how._asdict())) == before else "fetched"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -106,7 +98,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -> dict[str, Any]:
+def _get_archive(
+    file: PinnedFile,
+    dest: Path,
+    keep_archives: bool,
+    get: Callable[[PinnedFile], Path],
+    progress: Progress,
+) -> dict[str, Any]:
     """Fetch and unpack one archive, unless its content is complete."""
     record_path = _record_path(dest, file)
     archive = safe_join(dest, file.name)
@@ -117,10 +115,9 @@ def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -
         state = "present"
         if record is None:
             state = "fetched"
-            fetch(file, dest, **how._asdict())
-            content = content_bytes(archive)
-            check_space(dest, content, f"unpacking {file.name}")
-            entries = unpack(archive, dest, num_files=file.num_files, progress=how.progress)
+            get(file)
+            check_space(dest, content_bytes(archive), f"unpacking {file.name}")
+            entries = unpack(archive, dest, num_files=file.num_files, progress=progress)
             os.sync()  # 118,287 files: one call, before the record that lists them
             record = Record(file.name, file.sha256, entries)
             write_bytes(record_path, msgspec.json.encode(record))
@@ -150,26 +147,25 @@ def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -
 
 
 def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[dict[str, Any]]:
-    """Return what a download would do, without network: `name`, `url`, `bytes`, `sha256`, `state`
-    (`present` or `missing`) and `unpack` of each file."""
-    planned = []
-    for file in files:
-        target = safe_join(dest, file.name)
+    """Return what a download would do, without network."""
+
+    def is_present(file: PinnedFile) -> bool:
         if file.unpack:
-            present = _whole_record(dest, file) is not None
-        else:
-            present = target.is_file() and target.stat().st_size == file.bytes
-        planned.append(
-            {
-                "name": file.name,
-                "url": redact_url(file.urls(mirror)[0]),
-                "bytes": file.bytes,
-                "sha256": file.sha256,
-                "unpack": file.unpack,
-                "state": "present" if present else "missing",
-            }
-        )
-    return planned
+            return _whole_record(dest, file) is not None
+        target = safe_join(dest, file.name)
+        return target.is_file() and target.stat().st_size == file.bytes
+
+    return [
+        {
+            "name": file.name,
+            "url": redact_url(file.urls(mirror)[0]),
+            "bytes": file.bytes,
+            "sha256": file.sha256,
+            "unpack": file.unpack,
+            "state": "present" if is_present(file) else "missing",
+        }
+        for file in files
+    ]
 
 
 def verify(

@@ -10,19 +10,10 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ssdctl.download.fetch import (
-    DEFAULT_POLICY,
-    fetch_one,
-    is_whole,
-    no_progress,
-    sha256_of,
-    torch_cache_dir,
-)
-from ssdctl.download.http import RetryPolicy
+from ssdctl.download.fetch import fetch_one, is_whole, sha256_of, torch_cache_dir
 from ssdctl.download.pinned_files import WEIGHTS_URL, PinnedFile
-from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import write_text
 
@@ -30,23 +21,14 @@ Trust = Literal["pinned", "prefix", "first use"]
 
 
 class DetectorSource(NamedTuple):
-    """A published detector.
+    """A published detector."""
 
-    Attributes:
-        name: What the user types.
-        file: Where it is; an empty `sha256` if the publisher gives none.
-        network: What it is.
-        ap: COCO val2017 AP as published; None if the publisher gives none for this file.
-        licence: Of the weights, as their publisher states it.
-        page: Where the publisher describes it.
-    """
-
-    name: str
-    file: PinnedFile
+    name: str  # what the user types
+    file: PinnedFile  # an empty `sha256` if the publisher gives none
     network: str
-    ap: float | None
-    licence: str
-    page: str
+    ap: float | None  # on COCO val2017 as published; None if the publisher gives none for this file
+    license: str  # the weights', as their publisher states it
+    page: str  # where the publisher describes it
 
     @property
     def trust(self) -> Trust:
@@ -67,7 +49,7 @@ DETECTORS = (
         ),
         network="SSD300, VGG16",
         ap=0.251,
-        licence="BSD-3-Clause",
+        license="BSD-3-Clause",
         page="https://docs.pytorch.org/vision/stable/models/ssd.html",
     ),
     DetectorSource(
@@ -80,7 +62,7 @@ DETECTORS = (
         ),
         network="SSD300 v1.1, ResNet-50",
         ap=None,
-        licence="see its page",
+        license="see its page",
         page="https://catalog.ngc.nvidia.com/orgs/nvidia/models/ssd_pyt_ckpt_amp",
     ),
 )
@@ -112,17 +94,11 @@ def cached_path(detector: DetectorSource, dest: Path | None = None) -> Path | No
     return path if is_whole(path, detector.file) else None
 
 
-def fetch_detector(
-    name: str,
-    dest: Path | None = None,
-    *,
-    mirror: str | None = None,
-    retry_policy: RetryPolicy = DEFAULT_POLICY,
-    progress: Progress = no_progress,
-) -> Path:
+def fetch_detector(name: str, dest: Path | None = None, **how: Any) -> Path:
     """Return the detector's file, fetched if it is not in `dest` (default: torch.hub's cache).
 
     A file without published checksum still has to pass `remember_checksum` once it has been read.
+    `how` are the options `mirror`, `retry_policy` and `progress` of `fetch`.
 
     Raises:
         UsageError: No detector has that name.
@@ -138,11 +114,7 @@ def fetch_detector(
             hint=(f"did you mean {near!r}? " if near else "") + "`ssdctl models` lists them",
         )
     folder = dest or torch_cache_dir()
-    if (path := cached_path(detector, folder)) is not None:
-        return path
-    return fetch_one(
-        name, detector.file, folder, mirror=mirror, retry_policy=retry_policy, progress=progress
-    )
+    return cached_path(detector, folder) or fetch_one(name, detector.file, folder, **how)
 
 
 def remember_checksum(path: Path) -> str:

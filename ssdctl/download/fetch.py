@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from ssdctl.download.http import NotFound, RetryPolicy
 from ssdctl.download.partial_file import Part, part_paths, remove_part
@@ -19,7 +20,7 @@ from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress, length_of, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import disk_errors, free_bytes, lock, safe_join
-from ssdctl.runtime.redact import redact_url
+from ssdctl.runtime.safe_text import redact_url
 
 WEIGHTS_CONNECTIONS = 4
 HASH_BYTES = 1024 * 1024
@@ -65,7 +66,9 @@ def fetch(
     """
     target = safe_join(folder, file.name)
     urls = file.urls(mirror)
-    if not _has_leftovers(target) and is_whole(target, file, progress):
+    leftovers = any(path.exists() for path in (*part_paths(target), _lock_path(target)))
+    may_clean = leftovers and os.access(target.parent, os.W_OK)
+    if not may_clean and is_whole(target, file, progress):
         return target  # without a lock: the folder may be read-only
     with claim(target):
         if is_whole(target, file, progress):
@@ -83,30 +86,10 @@ def fetch(
     return target
 
 
-def fetch_one(
-    name: str,
-    file: PinnedFile,
-    folder: Path,
-    *,
-    mirror: str | None,
-    retry_policy: RetryPolicy,
-    progress: Progress,
-) -> Path:
-    """Like `fetch`, but for weights called `name`.
-
-    Raises:
-        NetworkError: See `fetch`; the hint names the file and its folder.
-        IntegrityError, DiskError: See `fetch`.
-    """
+def fetch_one(name: str, file: PinnedFile, folder: Path, **how: Any) -> Path:
+    """Like `fetch`, but the hint of a NetworkError says where to put the weights called `name`."""
     try:
-        return fetch(
-            file,
-            folder,
-            mirror=mirror,
-            connections=WEIGHTS_CONNECTIONS,
-            retry_policy=retry_policy,
-            progress=progress,
-        )
+        return fetch(file, folder, connections=WEIGHTS_CONNECTIONS, **how)
     except NetworkError as error:
         raise NetworkError(
             f"{name}: {error}",
@@ -124,12 +107,6 @@ def _lock_path(target: Path) -> Path:
     return target.with_name(target.name + ".lock")
 
 
-def _has_leftovers(target: Path) -> bool:
-    """Return whether an interrupted or a running download has left files that may be removed."""
-    leftovers = [*part_paths(target), _lock_path(target)]
-    return any(path.exists() for path in leftovers) and os.access(target.parent, os.W_OK)
-
-
 def is_whole(path: Path, file: PinnedFile, progress: Progress = no_progress) -> bool:
     """Return whether `path` is `file`, by size and hash."""
     try:
@@ -143,9 +120,7 @@ def is_whole(path: Path, file: PinnedFile, progress: Progress = no_progress) -> 
 
 def sha256_of(path: Path, label: str, progress: Progress = no_progress) -> str:
     """Return the SHA-256 of a file, in hex."""
-    digest = hashlib.sha256()
-    total = path.stat().st_size
-    done = 0
+    digest, total, done = hashlib.sha256(), path.stat().st_size, 0
     with path.open("rb") as stream:
         while data := stream.read(HASH_BYTES):
             digest.update(data)
@@ -190,31 +165,26 @@ def _fetch_from(
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
     part = Part(target, num_bytes, connections, url)
     try:
-        while True:
-            old = bool(part.inherited)
+        is_old = True
+        while is_old:
+            is_old = bool(part.inherited)
             transfer(url, part, file.name, connections, policy, progress)
             digest = sha256_of(part.path, f"verifying {file.name}", progress)
             if digest.startswith(file.sha256):
                 part.publish(target)
                 return
-            # Bytes of an earlier run may be from another server, or lost in a power cut: try again.
-            if not old:
-                break
-            part.reset("")
+            if is_old:  # bytes of another server, or lost in a power cut: try again
+                part.reset("")
     finally:
-        unused = part.arrived_bytes == 0
+        is_unused = part.arrived_bytes == 0
         part.close()
-        if unused:
+        if is_unused:
             remove_part(target)
-    raise _quarantined(target, file, digest, url)
-
-
-def _quarantined(target: Path, file: PinnedFile, digest: str, url: str) -> IntegrityError:
     corrupt = target.with_name(target.name + ".corrupt")
     with disk_errors(corrupt, "writing"):
-        part_paths(target)[0].replace(corrupt)
+        part.path.replace(corrupt)
         remove_part(target)
-    return IntegrityError(
+    raise IntegrityError(
         f"{file.name} from {redact_url(url)}: its SHA-256 is {digest}, pinned is {file.sha256}; "
         f"kept as {corrupt}",
         hint="run it again; if the hash is the same, the source has another file: try --mirror",

@@ -5,7 +5,9 @@ Proxies and CA bundles are those of the environment (HTTPS_PROXY, NO_PROXY, REQU
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +18,8 @@ import urllib3
 from requests.adapters import HTTPAdapter
 
 from ssdctl._version import __version__
-from ssdctl.errors import IntegrityError, NetworkError
-from ssdctl.runtime.redact import redact_url, redact_urls
+from ssdctl.errors import IntegrityError, NetworkError, SsdctlError
+from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
 
 MAX_REDIRECTS = 10
 TEMPORARY = (408, 429, 500, 502, 503, 504)
@@ -33,41 +35,50 @@ PERMANENT = (
 
 
 class RetryPolicy(NamedTuple):
-    """Timeouts and retries.
-
-    Attributes:
-        connect_s: For a connection.
-        read_s: For the next byte on one connection; then it is opened again.
-        stall_s: The deadline: less than `min_rate` bytes/s on average over this time is a failure.
-        min_rate: Bytes per second, all connections together.
-        retries: Of one request, and failures in a row without a byte in between.
-        connect_retries: Of a connection that is refused (no network, wrong name).
-        backoff_s: Delay after the second failure; doubles with each.
-        longest_wait_s: The longest delay, also for Retry-After.
-        restarts: How often a file may start from zero (it changed, or there are no ranges).
-    """
+    """Timeouts and retries."""
 
     connect_s: float = 10.0
-    read_s: float = 15.0
-    stall_s: float = 30.0
-    min_rate: float = 1024.0
-    retries: int = 5
-    connect_retries: int = 2
-    backoff_s: float = 0.5
-    longest_wait_s: float = 60.0
-    restarts: int = 3
+    read_s: float = 15.0  # for the next byte on one connection; then it is opened again
+    stall_s: float = 30.0  # less than `min_rate` on average over this time is a failure
+    min_rate: float = 1024.0  # bytes per second, all connections together
+    retries: int = 5  # also failures in a row without a byte in between
+    connect_retries: int = 2  # after a refused connection (no network, wrong name)
+    backoff_s: float = 0.5  # delay after the second failure; doubles with each
+    longest_wait_s: float = 60.0  # also for Retry-After
+    restarts: int = 3  # from zero: the file changed, or there are no ranges
 
 
 class NotFound(NetworkError):  # noqa: N818 - not an error for the user
     """The server does not have the file, or denies access to it."""
 
 
-class InsecureRedirect(requests.exceptions.InvalidSchema):
-    """An HTTPS server redirects to plain HTTP."""
+_thread = threading.local()  # is_sending: whether it is sending a request of this module
+
+
+class _WithoutQueries(logging.Filter):
+    """Hides the queries of our URLs in urllib3's warnings, which any program's handlers may get."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(_thread, "is_sending", False):
+            message = re.sub(r"\?[^\s'\")]+", f"?{HIDDEN}", record.getMessage())
+            record.msg, record.args = redact_urls(message), ()
+        return True
+
+
+for _name in ("connection", "connectionpool", "util.retry"):
+    logging.getLogger(f"urllib3.{_name}").addFilter(_WithoutQueries())
 
 
 class _Session(requests.Session):
     """Refuses redirects from HTTPS to HTTP."""
+
+    def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
+        was_sending = getattr(_thread, "is_sending", False)  # a redirect is sent from within
+        _thread.is_sending = True
+        try:
+            return super().send(request, **how)
+        finally:
+            _thread.is_sending = was_sending
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         try:
@@ -79,7 +90,9 @@ class _Session(requests.Session):
             raise requests.exceptions.InvalidURL(f"invalid redirect: {error}") from error
         if scheme == "http" and urlsplit(resp.url).scheme == "https":
             resp.close()
-            raise InsecureRedirect(f"refused a redirect from HTTPS to HTTP ({destination})")
+            raise requests.exceptions.InvalidSchema(
+                f"refused a redirect from HTTPS to HTTP ({destination})"
+            )
         return target
 
 
@@ -148,17 +161,14 @@ def get(
     try:
         reply = session.get(url, headers=headers, stream=True, timeout=timeout)
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-        raise request_error(error, url) from error
+        raise _request_error(error, url) from error
     except OSError as error:  # requests looks for the file of certificates first
         raise NetworkError(
             f"{redact_url(url)}: {error}", hint="correct or unset REQUESTS_CA_BUNDLE"
         ) from error
-    if reply.status_code != 416:
-        try:
-            _check_status(reply, url)
-        except BaseException:
-            reply.close()
-            raise
+    if reply.status_code != 416 and (problem := _refusal(reply, url)) is not None:
+        reply.close()
+        raise problem
     return reply
 
 
@@ -195,25 +205,25 @@ def content_range(reply: requests.Response) -> tuple[range | None, int | None]:
     return span, None if total == "*" else int(total)
 
 
-def _check_status(reply: requests.Response, url: str) -> None:
-    """Raise an error unless the body is the file, or a part of it."""
+def _refusal(reply: requests.Response, url: str) -> SsdctlError | None:
+    """Return what is wrong with a response; None if its body is the file, or a part of it."""
     status = reply.status_code
     if status not in (200, 206):
         message = f"{redact_url(url)}: the server answers {status} {reply.reason or ''}".rstrip()
         if status in ABSENT:
-            raise NotFound(message, hint="check the URL, or try --mirror")
-        raise NetworkError(message, hint="try again later, or try --mirror")
+            return NotFound(message, hint="check the URL, or try --mirror")
+        return NetworkError(message, hint="try again later, or try --mirror")
     kind = reply.headers.get("Content-Type", "")
-    if kind.partition(";")[0].strip().lower() in ("text/html", "application/xhtml+xml"):
-        raise IntegrityError(
-            f"{redact_url(url)}: the server answers with a page (Content-Type: {kind}), not with "
-            "the file",
-            hint="perhaps a login page of the network: open the URL in a browser, or try --mirror",
-        )
+    if kind.partition(";")[0].strip().lower() not in ("text/html", "application/xhtml+xml"):
+        return None
+    return IntegrityError(
+        f"{redact_url(url)}: the server answers with a page (Content-Type: {kind}), not with the "
+        "file",
+        hint="perhaps a login page of the network: open the URL in a browser, or try --mirror",
+    )
 
 
-def request_error(error: Exception, url: str) -> NetworkError:
-    """Return our error for one of requests or urllib3, with what to do about it."""
+def _request_error(error: Exception, url: str) -> NetworkError:
     hint = (
         "received bytes are kept: run it again to continue. Proxies are those of HTTPS_PROXY and "
         "HTTP_PROXY; --mirror fetches from elsewhere"

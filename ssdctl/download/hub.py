@@ -30,7 +30,7 @@ from ssdctl.errors import (
     UsageError,
     missing_package,
 )
-from ssdctl.runtime.redact import HIDDEN, redact_url, redact_urls
+from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ SCHEME = "hf://"
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 MAX_BYTES = {WEIGHTS: 2 << 30, CONFIG: 16 << 20}
-TIMEOUT_S = 10.0  # of the first answer
+TIMEOUT_S = 10.0  # until the first answer
 DEFAULT_REVISION = "main"
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _REFERENCE = re.compile(rf"hf://(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]{{1,200}}))?")
@@ -63,11 +63,7 @@ def is_reference(name: str) -> bool:
 
 
 def parse_reference(text: str) -> HubReference:
-    """Return the repository and revision of `hf://org/name[@revision]`.
-
-    Raises:
-        UsageError: It has another form.
-    """
+    """Return the repository and revision of `hf://org/name[@revision]`, else raise UsageError."""
     match = _REFERENCE.fullmatch(text)
     if match is None or ".." in text or "--" in match["repo"]:
         raise UsageError(
@@ -135,12 +131,7 @@ def _check_blob(path: Path) -> None:
 
 
 def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlError:
-    """Return our error for one of huggingface_hub, without tokens.
-
-    Args:
-        what: The `hf://` reference, for the message.
-        url: The request; its file is named in the hint.
-    """
+    """Return our error for one of huggingface_hub at `url`, without tokens."""
     errors = hub.errors
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
         return DiskError(f"{what}: {error.strerror}: {error.filename}", hint="see HF_HOME")
@@ -197,11 +188,7 @@ def _reason(hub: ModuleType, error: Exception, url: str) -> str:
 
 
 def hub_package() -> ModuleType:
-    """Import huggingface_hub.
-
-    Raises:
-        UsageError: It is not installed.
-    """
+    """Import huggingface_hub, else raise UsageError."""
     try:
         import huggingface_hub
         import huggingface_hub.constants
@@ -221,11 +208,10 @@ def endpoint(hub: ModuleType) -> str:
 @contextlib.contextmanager
 def no_progress_bars(hub: ModuleType) -> Iterator[None]:
     """Turn off huggingface_hub's own progress bars: `--quiet` does not reach them."""
-    if hub.utils.are_progress_bars_disabled():
-        yield
-        return
+    was_enabled = not hub.utils.are_progress_bars_disabled()
     hub.utils.disable_progress_bars()
     try:
         yield
     finally:
-        hub.utils.enable_progress_bars()
+        if was_enabled:
+            hub.utils.enable_progress_bars()

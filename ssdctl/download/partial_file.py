@@ -10,39 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from ssdctl.errors import DiskError
-from ssdctl.files import (
-    DECODE_ERRORS,
-    disk_errors,
-    no_follow,
-    read_limited,
-    sync_dir,
-    write_bytes,
-)
+from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, read_limited, sync_dir, write_bytes
+from ssdctl.runtime.system import read_text
 
-VERSION = 2
 MIN_PIECE_BYTES = 256 * 1024
 MAX_PIECE_BYTES = 16 * 1024 * 1024
 MAX_STATE_BYTES = 1 << 20
 RECORD_S = 0.02  # between two records of the state: what a kill loses
-LONGEST_VALIDATOR = 300  # as JSON; what is longer is not remembered
+LONGEST_VALIDATOR = 300  # what is longer is not remembered
 
 
 def boot_id() -> str:
     """Return an id that changes when this machine restarts; empty if the system has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return read_text(Path("/proc/sys/kernel/random/boot_id"))
 
 
 class Piece:
@@ -60,8 +48,6 @@ class Piece:
 class _State(msgspec.Struct):
     """The content of the state file; `missing` and `unsynced` are pairs of start and stop."""
 
-    version: int
-    bytes: int
     boot: str
     validator: str
     source: str
@@ -87,12 +73,12 @@ class Part:
         self.path, self.state_path = part_paths(target)
         self.num_bytes = num_bytes
         self.source = hashlib.sha256(source.encode()).hexdigest()[:16]
-        self.validator = ""
+        self.validator = ""  # the server's name of this version of the file
         size = -(-num_bytes // (4 * connections))
         self.piece_bytes = min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
         missing = self._read_state()
         self._data = self._state = -1
-        with _all_disk_errors(self.path):
+        with disk_errors(self.path, "writing"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._data = no_follow(self.path, os.O_RDWR | os.O_CREAT)
             try:
@@ -107,12 +93,12 @@ class Part:
     def reset(self, validator: str) -> None:
         """Discard the received bytes: the server has another file now, called `validator`."""
         self.inherited = 0
-        self.validator = _short(validator)
         self._restart([(0, self.num_bytes)])
+        self.adopt(validator)
 
     def adopt(self, validator: str) -> None:
         """Store the server's name of the file version, to detect a later change."""
-        self.validator = _short(validator)
+        self.validator = validator if len(validator) <= LONGEST_VALIDATOR else ""
         self._record()
 
     def take(self) -> Piece | None:
@@ -133,11 +119,6 @@ class Part:
         self.pieces = [piece]
         self.adopt(validator)
 
-    def num_open(self) -> int:
-        """Return how many pieces no connection fetches."""
-        sizes = [len(piece.missing) for piece in self.pieces if not piece.is_taken]
-        return sum(-(-size // self.piece_bytes) for size in sizes)
-
     @property
     def arrived_bytes(self) -> int:
         return self.num_bytes - sum(len(piece.missing) for piece in self.pieces)
@@ -145,7 +126,7 @@ class Part:
     def write(self, piece: Piece, data: bytes) -> None:
         """Store the next bytes of a piece."""
         view = memoryview(data)
-        with _all_disk_errors(self.path):
+        with disk_errors(self.path, "writing"):
             while view:
                 count = os.pwrite(self._data, view, piece.start)
                 piece.start += count
@@ -208,15 +189,7 @@ class Part:
         return spans
 
     def _line(self) -> bytes:
-        state = _State(
-            VERSION,
-            self.num_bytes,
-            boot_id(),
-            self.validator,
-            self.source,
-            self._missing(),
-            self._unsynced,
-        )
+        state = _State(boot_id(), self.validator, self.source, self._missing(), self._unsynced)
         return msgspec.json.encode(state) + b"\n"
 
     def _record(self) -> None:
@@ -226,34 +199,19 @@ class Part:
     def _read_state(self) -> list[tuple[int, int]]:
         """Return the missing ranges of the part; a whole part without a state may be complete."""
         everything = [(0, self.num_bytes)]
-        try:
-            if self.path.stat().st_size != self.num_bytes:
-                return everything
-        except OSError:
+        if not self.path.is_file() or self.path.stat().st_size != self.num_bytes:
             return everything
         try:
             line = read_limited(self.state_path, MAX_STATE_BYTES).partition(b"\n")[0]
             state = msgspec.json.decode(line, type=_State)
         except (OSError, *DECODE_ERRORS):
             return []  # the hash decides
-        if (state.version, state.bytes) != (VERSION, self.num_bytes):
-            return []
         if state.source == self.source:
             self.validator = state.validator
         same_boot = bool(state.boot) and state.boot == boot_id()
         spans = state.missing if same_boot else state.unsynced
         edges = [0, *(edge for span in spans for edge in span), self.num_bytes]
         return spans if edges == sorted(edges) else everything
-
-
-@contextlib.contextmanager
-def _all_disk_errors(path: Path) -> Iterator[None]:
-    """Convert all errors of the disk, also rare ones (a file system without such large files)."""
-    try:
-        with disk_errors(path, "writing"):
-            yield
-    except OSError as error:
-        raise DiskError(f"{error.strerror} while writing {path}") from error
 
 
 def part_paths(target: Path) -> tuple[Path, Path]:
@@ -265,9 +223,4 @@ def part_paths(target: Path) -> tuple[Path, Path]:
 def remove_part(target: Path) -> None:
     """Delete the files of an unfinished download of `target`."""
     for path in part_paths(target):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-
-
-def _short(validator: str) -> str:
-    return validator if len(json.dumps(validator)) <= LONGEST_VALIDATOR else ""
+        path.unlink(missing_ok=True)

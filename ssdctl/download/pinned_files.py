@@ -6,7 +6,6 @@ Sizes and hashes are those of the publishers' files. If only the start of a SHA-
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
@@ -14,13 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ssdctl.errors import UsageError
-from ssdctl.files import read_text, safe_join, unreadable
-from ssdctl.runtime.redact import redact_url
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from ssdctl.files import read_toml, safe_join
+from ssdctl.runtime.safe_text import redact_url
 
 # The official host, http://images.cocodataset.org/, has no certificate of its own; this is the
 # same bucket over HTTPS.
@@ -31,27 +25,16 @@ WEIGHTS_URL = "https://download.pytorch.org/models"
 
 
 class PinnedFile(NamedTuple):
-    """A file with its size and hash, which are known before it is fetched.
+    """A file with its size and hash, which are known before it is fetched."""
 
-    Attributes:
-        name: Its path, relative to the destination; untrusted in a manifest (`safe_join`).
-        url: Its address (http or https).
-        sha256: Its SHA-256 in lower-case hex, or the first digits of it.
-        bytes: Its size; None if unknown: the server's size is used and the hash decides.
-        unpack: Whether it is a zip archive to unpack.
-        unpacked_bytes: About the size of the content on the disk.
-        num_files: How many files the archive contains.
-        note: What the user should know about it.
-    """
-
-    name: str
-    url: str
-    sha256: str
-    bytes: int | None = None
-    unpack: bool = False
-    unpacked_bytes: int | None = None
-    num_files: int | None = None
-    note: str = ""
+    name: str  # its path below the destination; untrusted in a manifest (`safe_join`)
+    url: str  # http or https
+    sha256: str  # in lower-case hex, or the first digits of it
+    bytes: int | None = None  # None if unknown: the server's size is used and the hash decides
+    unpack: bool = False  # whether it is a zip archive to unpack
+    unpacked_bytes: int | None = None  # about the size of the content on the disk
+    num_files: int | None = None  # in the archive
+    note: str = ""  # what the user should know about it
 
     def urls(self, mirror: str | None = None) -> list[str]:
         """Return the URLs to try in order; the next one is used if one does not have the file.
@@ -140,14 +123,8 @@ def read_manifest(path: Path) -> list[PinnedFile]:
         DiskError: The file system refuses to read it.
     """
     try:
-        tables = tomllib.loads(read_text(path, MAX_MANIFEST_BYTES))
+        _, tables = read_toml(path, MAX_MANIFEST_BYTES, "manifest")
         entries = msgspec.convert(tables, _Manifest).file
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such manifest") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, error, UsageError) from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: not valid TOML: {error}") from None
     except msgspec.ValidationError as error:
         hint = "each [[file]] has name, url, bytes, sha256 (64 hex digits), and unpack for zips"
         raise UsageError(f"{path}: {error}", hint=hint) from None

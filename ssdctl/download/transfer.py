@@ -27,12 +27,13 @@ from ssdctl.download.http import (
 )
 from ssdctl.download.partial_file import Part, Piece
 from ssdctl.errors import IntegrityError, NetworkError
-from ssdctl.runtime.background import run_in_daemon_thread
-from ssdctl.runtime.redact import redact_url
+from ssdctl.runtime.safe_text import redact_url
+from ssdctl.runtime.threads import run_in_daemon_thread
 
 CHUNK_BYTES = 64 * 1024
 TICK_S = 0.1
 SYNC_S = 10.0
+RESUME = "received bytes are kept: run it again to continue, or try --mirror"
 
 # Label, bytes done, bytes in total. Called a few times a second, by one thread.
 Progress = Callable[[str, int, int], None]
@@ -53,15 +54,7 @@ class _Restart(Exception):  # noqa: N818 - not an error for the user
 def transfer(
     url: str, part: Part, label: str, connections: int, policy: RetryPolicy, progress: Progress
 ) -> None:
-    """Fetch the missing bytes of `part`.
-
-    Args:
-        url: The file's address.
-        part: What has arrived.
-        label: The file's name in progress reports.
-        connections: How many at once, if the server supports ranges.
-        policy: Timeouts and retries.
-        progress: Called a few times a second.
+    """Fetch the missing bytes of `part`, over several connections if the server supports ranges.
 
     Raises:
         NetworkError: The server refuses, stalls or fails repeatedly. Received bytes are kept.
@@ -72,8 +65,7 @@ def transfer(
     for left in range(policy.restarts, -1, -1):
         # Servers behind one name may give the same file different validators. So the last attempt
         # ignores them: the hash decides.
-        attempt = _Attempt(url, part, connections if ranges else 1, policy)
-        attempt.ranges, attempt.watch_version = ranges, left > 0
+        attempt = _Attempt(url, part, connections, policy, ranges=ranges, watch_version=left > 0)
         try:
             attempt.run(lambda done: progress(label, done, part.num_bytes))
             return
@@ -90,12 +82,19 @@ def transfer(
 class _Attempt:
     """One set of workers for a file, until it is complete or must restart."""
 
-    ranges = True
-    watch_version = True
-
-    def __init__(self, url: str, part: Part, connections: int, policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        url: str,
+        part: Part,
+        connections: int,
+        policy: RetryPolicy,
+        *,
+        ranges: bool,
+        watch_version: bool,
+    ) -> None:
         self.url, self.part, self.policy = url, part, policy
-        self.connections = connections
+        self.connections = connections if ranges else 1
+        self.ranges, self.watch_version = ranges, watch_version
         self.session = open_session(connections, policy, self._pause)
         self.over = threading.Event()
         self.lock = threading.Lock()  # guards all below, and the part
@@ -109,7 +108,7 @@ class _Attempt:
         progress(self.part.arrived_bytes)  # before the first byte: what an earlier run received
         mark_bytes, mark_s = 0, time.monotonic()
         synced_s = mark_s
-        self._add_worker()
+        self.workers.append(run_in_daemon_thread(self._work))
         try:
             while True:
                 done, running = wait(list(self.workers), TICK_S, FIRST_EXCEPTION)
@@ -131,36 +130,28 @@ class _Attempt:
                     raise NetworkError(
                         f"{redact_url(self.url)}: {received - mark_bytes} bytes in the last "
                         f"{self.policy.stall_s:g} s: stalled",
-                        hint="received bytes are kept: run it again to continue, or try --mirror",
+                        hint=RESUME,
                     )
         finally:
-            self._end()
+            with self.lock:
+                self.over.set()
+                for reply in self.open_replies:
+                    # Stops a worker that waits for bytes. One that waits for a response's headers,
+                    # or for a name look-up, ends by its timeout and changes nothing any more.
+                    with contextlib.suppress(Exception):
+                        reply.raw.shutdown()
+            wait(self.workers, 1)
+            self.session.close()
         progress(self.part.num_bytes)
-
-    def _add_worker(self) -> None:
-        self.workers.append(run_in_daemon_thread(self._work))
-
-    def _end(self) -> None:
-        with self.lock:
-            self.over.set()
-            for reply in self.open_replies:
-                # Stops a worker that waits for bytes. One that waits for a response's headers, or
-                # for a name look-up, ends by its timeout and changes nothing any more.
-                with contextlib.suppress(Exception):
-                    reply.raw.shutdown()
-        wait(self.workers, 1)
-        self.session.close()
-
-    # The workers
 
     def _work(self) -> None:
         with contextlib.suppress(_Halted):
-            while (piece := self._take()) is not None:
+            while True:
+                with self.lock:
+                    piece = None if self.over.is_set() else self.part.take()
+                if piece is None:
+                    return
                 self._fetch(piece)
-
-    def _take(self) -> Piece | None:
-        with self.lock:
-            return None if self.over.is_set() else self.part.take()
 
     def _fetch(self, piece: Piece) -> None:
         """Request a piece until it is complete."""
@@ -178,12 +169,10 @@ class _Attempt:
             failures += 1
             if failures > self.policy.retries:
                 raise NetworkError(
-                    f"{redact_url(self.url)}: {problem} (tried {failures} times)",
-                    hint="received bytes are kept: run it again to continue, or try --mirror",
+                    f"{redact_url(self.url)}: {problem} (tried {failures} times)", hint=RESUME
                 )
-            self._pause(
-                min(self.policy.backoff_s * 2 ** (failures - 1), self.policy.longest_wait_s)
-            )
+            wait_s = self.policy.backoff_s * 2 ** (failures - 1)
+            self._pause(min(wait_s, self.policy.longest_wait_s))
 
     def _pause(self, seconds: float, is_asked: bool = False) -> None:
         """Wait, or until the transfer ends; a wait that the server asked for is not a stall."""
@@ -244,8 +233,8 @@ class _Attempt:
                 raise _Restart(version)
             if version and not known:
                 self.part.adopt(version)
-            while len(self.workers) < min(self.connections, self.part.num_open() + 1):
-                self._add_worker()
+            while len(self.workers) < self.connections:
+                self.workers.append(run_in_daemon_thread(self._work))
             return span
 
     def _store(self, reply: requests.Response, piece: Piece, span: range) -> None:
@@ -272,11 +261,11 @@ def length_of(url: str, policy: RetryPolicy) -> int:
         NetworkError: It does not answer in time, refuses, or does not state the size.
         IntegrityError: It answers with a web page.
     """
-    waited_s = 0.0
+    deadline = time.monotonic() + policy.stall_s
 
     def pause(seconds: float, is_asked: bool) -> None:
-        nonlocal waited_s
-        waited_s += seconds * is_asked
+        nonlocal deadline
+        deadline += seconds * is_asked
         time.sleep(seconds)
 
     def request() -> int | None:
@@ -286,9 +275,9 @@ def length_of(url: str, policy: RetryPolicy) -> int:
         ):
             return content_length(reply) if reply.status_code == 200 else content_range(reply)[1]
 
-    result, start = run_in_daemon_thread(request), time.monotonic()
+    result = run_in_daemon_thread(request)
     while not wait([result], TICK_S).done:
-        if time.monotonic() - start > policy.stall_s + waited_s:
+        if time.monotonic() > deadline:
             raise NetworkError(
                 f"{redact_url(url)}: no answer within {policy.stall_s:g} s", hint="try --mirror"
             )

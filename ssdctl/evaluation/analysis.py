@@ -1,6 +1,6 @@
-"""Analyse an evaluation: errors by type, curves, calibration, confusions. Torch-free.
+"""Analyze an evaluation: errors by type, curves, calibration, confusions. Torch-free.
 
-    evaluation = analyse(run_scoring(truth, detections), detections, about)
+    evaluation = analyze(run_scoring(truth, detections), detections, about)
     write_evaluation(folder / "evaluation.json", evaluation)
 
 The report page is drawn from this file, so a network need not run again for it.
@@ -9,29 +9,35 @@ The report page is drawn from this file, so a network need not run again for it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.annotations import Annotations
 from ssdctl.evaluation.coco_ap import IOU_THRESHOLDS, Detections, Scoring
-from ssdctl.evaluation.samples import choose_samples
 from ssdctl.inference.drawing import one_line
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,
+    Box,
     CalibrationBin,
     ClassAnalysis,
     Confusion,
     ErrorKind,
     Evaluation,
     EvaluationInfo,
+    SampleBox,
+    SampleImage,
 )
 
 log = logging.getLogger(__name__)
 
 CURVE_IOUS = (0.5, 0.75, 0.9)
-NUM_SAMPLES = 12
+NUM_SAMPLES = 12  # worst images, and as many random ones
+SEED = 0  # random samples
+MAX_SAMPLE_BOXES = 100  # per image
 NUM_CONFUSIONS = 12
 MAX_MATRIX = 100  # classes of a confusion matrix
 ERROR_MEANINGS = {  # TIDE's kinds (Bolya et al. 2020), in their order
@@ -59,18 +65,12 @@ ERROR_REMEDIES = {  # what diagnosis() says one would have to do
     "Miss": "Finding missed objects",
 }
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
-NEGLIGIBLE_GAIN = 0.005  # of AP50
+NEGLIGIBLE_GAIN = 0.005  # AP50
 BARELY_TRAINED = 0.02  # AP50 below which the types of errors say nothing
 
 
-def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> Evaluation:
-    """Compute the evaluation record of scored detections.
-
-    Args:
-        scoring: The scores of the detections.
-        detections: The scored detections.
-        about: What was evaluated.
-    """
+def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> Evaluation:
+    """Compute the evaluation record of scored detections."""
     engine = scoring.engine
     precision, cut = engine.eval["precision"], engine.eval["scores"]
     confusion = engine.confusion_matrix(iou_thr=IOU_FOUND)["matrix"]
@@ -81,7 +81,7 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
     calibration = engine.calibration() if has_probabilities else {"bins": [], "ece": None}
     return Evaluation(
         about=about,
-        figures=scoring.scores.figures,
+        figures=scoring.figures,
         per_class=[
             ClassAnalysis(
                 *entry[:2],
@@ -91,7 +91,7 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
                 curve := _curve(precision[0, :, [k], 0, 2]),
                 cut[0, :, k, 0, 2].round(4).tolist() if curve else [],
             )
-            for k, entry in enumerate(scoring.scores.per_class)
+            for k, entry in enumerate(scoring.per_class)
         ],
         curves={
             f"{iou:.2f}": _curve(precision[np.isclose(IOU_THRESHOLDS, iou)][0, :, :, 0, 2].T)
@@ -194,3 +194,123 @@ def _confusions(table: dict[str, Any]) -> list[Confusion]:
     order = np.argsort(-counts, axis=None, kind="stable")[:NUM_CONFUSIONS]
     pairs = zip(*np.unravel_index(order, counts.shape), strict=True)
     return [Confusion(names[t], names[f], int(counts[t, f])) for t, f in pairs if counts[t, f]]
+
+
+def choose_samples(
+    truth: Annotations, image_ids: NDArray[np.int64], detections: Detections
+) -> list[SampleImage]:
+    """Return the images with the worst F1, then random ones among the others; ids are ascending."""
+    f1, errors = _image_errors(truth, image_ids, detections)
+    order = np.lexsort((-errors, f1))[:NUM_SAMPLES]
+    worst = order[errors[order] > 0]
+    others = np.setdiff1d(np.arange(len(image_ids)), worst)
+    count = min(NUM_SAMPLES, len(others))
+    random = np.sort(np.random.default_rng(SEED).choice(others, count, replace=False))
+    return [
+        _sample(truth, detections, int(image_ids[place]), is_worst)
+        for is_worst, places in ((True, worst), (False, random))
+        for place in places
+    ]
+
+
+def _image_errors(
+    truth: Annotations, image_ids: NDArray[np.int64], detections: Detections
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the F1 and the number of errors of N images, at IoU 0.5 and the score shown.
+
+    As COCO does, the detections with the highest scores choose first among the objects of their
+    class. Crowds, and the detections in them, do not count.
+    """
+    object_image_ids, object_category_ids = truth.object_image_ids, truth.object_category_ids
+    shown = np.flatnonzero(
+        (detections.scores >= SHOWN_SCORE) & np.isin(detections.image_ids, image_ids)
+    )
+    shown = shown[np.argsort(-detections.scores[shown], kind="stable")]
+    objects = np.flatnonzero(np.isin(object_image_ids, image_ids))
+    image_of_object = np.searchsorted(image_ids, object_image_ids[objects])
+    image_of_detection = np.searchsorted(image_ids, detections.image_ids[shown])
+
+    # Number the pairs of an image and a class, so that those of a detection are one range.
+    classes = np.unique(
+        np.concatenate([object_category_ids[objects], detections.category_ids[shown]])
+    )
+    group = image_of_object * len(classes) + np.searchsorted(classes, object_category_ids[objects])
+    order = np.argsort(group, kind="stable")
+    objects, image_of_object, group = objects[order], image_of_object[order], group[order]
+    wanted = image_of_detection * len(classes) + np.searchsorted(
+        classes, detections.category_ids[shown]
+    )
+    first = np.searchsorted(group, wanted, side="left")
+    counts = np.searchsorted(group, wanted, side="right") - first
+    pair_detection = np.repeat(np.arange(len(shown)), counts)
+    ends = np.cumsum(counts)
+    pair_object = np.arange(counts.sum()) - np.repeat(ends - counts - first, counts)
+
+    is_crowd = truth.is_crowd[objects]
+    iou = _iou(
+        detections.boxes[shown[pair_detection]],
+        truth.boxes[objects[pair_object]],
+        is_crowd[pair_object],
+    )
+    close = np.flatnonzero(iou >= IOU_FOUND)
+    close = close[np.lexsort((-iou[close], is_crowd[pair_object[close]], pair_detection[close]))]
+    is_found = np.zeros(len(objects), np.bool_)
+    is_right, is_ignored = np.zeros((2, len(shown)), np.bool_)
+    for d, o in zip(pair_detection[close].tolist(), pair_object[close].tolist(), strict=True):
+        if is_right[d]:
+            continue
+        if is_crowd[o]:
+            is_ignored[d] = True
+        elif not is_found[o]:
+            is_found[o] = is_right[d] = True
+    is_wrong = ~is_right & ~is_ignored
+
+    def per_image(images: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.bincount(images, minlength=len(image_ids))
+
+    errors = per_image(image_of_detection[is_wrong])
+    errors = errors + per_image(image_of_object[~is_found & ~is_crowd])
+    hits = per_image(image_of_detection[is_right])
+    f1 = np.where(errors > 0, 2 * hits / np.maximum(2 * hits + errors, 1), 1)
+    return f1, errors
+
+
+def _iou(
+    detected: NDArray[np.float64], objects: NDArray[np.float64], is_crowd: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Return the IoU of P pairs of boxes; with a crowd, the share of the detection in it."""
+    low = np.maximum(detected[:, :2], objects[:, :2])
+    high = np.minimum(detected[:, :2] + detected[:, 2:], objects[:, :2] + objects[:, 2:])
+    common = np.maximum(high - low, 0).prod(axis=1)
+    area = detected[:, 2:].prod(axis=1)
+    union = area + np.where(is_crowd, 0, objects[:, 2:].prod(axis=1) - common)
+    return common / np.maximum(union, 1e-12)
+
+
+def _sample(
+    truth: Annotations, detections: Detections, image_id: int, is_worst: bool
+) -> SampleImage:
+    is_shown = (detections.image_ids == image_id) & (detections.scores >= SAMPLE_SCORE)
+    detected = [
+        SampleBox(c, _box(b), round(s, 4))
+        for c, b, s in zip(
+            detections.category_ids[is_shown].tolist(),
+            detections.boxes[is_shown].tolist(),
+            detections.scores[is_shown].tolist(),
+            strict=True,
+        )
+    ]
+    row = int(np.flatnonzero(truth.image_ids == image_id)[0])
+    objects = [
+        SampleBox(category_id, _box(truth.boxes[m]), is_crowd=bool(truth.is_crowd[m]))
+        for m in np.flatnonzero(truth.rows == row)
+        for category_id in [truth.classes[truth.labels[m] - 1].id or 0]
+    ]
+    detected.sort(key=lambda d: -(d.score or 0))
+    found = detected[:MAX_SAMPLE_BOXES]
+    return SampleImage(image_id, truth.file_names[row], objects, found, is_worst)
+
+
+def _box(values: Sequence[float] | NDArray[np.float64]) -> Box:
+    left, top, width, height = (round(float(v), 2) for v in values)
+    return left, top, width, height

@@ -1,16 +1,16 @@
-"""Score a checkpoint: find its data, detect, score, analyse the errors."""
+"""Score a checkpoint: find its data, detect, score."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.checkpoint.reader import Checkpoint, read_model
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.file import read_model
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.classes import UNUSED, ClassName, class_differences, match_classes
@@ -19,15 +19,14 @@ from ssdctl.data.index import earlier_packing, is_prepared
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
-from ssdctl.distributed.collectives import run_and_gather
-from ssdctl.distributed.dataset import open_on_all_ranks
+from ssdctl.distributed.process_group import open_on_all_ranks
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluation.analysis import analyse
-from ssdctl.evaluation.coco_ap import NO_OBJECTS, run_scoring
-from ssdctl.evaluation.detect import DetectOptions, detect_with, merge
-from ssdctl.evaluation.ground_truth import read_ground_truth
+from ssdctl.evaluation.coco_ap import read_ground_truth
+from ssdctl.evaluation.detect import detect
+from ssdctl.evaluation.score import score
 from ssdctl.files import write_bytes
+from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.predict import open_detector
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.cores import usable_cores
@@ -46,19 +45,10 @@ def evaluate_checkpoint(
     ranks: Ranks = SINGLE_PROCESS,
     detections_file: Path | None = None,
 ) -> Evaluation | None:
-    """Score one checkpoint on a split; each rank detects its share, the first one scores.
+    """Score one checkpoint, or an ONNX file, on a split; None on ranks other than the first.
 
-    Args:
-        path: The checkpoint, or an ONNX file of `ssdctl export`.
-        config: The call's config; the checkpoint's dataset replaces its own unless `given`.
-        device: To detect on.
-        given: The settings that the call names by options or variables.
-        progress: Shows the progress of an iteration on the first rank.
-        ranks: This process and the others.
-        detections_file: Where to write the detections in COCO's results format.
-
-    Returns:
-        The evaluation on the first rank, None on the others.
+    Each rank detects on its share, the first one scores. The checkpoint's dataset replaces the
+    config's unless `given`, the settings that the call names, has it.
 
     Raises:
         UsageError, DataError, IntegrityError, NonFiniteError: See the functions called. An error of
@@ -72,47 +62,26 @@ def evaluate_checkpoint(
     split = require_split(splits, settings.split, root)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
 
-    rows = _chosen_rows(split, settings.annotated_only, settings.limit)
     place = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
-    counted = _counted(split, rows, settings)
-    log.info("%s (step %s) on %s: %s", path, checkpoint.step, place, counted)
-    if not split.usable[rows].all():
-        bad = split.image_ids[rows[~split.usable[rows]]].tolist()
-        log.warning(
-            "%d images cannot be decoded and count as images without detections: %s",
-            len(bad),
-            bad[:5],
-        )
-    threads = settings.workers or usable_cores(ranks.world_size)
+    rows = _rows_to_score(split, settings, f"{path} (step {checkpoint.step}) on {place}")
     precision = choose_precision(checkpoint, settings, device)
-    options = DetectOptions.of(settings, precision, threads)
-    detector = open_detector(checkpoint, device, options.detector)
-    share = rows[ranks.rank :: ranks.world_size]
-    parts = run_and_gather(
-        lambda: detect_with(
-            detector,
-            split,
-            share,
-            device,
-            options,
-            progress if ranks.is_main else None,
-            category_ids,
-        ),
-        ranks,
+    thresholds = settings.score_threshold, settings.nms_iou
+    detector = open_detector(checkpoint, device, DetectorConfig(precision, *thresholds))
+    detections = detect(
+        detector,
+        split,
+        rows,
+        batch_size=settings.batch_size,
+        threads=settings.workers or usable_cores(ranks.world_size),
+        ranks=ranks,
+        progress=progress if ranks.is_main else None,
+        category_ids=category_ids,
     )
-    if not ranks.is_main:
+    if detections is None:
         return None
-    detections = merge(parts)
     if detections_file is not None:
         write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
         log.info("%d detections written to %s", len(detections.scores), detections_file)
-    ids = split.image_ids[rows]
-    truth = read_ground_truth(split.index_file)
-    scoring = run_scoring(truth, detections, image_ids=ids, verify=settings.verify)
-    if scoring.has_no_objects:
-        log.warning("%s", NO_OBJECTS)
-    elif not len(detections.scores):
-        log.warning("no detection scores over %g: AP is 0", detector.score_threshold)
     about = EvaluationInfo(
         source=str(path),
         step=checkpoint.step,
@@ -120,12 +89,30 @@ def evaluate_checkpoint(
         data=str(root),
         store=str(folder),
         split=settings.split,
-        images=len(rows),
-        detections=len(detections.scores),
         precision=precision,
         score_threshold=detector.score_threshold,
     )
-    return analyse(scoring, detections, about)
+    truth = read_ground_truth(split.index_file)
+    return score(truth, detections, about, split.image_ids[rows], verify=settings.verify)
+
+
+def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:
+    """Choose the images, and log how many have no objects or cannot be decoded."""
+    has_objects = np.diff(split.starts) > 0
+    rows = np.flatnonzero(has_objects | (not settings.annotated_only))[: settings.limit]
+    counted = f"{len(rows)} images"
+    if settings.annotated_only:
+        counted += f", {int((~has_objects).sum())} without objects skipped"
+    elif empty := int((~has_objects)[rows].sum()):
+        counted += f", {empty} without objects (counted; skip with --annotated-only)"
+    log.info("%s: %s", what, counted)
+    if bad := split.image_ids[rows[~split.usable[rows]]].tolist():
+        log.warning(
+            "%d images cannot be decoded and count as images without detections: %s",
+            len(bad),
+            bad[:5],
+        )
+    return rows
 
 
 def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: Device) -> str:
@@ -149,28 +136,12 @@ def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: D
     return precision
 
 
-def _counted(split: Split, rows: np.ndarray[Any, Any], settings: EvaluateConfig) -> str:
-    """Describe the number of images, and how many third-party tools would score."""
-    empty = int((np.diff(split.starts)[rows] == 0).sum())
-    if settings.annotated_only:
-        left_out = int((np.diff(split.starts) == 0).sum())
-        return f"{len(rows)} images, {left_out} without objects skipped"
-    if empty:
-        return f"{len(rows)} images, {empty} without objects (counted; skip with --annotated-only)"
-    return f"{len(rows)} images"
-
-
 def dataset_category_ids(
     checkpoint: Checkpoint, classes: list[ClassName], root: Path
 ) -> NDArray[np.int64]:
     """Return the dataset's category id of each class of a checkpoint, matched by name.
 
     Outputs that torchvision keeps for ids that COCO left out have -1.
-
-    Args:
-        checkpoint: Its classes may have other ids, or another order.
-        classes: The dataset's.
-        root: The dataset's folder, for messages.
 
     Raises:
         IntegrityError: One has classes that the other does not have.
@@ -226,10 +197,3 @@ def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> Da
         "the dataset of %s (%s) does not exist any more: using %s", checkpoint.path, root, fallback
     )
     return data
-
-
-def _chosen_rows(split: Split, annotated_only: bool, limit: int | None) -> np.ndarray[Any, Any]:
-    rows = np.arange(len(split.image_ids))
-    if annotated_only:
-        rows = rows[np.diff(split.starts) > 0]
-    return rows[:limit]

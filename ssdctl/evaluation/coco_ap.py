@@ -1,32 +1,29 @@
 """COCO AP of detections: pycocotools' definition, computed by hotcoco. Torch-free.
 
-scores = run_scoring(read_ground_truth(annotations_json), detections).scores
-scores.figures["AP"], scores.per_class
+    truth = read_ground_truth(Path("prepared/index-val.arrow"))     # or instances_val2017.json
+    ap = run_scoring(truth, detections).figures["AP"]
+
+Detections are scored against the annotations as this package's reader parsed them. The user's file
+itself never reaches a scoring engine: engines are stricter than the reader about fields that
+scoring does not use, and pycocotools mishandles an annotation id of 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.formats._coco_json import Content, Int64, Number, decode
-from ssdctl.data.formats.coco import read_content
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, SplitFiles, coco_document
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluation.ground_truth import (
-    DenseIds,
-    GroundTruth,
-    coco_document,
-    dense_ids,
-    engine_columns,
-)
-from ssdctl.files import DECODE_ERRORS
+from ssdctl.runtime.safe_text import listed
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
 FIGURES: dict[str, tuple[str, float | None, int, int]] = {
@@ -45,7 +42,8 @@ FIGURES: dict[str, tuple[str, float | None, int, int]] = {
 }
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 VERIFY_TOLERANCE = 1e-12
-NO_OBJECTS = "the images have no annotated objects: there is no AP (-1)"
+MAX_DROPPED = 0.05  # share of objects; as `prepare` accepts
+log = logging.getLogger(__name__)
 
 
 class Detections(NamedTuple):
@@ -56,8 +54,15 @@ class Detections(NamedTuple):
     scores: NDArray[np.float64]  # K
     category_ids: NDArray[np.int64]  # K
 
+    @classmethod
+    def joined(cls, parts: Sequence[Detections]) -> Detections:
+        if not parts:
+            empty = np.zeros(0, np.int64)
+            return cls(empty, np.zeros((0, 4)), np.zeros(0), empty)
+        return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
     def to_coco(self) -> list[dict[str, Any]]:
-        """Return the detections in COCO's results format."""
+        """Return COCO's results format."""
         return [
             {"image_id": i, "category_id": c, "bbox": b, "score": s}
             for i, c, b, s in zip(
@@ -82,92 +87,88 @@ class ClassScore(NamedTuple):
     APl: float
 
 
-class Scores(NamedTuple):
-    """The 12 figures of COCO by name (-1 if there is nothing to measure), and AP per class."""
-
-    figures: dict[str, float]
-    per_class: list[ClassScore]
-    images: int  # that were scored
-
-
 class Scoring(NamedTuple):
-    """The figures, and what `ssdctl.evaluation.analysis` computes the rest from."""
+    """The metrics, and what `ssdctl.evaluation.analysis` computes the rest from."""
 
-    scores: Scores
+    figures: dict[str, float]  # COCO's 12 by name; -1 if there is nothing to measure
+    per_class: list[ClassScore]  # by ascending category id
     engine: Any  # hotcoco.COCOeval, evaluated and accumulated; its ids are dense
-    truth: GroundTruth
+    truth: Annotations
     image_ids: NDArray[np.int64]  # that were scored, ascending
 
-    @property
-    def has_no_objects(self) -> bool:
-        """Return whether there is nothing to measure."""
-        return self.scores.figures["AP"] < 0
 
-
-class _Result(msgspec.Struct, gc=False):
-    image_id: Int64
-    category_id: Int64
-    bbox: tuple[float, float, float, float]
-    score: float
-
-
-class _LooseResult(msgspec.Struct, gc=False):
-    """The same with ids that are floats, as NumPy writes them: the fallback."""
-
-    image_id: Number
-    category_id: Number
-    bbox: tuple[float, float, float, float]
-    score: float
-
-
-def read_detections(path: Path) -> Detections:
-    """Read detections from a file in COCO's results format.
+def read_ground_truth(path: Path) -> Annotations:
+    """Read the annotations to score against: an index of a store, or a file in COCO's format.
 
     Raises:
-        DataError: It is not such a file; the message gives the place.
+        DataError: It cannot be read, or its ids are not unique or refer to nothing.
     """
-    content = read_content(path)
-    try:
-        rows = _decode_results(content)
-    except DECODE_ERRORS as error:
-        raise DataError(
-            f"{path}: not in COCO's results format: {error}".replace("`", ""),
-            hint='expected [{"image_id", "category_id", "bbox", "score"}, ...]',
-        ) from None
-    return Detections(
-        np.array([r.image_id for r in rows], np.int64),
-        np.array([r.bbox for r in rows], np.float64).reshape(-1, 4),
-        np.array([r.score for r in rows], np.float64),
-        np.array([r.category_id for r in rows], np.int64),
-    )
+    if path.suffix == ".arrow":
+        from ssdctl.data.index import read_annotations  # late: pyarrow
+
+        return ground_truth(read_annotations(path))
+    from ssdctl.data.formats import coco
+
+    return ground_truth(coco.read_files({"val": SplitFiles(path.parent, path)})["val"])
 
 
-def _decode_results(content: Content) -> Sequence[_Result | _LooseResult]:
-    """Decode results whose ids are whole numbers, as 139 or 139.0."""
-    try:
-        return decode(content, list[_Result])
-    except msgspec.ValidationError:
-        loose = decode(content, list[_LooseResult])
-        ids = (number for row in loose for number in (row.image_id, row.category_id))
-        if not all(abs(number) < 2**63 and number == int(number) for number in ids):
-            raise
-        return loose
+def ground_truth(annotations: Annotations) -> Annotations:
+    """Return annotations to score against: every object that has a box, with its area.
+
+    Raises:
+        DataError: Over 5% of the objects are of categories that the files do not list.
+    """
+    unlisted = [f for f in annotations.findings if f.kind == UNLISTED]  # an index has none
+    if unlisted:
+        ids = listed([f"{f.annotation_id} ({f.detail})" for f in unlisted], MAX_NAMED)
+        problem = f"{annotations.origin}: annotations of categories that it does not list: {ids}"
+        if len(unlisted) > MAX_DROPPED * (len(annotations.ids) + len(unlisted)):
+            raise DataError(problem, hint="list their categories, or remove them")
+        log.warning("%s; they are left out", problem)
+    has_box = np.asarray(~np.isnan(annotations.boxes).any(axis=1), np.bool_)
+    scored = annotations.with_objects(has_box)
+    areas, (width, height) = scored.areas, scored.boxes[:, 2:].T
+    return scored._replace(areas=np.where(np.isnan(areas), width * height, areas))
+
+
+class DenseIds(NamedTuple):
+    """Images numbered from 0 and classes from 1, both by ascending id.
+
+    Scoring breaks ties by the order of the ids, so the numbering keeps it. Any 64-bit id, negative
+    ones too, becomes one that every engine stores exactly.
+    """
+
+    image_ids: NDArray[np.int64]  # N, ascending: the id of image i
+    category_ids: NDArray[np.int64]  # C, ascending: the id of class c + 1
+
+    def images(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of image ids, which all have to be listed."""
+        return np.searchsorted(self.image_ids, ids)
+
+    def classes(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of category ids; 0 for an id that is not listed."""
+        if not len(self.category_ids):
+            return np.zeros(len(ids), np.int64)
+        place = np.searchsorted(self.category_ids, ids).clip(max=len(self.category_ids) - 1)
+        return np.where(self.category_ids[place] == ids, place + 1, 0)
+
+
+def _classes_by_id(truth: Annotations) -> list[ClassName]:
+    """Return the classes by ascending category id, as the engines order AP per class."""
+    return sorted(truth.classes, key=lambda c: c.id or 0)
 
 
 def run_scoring(
-    truth: GroundTruth,
+    truth: Annotations,
     detections: Detections,
     *,
     image_ids: NDArray[np.int64] | None = None,
     verify: bool = False,
 ) -> Scoring:
-    """Score detections against the annotations of a split.
+    """Score detections against the annotations of a split, or of some of its images.
 
-    Args:
-        truth: The annotations.
-        detections: May be empty. Those of categories that the annotations do not list are ignored.
-        image_ids: Score only these images; None scores all of the split.
-        verify: Score with pycocotools too.
+    Detections of categories that the annotations do not list are ignored. `verify` scores with
+    pycocotools, too.
 
     Raises:
         DataError: A detection on an image that the annotations do not list.
@@ -176,19 +177,66 @@ def run_scoring(
     import hotcoco
 
     _refuse_unlisted_images(truth, detections)
-    ids = dense_ids(truth)
+    classes = _classes_by_id(truth)
+    ids = DenseIds(np.sort(truth.image_ids), np.array([c.id for c in classes], np.int64))
     scored = ids.image_ids if image_ids is None else np.unique(image_ids)
-    columns = engine_columns(truth, ids)
+    columns = _engine_columns(truth, ids)
     table = _table(detections, ids)
+    if unlisted := len(detections.scores) - len(table):
+        log.warning(
+            "%d detections are of categories that %s does not list and are ignored; "
+            "it lists the ids %s, ...",
+            unlisted,
+            truth.origin,
+            ", ".join(map(str, ids.category_ids[:5].tolist())),
+        )
     annotations = hotcoco.COCO.from_arrays(**columns)
-    evaluation = hotcoco.COCOeval(annotations, annotations.load_res(table), "bbox")
+    evaluation: Any = hotcoco.COCOeval(annotations, annotations.load_res(table), "bbox")
     evaluation.params.img_ids = ids.images(scored).tolist()
     evaluation.evaluate()
     evaluation.accumulate()
-    scores = _scores(evaluation, truth, len(scored))
+    precision, recall = evaluation.eval["precision"], evaluation.eval["recall"]
+    figures = {name: _figure(precision, recall, *spec) for name, spec in FIGURES.items()}
+    per_class = [
+        ClassScore(
+            int(entry.id or 0),
+            entry.name,
+            *(
+                _figure(precision[:, :, [k]], recall, *FIGURES[name])
+                for name in ClassScore._fields[2:]
+            ),
+        )
+        for k, entry in enumerate(classes)
+    ]
     if verify:
-        _verify(scores, coco_document(columns), table, evaluation.params.img_ids)
-    return Scoring(scores, evaluation, truth, scored)
+        _verify(figures, _document(columns), table, evaluation.params.img_ids)
+    return Scoring(figures, per_class, evaluation, truth, scored)
+
+
+def _engine_columns(truth: Annotations, ids: DenseIds) -> dict[str, Any]:
+    """Return the arguments of `hotcoco.COCO.from_arrays`, with dense ids."""
+    images = [
+        (number, truth.file_names[row], *truth.sizes[row].tolist())
+        for number, row in enumerate(np.argsort(truth.image_ids))
+    ]
+    categories = [(number, c.name) for number, c in enumerate(_classes_by_id(truth), 1)]
+    document = coco_document(images, categories, ())
+    return {
+        "images": document["images"],
+        "categories": document["categories"],
+        "image_ids": ids.images(truth.object_image_ids),
+        "category_ids": ids.classes(truth.object_category_ids),
+        "boxes": truth.boxes,
+        "area": truth.areas,
+        "iscrowd": truth.is_crowd,
+    }
+
+
+def _document(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns as a document for pycocotools."""
+    names = ("image_ids", "category_ids", "boxes", "area", "iscrowd")
+    objects = zip(*(np.asarray(columns[name]).tolist() for name in names), strict=True)
+    return {**coco_document((), (), objects), **{k: columns[k] for k in ("images", "categories")}}
 
 
 def _table(detections: Detections, ids: DenseIds) -> NDArray[np.float64]:
@@ -200,23 +248,6 @@ def _table(detections: Detections, ids: DenseIds) -> NDArray[np.float64]:
     table[:, 1:5] = detections.boxes
     table[:, 5], table[:, 6] = detections.scores, labels
     return table if labels.all() else table[labels > 0]
-
-
-def _scores(evaluation: Any, truth: GroundTruth, images: int) -> Scores:
-    precision, recall = evaluation.eval["precision"], evaluation.eval["recall"]
-    per_class = [
-        ClassScore(
-            int(entry.id or 0),
-            entry.name,
-            *(
-                _figure(precision[:, :, [k]], recall, *FIGURES[name])
-                for name in ClassScore._fields[2:]
-            ),
-        )
-        for k, entry in enumerate(truth.classes_by_id)
-    ]
-    figures = {name: _figure(precision, recall, *spec) for name, spec in FIGURES.items()}
-    return Scores(figures, per_class, images)
 
 
 def _figure(
@@ -240,24 +271,23 @@ def _runs(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     return first, np.diff(first, append=len(ids))
 
 
-def _refuse_unlisted_images(truth: GroundTruth, detections: Detections) -> None:
+def _refuse_unlisted_images(truth: Annotations, detections: Detections) -> None:
     first, _ = _runs(detections.image_ids)
     unlisted = np.setdiff1d(detections.image_ids[first], truth.image_ids)
     if len(unlisted):
         raise DataError(
-            f"{len(unlisted)} images with detections are not in {truth.path}, "
+            f"{len(unlisted)} images with detections are not in {truth.origin}, "
             f"among them {', '.join(map(str, unlisted[:5]))}",
             hint="score them against the annotations they belong to: --data DIR, --split",
         )
 
 
 def _verify(
-    scores: Scores,
+    figures: dict[str, float],
     document: dict[str, Any],
     table: NDArray[np.float64],
     image_numbers: list[int],
 ) -> None:
-    """Compare with pycocotools, the reference."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -276,9 +306,7 @@ def _verify(
         reference.evaluate()
         reference.accumulate()
         reference.summarize()
-    for (name, figure), expected in zip(
-        scores.figures.items(), reference.stats.tolist(), strict=True
-    ):
+    for (name, figure), expected in zip(figures.items(), reference.stats.tolist(), strict=True):
         if abs(figure - expected) > VERIFY_TOLERANCE:
             raise IntegrityError(
                 f"{name} is {figure!r} by hotcoco and {expected!r} by pycocotools",

@@ -1,221 +1,171 @@
-"""Run a network over a split and collect its detections.
+"""Run a network over a split and collect its detections, and its loss on the same outputs.
 
-Every image is detected once, including the last partial batch. Images are decoded some batches
-ahead. On an accelerator, or a CPU with many cores, a thread decodes the output of one batch while
-the network runs on the next; on few cores the thread would only compete with the network.
+Every image is detected once, by one rank. Images are decoded some batches ahead. On an accelerator,
+or a CPU with many cores, a thread decodes the output of one batch while the network runs on the
+next; on few cores the thread would only compete with the network.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
-from ssdctl.errors import NonFiniteError
+from ssdctl.distributed.collectives import run_and_gather
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.evaluation.coco_ap import Detections
-from ssdctl.evaluation.validation_loss import ValidationLoss
-from ssdctl.inference.detector import Detector, DetectorBackend, DetectorConfig, Output
+from ssdctl.inference.detector import DetectorBackend, detect_batches
 from ssdctl.input.batch import Batch
 from ssdctl.input.loader import evaluation_batches
-from ssdctl.model import postprocess
-from ssdctl.runtime.map_ahead import map_ahead
+from ssdctl.model import fused
+from ssdctl.model.constants import constants_of_model
+from ssdctl.model.loss import Losses, MultiboxLoss
+from ssdctl.model.postprocess import ImageDetections
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.safe_text import listed
 
 MAX_PENDING = 2  # outputs that wait to be decoded
 FEW_CORES = 4  # on 2, the thread cost 3 to 5% of the rate (benchmarks/RESULTS.md)
-# A single picture uses other convolution kernels than a batch, and their last digits differ: the
-# figures would depend on the distribution of the images over ranks.
+# A single image uses other convolution kernels than a batch, and their last digits differ: the
+# AP would depend on the distribution of the images over ranks.
 MIN_BATCH = 2
 
 
-class DetectOptions(NamedTuple):
-    """Settings of the detection."""
-
-    batch_size: int
-    threads: int
-    detector: DetectorConfig
-
-    @classmethod
-    def of(cls, settings: EvaluateConfig, precision: str, threads: int) -> DetectOptions:
-        """Return the options of the table `evaluate`."""
-        detector = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
-        return cls(settings.batch_size, threads, detector)
-
-
-def detect_split(
-    model: nn.Module,
-    split: Split,
-    rows: NDArray[np.int64],
-    device: Device,
-    options: DetectOptions,
-    progress: Progress | None = None,
-    losses: ValidationLoss | None = None,
-) -> Detections:
-    """Return the detections on some images of a split; an image that cannot be opened has none.
-
-    Args:
-        model: The network, on the device; its mode is restored.
-        split: The images.
-        rows: The rows of the images to detect on.
-        device: The device of the network.
-        options: The settings.
-        progress: Wraps the iteration over batches (`total=`, `label=`, `unit=`).
-        losses: Adds up the losses of the pictures, if given.
-
-    Raises:
-        NonFiniteError: The network's output is NaN or infinite.
-        DataError: An image cannot be decoded.
-    """
-    detector = Detector(model, device, options.detector)
-    was_training = model.training
-    model.eval()
-    try:
-        return detect_with(detector, split, rows, device, options, progress, losses=losses)
-    finally:
-        model.train(was_training)
-
-
-def detect_with(
+def detect(
     detector: DetectorBackend,
     split: Split,
     rows: NDArray[np.int64],
-    device: Device,
-    options: DetectOptions,
+    *,
+    batch_size: int,
+    threads: int,
+    ranks: Ranks = SINGLE_PROCESS,
     progress: Progress | None = None,
     category_ids: NDArray[np.int64] | None = None,
     losses: ValidationLoss | None = None,
-) -> Detections:
-    """Do what `detect_split` does, with any detector.
+) -> Detections | None:
+    """Return the detections on images of a split; None on ranks other than the first.
 
     Args:
-        category_ids: The category id of each class of the network; None: the split's, in order.
-        losses: Needs PyTorch's detector.
+        detector: The network.
+        split: An image that cannot be opened has no detections.
+        rows: The rows of the images, which the ranks share.
+        batch_size: Images that go through the network together.
+        threads: Threads that decode images.
+        ranks: This process and the others.
+        progress: Wraps the iteration over batches (`total=`, `label=`, `unit=`).
+        category_ids: The category id of each class of the network, -1 to leave it out; None: the
+            split's, in order.
+        losses: Adds up the losses of the images.
+
+    Raises:
+        NonFiniteError: The network's output is NaN or infinite.
+        DataError: An image cannot be decoded. An error of one rank is raised on every rank.
     """
-    rows = rows[split.usable[rows]]
+    share = rows[ranks.rank :: ranks.world_size]
+    share = share[split.usable[share]]
+    if category_ids is None:
+        category_ids = np.array([c.id for c in split.classes], np.int64)
     # Accelerators need one shape for all batches; see also MIN_BATCH.
+    device = detector.device
     is_cpu = device.torch_device.type == "cpu"
-    min_batch = MIN_BATCH if is_cpu else options.batch_size
     has_few_cores = is_cpu and torch.get_num_threads() <= FEW_CORES
     # The end of a lazy device's graph ends the graphs of all threads, also half-recorded ones.
     is_lazy = device.execution == "lazy"
-    max_pending = 0 if has_few_cores or is_lazy else MAX_PENDING
-    batches: Iterable[Batch] = evaluation_batches(
-        split,
-        rows,
-        options.batch_size,
-        options.threads,
-        max_boxes=1 if losses is None else max(split.most_boxes, 1),
-    )
-    if progress is not None:
-        total = -(-len(rows) // options.batch_size)
-        batches = progress(batches, total=total, label="detecting", unit="batch")
-    if category_ids is None:
-        category_ids = np.array([c.id for c in split.classes], np.int64)
+    max_boxes = 1 if losses is None else max(split.most_boxes, 1)
 
-    def forward(batch: Batch) -> tuple[Tensor, ...]:
-        output = detector.forward(_padded(batch.images, min_batch))
-        if losses is not None:
-            assert isinstance(output, Output)
-            losses.add(output, batch)
-        return output
+    def detect_share() -> tuple[Detections, list[float]]:
+        batches: Iterable[Batch] = evaluation_batches(split, share, batch_size, threads, max_boxes)
+        if progress is not None:
+            total = -(-len(share) // batch_size)
+            batches = progress(batches, total=total, label="detecting", unit="batch")
+        detected = detect_batches(
+            detector,
+            ((batch, batch.images) for batch in batches),
+            min_batch=MIN_BATCH if is_cpu else batch_size,
+            ahead=0 if has_few_cores or is_lazy else MAX_PENDING,
+            on_output=None if losses is None else losses.add,
+            describe=lambda batch: listed(split.image_ids[batch.rows].tolist(), 5),
+        )
+        parts = [
+            _in_pixels(found, split, row, category_ids)
+            for batch, images in detected
+            for row, found in zip(batch.rows.tolist(), images, strict=True)
+        ]
+        return Detections.joined(parts), [] if losses is None else losses.sums()
 
-    return merge(
-        list(_image_detections(detector, forward, split, category_ids, batches, max_pending))
-    )
-
-
-def _image_detections(
-    detector: DetectorBackend,
-    forward: Callable[[Batch], tuple[Tensor, ...]],
-    split: Split,
-    category_ids: NDArray[np.int64],
-    batches: Iterable[Batch],
-    max_pending: int,
-) -> Iterator[Detections]:
-    """Yield the detections of each image, in the order of the batches.
-
-    Args:
-        forward: Runs the network on a batch; the output may have more pictures than the batch.
-        max_pending: Maximum number of outputs that wait for the decoding thread; 0 = no thread.
-    """
-    if max_pending == 0:
-        for batch in batches:
-            yield from _finish(detector, split, category_ids, batch.rows, forward(batch))
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
-        try:
-            outputs = ((batch.rows, forward(batch)) for batch in batches)
-            finished = map_ahead(
-                pool,
-                lambda item: _finish(detector, split, category_ids, *item),
-                outputs,
-                max_pending,
-            )
-            yield from itertools.chain.from_iterable(finished)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _padded(images_BHW3: Tensor, min_batch: int) -> Tensor:
-    """Repeat the first picture until there are enough."""
-    missing = min_batch - len(images_BHW3)
-    if missing <= 0:
-        return images_BHW3
-    return torch.cat([images_BHW3, images_BHW3[:1].expand(missing, -1, -1, -1)])
-
-
-def _finish(
-    detector: DetectorBackend,
-    split: Split,
-    category_ids: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    output: tuple[Tensor, ...],
-) -> list[Detections]:
-    try:
-        pictures = detector.finish(tuple(t[: len(rows)] for t in output))
-    except NonFiniteError as error:
-        ids = ", ".join(map(str, split.image_ids[rows[:5]].tolist()))
-        more = ", ..." if len(rows) > 5 else ""
-        raise NonFiniteError(f"{error} (images {ids}{more})", hint=error.hint) from None
-    return [
-        _in_pixels(picture, int(split.image_ids[row]), split.sizes[row], category_ids)
-        for row, picture in zip(rows, pictures, strict=True)
-    ]
+    parts = run_and_gather(detect_share, ranks)
+    if not ranks.is_main:
+        return None
+    if losses is not None:
+        losses.set_means([sums for _, sums in parts])
+    return Detections.joined([detections for detections, _ in parts])
 
 
 def _in_pixels(
-    detections: postprocess.ImageDetections,
-    image_id: int,
-    size: NDArray[np.int32],
-    category_ids: NDArray[np.int64],
+    found: ImageDetections, split: Split, row: int, category_ids: NDArray[np.int64]
 ) -> Detections:
-    """Convert to COCO's format: left, top, width, height in pixels, not clipped.
-
-    Detections of classes without a category id (-1) are left out.
-    """
-    ids = category_ids[detections.labels.numpy() - 1]
+    """Convert to COCO's format: left, top, width, height in pixels, not clipped."""
+    ids = category_ids[found.labels.numpy() - 1]
     used = ids >= 0
-    ltrb = detections.boxes.numpy()[used].astype(np.float64) * np.tile(size, 2)
+    ltrb = found.boxes.numpy()[used].astype(np.float64) * np.tile(split.sizes[row], 2)
     return Detections(
-        np.full(len(ltrb), image_id, np.int64),
+        np.full(len(ltrb), split.image_ids[row], np.int64),
         np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
-        detections.scores.numpy()[used].astype(np.float64),
+        found.scores.numpy()[used].astype(np.float64),
         ids[used],
     )
 
 
-def merge(parts: list[Detections]) -> Detections:
-    """Concatenate the detections of several images or ranks."""
-    if not parts:
-        empty = np.zeros(0, np.int64)
-        return Detections(empty, np.zeros((0, 4)), np.zeros(0), empty)
-    return Detections(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+class ValidationLoss:
+    """Adds up the losses of images; does not wait for the device.
+
+    It is the training loss without augmentation and in evaluation mode: if it rises while the
+    training loss falls, the network overfits. `means` are those over all ranks, on the first one;
+    -1 if no image has a box.
+    """
+
+    def __init__(self, model: nn.Module, device: Device) -> None:
+        constants = constants_of_model(model)
+        self._loss = MultiboxLoss(constants=constants).to(device.torch_device)
+        # It runs eagerly: only what the device cannot do is replaced.
+        fused.swap_in(self._loss, [f for f in device.forms if f.startswith("no_")])
+        self._device = device
+        self._sums = torch.zeros(len(Losses._fields) + 1, device=device.torch_device)
+        self.means: dict[str, float] = {}
+
+    def add(self, batch: Batch, output: tuple[Tensor, ...]) -> None:
+        """Add the losses of a batch; images without boxes do not count, as in training.
+
+        The output may have further images that fill it up.
+        """
+        offsets, logits = output
+        size, count = len(offsets), len(batch.rows)
+        boxes = F.pad(batch.boxes[:count], (0, 0, 0, 0, 0, size - count))
+        labels = F.pad(batch.labels[:count], (0, 0, 0, size - count))
+        place = self._device.torch_device
+        with torch.no_grad(), torch.autocast(place.type, enabled=False):
+            target_B4N, label_BN = self._loss.targets(boxes.to(place), labels.to(place))
+            offsets, logits = (part.to(target_B4N.dtype) for part in output)
+            losses = self._loss.compare(offsets, logits, target_B4N, label_BN)
+            if self._loss.divisor == "image":
+                weight = (labels > 0).any(dim=1).sum().to(place)
+                sums = [size * loss for loss in losses]
+            else:
+                weight = (label_BN > 0).sum()
+                sums = [weight * loss for loss in losses]
+            self._sums += torch.stack([*sums, weight])
+
+    def sums(self) -> list[float]:
+        """Return the sums of the three losses, and the number of images or boxes to divide by."""
+        return [float(value) for value in self._sums.tolist()]
+
+    def set_means(self, sums: list[list[float]]) -> None:
+        *losses, count = (sum(column) for column in zip(*sums, strict=True))
+        means = [loss / count if count else -1.0 for loss in losses]
+        self.means = dict(zip(("loss", "loss_box", "loss_class"), means, strict=True))

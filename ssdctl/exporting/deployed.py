@@ -20,33 +20,33 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
-from ssdctl.checkpoint.reader import Checkpoint, load_network
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.file import load_network
+from ssdctl.device import open_device
 from ssdctl.errors import IntegrityError
-from ssdctl.inference.detector import refuse_non_finite
+from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
 from ssdctl.model.constants import ModelConstants
 from ssdctl.model.normalize import Normalize
-from ssdctl.model.postprocess import boxes_and_scores, detect
+from ssdctl.model.postprocess import boxes_and_scores
 
-TOLERANCE = 1e-3  # of scores, and of boxes in fractions of the image
+TOLERANCE = 1e-3  # scores, and boxes in fractions of the image
 TOLERANCE_FP16 = 1e-2
 # Share of detections: at an overlap of almost exactly the threshold, rounding decides.
 MAX_DIFFERENT = 0.01
 MAX_DIFFERENT_FP16 = 0.05
 
 Nms = Literal["onnx", "none", "efficientnms", "raw"]
-Pictures = NDArray[np.uint8]
-Runner = Callable[[Pictures], list[NDArray[Any]]]
+Images = NDArray[np.uint8]
+Runner = Callable[[Images], list[NDArray[Any]]]
 
 
 class ExportOptions(NamedTuple):
     """What an exported file computes.
 
-    Args:
-        nms: The outputs; see the module.
-        batch: Images of a call; None: any number.
-        is_fp16: Store the weights of convolutions in half precision; the arithmetic is fp32.
-        score_threshold, nms_iou: Of NMS. None: the network's own.
+    `nms` are the outputs (see the module), `batch` the images of a call (None: any number).
+    `is_fp16` stores the weights of convolutions in half precision; the network computes in fp32.
+    Thresholds of None are the network's own.
     """
 
     nms: Nms = "onnx"
@@ -57,7 +57,6 @@ class ExportOptions(NamedTuple):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The names of the outputs before NMS."""
         return HEADS if self.nms == "raw" else DECODED
 
     @property
@@ -72,7 +71,7 @@ class ExportOptions(NamedTuple):
 class Comparison(NamedTuple):
     """The difference between another runtime's outputs and PyTorch's."""
 
-    pictures: int
+    images: int
     box_difference: float  # the largest, in fractions of the image
     score_difference: float
     # OpenVINO without INFERENCE_PRECISION_HINT; None: of other runtimes.
@@ -81,17 +80,12 @@ class Comparison(NamedTuple):
     default_score_difference: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values that exist."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        values = {"pictures": self.images, **self._asdict()}
+        return {k: v for k, v in values.items() if v is not None and k != "images"}
 
 
 class Deployed(nn.Module):
-    """Compute boxes and scores, or the raw heads, from uint8 images.
-
-    Args:
-        checkpoint: Of the weights.
-        options: The outputs, and the precision of the weights.
-    """
+    """Compute boxes and scores, or the raw heads, from uint8 images."""
 
     def __init__(self, checkpoint: Checkpoint, options: ExportOptions) -> None:
         super().__init__()
@@ -135,52 +129,37 @@ def example(options: ExportOptions) -> Tensor:
     return torch.zeros(options.batch or 2, IMAGE_SIZE, IMAGE_SIZE, 3, dtype=torch.uint8)
 
 
-def in_batches(run: Runner, pictures: Pictures, batch: int | None) -> list[NDArray[Any]]:
+def in_batches(run: Runner, images: Images, batch: int | None) -> list[NDArray[Any]]:
     """Run a model on images in batches of its size, or of 1 and of the others."""
     if batch is None:
-        parts = [run(pictures[:1]), run(pictures[1:])]
+        parts = [run(images[:1]), run(images[1:])]
     else:
-        parts = [run(filled) for filled in filled_batches(pictures, batch)]
-    return [np.concatenate(arrays)[: len(pictures)] for arrays in zip(*parts, strict=True)]
+        parts = [run(filled) for filled in filled_batches(images, batch)]
+    return [np.concatenate(arrays)[: len(images)] for arrays in zip(*parts, strict=True)]
 
 
 class Reference:
     """PyTorch's results on images, to compare another runtime's with.
 
-    Args:
-        checkpoint: Of the weights, in full precision.
-        pictures: (P, 300, 300, 3) RGB; at least 2, to check that the batch varies.
-        options: Of the exported file.
-        runtime: Its name, for messages.
-
-    Raises:
-        NonFiniteError: PyTorch's results are NaN or infinite.
+    The images are (P, 300, 300, 3) RGB; at least 2, to check that the batch varies.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, pictures: Pictures, options: ExportOptions, runtime: str
+        self, checkpoint: Checkpoint, images: Images, options: ExportOptions, runtime: str
     ) -> None:
-        network = load_network(checkpoint).eval()
-        self._constants = network.constants
-        self._normalize = Normalize(network.constants.mean, network.constants.std)
-        self._pictures = pictures
+        network = load_network(checkpoint)
+        self._clips_boxes = network.constants.clips_boxes
+        config = DetectorConfig("fp32", options.score_threshold, options.nms_iou)
+        self._detector = Detector(network, open_device("cpu"), config)
+        self._output = self._detector.forward(torch.from_numpy(images))
+        refuse_non_finite(self._output)
+        self._images = images
         self._options = options
         self._runtime = runtime
         self._tolerance = TOLERANCE_FP16 if options.is_fp16 else TOLERANCE
-        pixels = self._normalize(torch.from_numpy(pictures))
-        with torch.inference_mode():
-            self._offsets, self._logits = network(pixels)
-        refuse_non_finite((self._offsets, self._logits))
 
     def check_outputs(self, run: Runner) -> Comparison:
-        """Compare all boxes and scores of the network.
-
-        Args:
-            run: Returns the outputs before NMS.
-
-        Raises:
-            IntegrityError: They differ.
-        """
+        """Compare all boxes and scores before NMS; IntegrityError if they differ."""
         comparison = self.compare(run)
         differences = comparison.box_difference, comparison.score_difference
         if not all(value <= self._tolerance for value in differences):  # NaN fails too
@@ -192,37 +171,22 @@ class Reference:
 
     def compare(self, run: Runner) -> Comparison:
         """Return the differences of all boxes and scores; NaN if the shapes differ."""
-        outputs = in_batches(run, self._pictures, self._options.batch)
+        outputs = in_batches(run, self._images, self._options.batch)
         exported = torch.from_numpy(outputs[0]), torch.from_numpy(outputs[1])
-        with torch.inference_mode():
-            if self._options.nms == "raw":
-                exported = self._decoded(*exported)
-            expected = self._decoded(self._offsets, self._logits)
+        if self._options.nms == "raw":
+            exported = self._decoded(*exported)
+        expected = self._decoded(*self._output)
         differences = [
             float((a - b).abs().max()) if a.shape == b.shape else float("nan")
             for a, b in zip(expected, exported, strict=True)
         ]
         boxes, scores = differences
-        return Comparison(len(self._pictures), boxes, scores)
+        return Comparison(len(self._images), boxes, scores)
 
     def check_detections(self, run: Runner) -> None:
-        """Compare the detections after NMS.
-
-        Raises:
-            IntegrityError: They differ.
-        """
-        score_threshold, nms_iou = self._options.thresholds(self._constants)
-        with torch.inference_mode():
-            expected = detect(
-                self._offsets,
-                self._logits,
-                default_boxes_cxcywh(),
-                score_threshold=score_threshold,
-                nms_iou=nms_iou,
-                candidates=self._constants.candidates_per_class,
-                clips_boxes=self._constants.clips_boxes,
-            )
-        exported = in_batches(run, self._pictures, self._options.batch)
+        """Compare the detections after NMS; IntegrityError if they differ."""
+        expected = self._detector.finish(self._output)
+        exported = in_batches(run, self._images, self._options.batch)
         total = wrong = 0
         for reference, boxes, scores, labels, count in zip(expected, *exported, strict=True):
             n = int(count)
@@ -237,7 +201,7 @@ class Reference:
 
     def _decoded(self, offsets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         return boxes_and_scores(
-            offsets, logits, default_boxes_cxcywh(), clips_boxes=self._constants.clips_boxes
+            offsets, logits, default_boxes_cxcywh(), clips_boxes=self._clips_boxes
         )
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:

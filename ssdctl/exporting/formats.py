@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import logging
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,36 +16,40 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.data import shapes
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store import open_splits
 from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.exporting import nvidia
-from ssdctl.exporting.deployed import Comparison, ExportOptions
-from ssdctl.exporting.onnx import onnx_model
+from ssdctl.exporting.deployed import (
+    Comparison,
+    Deployed,
+    ExportOptions,
+    Images,
+    Reference,
+    example,
+)
+from ssdctl.exporting.onnx import description, onnx_model
 from ssdctl.exporting.openvino import write_openvino
-from ssdctl.exporting.pt2 import pt2_program
 from ssdctl.files import atomic_write, write_bytes
-from ssdctl.inference.predict import open_image, resized
+from ssdctl.inference.image_detector import open_image, resized
 
-NUM_PICTURES = 5  # an ONNX file is compared with PyTorch on them
+log = logging.getLogger(__name__)
+NUM_IMAGES = 5  # an ONNX file is compared with PyTorch on them
 MAX_TRIED = 10  # images of the dataset that are opened for each of them
+PT2_METADATA = "ssdctl.json"
+PT2_MAX_BATCH = 65_536
 EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
 
 
 def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
-    """Write a checkpoint in another format.
-
-    Args:
-        kind: `safetensors` (our weights and class names), `mlperf` or `nvidia`.
-        target: The file, written atomically.
+    """Write `safetensors` (our weights and class names), or a file for `mlperf` or `nvidia`.
 
     Raises:
         UsageError: The third-party program has no such network, or a package is absent.
         IntegrityError: The optimizer state does not fit the network.
-        DiskError: The file cannot be written.
     """
     if kind == "safetensors":
         _write_safetensors(checkpoint, target)
@@ -65,12 +70,18 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
     payload = {"model": to_third_party(checkpoint.model, kind), "label_map": names}
     if kind == "nvidia":
         payload |= nvidia.training_state(checkpoint)
+        if checkpoint.architecture.num_classes != nvidia.NUM_CLASSES:
+            log.warning(
+                "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: only "
+                "ssdctl reads it",
+                nvidia.NUM_CLASSES,
+                checkpoint.architecture.num_classes,
+            )
     with atomic_write(target) as file:
         torch.save(payload, file)
 
 
 def _format_of(checkpoint: Checkpoint) -> str:
-    """Return the third-party format that has the extra blocks of a checkpoint."""
     return next(k for k, norm in EXTRA_NORM.items() if norm == checkpoint.architecture.extra_norm)
 
 
@@ -85,11 +96,6 @@ def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
-    """Return weights as a safetensors file.
-
-    Raises:
-        UsageError: safetensors is not installed.
-    """
     try:
         from safetensors.torch import save
     except ImportError:
@@ -101,64 +107,77 @@ def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str
 def export_graph(
     checkpoint: Checkpoint, kind: str, target: Path, data: tuple[Path, Path], options: ExportOptions
 ) -> tuple[Comparison, str]:
-    """Write the network for another runtime if it gives PyTorch's outputs on images of a dataset.
+    """Write `onnx`, `openvino` or `pt2` if it gives PyTorch's outputs on images of a dataset.
 
-    Args:
-        kind: `onnx`, `openvino` or `pt2`.
-        data: The dataset folder and the store; if both are absent, images are generated.
-        options: What the file computes.
-
-    Returns:
-        The largest differences, and the source of the images.
+    The images are generated if the folders of `data`, the dataset and its store, are absent.
+    Return the largest differences, and the source of the images.
 
     Raises:
         UsageError: A package is absent, or the file name does not suit the format.
         IntegrityError: The outputs differ.
-        DiskError: The file cannot be written.
     """
-    pictures, source = pictures_of(*data)
+    images, source = images_of(*data)
     if kind == "openvino":
-        return write_openvino(checkpoint, target, pictures, options), source
+        return write_openvino(checkpoint, target, images, options), source
     convert = onnx_model if kind == "onnx" else pt2_program
-    content, comparison = convert(checkpoint, pictures, options)
+    content, comparison = convert(checkpoint, images, options)
     write_bytes(target, content)
     return comparison, source
 
 
-def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
+def pt2_program(
+    checkpoint: Checkpoint, images: Images, options: ExportOptions
+) -> tuple[bytes, Comparison]:
+    """Return the network as a `.pt2` file; compared with PyTorch after it is loaded again.
+
+    The description of the detector is the extra file `ssdctl.json`.
+    """
+    # torch 2.6 refuses a batch without a limit.
+    dynamic = (
+        None if options.batch else {"images": {0: torch.export.Dim("batch", max=PT2_MAX_BATCH)}}
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        program = torch.export.export(
+            Deployed(checkpoint, options), (example(options),), dynamic_shapes=dynamic
+        )
+    file = io.BytesIO()
+    metadata = msgspec.json.encode(description(checkpoint, options)).decode()
+    torch.export.save(program, file, extra_files={PT2_METADATA: metadata})
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    reference = Reference(checkpoint, images, options, "torch.export")
+    comparison = reference.check_outputs(
+        lambda part: [output.numpy() for output in loaded(torch.from_numpy(part))]
+    )
+    return file.getvalue(), comparison
+
+
+def images_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
     """Return images to compare two programs on, and their source."""
-    pictures = _of_dataset(root, store)
-    if len(pictures) == NUM_PICTURES:
-        return np.stack(pictures), str(root)
+    images = _of_dataset(root, store)
+    if len(images) == NUM_IMAGES:
+        return np.stack(images), str(root)
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
         generated = Path(folder)
-        shapes.generate(generated, num_train=1, num_val=NUM_PICTURES)
+        shapes.generate(generated, num_train=1, num_val=NUM_IMAGES)
         return np.stack(_opened(sorted((generated / "val2017").iterdir()))), "generated shapes"
 
 
-def training_pictures(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
-    """Return (P, 300, 300, 3) images of the training split, evenly spaced; at most `count`.
-
-    Raises:
-        DataError: There is none.
-    """
-    pictures = _of_dataset(root, store, count, ("train", "val"))
-    if not pictures:
+def training_images(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
+    """Return (P, 300, 300, 3) images of the training split, evenly spaced; at most `count`."""
+    images = _of_dataset(root, store, count, ("train", "val"))
+    if not images:
         raise DataError(
-            f"{root}: no pictures for the calibration of int8",
+            f"{root}: no images for the calibration of int8",
             hint="name the dataset: --data DIR; `ssdctl prepare` checks it",
         )
-    return np.stack(pictures)
+    return np.stack(images)
 
 
 def _of_dataset(
-    root: Path, store: Path, count: int = NUM_PICTURES, names: tuple[str, ...] = ("val", "train")
+    root: Path, store: Path, count: int = NUM_IMAGES, names: tuple[str, ...] = ("val", "train")
 ) -> list[NDArray[np.uint8]]:
-    """Return images that open: the store's or, without a store, those of the annotations.
-
-    Args:
-        names: Splits, in the order of preference.
-    """
+    """Return images that open: the store's or, without a store, those of the annotations."""
     try:
         try:
             splits = open_splits(root, store)
@@ -174,15 +193,15 @@ def _of_dataset(
 
 
 def _opened(
-    sources: Iterable[Path | IO[bytes]], count: int = NUM_PICTURES
+    sources: Iterable[Path | IO[bytes]], count: int = NUM_IMAGES
 ) -> list[NDArray[np.uint8]]:
     """Return the first images that open."""
-    pictures: list[NDArray[np.uint8]] = []
+    images: list[NDArray[np.uint8]] = []
     for source in itertools.islice(sources, MAX_TRIED * count):
         try:
-            pictures.append(resized(open_image(source)))
+            images.append(resized(open_image(source)))
         except DataError:
             continue
-        if len(pictures) == count:
+        if len(images) == count:
             break
-    return pictures
+    return images

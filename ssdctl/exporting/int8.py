@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.config import Config
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.checkpoint import evaluate_checkpoint
 from ssdctl.exporting import onnx
-from ssdctl.exporting.deployed import ExportOptions, Pictures, Runner
+from ssdctl.exporting.deployed import ExportOptions, Images, Runner
 from ssdctl.inference.onnx_detector import filled_batches
 from ssdctl.runtime.progress import Progress
 
@@ -32,11 +32,9 @@ HEADS = ("box_heads", "class_heads")  # in the names of their weights
 
 
 class Cost(NamedTuple):
-    """What a graph costs."""
-
     ap: float
     size: int  # bytes
-    latency_ms: float  # of a call without NMS: the batch size of the graph, else one image
+    latency_ms: float  # a call without NMS, on the graph's batch or one image
 
 
 class Quantized(NamedTuple):
@@ -51,21 +49,15 @@ class Quantized(NamedTuple):
 def int8_model(
     checkpoint: Checkpoint,
     options: ExportOptions,
-    calibration: Pictures,
+    calibration: Images,
     config: Config,
     *,
     max_ap_loss: float,
     progress: Progress,
 ) -> Quantized:
-    """Return an int8 file that loses little AP; the heads are in fp32 if int8 loses too much.
+    """Return an int8 file that loses at most `max_ap_loss`, with heads in fp32 if necessary.
 
-    Args:
-        checkpoint: Ours or a third-party one.
-        options: Of the file.
-        calibration: (P, 300, 300, 3) RGB images for the ranges of the activations.
-        config: Names the dataset and the settings of the evaluation.
-        max_ap_loss: The AP may fall by this much.
-        progress: Shows the progress of an iteration.
+    The calibration images, (P, 300, 300, 3), give the ranges of the activations.
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
@@ -104,19 +96,12 @@ def int8_model(
     raise IntegrityError(
         f"int8 lowers the AP from {before.ap:.4f} to {after.ap:.4f}, by more than {max_ap_loss}; "
         "nothing was written",
-        hint="more pictures (--calibrate) may help; --max-ap-loss X accepts a larger loss",
+        hint="more images (--calibrate) may help; --max-ap-loss X accepts a larger loss",
     )
 
 
-def quantize(graph: Any, calibration: Pictures, batch: int | None, *, keep_heads: bool) -> Any:
-    """Return a graph with int8 convolutions.
-
-    Args:
-        graph: Of `network_graph`.
-        calibration: Images for the ranges of the activations.
-        batch: The batch size of the graph; None: any.
-        keep_heads: Leave the heads in fp32.
-    """
+def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: bool) -> Any:
+    """Return a graph with int8 convolutions; `keep_heads` leaves the heads in fp32."""
     import onnx as package
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -144,15 +129,15 @@ def quantize(graph: Any, calibration: Pictures, batch: int | None, *, keep_heads
     return quantized
 
 
-def _reader(pictures: Pictures, size: int) -> Any:
+def _reader(images: Images, size: int) -> Any:
     """Return onnxruntime's reader of calibration data; the last batch is filled."""
     from onnxruntime.quantization import CalibrationDataReader
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self._batches: Iterator[Pictures] = iter(filled_batches(pictures, size))
+            self._batches: Iterator[Images] = iter(filled_batches(images, size))
 
-        def get_next(self) -> dict[str, Pictures] | None:
+        def get_next(self) -> dict[str, Images] | None:
             batch = next(self._batches, None)
             return None if batch is None else {"images": batch}
 
@@ -179,10 +164,10 @@ def _fp32_nodes(model: Any, keep_heads: bool) -> list[str]:
 
 
 def _latency_ms(run: Runner, batch: int | None) -> float:
-    pictures = np.zeros((batch or 1, 300, 300, 3), np.uint8)
+    images = np.zeros((batch or 1, 300, 300, 3), np.uint8)
     times = []
     for _ in range(LATENCY_RUNS):
         start = time.perf_counter()
-        run(pictures)
+        run(images)
         times.append(time.perf_counter() - start)
     return 1000 * statistics.median(times[1:])  # the first one allocates

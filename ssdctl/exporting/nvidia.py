@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.config.settings import with_current_keys
 from ssdctl.errors import IntegrityError
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.training import light_optimizer
-from ssdctl.training.optimizer import decay_groups
+from ssdctl.training.optimizer import decay_groups, without_dynamo
 from ssdctl.training.schedule import DECAY_FACTOR
 
 NUM_CLASSES = 81  # fixed in NVIDIA's network
@@ -59,7 +58,7 @@ def training_state(checkpoint: Checkpoint) -> dict[str, Any]:
         {"params": [named[name] for name in vectors], "weight_decay": 0.0},
         {"params": [named[name] for name in others]},
     ]
-    with light_optimizer.without_dynamo():
+    with without_dynamo():
         optimizer = torch.optim.SGD(
             groups,
             lr=recipe.lr * (checkpoint.global_batch or 32) / 32,
@@ -72,7 +71,7 @@ def training_state(checkpoint: Checkpoint) -> dict[str, Any]:
     for group in optimizer.param_groups:
         group["lr"] *= DECAY_FACTOR ** sum(epoch >= milestone for milestone in milestones)
     momenta = _momenta(checkpoint, model, recipe)
-    with light_optimizer.without_dynamo():
+    with without_dynamo():
         state = optimizer.state_dict()
     state["state"] = {
         index: {"momentum_buffer": momenta[name]}

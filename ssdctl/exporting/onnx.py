@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from ssdctl.boxes.default_boxes import NUM_BOXES
-from ssdctl.checkpoint.onnx_file import PACKAGES, InputConvention, OnnxDescription
-from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.exported import PACKAGES, InputConvention, OnnxDescription
 from ssdctl.errors import missing_package
 from ssdctl.exporting.deployed import (
     Comparison,
     Deployed,
     ExportOptions,
-    Pictures,
+    Images,
     Reference,
     Runner,
     example,
@@ -101,14 +101,9 @@ nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] al
 
 
 def onnx_model(
-    checkpoint: Checkpoint, pictures: Pictures, options: ExportOptions
+    checkpoint: Checkpoint, images: Images, options: ExportOptions
 ) -> tuple[bytes, Comparison]:
-    """Return the network of a checkpoint as an ONNX file that gives the same outputs.
-
-    Args:
-        checkpoint: Ours or a third-party one.
-        pictures: (P, 300, 300, 3) RGB, to compare on; at least 2.
-        options: The outputs, the batch and the precision.
+    """Return a checkpoint's network as an ONNX file that gives PyTorch's outputs on the images.
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
@@ -116,7 +111,7 @@ def onnx_model(
         NonFiniteError: The network's output is NaN or infinite.
     """
     require_onnx()
-    reference = Reference(checkpoint, pictures, options, "onnxruntime")
+    reference = Reference(checkpoint, images, options, "onnxruntime")
     model = network_graph(checkpoint, options)
     comparison = reference.check_outputs(runner(model))
     if options.has_nms:
@@ -136,7 +131,6 @@ def require_onnx() -> None:
 
 
 def network_graph(checkpoint: Checkpoint, options: ExportOptions) -> Any:
-    """Return the ONNX model of the network, before NMS."""
     dynamic = None if options.batch else {"images": {0: torch.export.Dim("batch")}}
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")  # warnings of the exporter itself
@@ -155,7 +149,6 @@ def network_graph(checkpoint: Checkpoint, options: ExportOptions) -> Any:
 
 
 def with_nms(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> Any:
-    """Return a graph with NMS after the boxes and scores."""
     import onnx
 
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
@@ -210,7 +203,7 @@ def description(checkpoint: Checkpoint, options: ExportOptions) -> OnnxDescripti
 
 
 def with_metadata(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> bytes:
-    """Return a checked ONNX file with what `ssdctl.checkpoint.onnx_file` reads."""
+    """Return a checked ONNX file with what `ssdctl.checkpoint.exported` reads."""
     import onnx
 
     facts = description(checkpoint, options).as_metadata()
@@ -221,7 +214,6 @@ def with_metadata(model: Any, checkpoint: Checkpoint, options: ExportOptions) ->
 
 
 def runner(model: Any) -> Runner:
-    """Return a function that runs a model by onnxruntime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -230,4 +222,4 @@ def runner(model: Any) -> Runner:
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    return lambda pictures: session.run(None, {"images": pictures})
+    return lambda images: session.run(None, {"images": images})

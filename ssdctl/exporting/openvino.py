@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.exporting import onnx
 from ssdctl.exporting.deployed import (
     Comparison,
     ExportOptions,
-    Pictures,
+    Images,
     Reference,
     Runner,
 )
@@ -29,20 +29,13 @@ METADATA = "ssdctl"  # key of the runtime information in the file
 
 
 def write_openvino(
-    checkpoint: Checkpoint, target: Path, pictures: Pictures, options: ExportOptions
+    checkpoint: Checkpoint, target: Path, images: Images, options: ExportOptions
 ) -> Comparison:
-    """Write the network as IR if OpenVINO gives PyTorch's outputs.
-
-    Args:
-        checkpoint: Ours or a third-party one.
-        target: NAME.xml; the weights are written to NAME.bin.
-        pictures: (P, 300, 300, 3) RGB, to compare on; at least 2.
-        options: `nms` is onnx, none or raw.
+    """Write the network as IR, NAME.xml and NAME.bin, if OpenVINO gives PyTorch's outputs.
 
     Raises:
         UsageError: OpenVINO is not installed, or the file has another suffix.
         IntegrityError: The outputs differ.
-        DiskError: A file cannot be written.
     """
     if target.suffix != ".xml":
         raise UsageError(f"{target}: OpenVINO reads NAME.xml and NAME.bin", hint="--out NAME.xml")
@@ -51,7 +44,7 @@ def write_openvino(
         import openvino
     except ImportError as error:
         raise missing_package(error.name, "openvino") from None
-    reference = Reference(checkpoint, pictures, options, "OpenVINO")
+    reference = Reference(checkpoint, images, options, "OpenVINO")
     graph = onnx.network_graph(checkpoint, options)
     with _converted(openvino, graph, checkpoint, options) as file:
         comparison = reference.check_outputs(_runner(openvino, file, options.output_names))
@@ -105,10 +98,9 @@ def _compiled(openvino: Any, file: Path, **hints: str) -> Any:
 
 
 def _runner_of(compiled: Any, names: tuple[str, ...]) -> Runner:
-    """Return a function that returns the outputs of these names."""
 
-    def run(pictures: Pictures) -> list[Any]:
-        results = compiled(pictures)
+    def run(images: Images) -> list[Any]:
+        results = compiled(images)
         return [results[name] for name in names]
 
     return run

@@ -15,7 +15,7 @@ from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.reader import Checkpoint
+    from ssdctl.checkpoint.contents import Checkpoint
     from ssdctl.exporting.deployed import ExportOptions, Nms
 
 GRAPH_FORMATS = ("onnx", "openvino", "pt2")
@@ -23,7 +23,7 @@ FORMATS = (*GRAPH_FORMATS, "safetensors", "mlperf", "nvidia")
 RUNTIMES = {"onnx": "onnxruntime", "openvino": "OpenVINO", "pt2": "the loaded program"}
 NMS = ("onnx", "efficientnms", "none")
 MAX_BATCH = 4096
-CALIBRATION_PICTURES = 128
+CALIBRATION_IMAGES = 128
 MAX_AP_LOSS = 0.01
 log = logging.getLogger(__name__)
 
@@ -38,28 +38,18 @@ class ExportRequest(NamedTuple):
     batch: int | None = None  # images of a call; None: any number
     fp16: bool = False
     int8: bool = False
-    calibrate: int | None = None  # images; None: CALIBRATION_PICTURES
+    calibrate: int | None = None  # images; None: CALIBRATION_IMAGES
     max_ap_loss: float | None = None  # None: MAX_AP_LOSS
 
 
 def export_checkpoint(
     checkpoint: str, request: ExportRequest, resolved: Resolved, *, progress: Progress
 ) -> dict[str, Any]:
-    """Write a checkpoint in another format.
-
-    Args:
-        checkpoint: A checkpoint file, run folder, detector name or `hf://` reference.
-        request: What to write.
-        resolved: The config: the dataset, thresholds, and how int8 files are scored.
-        progress: Shows the progress of scoring.
-
-    Returns:
-        The file, its source, and what was compared or measured.
+    """Write a checkpoint in another format; return the file, its source, and what was compared.
 
     Raises:
         UsageError: The options do not fit the format, or the network, or a package is missing.
         IntegrityError: The checkpoint is damaged, or the outputs differ from PyTorch's.
-        DiskError: The file cannot be written.
     """
     outputs = _check(request)
     from ssdctl.inference.model_source import locate_checkpoint
@@ -68,16 +58,18 @@ def export_checkpoint(
     if request.out.exists() and request.out.samefile(source):
         raise UsageError(f"--out {request.out} is the checkpoint itself", hint="give another file")
     check_memory_limit()
-    from ssdctl.checkpoint.reader import read_checkpoint  # imports torch
+    from ssdctl.checkpoint.file import load_checkpoint  # imports torch
 
     remove_stale_temporaries(
         request.out.parent, request.out.name, request.out.with_suffix(".bin").name
     )
-    content = read_checkpoint(source)
+    content = load_checkpoint(source)
     result: dict[str, Any] = {"file": str(request.out), "format": request.format}
     result["source"] = str(source)
     if request.format not in GRAPH_FORMATS:
-        _write(content, request)
+        from ssdctl.exporting.formats import export
+
+        export(content, request.format, request.out)
         return result
     from ssdctl.data.store_folder import dataset_folders
     from ssdctl.evaluation.checkpoint import choose_data
@@ -133,21 +125,6 @@ def _outputs(kind: str, nms: str | None, raw: bool) -> Nms:
     return cast("Nms", nms or ("none" if kind == "pt2" else "onnx"))
 
 
-def _write(checkpoint: Checkpoint, request: ExportRequest) -> None:
-    from ssdctl.exporting.formats import export
-    from ssdctl.exporting.nvidia import NUM_CLASSES
-
-    export(checkpoint, request.format, request.out)
-    num_classes = checkpoint.architecture.num_classes
-    if request.format == "nvidia" and num_classes != NUM_CLASSES:
-        log.warning(
-            "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: only "
-            "ssdctl reads it",
-            NUM_CLASSES,
-            num_classes,
-        )
-
-
 def _export_int8(
     checkpoint: Checkpoint,
     request: ExportRequest,
@@ -156,14 +133,14 @@ def _export_int8(
     progress: Progress,
 ) -> dict[str, Any]:
     from ssdctl.data.store_folder import dataset_folders
-    from ssdctl.exporting.formats import training_pictures
+    from ssdctl.exporting.formats import training_images
     from ssdctl.exporting.int8 import int8_model
 
-    count = CALIBRATION_PICTURES if request.calibrate is None else request.calibrate
-    pictures = training_pictures(*dataset_folders(config.data), count)
+    count = CALIBRATION_IMAGES if request.calibrate is None else request.calibrate
+    images = training_images(*dataset_folders(config.data), count)
     max_ap_loss = MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss
     quantized = int8_model(
-        checkpoint, options, pictures, config, max_ap_loss=max_ap_loss, progress=progress
+        checkpoint, options, images, config, max_ap_loss=max_ap_loss, progress=progress
     )
     write_bytes(request.out, quantized.content)
     costs = {"before": quantized.before._asdict(), "after": quantized.after._asdict()}
@@ -171,8 +148,8 @@ def _export_int8(
         log.info(
             "%s: AP %.4f, %.1f MB, %.1f ms a call", name, cost.ap, cost.size / 1e6, cost.latency_ms
         )
-    log.info("ranges from %d pictures; heads in %s", len(pictures), quantized.heads)
-    return {"heads": quantized.heads, "pictures": len(pictures), **costs}
+    log.info("ranges from %d images; heads in %s", len(images), quantized.heads)
+    return {"heads": quantized.heads, "pictures": len(images), **costs}
 
 
 def _export_graph(
@@ -183,13 +160,13 @@ def _export_graph(
 ) -> dict[str, Any]:
     from ssdctl.exporting.formats import export_graph
 
-    comparison, pictures = export_graph(checkpoint, request.format, request.out, folders, options)
+    comparison, source = export_graph(checkpoint, request.format, request.out, folders, options)
     log.info(
         "%s agrees with PyTorch on %d images (%s): largest difference of boxes %.1g of the image "
         "size, of scores %.1g",
         RUNTIMES[request.format],
-        comparison.pictures,
-        pictures,
+        comparison.images,
+        source,
         comparison.box_difference,
         comparison.score_difference,
     )

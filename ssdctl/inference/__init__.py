@@ -1,1 +1,1 @@
-"""Detect objects on pictures."""
+"""Detect objects on images."""

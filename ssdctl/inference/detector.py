@@ -1,17 +1,18 @@
 """Detect objects with a network: pixels in, detections out.
 
     detector = Detector(model, device, DetectorConfig(score_threshold=0.05, nms_iou=0.5))
-    detections = detector(images)
+    for name, detections in detect_batches(detector, [("a.jpg", pixels)]): ...
 
-`evaluate`, `predict`, the Python API and the benchmark all use this class.
+`detect_batches` is the one inference loop: of images, tiles, videos and evaluation.
 Shapes: B batch, C classes with background, N default boxes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.constants import constants_of_model
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import ImageDetections, detect
+from ssdctl.runtime.threads import map_ahead
+
+T = TypeVar("T")
 
 
 class Output(NamedTuple):
@@ -34,11 +38,8 @@ class Output(NamedTuple):
 class DetectorConfig(NamedTuple):
     """The settings of a detector.
 
-    Attributes:
-        precision: `fp32` or another that the device computes in.
-        score_threshold: Detections score more than this. None: the network's own.
-        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
-            None: the network's own.
+    Detections score more than `score_threshold`. A box that overlaps a better one of its class by
+    more than `nms_iou` is dropped. None: the network's own.
     """
 
     precision: str = "fp32"
@@ -54,11 +55,7 @@ class DetectorBackend(Protocol):
 
     score_threshold: float
     nms_iou: float
-    device_name: str
-
-    def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
-        """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each."""
-        ...
+    device: Device
 
     def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
         """Run the network; the first dimension of each tensor is the batch."""
@@ -70,12 +67,7 @@ class DetectorBackend(Protocol):
 
 
 class Detector:
-    """Run a network in PyTorch and decode its output.
-
-    Args:
-        model: On the device. It should be in evaluation mode.
-        device: Where the network is.
-        config: The precision and the thresholds.
+    """Run a network in PyTorch, in evaluation mode, and decode its output; its mode is restored.
 
     Raises:
         UsageError: The device does not compute in that precision.
@@ -88,8 +80,7 @@ class Detector:
                 hint=f"choose {' or '.join(f'--{p}' for p in device.precisions)}",
             )
         self.model = model
-        self.device_name = device.name
-        self._device = device
+        self.device = device
         self._precision = config.precision
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
         self._constants = constants_of_model(model)
@@ -100,32 +91,24 @@ class Detector:
         self._normalize = normalize.to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
-        """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each.
-
-        Raises:
-            NonFiniteError: The network's output is NaN or infinite.
-        """
+        """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each."""
         return self.finish(self.forward(images_BHW3))
 
     def forward(self, images_BHW3: Tensor) -> Output:
         """Run only the network; returns before an accelerator has finished."""
         # Lazy devices refuse inference tensors, hence no_grad.
-        with torch.no_grad(), self._out_of_memory_hints(len(images_BHW3)):
-            if images_BHW3.device.type == "cpu" and not self._device.is_host:
-                images_BHW3 = self._device.copy(images_BHW3)  # while the previous batch is computed
-                self._device.wait_for_copies()
+        with torch.no_grad(), self._evaluating(), self._out_of_memory_hints(len(images_BHW3)):
+            if images_BHW3.device.type == "cpu" and not self.device.is_host:
+                images_BHW3 = self.device.copy(images_BHW3)  # while the previous batch is computed
+                self.device.wait_for_copies()
             images = self._normalize(images_BHW3)
-            with self._device.autocast(self._precision):
+            with self.device.autocast(self._precision):
                 output = Output(*self.model(images))
-            self._device.mark_step()
+            self.device.mark_step()
             return output
 
     def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
-        """Decode the output of `forward`; may run in another thread.
-
-        Raises:
-            NonFiniteError: It is NaN or infinite.
-        """
+        """Decode the output of `forward`; may run in another thread."""
         offsets, logits = output
         with torch.no_grad(), self._out_of_memory_hints(len(offsets)):
             refuse_non_finite(output)
@@ -140,18 +123,25 @@ class Detector:
             )
 
     @contextlib.contextmanager
-    def _out_of_memory_hints(self, num_images: int) -> Iterator[None]:
-        """Replace the device's error that its memory is full by one that names a smaller batch.
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        if was_training:
+            self.model.eval()
+        try:
+            yield
+        finally:
+            if was_training:
+                self.model.train()
 
-        Raises:
-            UsageError: The memory is full.
-        """
+    @contextlib.contextmanager
+    def _out_of_memory_hints(self, num_images: int) -> Iterator[None]:
+        """Replace the device's error that its memory is full by one that names a smaller batch."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not self._device.is_out_of_memory(error):
+            if not self.device.is_out_of_memory(error):
                 raise
-            device = f"device {self._device.name} ({self._device.label})"
+            device = f"device {self.device.name} ({self.device.label})"
             if num_images == 1:
                 raise UsageError(
                     f"out of memory on {device}: one image does not fit",
@@ -162,6 +152,58 @@ class Detector:
                 hint=f"take {num_images // 2}: --bs of evaluate and predict; in training --set "
                 f"evaluate.batch_size={num_images // 2}",
             ) from error
+
+
+def detect_batches(
+    detector: DetectorBackend,
+    batches: Iterable[tuple[T, Tensor]],
+    *,
+    min_batch: int = 1,
+    ahead: int = 0,
+    on_output: Callable[[T, tuple[Tensor, ...]], None] | None = None,
+    describe: Callable[[T], str] | None = None,
+) -> Iterator[tuple[T, list[ImageDetections]]]:
+    """Run a network on batches of images; yield what each batch is of, and its detections.
+
+    Args:
+        detector: The network.
+        batches: What the images are of, and the images, (B, 300, 300, 3) uint8 RGB.
+        min_batch: A smaller batch is filled with its first image, whose further detections are
+            left out.
+        ahead: Outputs that a thread decodes while the network runs on; 0: no thread.
+        on_output: Called with the output of each batch, filled, before it is decoded.
+        describe: Names the images of a batch in errors.
+
+    Raises:
+        NonFiniteError: The network's output is NaN or infinite.
+    """
+
+    def outputs() -> Iterator[tuple[T, tuple[Tensor, ...]]]:
+        for item, images_BHW3 in batches:
+            missing = max(min_batch - len(images_BHW3), 0)
+            filler = images_BHW3[:1].expand(missing, -1, -1, -1)
+            output = detector.forward(torch.cat([images_BHW3, filler]) if missing else images_BHW3)
+            if on_output is not None:
+                on_output(item, output)
+            yield item, tuple(t[: len(images_BHW3)] for t in output)
+
+    def finished(entry: tuple[T, tuple[Tensor, ...]]) -> tuple[T, list[ImageDetections]]:
+        try:
+            return entry[0], detector.finish(entry[1])
+        except NonFiniteError as error:
+            if describe is None:
+                raise
+            images = describe(entry[0])
+            raise NonFiniteError(f"{error} (images {images})", hint=error.hint) from None
+
+    if not ahead:
+        yield from map(finished, outputs())
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
+        try:
+            yield from map_ahead(pool, finished, outputs(), ahead)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def refuse_non_finite(output: tuple[Tensor, ...]) -> None:

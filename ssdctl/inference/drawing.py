@@ -11,9 +11,10 @@ import functools
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from ssdctl.errors import UsageError
@@ -50,40 +51,8 @@ SAVE_OPTIONS: dict[str, dict[str, Any]] = {
 Rectangle = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 
-class DrawableBox(Protocol):
-    """What is drawn: a `BoxLabel` or a `Detection`."""
-
-    @property
-    def box(self) -> Rectangle: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def label(self) -> int: ...
-
-    @property
-    def score(self) -> float | None: ...
-
-
-class BoxLabel(NamedTuple):
-    """One box to draw."""
-
-    box: Rectangle
-    name: str
-    label: int  # of the class, 1 and up; selects the color
-    score: float | None = None
-
-
 class DrawingStyle(NamedTuple):
-    """What is drawn, and how.
-
-    Attributes:
-        line_width: Of the boxes in pixels; the size of the text follows. None: from the size of the
-            image.
-        labels: Write the names of the classes.
-        scores: Write the scores.
-    """
+    """What is drawn; the size of the text follows the width of the lines, in pixels."""
 
     line_width: int | None = None
     labels: bool = True
@@ -94,11 +63,7 @@ DEFAULT_STYLE = DrawingStyle()
 
 
 def class_color(label: int) -> str:
-    """Return the color of a class, `#RRGGBB`.
-
-    Args:
-        label: 1 and up.
-    """
+    """Return the color of a class (label 1 and up), `#RRGGBB`."""
     return PALETTE[(label - 1) % len(PALETTE)]
 
 
@@ -122,11 +87,7 @@ def one_line(name: str, limit: int = MAX_LABEL) -> str:
 
 @functools.cache
 def label_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return a font for class names.
-
-    matplotlib's own covers more than Pillow's (Greek, Cyrillic, every accent; not Chinese or
-    Japanese).
-    """
+    """Return a font for class names: matplotlib's has Greek, Cyrillic and every accent."""
     import matplotlib as mpl
 
     try:
@@ -136,14 +97,17 @@ def label_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def draw(
-    image: Image.Image, boxes: Sequence[DrawableBox], style: DrawingStyle = DEFAULT_STYLE
+    image: Image.Image,
+    boxes: ArrayLike,
+    labels: Sequence[int] | NDArray[Any],
+    names: Sequence[str] | NDArray[np.str_],
+    scores: Sequence[float] | NDArray[Any] | None = None,
+    style: DrawingStyle = DEFAULT_STYLE,
 ) -> Image.Image:
-    """Return a copy of the image in RGB with its boxes.
+    """Return a copy of the image in RGB with N boxes and their labels.
 
-    Args:
-        image: In any mode.
-        boxes: The most important first: it is drawn on top, and its label is placed first.
-        style: What is drawn.
+    Boxes are (N, 4): left, top, right, bottom in pixels, the most important first: it is drawn on
+    top, and its label is placed first. Labels, 1 and up, select the colors.
     """
     result = image.convert("RGB")
     pen = ImageDraw.Draw(result)
@@ -151,19 +115,23 @@ def draw(
     line = style.line_width or max(round(LINE_WIDTH * scale), 2)
     automatic = TEXT_SIZE * scale if style.line_width is None else line * TEXT_SIZE / LINE_WIDTH
     font = label_font(max(round(automatic), MIN_TEXT_SIZE))
-    for entry in reversed(boxes):
-        _draw_box(pen, entry.box, line, class_color(entry.label))
-    texts = [_text(entry, style) for entry in boxes]
+    corners: list[Any] = np.asarray(boxes, np.float64).reshape(-1, 4).tolist()
+    colors = [class_color(int(label)) for label in labels]
+    for box, color in reversed(list(zip(corners, colors, strict=True))):
+        _draw_box(pen, box, line, color)
+    texts = [one_line(str(name)) if style.labels else "" for name in names]
+    if scores is not None and style.scores:
+        pairs = zip(texts, scores, strict=True)
+        texts = [f"{text} {score:.2f}".strip() for text, score in pairs]
     sizes = [_text_size(font, text, line) if text else (0, 0) for text in texts]
     outer = line // 2 + _halo(line)
     drawn = [
         (left - outer, top - outer, right + outer, bottom + outer)
-        for left, top, right, bottom in (entry.box for entry in boxes)
+        for left, top, right, bottom in corners
     ]
     places = _free_places(drawn, sizes, image.size)
-    for entry, text, place in reversed(list(zip(boxes, texts, places, strict=True))):
+    for color, text, place in reversed(list(zip(colors, texts, places, strict=True))):
         if text:
-            color = class_color(entry.label)
             pen.rectangle(place, fill=color, outline=OUTLINE, width=_halo(line))
             middle = (place[1] + place[3]) / 2
             left = place[0] + _padding(line)
@@ -186,7 +154,6 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 
 def _draw_box(pen: ImageDraw.ImageDraw, box: Rectangle, line: int, color: str) -> None:
-    """Draw a line around a box, with a dark outline on both sides."""
     halo = _halo(line)
     outer = line // 2 + halo
     left, top, right, bottom = box
@@ -201,13 +168,6 @@ def _draw_box(pen: ImageDraw.ImageDraw, box: Rectangle, line: int, color: str) -
 
 def _halo(line: int) -> int:
     return max(line // 3, 1)
-
-
-def _text(entry: DrawableBox, style: DrawingStyle) -> str:
-    """Return the text beside a box; empty: none."""
-    name = one_line(entry.name) if style.labels else ""
-    score = "" if entry.score is None or not style.scores else f"{entry.score:.2f}"
-    return f"{name} {score}".strip()
 
 
 def _padding(line: int) -> int:
@@ -252,7 +212,6 @@ def _free_places(
 def _candidates(
     box: Rectangle, size: tuple[float, float], image: tuple[int, int]
 ) -> Iterator[Rectangle]:
-    """Yield the places of a label, the preferred ones first."""
     (left, top, right, bottom), (width, height) = box, size
     corners = [
         (left, top - height),  # above

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import NetworkError, UsageError
-from ssdctl.runtime.redact import redact_url
+from ssdctl.runtime.safe_text import redact_url
 
 STDIN = "-"
 MAX_URL_BYTES = 256 << 20
@@ -39,68 +39,32 @@ _STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "srt", "mms")
 _sessions = threading.local()
 
 
-class FileSource(NamedTuple):
-    """An image in a file."""
+class ImageSource(NamedTuple):
+    """An image in a file or on a web server."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The name in results."""
-        return str(self.path)
-
-    @property
-    def label(self) -> str:
-        """The name in messages."""
-        return self.name
-
-    @property
-    def file_name(self) -> str:
-        """A name for files that are written for this image."""
-        return self.path.name
-
-    def open(self, cancelled: threading.Event | None = None) -> Path:
-        """Return the encoded image as `read_rgb` takes it."""
-        return self.path
-
-
-class UrlSource(NamedTuple):
-    """An image on a web server."""
-
-    url: str
+    path: Path  # of a URL: a safe name for files that are written
+    url: str = ""
 
     @property
     def name(self) -> str:
         """The name in results."""
-        return self.url
+        return self.url or str(self.path)
 
     @property
     def label(self) -> str:
         """The name in messages, without passwords and tokens."""
-        return redact_url(self.url)
+        return redact_url(self.url) if self.url else str(self.path)
 
-    @property
-    def file_name(self) -> str:
-        """A name for files that are written for this image."""
-        name = unquote(urlsplit(self.url).path).rpartition("/")[2]
-        return re.sub(r"[^\w.-]", "_", name).lstrip(".")[-100:] or "image"
-
-    def open(self, cancelled: threading.Event | None = None) -> io.BytesIO:
-        """Fetch the encoded image.
-
-        Raises:
-            NetworkError: No answer in time, a refusal, or more than `MAX_URL_BYTES`; or it was
-                cancelled.
-        """
+    def open(self, cancelled: threading.Event | None = None) -> Path | io.BytesIO:
+        """Return what `read_rgb` takes; a URL is fetched."""
+        if not self.url:
+            return self.path
         file = io.BytesIO(fetch_image(self.url, cancelled))
         setattr(file, "name", self.label)  # noqa: B010 - read_rgb names it in errors
         return file
 
 
-Source = FileSource | UrlSource
-
-
-def source_of(name: str | os.PathLike[str]) -> Source:
+def source_of(name: str | os.PathLike[str]) -> ImageSource:
     """Return the image that a path or a URL names; the file need not exist.
 
     Raises:
@@ -109,7 +73,7 @@ def source_of(name: str | os.PathLike[str]) -> Source:
     text = os.fspath(name)
     match = _SCHEME.match(text) if isinstance(name, str) else None
     if match is None:
-        return FileSource(Path(text))
+        return ImageSource(Path(text))
     scheme = match[1].lower()
     if scheme not in ("http", "https"):
         raise UsageError(
@@ -123,7 +87,8 @@ def source_of(name: str | os.PathLike[str]) -> Source:
         host = None
     if not host:
         raise UsageError(f"{redact_url(text)}: not a valid URL", hint="check the host name")
-    return UrlSource(text)
+    file_name = unquote(urlsplit(text).path).rpartition("/")[2]
+    return ImageSource(Path(re.sub(r"[^\w.-]", "_", file_name).lstrip(".")[-100:] or "image"), text)
 
 
 def _scheme_hint(scheme: str) -> str:
@@ -136,22 +101,16 @@ def _scheme_hint(scheme: str) -> str:
 
 def find_sources(
     names: Sequence[str], *, recursive: bool = False, stdin: IO[bytes] | None = None
-) -> list[Source]:
-    """Return the images that the arguments name, in their order.
+) -> list[ImageSource]:
+    """Return the images that files, folders, glob patterns, http(s) URLs and `-` name, in order.
 
     A name that matches nothing is kept as a file, which fails when it is opened: the others are
-    still done.
-
-    Args:
-        names: Files, folders, glob patterns (`**` matches subfolders), http(s) URLs, or `-`.
-        recursive: Also search subfolders.
-        stdin: The list of `-`: a file or URL per line, or separated by NUL; default: the process's
-            standard input.
+    still done. `-` is a list on `stdin`: a file or URL per line, or separated by NUL.
 
     Raises:
         UsageError: A folder without images, another URL.
     """
-    sources: list[Source] = []
+    sources: list[ImageSource] = []
     for name in names:
         path = Path(name)
         if name == STDIN:
@@ -159,15 +118,15 @@ def find_sources(
         elif _SCHEME.match(name):
             sources.append(source_of(name))
         elif path.is_dir():
-            sources += map(FileSource, _in_folder(path, recursive))
+            sources += map(ImageSource, _in_folder(path, recursive))
         elif path.exists():
-            sources.append(FileSource(path))
+            sources.append(ImageSource(path))
         elif glob.has_magic(name):
             matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207 - Path's takes no absolute pattern
             files = [Path(match) for match in matches if Path(match).is_file()]
-            sources += map(FileSource, files or [path])
+            sources += map(ImageSource, files or [path])
         else:
-            sources.append(FileSource(path))
+            sources.append(ImageSource(path))
     return sources
 
 
@@ -187,7 +146,6 @@ def looks_like_image(name: str) -> bool:
 
 
 def is_camera(name: str) -> bool:
-    """Return whether a name is a camera of Linux (Video4Linux2)."""
     return _CAMERA.fullmatch(name) is not None
 
 
@@ -232,8 +190,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in files)
 
 
-def _listed(stdin: IO[bytes]) -> list[Source]:
-    """Read a list; a file that does not exist is reported with the unreadable images."""
+def _listed(stdin: IO[bytes]) -> list[ImageSource]:
     content = stdin.read()
     lines = content.split(b"\0") if b"\0" in content else content.splitlines()
     sources = [source_of(os.fsdecode(line)) for line in lines if line.strip()]

@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+from ssdctl.config import Config
 from ssdctl.download.detectors import (
     DETECTORS,
     DetectorSource,
@@ -22,7 +23,13 @@ from ssdctl.download.hub import (
     parse_reference,
 )
 from ssdctl.errors import UsageError
-from ssdctl.runs.layout import RunDir, find_checkpoint, tensorflow_checkpoint
+from ssdctl.model.pretrained import (
+    check_hash_of_name,
+    tensorflow_checkpoint,
+    weights_named,
+    weights_of,
+)
+from ssdctl.runs.layout import RunDir, find_checkpoint, run_dir
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +62,7 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
 
 
 def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | DetectorSource:
-    """Return what the name of a checkpoint stands for; nothing is fetched.
-
-    Raises:
-        UsageError: There is no such file, folder or detector (the hint names the nearest one), or
-            the name of a model on the Hub is malformed.
-    """
+    """Return what the name of a checkpoint stands for, without fetching it."""
     name = os.fspath(source)
     if is_reference(name):
         return parse_reference(name)
@@ -101,7 +103,37 @@ def is_model_folder(path: Path) -> bool:
 
 
 def _check_contents(file: Path) -> None:
-    """Raise IntegrityError unless the file is a checkpoint whose weights fit its network."""
-    from ssdctl.checkpoint.reader import load_network, read_checkpoint  # torch takes seconds
+    from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
 
-    load_network(read_checkpoint(file))
+    load_network(load_checkpoint(file))
+
+
+def check_weight_sources(config: Config) -> None:
+    """Check the names and files of `--resume`, `--init` and `--backbone-weights`, in that order.
+
+    Only what the run would read is checked: a run that resumes does not need its first weights.
+
+    Raises:
+        UsageError: A file does not exist, or there are no weights of that name.
+        IntegrityError: A backbone's file does not have the hash that its name begins with.
+    """
+    resume = config.train.resume
+    if resume not in ("auto", "never"):
+        if not Path(resume).is_file():
+            raise UsageError(
+                f"--resume {resume}: no such checkpoint file",
+                hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
+            )
+        return
+    if resume == "auto" and any(run_dir(config).checkpoints.glob("*.pt")):
+        return
+    if config.train.init is not None:
+        resolve_source(config.train.init)
+        return
+    name = weights_of(config.model)
+    if name is None:
+        return
+    if Path(name).is_file():
+        check_hash_of_name(Path(name))
+    else:
+        weights_named(name)

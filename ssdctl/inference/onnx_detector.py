@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
-from ssdctl.checkpoint.onnx_file import PACKAGES
-from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.exported import PACKAGES
 from ssdctl.device.base import Device
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
@@ -28,18 +28,15 @@ from ssdctl.runtime.cores import quota_cores
 DETECTIONS = ("boxes", "scores", "labels", "count")
 DECODED = ("all_boxes", "all_scores")
 HEADS = ("offsets", "logits")
-MAX_DETECTIONS = 10_000  # of an image, in the output of a graph
+MAX_DETECTIONS = 10_000  # per image in the output of a graph
 CUDA_PROVIDER = "CUDAExecutionProvider"
 
 
 class OnnxDetector:
-    """Implement `ssdctl.inference.detector.DetectorBackend` with onnxruntime.
+    """Implement `DetectorBackend` with onnxruntime, on a CPU or CUDA device.
 
-    Args:
-        checkpoint: Of `read_model`, with a graph.
-        device: A CPU or CUDA device.
-        config: Its precision must be `fp32`: the graph has its own. Thresholds of None are the
-            graph's, else the network's own.
+    The precision must be `fp32`: the graph has its own. Thresholds of None are the graph's, else
+    the network's own.
 
     Raises:
         UsageError: The device, precision or a threshold does not suit the graph, or onnxruntime is
@@ -58,7 +55,7 @@ class OnnxDetector:
         assert checkpoint.nms is not None
         if config.precision != "fp32":
             raise UsageError(f"{checkpoint.path}: the precision of an ONNX file is fixed")
-        self.device_name = device.name
+        self.device = device
         self._path = checkpoint.path
         self._num_classes = checkpoint.architecture.num_classes
         self._session = _session(checkpoint, device)
@@ -83,15 +80,8 @@ class OnnxDetector:
             iou if nms_iou is None else nms_iou,
         )
 
-    def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
-        return self.finish(self.forward(images_BHW3))
-
     def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
-        """Run the graph; a fixed batch size is filled with repetitions of the last image.
-
-        Raises:
-            IntegrityError: The graph cannot be run, or its outputs have other shapes.
-        """
+        """Run the graph; a fixed batch size is filled with repetitions of the last image."""
         images = images_BHW3.cpu().numpy()
         size = self._batch or len(images)
         parts = []
@@ -107,12 +97,6 @@ class OnnxDetector:
         return tuple(torch.from_numpy(array) for array in joined)
 
     def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
-        """Return the detections in the output of `forward`.
-
-        Raises:
-            NonFiniteError: It is NaN or infinite.
-            IntegrityError: A label is not a class.
-        """
         refuse_non_finite(output)
         if self._has_nms:
             return [self._above_threshold(*image) for image in zip(*output, strict=True)]
@@ -155,7 +139,6 @@ class OnnxDetector:
         )
 
     def _is_valid(self, arrays: list[Any], batch: int) -> bool:
-        """Return whether arrays have the types and shapes of the outputs."""
         expected: list[tuple[int, ...]]
         shapes = [array.shape for array in arrays]
         kinds = [array.dtype.kind for array in arrays]
@@ -179,7 +162,6 @@ def filled_batches(images: NDArray[np.uint8], size: int) -> list[NDArray[np.uint
 
 
 def _session(checkpoint: Checkpoint, device: Device) -> Any:
-    """Return the onnxruntime session of a graph, on the device."""
     try:
         import onnxruntime
     except ImportError:

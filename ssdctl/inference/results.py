@@ -16,7 +16,7 @@ from PIL import Image
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import SsdctlError, hints_in_messages, missing_package
 from ssdctl.inference.drawing import DrawingStyle, Rectangle, draw, save_image
-from ssdctl.runtime.html_table import html_table
+from ssdctl.runtime.safe_text import html_table
 
 if TYPE_CHECKING:
     import pandas
@@ -153,8 +153,9 @@ class Result:
         Raises:
             DataError: The file does not exist any more.
         """
+        style = DrawingStyle(line_width, labels, scores)
         image = self._open_image(self.image)
-        return draw(image, list(self), DrawingStyle(line_width, labels, scores))
+        return draw(image, self.boxes, self.labels, self.names, self.scores, style)
 
     @hints_in_messages()
     def save(

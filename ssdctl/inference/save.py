@@ -1,6 +1,6 @@
 """Write detections for labeling tools, as a start for annotation by hand. Torch-free.
 
-    writer = open_writer("coco", Path("labels"), classes)
+    writer = WRITERS["coco"](Path("labels"), classes)
     writer.add(source, result)
     writer.close()
 
@@ -19,48 +19,21 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
+import numpy as np
+
 from ssdctl.config.sections.evaluate import SaveFormat
+from ssdctl.data.annotations import coco_document
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
-from ssdctl.inference.image_sources import Source, UrlSource
+from ssdctl.inference.image_sources import ImageSource
 from ssdctl.inference.results import Result
 
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file below its document root
-
-
-class Writer(Protocol):
-    """Write the detections on images into a folder."""
-
-    def add(self, source: Source, result: Result) -> None:
-        """Add one image."""
-
-    def close(self) -> str:
-        """Write the files of all images; return how to import them."""
-
-
-def open_writer(save: SaveFormat, folder: Path, classes: Mapping[int, ClassName]) -> Writer:
-    """Return the writer of a format.
-
-    Args:
-        save: The format.
-        folder: Created if it does not exist.
-        classes: Those that detections may have, by label; they are numbered in this order.
-
-    Raises:
-        UsageError: `yolo`, and the folder has a dataset, which may have been corrected by hand.
-    """
-    if save == "json":
-        return JsonWriter(folder)
-    if save == "coco":
-        return CocoWriter(folder, classes)
-    if save == "yolo":
-        return YoloWriter(folder, classes)
-    return LabelStudioWriter(folder, classes)
 
 
 def image_record(name: str, result: Result, **more: Any) -> dict[str, Any]:
@@ -70,75 +43,61 @@ def image_record(name: str, result: Result, **more: Any) -> dict[str, Any]:
     return {"image": name, **more, "width": width, "height": height, "detections": detections}
 
 
-class JsonWriter:
-    """The list that `ssdctl predict --json` prints."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "detections.json"
-        self._records: list[dict[str, Any]] = []
-
-    def add(self, source: Source, result: Result) -> None:
-        """Add one image."""
-        self._records.append(image_record(source.name, result))
-
-    def close(self) -> str:
-        """Write detections.json."""
-        _write_json(self._path, self._records)
-        return f"boxes in {self._path}"
-
-
-class CocoWriter:
-    """A dataset in COCO's format, and COCO's results."""
+class Writer:
+    """Writes the detections on images into a folder; classes are those they may have, by label."""
 
     def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
-        self._folder = folder
-        self._categories = [
-            {"id": label if c.id is None else c.id, "name": c.name, "supercategory": ""}
-            for label, c in classes.items()
-        ]
-        self._images: list[dict[str, Any]] = []
-        self._results: list[dict[str, Any]] = []
+        self.folder = folder
+        self.classes = classes
+        self.entries: list[Any] = []
 
-    def add(self, source: Source, result: Result) -> None:
-        """Add one image."""
-        number = len(self._images) + 1
-        width, height = result.size
-        image = {"id": number, "file_name": source.name, "width": width, "height": height}
-        self._images.append(image)
-        self._results += _with_area(result).to_coco(number)
+    def add(self, source: ImageSource, result: Result) -> None:
+        raise NotImplementedError
 
     def close(self) -> str:
-        """Write coco.json and results.json."""
-        annotations = [
-            {
-                "id": number,
-                **result,
-                "area": round(result["bbox"][2] * result["bbox"][3], 2),
-                "iscrowd": 0,
-                "segmentation": [],
-            }
-            for number, result in enumerate(self._results, start=1)
+        """Write the files of all images; return how to import them."""
+        raise NotImplementedError
+
+
+class JsonWriter(Writer):
+    """The list that `ssdctl predict --json` prints."""
+
+    def add(self, source: ImageSource, result: Result) -> None:
+        self.entries.append(image_record(source.name, result))
+
+    def close(self) -> str:
+        _write_json(self.folder / "detections.json", self.entries)
+        return f"boxes in {self.folder / 'detections.json'}"
+
+
+class CocoWriter(Writer):
+    """A dataset in COCO's format, and COCO's results."""
+
+    def add(self, source: ImageSource, result: Result) -> None:
+        results = _with_area(result).to_coco(len(self.entries) + 1)
+        self.entries.append(((len(self.entries) + 1, source.name, *result.size), results))
+
+    def close(self) -> str:
+        results = [r for _, rows in self.entries for r in rows]
+        objects = [
+            (r["image_id"], r["category_id"], r["bbox"], round(width * height, 2), 0, r["score"])
+            for r in results
+            for width, height in [r["bbox"][2:]]
         ]
-        dataset = {
-            "images": self._images,
-            "annotations": annotations,
-            "categories": self._categories,
-        }
-        _write_json(self._folder / "coco.json", dataset)
-        _write_json(self._folder / "results.json", self._results)
-        return (
-            f"{len(self._images)} images and {len(annotations)} boxes in "
-            f"{self._folder / 'coco.json'}"
-        )
+        classes = [(label if c.id is None else c.id, c.name) for label, c in self.classes.items()]
+        document = coco_document((image for image, _ in self.entries), classes, objects)
+        _write_json(self.folder / "coco.json", document)
+        _write_json(self.folder / "results.json", results)
+        counts = f"{len(self.entries)} images and {len(objects)} boxes"
+        return f"{counts} in {self.folder / 'coco.json'}"
 
 
-class YoloWriter:
+class YoloWriter(Writer):
     """A dataset in YOLO's format, of links to the images."""
 
     def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
-        self._folder = folder
+        super().__init__(folder, classes)
         self._numbers = {label: number for number, label in enumerate(classes)}
-        self._names = [c.name for c in classes.values()]
         self._stems: set[str] = set()
         for path in (folder / "labels", folder / "images", folder / "data.yaml"):
             if path.is_file() or (path.is_dir() and any(path.iterdir())):
@@ -147,19 +106,18 @@ class YoloWriter:
                     hint="choose another --out, or remove it",
                 )
 
-    def add(self, source: Source, result: Result) -> None:
-        """Write the labels of one image, and link it."""
-        stem = free_stem(source.file_name, self._stems)
-        width, height = result.size
-        lines = []
-        for d in _with_area(result):
-            left, top, right, bottom = d.box
-            center = f"{(left + right) / 2 / width:.6f} {(top + bottom) / 2 / height:.6f}"
-            size = f"{(right - left) / width:.6f} {(bottom - top) / height:.6f}"
-            lines.append(f"{self._numbers[d.label]} {center} {size}\n")
-        write_text(self._folder / "labels" / f"{stem}.txt", "".join(lines))
-        suffix = Path(source.file_name).suffix or ".jpg"
-        image = self._folder / "images" / (stem + suffix)
+    def add(self, source: ImageSource, result: Result) -> None:
+        stem = free_stem(source.path.name, self._stems)
+        found = _with_area(result)
+        low, high = found.boxes[:, :2] / result.size, found.boxes[:, 2:] / result.size
+        rows = np.concatenate([(low + high) / 2, high - low], axis=1).tolist()
+        lines = [
+            f"{self._numbers[label]} {x:.6f} {y:.6f} {width:.6f} {height:.6f}\n"
+            for label, (x, y, width, height) in zip(found.labels.tolist(), rows, strict=True)
+        ]
+        write_text(self.folder / "labels" / f"{stem}.txt", "".join(lines))
+        suffix = source.path.suffix or ".jpg"
+        image = self.folder / "images" / (stem + suffix)
         if not isinstance(result.image, Path):
             write_bytes(image, result.image.getvalue())
             return
@@ -168,24 +126,16 @@ class YoloWriter:
             image.symlink_to(result.image.absolute())
 
     def close(self) -> str:
-        """Write data.yaml."""
-        # JSON strings are YAML strings.
-        names = "".join(f"  {n}: {json.dumps(name)}\n" for n, name in enumerate(self._names))
-        described = f"train: images\nval: images\nnames:\n{names}"
-        write_text(self._folder / "data.yaml", described)
-        return f"labels of {len(self._stems)} images in {self._folder / 'labels'}, and data.yaml"
+        names = enumerate(json.dumps(c.name) for c in self.classes.values())  # valid YAML
+        lines = "".join(f"  {number}: {name}\n" for number, name in names)
+        write_text(self.folder / "data.yaml", f"train: images\nval: images\nnames:\n{lines}")
+        return f"labels of {len(self._stems)} images in {self.folder / 'labels'}, and data.yaml"
 
 
-class LabelStudioWriter:
+class LabelStudioWriter(Writer):
     """Tasks of Label Studio with predictions."""
 
-    def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
-        self._folder = folder
-        self._names = [c.name for c in classes.values()]
-        self._tasks: list[tuple[Source, dict[str, Any]]] = []
-
-    def add(self, source: Source, result: Result) -> None:
-        """Add one image."""
+    def add(self, source: ImageSource, result: Result) -> None:
         width, height = result.size
         results = []
         for number, d in enumerate(_with_area(result)):
@@ -212,31 +162,37 @@ class LabelStudioWriter:
             )
         score = max(result.scores.tolist(), default=0.0)
         prediction = {"model_version": "ssdctl", "score": score, "result": results}
-        self._tasks.append((source, {"predictions": [prediction]}))
+        self.entries.append((source, {"predictions": [prediction]}))
 
     def close(self) -> str:
-        """Write tasks.json and labels.xml."""
         # The document root may not be the folder of the images itself, only one above it.
-        folders = [
-            str(s.path.absolute().parent) for s, _ in self._tasks if not isinstance(s, UrlSource)
-        ]
+        folders = [str(s.path.absolute().parent) for s, _ in self.entries if not s.url]
         root = Path(os.path.commonpath(folders)).parent if folders else None
-        tasks = [{"data": {"image": _address(s, root)}, **task} for s, task in self._tasks]
-        _write_json(self._folder / "tasks.json", tasks)
-        labels = "".join(f"    <Label value={quoteattr(name)}/>\n" for name in self._names)
+        tasks = [{"data": {"image": _address(s, root)}, **task} for s, task in self.entries]
+        _write_json(self.folder / "tasks.json", tasks)
+        names = [c.name for c in self.classes.values()]
+        labels = "".join(f"    <Label value={quoteattr(name)}/>\n" for name in names)
         write_text(
-            self._folder / "labels.xml",
+            self.folder / "labels.xml",
             '<View>\n  <Image name="image" value="$image"/>\n'
             f'  <RectangleLabels name="label" toName="image">\n{labels}  </RectangleLabels>\n'
             "</View>\n",
         )
         serve = "" if root is None else f"; LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={root} serves it"
-        return f"{len(tasks)} tasks in {self._folder / 'tasks.json'}{serve}"
+        return f"{len(tasks)} tasks in {self.folder / 'tasks.json'}{serve}"
 
 
-def _address(source: Source, root: Path | None) -> str:
+WRITERS: dict[SaveFormat, type[Writer]] = {
+    "json": JsonWriter,
+    "coco": CocoWriter,
+    "yolo": YoloWriter,
+    "labelstudio": LabelStudioWriter,
+}
+
+
+def _address(source: ImageSource, root: Path | None) -> str:
     """Return where Label Studio finds an image."""
-    if isinstance(source, UrlSource) or root is None:
+    if source.url or root is None:
         return source.name
     return LOCAL_FILES + quote(source.path.absolute().relative_to(root).as_posix())
 

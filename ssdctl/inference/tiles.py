@@ -16,15 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_TILE = 32
-CUT_MARGIN = 0.01  # of the window's side: a box this near to its edge touches it
+CUT_MARGIN = 0.01  # a box this near to the window's edge touches it, as a fraction of the side
 CUT_COVERED = 0.5  # drop a truncated box if a kept box covers more than this
 
 Boxes = NDArray[np.float64]  # K x 4
 
 
 class Window(NamedTuple):
-    """A part of a image in pixels."""
-
     left: int
     top: int
     right: int
@@ -34,11 +32,7 @@ class Window(NamedTuple):
 def tile_windows(width: int, height: int, size: int, overlap: float) -> list[Window]:
     """Return the whole image, and tiles that cover it if it is larger than one.
 
-    Args:
-        width: Of the image in pixels.
-        height: Of the image in pixels.
-        size: Side of a tile in pixels.
-        overlap: The least overlap of neighbors as a fraction of the tile, below 1.
+    Tiles have `size` pixels; neighbors overlap by at least `overlap`, a fraction of the tile.
     """
     windows = [Window(0, 0, width, height)]
     if width > size or height > size:

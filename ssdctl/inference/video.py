@@ -24,14 +24,19 @@ from PIL import Image
 
 from ssdctl.data.image_decode import MAX_PIXELS
 from ssdctl.errors import DataError, UsageError, missing_package
-from ssdctl.inference.drawing import DEFAULT_STYLE, DrawingStyle, draw
+from ssdctl.inference.drawing import DEFAULT_STYLE, DrawingStyle
+from ssdctl.inference.image_detector import (
+    ImageDetector,
+    OpenedImage,
+    UnreadableImage,
+    detect_ahead,
+)
 from ssdctl.inference.image_sources import is_camera
-from ssdctl.inference.predict import ImageDetector, OpenedImage, UnreadableImage, detect_ahead
 from ssdctl.inference.results import Result
 
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg"
 ENCODERS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
-TICKS = 30_000  # of a second in written videos; MPEG-4 allows up to 65,535
+TICKS = 30_000  # per second in written videos; MPEG-4 allows up to 65,535
 DEFAULT_RATE = 25  # frames per second if a video does not state it
 MAX_RATE = 240
 
@@ -45,13 +50,7 @@ class Frame(NamedTuple):
 
 
 class Video:
-    """An open video or camera.
-
-    Args:
-        av: The package.
-        container: Of PyAV.
-        name: For messages.
-    """
+    """An open video or camera."""
 
     def __init__(self, av: ModuleType, container: Any, name: str) -> None:
         self._av, self._container, self._name = av, container, name
@@ -65,7 +64,6 @@ class Video:
 
     @property
     def rate(self) -> float:
-        """Frames per second."""
         rate = float(self._stream.average_rate or DEFAULT_RATE)
         return rate if 0 < rate <= MAX_RATE else DEFAULT_RATE
 
@@ -75,11 +73,7 @@ class Video:
         return self._stream.frames or None
 
     def frames(self, *, every: int = 1, limit: int | None = None) -> Iterator[Frame]:
-        """Yield every Nth frame, at most `limit` of them.
-
-        Raises:
-            DataError: The file is damaged; the frames before were yielded.
-        """
+        """Yield every Nth frame, at most `limit`; a damaged file raises DataError after them."""
         decoded = itertools.islice(enumerate(self._decoded()), 0, None, every)
         for number, frame in itertools.islice(decoded, limit):
             time = number / self.rate if frame.time is None else float(frame.time)
@@ -126,11 +120,7 @@ def open_video(name: str) -> Iterator[Video]:
 def predict_frames(
     detector: ImageDetector, frames: Iterator[Frame], *, batch_size: int
 ) -> Iterator[tuple[Frame, Result]]:
-    """Detect on frames in their order; a thread decodes the next batches in the meantime.
-
-    Raises:
-        DataError: The file is damaged; the frames before were yielded.
-    """
+    """Detect on frames in their order; a thread decodes the next batches in the meantime."""
 
     def opened(_: None, cancelled: threading.Event) -> OpenedImage | None:
         frame = next(frames, None)
@@ -147,12 +137,9 @@ def predict_frames(
 
 
 class VideoWriter:
-    """Write frames with their detections as an MP4 file.
+    """Write frames with their detections as an MP4 file, which must be seekable.
 
-    Args:
-        file: Seekable; MP4 is completed at its end.
-        rate: Frames per second, as a hint for the encoder; times are those of the frames.
-        style: How the detections are drawn.
+    The rate is a hint for the encoder; times are those of the frames.
     """
 
     def __init__(self, file: IO[bytes], rate: float, style: DrawingStyle = DEFAULT_STYLE) -> None:
@@ -163,8 +150,7 @@ class VideoWriter:
         self._last = -1
 
     def add(self, frame: Frame, found: Result) -> None:
-        """Draw the detections, and encode the frame."""
-        image = draw(Image.fromarray(frame.pixels), list(found), self._style)
+        image = found.plot(**self._style._asdict())
         # The usual pixel format stores colors for squares of 2 x 2 pixels.
         even = image.crop((0, 0, max(image.width // 2 * 2, 2), max(image.height // 2 * 2, 2)))
         if self._stream is None:
@@ -177,7 +163,6 @@ class VideoWriter:
         self._container.mux(self._stream.encode(encoded))
 
     def close(self) -> None:
-        """Complete the file."""
         if self._stream is not None:
             self._container.mux(self._stream.encode(None))
         self._container.close()

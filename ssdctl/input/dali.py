@@ -60,7 +60,7 @@ class DaliLoader:
         for _ in positions:
             try:
                 images = _run(pipeline, self._decoder)
-            except RuntimeError:  # of DALI: it cannot continue after a bad image
+            except RuntimeError:  # DALI cannot continue after a bad image
                 yield from self._native.decode([feed.fed.popleft()])
                 feed.start_again()
                 pipeline = self._open(feed)
@@ -119,7 +119,6 @@ def _as_bmp(pixels: Pixels) -> NDArray[np.uint8]:
 
 
 def _opener(config: LoaderConfig, decoder: Decoder | None) -> Any:
-    """Return a function that builds the pipeline."""
     from nvidia.dali import fn, pipeline_def, types
 
     # DALI's decorator has no types.

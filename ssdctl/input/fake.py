@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.data.classes import ClassName
-from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
+from ssdctl.data.classes import COCO_NUM_CLASSES, COCO_NUM_IMAGES, ClassName
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.batch import Batch
 from ssdctl.input.sampler import LoaderConfig
@@ -31,11 +30,9 @@ def random_batch(
     """Return noise with as many boxes as an image of COCO has: as expensive as a real batch.
 
     Args:
-        batch_size: Number of images.
         num_classes: Labels are below it; background is 0.
         max_boxes: G, with padding.
         real_boxes: On each image.
-        seed: Of the noise.
     """
     generator = torch.Generator().manual_seed(seed)
     low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)

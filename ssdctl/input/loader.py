@@ -30,12 +30,13 @@ from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import BadImage, Batch
 from ssdctl.input.resize import resize, resize_crop
 from ssdctl.input.sampler import LoaderConfig, Samples, SampleStream, draw_samples, whole_samples
-from ssdctl.runtime.map_ahead import take_ahead
+from ssdctl.runtime.threads import take_ahead
 
 BATCHES_AHEAD = 2
 MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us
 MAX_BAD_IN_A_ROW = 100  # bad images of the stream, one after another, before the run fails
 Problem = tuple[int, str]  # which slot of a batch, and why
+Edges = tuple[int, int, int, int]
 
 
 Buffer = Callable[[tuple[int, ...]], Tensor]
@@ -44,8 +45,6 @@ Replace = Callable[[Samples, int, str, Pixels], BadImage]
 
 
 class TrainLoader:
-    """Training batches of one rank."""
-
     def __init__(
         self,
         split: Split,
@@ -186,7 +185,6 @@ def _finished(done: _Pending, replace: Replace) -> Batch:
 
 
 def as_batch(samples: Samples, images: Tensor, bad: tuple[BadImage, ...] = ()) -> Batch:
-    """Return samples and their pixels as tensors."""
     view = samples.view
     return Batch(
         images=images,
@@ -215,22 +213,22 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
         if samples.is_whole:
             resize(split.decode(row), out)
             return None
-        width, height = split.pixel_sizes[row].tolist()
-        left, top, right, bottom = samples.view.rect[slot].tolist()
-        edges = (
-            round(left * width),
-            round(top * height),
-            round(right * width),
-            round(bottom * height),
-        )
-        pixels = split.decode(row, rows=min(edges[3], height))
-        resize_crop(pixels, edges, bool(samples.view.flip[slot]), out)
+        edges, rows = crop_edges(split, samples, slot)
+        resize_crop(split.decode(row, rows), edges, bool(samples.view.flip[slot]), out)
     except (DataError, DiskError, ImageError) as error:
         is_replaced = isinstance(split.images, ImageFiles) and not samples.is_whole
         if isinstance(error, DiskError) and not is_replaced:
             raise
         return str(error)
     return None
+
+
+def crop_edges(split: Split, samples: Samples, slot: int) -> tuple[Edges, int]:
+    """Return left, top, right and bottom of a crop in pixels, and how many pixel rows it needs."""
+    width, height = split.pixel_sizes[samples.rows[slot]].tolist()
+    left, top, right, bottom = samples.view.rect[slot].tolist()
+    edges = round(left * width), round(top * height), round(right * width), round(bottom * height)
+    return edges, min(edges[3], height)
 
 
 def _put(source: Samples, target: Samples, slot: int) -> None:

@@ -9,15 +9,17 @@ boxes (padded).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.config import TrainConfig
 from ssdctl.data.store import Split
 from ssdctl.input.augmentations import Boxes, Keys, View, load, whole
 from ssdctl.input.counter_rng import hashed
+
+if TYPE_CHECKING:
+    from ssdctl.config import TrainConfig
 
 ORDER_STREAM = 1  # separates these random numbers from those of augmentations
 
@@ -32,7 +34,7 @@ class LoaderConfig(NamedTuple):
     augment: str = "ssd"
     hue_degrees: float = 18.0
     accumulate: int = 1
-    first_sample: int = 0  # of the stream, at step 0 of `TrainLoader.batches`
+    first_sample: int = 0  # position in the stream at step 0 of `TrainLoader.batches`
     rank: int = 0
     world_size: int = 1
 
@@ -66,12 +68,7 @@ class LoaderConfig(NamedTuple):
 
 
 class SampleStream:
-    """The order of one run's samples.
-
-    Args:
-        rows: The images that are trained on.
-        seed: The run's seed.
-    """
+    """The order of one run's samples."""
 
     def __init__(self, rows: NDArray[np.int64], seed: int) -> None:
         assert len(rows) > 0

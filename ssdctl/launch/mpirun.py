@@ -8,21 +8,23 @@ and starts rank 0 on the first host of the host file; version 4 starts it on the
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import ipaddress
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch.node import Node
-from ssdctl.launch.request import LaunchRequest
+from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node
 from ssdctl.runtime.cores import BINDING_VARIABLE
 
 # On SIGTERM and SIGINT mpirun kills its ranks two seconds later, even while they save. It
 # forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` stops on that signal.
-# (On one node run.py signals the ranks directly.)
+# (On one node _run.py signals the ranks directly.)
 STOP_SIGNAL = signal.SIGUSR1
 MAX_HOSTFILE_BYTES = 16 << 20
 HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]{0,252}")  # as long as in DNS
@@ -42,9 +44,34 @@ IN_AN_MPI_JOB = "K_MPI_JOB_ROLE"  # the MPI operator sets it in its pods
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
-    """Return the command line, its variables, and what the user must still specify."""
+def require() -> None:
+    """Check that Open MPI is installed here."""
+    if shutil.which("mpirun") is None:
+        raise UsageError(
+            "mpirun is not on PATH",
+            hint="install Open MPI (Debian: apt install openmpi-bin; Gaudi's images have it), "
+            "or use --launcher torchrun",
+        )
+
+
+def inspect(request: LaunchRequest) -> LaunchRequest:
+    """Add the major version of this machine's Open MPI."""
+    try:
+        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return request
+    match = re.search(r"Open MPI\) v?(\d+)\.", done.stdout)
+    return dataclasses.replace(request, open_mpi=int(match[1]) if match else None)
+
+
+def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
+    """Return the command line of mpirun."""
     config, missing = request.config, None
+    if request.device == "xla":
+        raise UsageError(
+            "--launcher mpirun: torch_xla takes its chips from torchrun's variables",
+            hint="leave --launcher out",
+        )
     if config.rdzv_endpoint is not None:
         raise UsageError("--rdzv-endpoint is torchrun's; mpirun takes --hostfile")
     if ":" in request.command:
@@ -59,7 +86,10 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
         options += ["--prtemca", "plm_ssh_args"] if is_new else ["--mca", "plm_rsh_args"]
         options += [POD_SSH]
     if config.hostfile is not None:
-        _check_hosts(request)
+        if len(request.hosts) < config.nodes:
+            raise UsageError(
+                f"--nodes {config.nodes}, but {config.hostfile} names {len(request.hosts)} host(s)"
+            )
         hostfile = f"./{config.hostfile}" if config.hostfile.startswith("-") else config.hostfile
         options += ["--hostfile", hostfile]
 
@@ -74,19 +104,33 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
             )
     if config.nodes > 1:
         port = request.environment.get("MASTER_PORT", port)
-    _check_address(address, port)
-    _check_exported(config.export_env)
+    if not HOST.fullmatch(address):
+        raise UsageError(f"MASTER_ADDR {address!r} is not a host name")
+    if not re.fullmatch("[0-9]{1,5}", port):
+        raise UsageError(f"MASTER_PORT {port!r} is not a port")
+    for name in config.export_env:
+        if not VARIABLE.fullmatch(name):
+            raise UsageError(f"--export-env {name!r} is not the name of a variable")
     options += ["-x", f"MASTER_ADDR={address}", "-x", f"MASTER_PORT={port}"]
     if config.nodes > 1 or request.hosts:
-        present = {**request.environment, **request.settings}
+        present = {**request.environment, **request.variables}
         for name in sorted(n for n in present if EXPORTED.fullmatch(n) or n in config.export_env):
             options += ["-x", name]  # by name: mpirun takes the value from its own environment
 
-    argv = ("mpirun", *options, request.python, "-m", "ssdctl", *request.command)
-    return argv, dict(request.settings), missing
+    is_local = config.nodes == 1 and not request.hosts
+    return LaunchPlan(
+        ("mpirun", *options, request.python, "-m", "ssdctl", *request.command),
+        request.variables,
+        "mpirun",
+        request.count,
+        config.nodes if is_local else max(config.nodes, 2),
+        stop_signal=None if is_local else STOP_SIGNAL,
+        missing=missing,
+        warnings=_warnings(request),
+    )
 
 
-def warnings(request: LaunchRequest) -> tuple[str, ...]:
+def _warnings(request: LaunchRequest) -> tuple[str, ...]:
     """Return what was assumed about the version of Open MPI and about the nodes."""
     config, version = request.config, request.open_mpi
     texts = []
@@ -98,18 +142,14 @@ def warnings(request: LaunchRequest) -> tuple[str, ...]:
             f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI 4 "
             "starts rank 0 on the launching host, version 5 on the first one"
         )
-    is_other_machine = request.is_planned or version is None or _is_absent(request)
+    is_listed = not request.hosts or set(request.hosts) & set(request.own_names)
+    is_other_machine = request.is_planned or version is None or not is_listed
     if is_other_machine and config.cores_per_node is None and config.bind_to == "core":
         texts.append(
             "core binding is computed from the cores of this machine; if the nodes have another "
             "number of cores, give --cores-per-node N"
         )
     return tuple(texts)
-
-
-def _is_absent(request: LaunchRequest) -> bool:
-    """Return whether the host file does not list this machine."""
-    return bool(request.hosts) and not set(request.hosts) & set(request.own_names)
 
 
 def _first_rank(request: LaunchRequest) -> str:
@@ -146,27 +186,11 @@ def _placement(request: LaunchRequest, node: Node) -> list[str]:
         unbound = ["--bind-to", "none", "--map-by", f"{unit}:OVERSUBSCRIBE"]
         if config.bind_to == "none":
             unbound += ["-x", f"{BINDING_VARIABLE}=none"]
-        return [*unbound, *rank_by, *_shares(request, cores)]
+        unbound += [*rank_by, "-x", f"LOCAL_WORLD_SIZE={ranks}"]
+        if "OMP_NUM_THREADS" not in request.environment:  # each would use all cores
+            unbound += ["-x", f"OMP_NUM_THREADS={max(1, cores // ranks)}"]
+        return unbound
     return ["--bind-to", "core", "--map-by", f"ppr:{ranks}:node:PE={share}", *rank_by]
-
-
-def _shares(request: LaunchRequest, cores: int) -> list[str]:
-    """Return variables that keep unbound ranks from using all cores each."""
-    ranks = request.ranks_per_node
-    options = ["-x", f"LOCAL_WORLD_SIZE={ranks}"]
-    if "OMP_NUM_THREADS" not in request.environment:
-        options += ["-x", f"OMP_NUM_THREADS={max(1, cores // ranks)}"]
-    return options
-
-
-def read_version() -> int | None:
-    """Return the major version of this machine's Open MPI; None if there is no mpirun."""
-    try:
-        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = re.search(r"Open MPI\) v?(\d+)\.", done.stdout)
-    return int(match[1]) if match else None
 
 
 def read_hosts(path: Path) -> tuple[str, ...]:
@@ -187,7 +211,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
         words = line.split()
         if not words:
             continue
-        if not _is_host(words[0]):
+        if not HOST.fullmatch(words[0]) or (":" in words[0] and not _is_ipv6(words[0])):
             raise UsageError(
                 f"--hostfile {path}:{number}: {words[0][:60]!r} is not a host name",
                 hint="one host per line, as NAME slots=8. The user name of ssh is set in "
@@ -205,30 +229,8 @@ def read_hosts(path: Path) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def _is_host(word: str) -> bool:
-    """Return whether a word is a host name or an address, and not NAME:SLOTS of other launchers."""
-    try:
-        return bool(HOST.fullmatch(word) and (":" not in word or ipaddress.IPv6Address(word)))
-    except ValueError:
-        return False
-
-
-def _check_hosts(request: LaunchRequest) -> None:
-    if len(request.hosts) < request.config.nodes:
-        raise UsageError(
-            f"--nodes {request.config.nodes}, but {request.config.hostfile} "
-            f"names {len(request.hosts)} host(s)"
-        )
-
-
-def _check_address(address: str, port: str) -> None:
-    if not HOST.fullmatch(address):
-        raise UsageError(f"MASTER_ADDR {address!r} is not a host name")
-    if not re.fullmatch("[0-9]{1,5}", port):
-        raise UsageError(f"MASTER_PORT {port!r} is not a port")
-
-
-def _check_exported(names: tuple[str, ...]) -> None:
-    for name in names:
-        if not VARIABLE.fullmatch(name):
-            raise UsageError(f"--export-env {name!r} is not the name of a variable")
+def _is_ipv6(word: str) -> bool:
+    """Return whether a word is an address, and not NAME:SLOTS of other launchers."""
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv6Address(word))
+    return False

@@ -1,4 +1,4 @@
-"""Build the batch script of Slurm's sbatch: one task per device, started by srun.
+"""Slurm: a batch script for sbatch, whose srun starts one task per device.
 
 Before the time limit Slurm sends the tasks SIGUSR1; they save and exit 75, the script queues the
 job again, and the next run resumes. Options are in `#SBATCH` lines, which no shell parses: so the
@@ -7,16 +7,21 @@ form of each is checked. Arguments of the user are quoted in the script's body.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
+import time
+from pathlib import Path
+from typing import Annotated
 
 from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.config.sections.launch import SlurmConfig
-from ssdctl.errors import UsageError
-from ssdctl.launch.exit_codes import EXITS_VARIABLE
-from ssdctl.launch.node import Node
-from ssdctl.launch.request import LaunchRequest
+from ssdctl.config.fields import Count, Section, setting
+from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
+from ssdctl.errors import ExitCode, UsageError
+from ssdctl.launch._engine import POLL_S, Write, query, require_client, submit_text
+from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node
 
+SUBMIT = "sbatch"  # submits a written file
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
 WORD = r"[A-Za-z0-9_[][A-Za-z0-9_.,:@+&|()*=/\[\]-]*"
 FORMS = {
@@ -27,7 +32,11 @@ FORMS = {
     "srun_options": r"--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?",  # quoted, unlike sbatch's
 }
 # Options of the user that control hardware threads; Slurm refuses --hint together with them.
-THREAD_OPTIONS = ("--hint", "--threads-per-core", "--ntasks-per-core", "--cpu-bind")
+THREAD_OPTIONS = {"--hint", "--threads-per-core", "--ntasks-per-core", "--cpu-bind"}
+ENDED = re.compile(
+    r"BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|LAUNCH_FAILED|NODE_FAIL|OUT_OF_MEMORY|"
+    r"PREEMPTED|REVOKED|TIMEOUT"
+)
 START_S = 60  # imports and first reads; a signal before that saves nothing
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
@@ -55,20 +64,46 @@ fi
 """
 
 
-def build(request: LaunchRequest, node: Node) -> str:
-    """Return the script.
+class Settings(Section, frozen=True):
+    """The job that `launch --launcher slurm` submits."""
 
-    Raises:
-        UsageError: A setting has a form that Slurm would misread.
-    """
+    job_name: Annotated[str, setting("Job name", metavar="NAME")] = "ssdctl"
+    partition: Annotated[str | None, setting("Partition", metavar="NAME")] = None
+    account: Annotated[str | None, setting("Account to charge", metavar="NAME")] = None
+    qos: Annotated[str | None, setting("Quality of service", metavar="NAME")] = None
+    constraint: Annotated[str | None, setting("Features of the nodes", metavar="LIST")] = None
+    time: Annotated[
+        str | None,
+        setting(
+            "Time limit: minutes, H:MM:SS or D-HH:MM:SS [default: the partition's]", metavar="TIME"
+        ),
+    ] = None
+    memory: Annotated[str | None, setting("Memory per node (400G)", metavar="SIZE")] = None
+    gres: Annotated[
+        str | None, setting("Slurm's name of the devices, or none [default: gpu or hpu]")
+    ] = None
+    signal_before: Annotated[
+        Count, setting("Seconds before the time limit to stop", metavar="S")
+    ] = 300
+    requeue: Annotated[bool, setting("Requeue a job that reached its time limit")] = True
+    options: Annotated[
+        tuple[str, ...], setting("More options for sbatch (--exclusive)", metavar="--OPTION,...")
+    ] = ()
+    srun_options: Annotated[
+        tuple[str, ...], setting("More options for srun (--mpi=none)", metavar="--OPTION,...")
+    ] = ()
+
+
+def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
+    """Return the script, and its submission."""
     if request.device == "xla":
         raise UsageError(
             "--launcher slurm does not support TPUs", hint="omit --launcher: torchrun starts them"
         )
     ranks, config = request.ranks_per_node, request.config
-    _check_time(request.slurm)
+    _check_time(request.table)
     cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
-    environment = dict(request.settings)
+    environment = dict(request.variables)
     if "OMP_NUM_THREADS" not in request.environment:
         environment["OMP_NUM_THREADS"] = str(cores)
     command = (request.python, "-m", "ssdctl", *request.command)
@@ -87,7 +122,7 @@ def build(request: LaunchRequest, node: Node) -> str:
     if is_train:
         lines.append(f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {resume}')
     lines.append(f"restarts={config.restarts}")
-    options = [_checked("srun_options", option) for option in request.slurm.srun_options]
+    options = [_checked("srun_options", option) for option in request.table.srun_options]
     body = BODY.format(
         variable=EXITS_VARIABLE,
         python=shlex.quote(request.python),
@@ -97,22 +132,21 @@ def build(request: LaunchRequest, node: Node) -> str:
         count=request.count,
         resume=f"  {resume}\n" if is_train else "",
     )
-    requeue = REQUEUE if request.slurm.requeue else ""
-    return "\n".join(lines) + "\n" + body + requeue + "exit $code\n"
-
-
-def warnings(request: LaunchRequest) -> tuple[str, ...]:
-    """Return warnings about assumptions on the nodes."""
-    if request.config.cores_per_node is not None:
-        return ()
-    text = "--cpus-per-task is based on this machine's cores, and the nodes may have another number"
-    return (f"{text}: give --cores-per-node N",)
+    requeue = REQUEUE if request.table.requeue else ""
+    text = "\n".join(lines) + "\n" + body + requeue + "exit $code\n"
+    warning = (
+        "--cpus-per-task is based on this machine's cores, and the nodes may have another "
+        "number: give --cores-per-node N"
+    )
+    warnings = (warning,) if config.cores_per_node is None else ()
+    return LaunchPlan(ARGV, {}, "slurm", request.count, config.nodes, text=text, warnings=warnings)
 
 
 def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
-    slurm = request.slurm
+    slurm = request.table
     default = DEVICE_TYPES[request.device].slurm_gres or "none"
     gres = default if slurm.gres is None else slurm.gres
+    own = {option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)}
     values = {
         "job-name": _checked("job_name", slurm.job_name),
         "nodes": str(request.config.nodes),
@@ -120,7 +154,7 @@ def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
         "ntasks-per-node": str(ranks),
         "cpus-per-task": str(cores),
         # Without it --cpus-per-task counts hardware threads on nodes with SMT: half the cores.
-        "hint": None if _controls_threads(slurm) else "nomultithread",
+        "hint": None if own & THREAD_OPTIONS else "nomultithread",
         "gres": None if gres == "none" else f"{_checked('gres', gres)}:{ranks}",
         "mem": _checked("memory", slurm.memory),
         "partition": _checked("partition", slurm.partition),
@@ -136,13 +170,7 @@ def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
     return [*options, *(str(_checked("options", option)) for option in slurm.options)]
 
 
-def _controls_threads(slurm: SlurmConfig) -> bool:
-    """Return whether the user's options control hardware threads."""
-    options = [option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)]
-    return any(option in THREAD_OPTIONS for option in options)
-
-
-def _check_time(slurm: SlurmConfig) -> None:
+def _check_time(slurm: Settings) -> None:
     """Refuse a time limit that ends a job before it trains: it would be queued again and again."""
     if slurm.time is None or not slurm.requeue:
         return
@@ -170,3 +198,59 @@ def _checked(name: str, value: str | None) -> str | None:
     if value is not None and not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII):
         raise UsageError(f"slurm.{name}: {value!r} is not a value that Slurm accepts there")
     return value
+
+
+def require() -> None:
+    """Check that Slurm's client is installed here."""
+    require_client(
+        "sbatch",
+        "run this on a login node of the cluster; --write FILE writes the script for there",
+    )
+
+
+def submit(plan: LaunchPlan) -> str:
+    """Submit the job; return its id."""
+    return submit_text(plan, "squeue --me").partition(";")[0]  # ID;CLUSTER
+
+
+def cancel(job: str, plan: LaunchPlan) -> str:
+    """Return the command that ends the job."""
+    return f"scancel {job}"
+
+
+def follow(job: str, plan: LaunchPlan, write: Write) -> int:
+    """Write the job's output until it ends; return its exit code."""
+    position = 0
+    while True:
+        fields = _fields(query("scontrol", "show", "job", "--oneliner", job))
+        position = _copy_new(Path(fields.get("StdOut", "")), position, write)
+        state = fields.get("JobState", "")
+        if ENDED.match(state):
+            _copy_new(Path(fields.get("StdOut", "")), position, write)  # written in the meantime
+            code = re.match(r"\d{1,3}(?=:)", fields.get("ExitCode", ""))
+            return _exit_code(state, int(code[0]) if code else ExitCode.BUG)
+        time.sleep(POLL_S)
+
+
+def _exit_code(state: str, code: int) -> int:
+    if state == "COMPLETED":
+        return 0
+    if state.startswith("CANCELLED"):
+        return ExitCode.INTERRUPTED
+    return code if state == "FAILED" and code in PASSED_ON else ExitCode.DISTRIBUTED
+
+
+def _fields(line: str) -> dict[str, str]:
+    """Parse the NAME=VALUE fields of `scontrol --oneliner`; values may contain blanks."""
+    return {m[1]: m[2] for m in re.finditer(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line.strip())}
+
+
+def _copy_new(path: Path, position: int, write: Write) -> int:
+    """Write the content of a file after `position` bytes; return the new position."""
+    # A NUL in the path is a ValueError.
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        file.seek(position)
+        if content := file.read():
+            write(content.decode(errors="replace"))
+            return position + len(content)
+    return position

@@ -1,15 +1,23 @@
-"""Build the command line of torchrun (torch.distributed.run) for GPUs, CPUs and TPUs."""
+"""torchrun (torch.distributed.run) for GPUs, CPUs and TPUs, and SkyPilot's tasks around it."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import re
+import shlex
+import sys
+from pathlib import Path
 from string import Template
+from typing import Any
 
+from ssdctl._version import __version__
+from ssdctl.distributed.addresses import address_for_peers
 from ssdctl.errors import UsageError
-from ssdctl.launch.node import Node
-from ssdctl.launch.request import LaunchRequest
-from ssdctl.runtime.torch_compat import NUMA_BINDING
+from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node
+from ssdctl.runtime.torch_compat import NUMA_BINDING, installed_version
 
+MODULE = "torch.distributed.run"
 # How long torchrun waits for ranks to stop; its default of 30 s can interrupt a save.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
@@ -19,12 +27,36 @@ TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
 POD_START_S = 1800
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
+SKY_SUFFIXES = (".sky.yaml", ".sky.yml")
+FIRST_NODE, NODE_RANK = "ssdctl-first-node", "ssdctl-node-rank"  # replaced by a shell's words
 
 
-def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
-    """Return the command line, its variables, and what the user must still specify."""
-    config, ranks = request.config, num_ranks(request, node)
-    missing = None
+def require() -> None:
+    """Check that this interpreter has torchrun, without importing torch."""
+    spec = importlib.util.find_spec("torch")  # does not import it, unlike torch.distributed
+    places = (spec.submodule_search_locations if spec else None) or []
+    if not any(Path(place, "distributed", "run.py").is_file() for place in places):
+        raise UsageError(
+            f"{MODULE} is absent from {sys.executable}",
+            hint="install PyTorch there (pip install torch), or use --launcher mpirun",
+        )
+
+
+def inspect(request: LaunchRequest) -> LaunchRequest:
+    """Add PyTorch's version, and the address at which the other nodes reach this one."""
+    host, address = _endpoint(request).rpartition(":")[0].strip("[]"), None
+    if request.config.nodes > 1 and host != PLACEHOLDER:
+        address = address_for_peers(host)
+    return dataclasses.replace(request, torch_version=installed_version(), local_address=address)
+
+
+def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
+    """Return the command line of torchrun on this node."""
+    config, missing = request.config, None
+    # The chips of TPU v2 and v3 have two cores each, which only one process can drive
+    # (ssdctl/device/xla.py): one process for all of them.
+    is_single = request.device == "xla" and node.has_two_core_tpus
+    ranks = 1 if is_single else request.ranks_per_node
     if config.nodes == 1:
         if config.hostfile or config.rdzv_endpoint:
             raise UsageError("--hostfile and --rdzv-endpoint are for several nodes: give --nodes")
@@ -32,7 +64,7 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
         # loopback is used because some machines cannot resolve their own name.
         rendezvous = ["--standalone", "--local-addr=127.0.0.1"]
     else:
-        endpoint = rendezvous_endpoint(request)
+        endpoint = _endpoint(request)
         if endpoint.startswith(f"{PLACEHOLDER}:"):
             missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
         rendezvous = [f"--nnodes={config.nodes}", "--rdzv-id=ssdctl"]
@@ -49,11 +81,11 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
         if request.local_address is not None:
             # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
             rendezvous.append(f"--local-addr={request.local_address}")
-    if request.device == "cuda" and _binds_to_numa_nodes(request, node):
-        rendezvous.append("--numa-binding=node")
-    cores = config.cores_per_node or node.local_cores
+    can_bind = request.torch_version >= NUMA_BINDING and node.has_topology and node.has_numactl
+    if request.device == "cuda" and can_bind and node.sockets > 1 and config.bind_to != "none":
+        rendezvous.append("--numa-binding=node")  # each rank on the cores next to its GPU
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, (config.cores_per_node or node.local_cores) // ranks)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
     }
     if request.device == "xla":
@@ -61,18 +93,11 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
     environment = {k: v for k, v in defaults.items() if k not in request.environment}
     argv = (
         request.python,
-        *("-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={ranks}"),
+        *("-m", MODULE, *rendezvous, f"--nproc-per-node={ranks}"),
         *("-m", "ssdctl", *map(_escaped, request.command)),
     )
-    return argv, {**request.settings, **environment}, missing
-
-
-def num_ranks(request: LaunchRequest, node: Node) -> int:
-    """Return the processes on a node: one per device, but one for all chips of TPU v2 and v3.
-
-    Their chips have two cores each, which only one process can drive (ssdctl/device/xla.py).
-    """
-    return 1 if request.device == "xla" and node.has_two_core_tpus else request.ranks_per_node
+    environment = {**request.variables, **environment}
+    return LaunchPlan(argv, environment, "torchrun", ranks, config.nodes, missing=missing)
 
 
 def _chips(request: LaunchRequest, node: Node) -> dict[str, str]:
@@ -80,9 +105,6 @@ def _chips(request: LaunchRequest, node: Node) -> dict[str, str]:
 
     torch_xla divides a host of TPU v4 or later into all of its chips or, by these variables, into
     one. The chips are unknown (0) if the plan is for another machine.
-
-    Raises:
-        UsageError: The host does not have them, or cannot use only a part of them.
     """
     count, nodes = request.ranks_per_node, request.config.nodes
     if node.has_two_core_tpus and nodes > 1:
@@ -116,33 +138,47 @@ def _escaped(argument: str) -> str:
     return argument.replace("$", "$$")
 
 
-def _binds_to_numa_nodes(request: LaunchRequest, node: Node) -> bool:
-    """Return whether torchrun can keep each rank on the cores next to its GPU."""
-    if request.torch_version < NUMA_BINDING or request.config.bind_to == "none":
-        return False
-    return node.sockets > 1 and node.has_topology and node.has_numactl
-
-
-def rendezvous_endpoint(request: LaunchRequest) -> str:
-    """Return the HOST:PORT of torchrun's rendezvous.
-
-    Raises:
-        UsageError: The user's endpoint does not have this form.
-    """
-    if request.config.rdzv_endpoint is not None:
-        endpoint = request.config.rdzv_endpoint
-    elif request.hosts:
-        endpoint = f"{_bracketed(request.hosts[0])}:{RENDEZVOUS_PORT}"
+def _endpoint(request: LaunchRequest) -> str:
+    """Return the HOST:PORT of torchrun's rendezvous."""
+    given, port = request.environment, str(RENDEZVOUS_PORT)
+    if request.hosts:
+        host = request.hosts[0]
     else:
-        given = request.environment
         host = given.get("PET_MASTER_ADDR") or given.get("MASTER_ADDR", PLACEHOLDER)
-        port = given.get("PET_MASTER_PORT") or given.get("MASTER_PORT", str(RENDEZVOUS_PORT))
-        endpoint = f"{_bracketed(host)}:{port}"
+        port = given.get("PET_MASTER_PORT") or given.get("MASTER_PORT", port)
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"  # IPv6
+    endpoint = request.config.rdzv_endpoint or f"{host}:{port}"
     if not re.fullmatch(r"(?!-)([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}", endpoint):
         raise UsageError(f"rendezvous endpoint {endpoint!r} is not of the form HOST:PORT")
     return endpoint
 
 
-def _bracketed(host: str) -> str:
-    """Return a host as it precedes a port: IPv6 addresses have colons themselves."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+def to_sky_task(request: LaunchRequest, node: Node) -> str:
+    """Return a SkyPilot task as YAML; `sky launch --gpus H100:8 FILE` chooses the accelerators."""
+    from ssdctl.launch._pod_values import to_yaml
+
+    if request.launcher != "torchrun":
+        raise UsageError(
+            f"a SkyPilot task starts torchrun, not {request.launcher}",
+            hint="leave --launcher out; HPUs are not offered there",
+        )
+    nodes = request.config.nodes
+    variables = {"JOB_COMPLETION_INDEX": NODE_RANK, "MASTER_ADDR": FIRST_NODE} if nodes > 1 else {}
+    made = plan(
+        dataclasses.replace(request, python="python3", environment=variables, hosts=()), node
+    )
+    environment = dict(made.environment)
+    if request.config.cores_per_node is None:  # this machine's cores say nothing about theirs
+        environment.pop("OMP_NUM_THREADS", None)
+    command = shlex.join(made.argv).replace(NODE_RANK, '"$SKYPILOT_NODE_RANK"')
+    command = command.replace(FIRST_NODE, '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
+    task: dict[str, Any] = {
+        "name": "ssdctl",
+        "num_nodes": nodes,
+        "workdir": ".",
+        "setup": f"python3 -m pip install ./ssdctl-{__version__}-py3-none-any.whl",
+        "envs": environment,
+        "run": command,
+    }
+    return to_yaml({name: value for name, value in task.items() if value})

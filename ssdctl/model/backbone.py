@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
+EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # 1x1 convolutions
 
 
 class Backbone(nn.Sequential):

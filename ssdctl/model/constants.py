@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 
 class ModelConstants(NamedTuple):
-    """What belongs to an architecture, but is no layer of it."""
+    """Per-architecture constants that are not parameters."""
 
-    mean: tuple[float, float, float]  # of RGB in 0 to 1
+    mean: tuple[float, float, float]  # RGB in 0 to 1
     std: tuple[float, float, float]
     matches_at_threshold: bool  # whether an IoU equal to the threshold makes a box positive
     loss_divisor: Literal["image", "batch"]  # positives of each image, or of the whole batch
-    score_threshold: float  # of an evaluation, unless the user sets another one
+    score_threshold: float  # in evaluation, unless the user sets another one
     nms_iou: float
     candidates_per_class: int  # the best before NMS
     clips_boxes: bool  # to the image, before NMS

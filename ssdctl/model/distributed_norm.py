@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-# A CUDA graph must not contain the exchange, if this PyTorch can leave it out.
+# Keep the all-reduce out of CUDA graphs where PyTorch supports it.
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 # Not `torch.library.custom_op`: its first call imports the compiler, 8 seconds of CPU time.
@@ -64,14 +64,7 @@ torch.library.register_autograd("ssdctl::mean_over_ranks", _backward, lib=_LIBRA
 
 
 class DistributedBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` that trains with the statistics of all ranks' batches.
-
-    Args:
-        features: Number of channels.
-        eps: Added to the variance.
-        momentum: Weight of a batch in the running statistics.
-        world_size: Number of ranks.
-    """
+    """`nn.BatchNorm2d` that trains with the statistics of all ranks' batches."""
 
     running_mean: Tensor
     running_var: Tensor

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import Matcher
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, column_major
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, column_major, encode
 from ssdctl.model.constants import RESNET, ModelConstants
 
 NEGATIVES_PER_POSITIVE = 3
@@ -34,12 +33,7 @@ class Losses(NamedTuple):
 
 
 class Targets(nn.Module):
-    """Matching and coding of one batch: the values that each default box should predict.
-
-    Args:
-        dtype: Of the arithmetic.
-        constants: The rule at the matching threshold.
-    """
+    """Matching and coding of one batch: the values that each default box should predict."""
 
     defaults_cxcywh: Tensor
     defaults_ltrb: Tensor

@@ -21,11 +21,6 @@ class Normalize(nn.Module):
     """Convert uint8 (B, H, W, 3) images to float (B, 3, H, W), except on the CPU channels-last.
 
     The constants are buffers: creating one at every step would synchronize with the device.
-
-    Args:
-        mean: Of RGB in 0 to 1.
-        std: The same for the standard deviation.
-        dtype: Of the computation and the result.
     """
 
     mean: Tensor
@@ -73,7 +68,6 @@ class Normalize(nn.Module):
         return mapped.unflatten(2, images_BHW3.shape[1:3])
 
     def map_and_normalize(self, jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the color map followed by the normalization."""
         matrix_B33, offset_B3 = self.color_map(jitter_B4, mean_rgb_B3)
         return matrix_B33 / self.std[:, None], (offset_B3 - self.mean) / self.std
 

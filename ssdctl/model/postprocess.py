@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssdctl.boxes.coder import decode
 from ssdctl.boxes.nms import batched_nms, nms_static
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, decode
 
 CANDIDATES_PER_CLASS = 200
 DETECTIONS_PER_IMAGE = 200
@@ -42,9 +41,6 @@ def detect(
     """Decode a batch in fp32 and return the detections of each image, on the CPU.
 
     Args:
-        offsets_B4N: Predicted offsets.
-        logits_BCN: Predicted class logits, background first.
-        defaults_cxcywh: (N, 4) default boxes.
         score_threshold: Candidates have a higher score.
         nms_iou: A box with a higher IoU with a better box of its class is dropped.
         candidates: The best of each class before NMS.

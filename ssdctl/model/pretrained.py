@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -14,16 +15,18 @@ from ssdctl.download.fetch import (
     fetch_one,
     is_whole,
     no_progress,
+    sha256_of,
     torch_cache_dir,
 )
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress
-from ssdctl.errors import UsageError
+from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.backbones import find_backbone
-from ssdctl.runtime.redact import redact_url
+from ssdctl.runtime.safe_text import redact_url
 
 log = logging.getLogger(__name__)
+HASHED_NAME = re.compile(r"-([0-9a-f]{8})\.pth$")  # as PyTorch names its files
 
 
 class Weights(NamedTuple):
@@ -39,7 +42,6 @@ class Weights(NamedTuple):
 
 
 def all_weights() -> list[Weights]:
-    """Return the pinned weights of all backbones."""
     return [
         Weights(f"{backbone}-{key}", file)
         for backbone in get_args(BackboneName)
@@ -58,6 +60,8 @@ def weights_named(name: str) -> Weights:
     stem = name.removesuffix(".pth")
     if stem in by_name:
         return by_name[stem]
+    if (error := tensorflow_checkpoint(Path(name))) is not None:
+        raise error
     near = difflib.get_close_matches(stem, by_name, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UsageError(
@@ -113,3 +117,34 @@ def fetch_weights(
     return fetch_one(
         name, file, folder, mirror=mirror, retry_policy=retry_policy, progress=progress
     )
+
+
+def tensorflow_checkpoint(path: Path) -> UsageError | None:
+    """Return the error for a checkpoint of TensorFlow, named by its folder, prefix or file."""
+    prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.name)
+    pattern = "*" if path.is_dir() else re.sub(r"([*?[])", r"[\1]", prefix)
+    folder = path if path.is_dir() else path.parent
+    if not any(folder.glob(f"{pattern}.index")):
+        return None
+    return UsageError(
+        f"{path}: a checkpoint of TensorFlow, which ssdctl cannot read",
+        hint="train again, from the backbone's weights (docs/migrating.md)",
+    )
+
+
+def check_hash_of_name(path: Path) -> None:
+    """Compare a backbone's file with the digits of its SHA-256 in its name, if there are any.
+
+    Raises:
+        IntegrityError: It has another hash.
+    """
+    named = HASHED_NAME.search(path.name)
+    if named is None:
+        return
+    digest = sha256_of(path, "")
+    if not digest.startswith(named[1]):
+        raise IntegrityError(
+            f"{path}: its SHA-256 begins with {digest[: len(named[1])]}, not with {named[1]} "
+            "as its name says",
+            hint="copy or download it again; rename it if you changed it on purpose",
+        )

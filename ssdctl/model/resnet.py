@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ssdctl.model.backbone import EXTRA_WIDTHS, Backbone
 
-CLASSES = 1000  # of ImageNet
+CLASSES = 1000  # ImageNet classes
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
@@ -80,13 +80,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The network from (B, 3, H, W) images to (B, 1000) logits.
-
-    Args:
-        block: `BasicBlock` or `Bottleneck`.
-        depths: Blocks of each of the four layers.
-        width: Channels of the stem.
-    """
+    """The network from (B, 3, H, W) images to (B, 1000) logits."""
 
     def __init__(
         self, block: type[BasicBlock | Bottleneck], depths: tuple[int, ...], width: int = 64
@@ -108,7 +102,6 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
-        """Return the logits of normalized images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images_B3HW))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
@@ -118,8 +111,6 @@ class ResNetBackbone(Backbone):
     """A ResNet up to layer3, with stride 1 in layer3 (38 x 38 cells instead of 19 x 19).
 
     Args:
-        block: `BasicBlock` or `Bottleneck`.
-        depths: Blocks of each of the four layers; layer4 is built for its random numbers.
         width: Channels of the stem, 64; all others are proportional to it.
         last_channels: Of the last feature map, with a stem of 64.
     """

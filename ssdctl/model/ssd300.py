@@ -38,7 +38,7 @@ class SSD300(nn.Module):
         super().__init__()
         self.num_classes = num_classes
         self.class_names: list[str] = []
-        self._loss: MultiboxLoss | None = None  # of `loss`; made when it is needed
+        self._loss: MultiboxLoss | None = None  # made at the first call of `loss`
         self._frozen_stages = 0
         self._is_norm_frozen = False
         file = find_backbone(backbone)
@@ -165,6 +165,5 @@ class Architecture(NamedTuple):
         return SSD300(self.backbone, self.num_classes, self.extra_norm)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights by name."""
         with without_weights():
             return {name: tuple(tensor.shape) for name, tensor in self.build().state_dict().items()}

@@ -1,7 +1,8 @@
 """VGG16 as the SSD paper changes it (Liu et al. 2016, section 3.1), with torchvision's layer order.
 
 The backbone ends at conv4_3 (512 x 38 x 38). pool5 keeps the resolution, and fc6 and fc7 are
-convolutions, the first of them dilated. Weights of torchvision's `ssd300_vgg16` load by a renaming.
+convolutions, the first of them dilated. Weights of torchvision's `ssd300_vgg16` load
+after renaming their keys.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ssdctl.model.backbone import Backbone, extra_block
 
 BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions
 CONV4_3, CONV5_3 = 23, 30  # number of layers, conv1_1 to the ReLU behind it
-STAGE_STARTS = (0, 5, 10, 17)  # of the first four stages; pools belong to the one before
-FIRST_MAP_SCALE = 20.0  # of the L2-normalized conv4_3, learned from there
+STAGE_STARTS = (0, 5, 10, 17)  # first four stages; pools belong to the one before
+FIRST_MAP_SCALE = 20.0  # initial factor for the L2-normalized conv4_3
 
 
 class L2Norm(nn.Module):

@@ -23,8 +23,8 @@ WIDTH, HEIGHT = 420, 240  # pixels of the drawing, which the page scales
 LEFT, TOP, RIGHT, BOTTOM = 46, 10, 12, 36  # margins
 NUM_COLORS = 6  # --c1 ... --c6 of the page's style
 DASHES = ("", "6 4", "2 3", "8 3 2 3")
-MOST_POINTS, LEAST_POINTS = 600, 100  # of the lines of all runs, of one; more are averaged
-MOST_CLASSES = 100  # of which each has a line
+MOST_POINTS, LEAST_POINTS = 600, 100  # all lines, a run's line; more are averaged
+MOST_CLASSES = 100  # that have a line each
 MOST_COLORED = 7  # classes whose lines have their colors and stand in the legend
 Values = NDArray[np.float64]
 
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     color: str  # in CSS
     dash: str = ""
     is_faint: bool = False  # shown clearly only if its class is selected
-    number: int = -1  # of the class
+    number: int = -1  # class index
 
 
 class Metric(NamedTuple):

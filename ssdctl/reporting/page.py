@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import itertools
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from PIL import Image
 
 from ssdctl._version import __version__
+from ssdctl.data.dataset import require_split
+from ssdctl.data.image_decode import Pixels, decode
+from ssdctl.data.index import is_prepared
+from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.store import open_split
+from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
 from ssdctl.evaluation.coco_ap import FIGURES
-from ssdctl.files import make_dir, remove_stale_temporaries, write_text
+from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_text
 from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
-from ssdctl.reporting.samples import embed_samples
-from ssdctl.runs.evaluation import SHOWN_SCORE, Evaluation, write_evaluation
+from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.reader import RunData, different_settings, prepare_findings, read_run
 
 HERE = Path(__file__).parent
-MAX_IMAGES, MIN_IMAGES = 24, 4  # of all runs, of one: the page stays small
+MAX_IMAGES, MIN_IMAGES = 24, 4  # all runs, each run: the page stays small
 SHOWN_CLASSES = 6  # named in the header
+MAX_SIDE = 480  # pixels of an embedded image
+JPEG_QUALITY = 78
+Reader = Callable[[SampleImage], tuple[Pixels, int]]
 SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
 
 
 def write_report(runs: Sequence[RunData], target: Path) -> None:
-    """Write the page of one run or several.
-
-    Raises:
-        DiskError: It cannot be written.
-    """
     remove_stale_temporaries(target.parent, target.name)
     limit = max(MAX_IMAGES // len(runs), MIN_IMAGES)
     analyses = [_analysis(run, limit) for run in runs]
@@ -90,11 +95,7 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
 
 
 def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:
-    """Write an evaluation and its report to a folder, and return the page's path.
-
-    Raises:
-        DiskError: It cannot be written.
-    """
+    """Write an evaluation and its report to a folder, and return the page's path."""
     run = RunDir(make_dir(folder))
     write_evaluation(run.evaluation, evaluation)
     write_report([read_run(folder)], run.report)
@@ -173,7 +174,6 @@ def _command(run: RunData) -> str | None:
 
 
 def _analysis(run: RunData, limit: int) -> dict[str, Any]:
-    """Return what the page shows of a run's evaluation."""
     evaluation = run.evaluation
     images, reason = embed_samples(evaluation, limit)
     drawn = (
@@ -232,3 +232,101 @@ def _best(runs: Sequence[RunData], name: str) -> float | None:
     """Return the best value of a metric if several runs have one."""
     values = [run.best[name] for run in runs if run.best and name in run.best]
     return max(values) if len(values) > 1 else None
+
+
+class EmbeddedImage(NamedTuple):
+    """One sample: the image, its objects and its detections in pixels of the embedded image."""
+
+    name: str
+    url: str
+    width: int
+    height: int
+    is_worst: bool
+    truth: list[list[float]]  # number of the class, left, top, right, bottom, 1 if a crowd
+    detections: list[list[float]]  # the first five and the score, in descending order of it
+
+
+def embed_samples(evaluation: Evaluation | None, limit: int) -> tuple[list[EmbeddedImage], str]:
+    """Return at most `limit` samples of an evaluation, or the reason why there are none.
+
+    Half of the limit is for the worst images, half for random ones.
+    """
+    if evaluation is None:
+        return [], "the run was not evaluated yet; ssdctl evaluate CKPT --report RUN does it"
+    try:
+        read = _reader(evaluation)
+    except (SsdctlError, OSError) as error:
+        return [], str(error)
+    images, problem = [], "no image was scored"
+    worst = [s for s in evaluation.samples if s.is_worst]
+    others = [s for s in evaluation.samples if not s.is_worst]
+    num_worst = min(len(worst), max(limit - len(others), limit // 2))
+    for sample in worst[:num_worst] + others[: limit - num_worst]:
+        try:
+            images.append(_embed(evaluation, sample, read))
+        except (SsdctlError, OSError, SyntaxError, ValueError) as error:
+            problem = f"image {sample.image_id} cannot be shown: {error}"
+    return images, problem
+
+
+def _reader(evaluation: Evaluation) -> Reader:
+    """Return a function that returns the pixels of an image and its width in the annotations.
+
+    The image is the store's if there is one, else its file.
+    """
+    about = evaluation.about
+    root, store = Path(about.data), Path(about.store)
+    annotations = require_split(annotations_of(root, store), about.split, root)
+    split = open_split(root, store, about.split) if is_prepared(root, store) else None
+    rows = {int(image_id): row for row, image_id in enumerate(annotations.image_ids)}
+
+    def read(sample: SampleImage) -> tuple[Pixels, int]:
+        row = rows.get(sample.image_id)
+        if row is None:
+            raise DataError("it is no longer in the dataset")
+        if split is not None:
+            return split.decode(row), int(split.sizes[row][0])
+        width, height = annotations.sizes[row].tolist()
+        content = safe_join(annotations.folder, annotations.file_names[row]).read_bytes()
+        pixels = decode(content, (width, height))
+        return pixels, width or pixels.shape[1]
+
+    return read
+
+
+def _embed(evaluation: Evaluation, sample: SampleImage, read: Reader) -> EmbeddedImage:
+    pixels, original_width = read(sample)
+    image = Image.fromarray(pixels)
+    image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
+    scale = image.width / original_width  # a store may have smaller images than the boxes
+    numbers = {c.category_id: number for number, c in enumerate(evaluation.per_class)}
+
+    def scaled(category_id: int, box: Box) -> list[float]:
+        return [numbers.get(category_id, -1), *_corners(box, scale, image)]
+
+    return EmbeddedImage(
+        name=sample.file_name,
+        url=_url(image),
+        width=image.width,
+        height=image.height,
+        is_worst=sample.is_worst,
+        truth=[[*scaled(t.category_id, t.box), int(t.is_crowd)] for t in sample.truth],
+        detections=[[*scaled(d.category_id, d.box), d.score or 0] for d in sample.found],
+    )
+
+
+def _corners(box: Box, scale: float, image: Image.Image) -> list[float]:
+    left, top, width, height = (v * scale for v in box)
+    corners = (
+        min(max(left, 0), image.width),
+        min(max(top, 0), image.height),
+        max(min(left + width, image.width), 0),
+        max(min(top + height, image.height), 0),
+    )
+    return [round(v, 1) for v in corners]
+
+
+def _url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=JPEG_QUALITY)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -23,7 +23,7 @@ from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import write_bytes
-from ssdctl.inference.drawing import BoxLabel, draw, label_font
+from ssdctl.inference.drawing import draw, label_font
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sampler import LoaderConfig, SampleStream
 from ssdctl.model.normalize import Normalize
@@ -38,11 +38,6 @@ Boxes = NDArray[Any]  # N x 4: left, top, right, bottom in fractions
 
 
 def check_target(path: Path) -> None:
-    """Check that the file name is that of an image.
-
-    Raises:
-        UsageError: It has another suffix.
-    """
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"--preview {path}: give a name that ends in {', '.join(FORMATS)}")
 
@@ -52,7 +47,6 @@ def preview(split: Split, config: Config, path: Path) -> int:
 
     Raises:
         DataError: There is no image to train on, or one cannot be decoded.
-        DiskError: The image cannot be written.
     """
     if not len(split.trainable):
         raise DataError("no training image has a box to draw", hint=WHAT_IS_DROPPED)
@@ -71,13 +65,13 @@ def preview(split: Split, config: Config, path: Path) -> int:
     headings = ["as annotated", *(f"augmented, epoch {n + 1}" for n in range(EPOCHS))]
     for column, text in enumerate(headings):
         pen.text((GAP + column * step, GAP // 2), text, fill="black", font=font)
-    for line, (row, pictures) in enumerate(tiles.items()):
+    for line, (row, images) in enumerate(tiles.items()):
         top = LINE + GAP + line * (step + LINE)
         width, height = split.sizes[row]
         about = f"image {split.image_ids[row]}, {width} x {height}"
         pen.text((GAP, top), about, fill="black", font=font)
-        for column, picture in enumerate(pictures):
-            sheet.paste(picture, (GAP + column * step, top + LINE))
+        for column, image in enumerate(images):
+            sheet.paste(image, (GAP + column * step, top + LINE))
     buffer = io.BytesIO()
     sheet.save(buffer, FORMATS[path.suffix.lower()])
     write_bytes(path, buffer.getvalue())
@@ -85,17 +79,15 @@ def preview(split: Split, config: Config, path: Path) -> int:
 
 
 def _annotated(split: Split, row: int) -> Image.Image:
-    """Return the image with its boxes, scaled to a tile."""
-    picture = Image.fromarray(split.decode(row))
-    picture.thumbnail((IMAGE_SIZE, IMAGE_SIZE))
+    image = Image.fromarray(split.decode(row))
+    image.thumbnail((IMAGE_SIZE, IMAGE_SIZE))
     bounds = slice(split.starts[row], split.starts[row + 1])
-    return _draw(picture, split.boxes[bounds], split.labels[bounds], _names(split))
+    return _draw(image, split.boxes[bounds], split.labels[bounds], _names(split))
 
 
 def _augmented(
     split: Split, rows: NDArray[np.int64], config: Config
 ) -> list[tuple[int, Image.Image]]:
-    """Return each image as the network gets it, for each epoch."""
     plan = LoaderConfig.of(config.train, split, batch_size=len(rows), threads=1)
     tiles = []
     color = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
@@ -103,10 +95,10 @@ def _augmented(
         pixels = color(batch.images, batch.jitter).permute(0, 2, 3, 1)
         images = (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()
         for place, row in enumerate(batch.rows):
-            picture = Image.fromarray(images[place])
+            image = Image.fromarray(images[place])
             is_real = batch.labels[place] > 0
             boxes, labels = batch.boxes[place][is_real], batch.labels[place][is_real]
-            drawn = _draw(picture, boxes.numpy(), labels.numpy(), _names(split))
+            drawn = _draw(image, boxes.numpy(), labels.numpy(), _names(split))
             tiles.append((int(row), drawn))
     return tiles
 
@@ -116,10 +108,6 @@ def _names(split: Split) -> list[str]:
 
 
 def _draw(image: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[str]) -> Image.Image:
-    """Return the image with its annotated boxes, which are fractions of it."""
-    scaled = (boxes * np.array([image.width - 1, image.height - 1] * 2)).tolist()
-    entries = [
-        BoxLabel((left, top, max(left, right), max(top, bottom)), names[label - 1], label)
-        for (left, top, right, bottom), label in zip(scaled, labels.tolist(), strict=True)
-    ]
-    return draw(image, entries)
+    scaled = boxes * np.array([image.width - 1, image.height - 1] * 2)
+    scaled[:, 2:] = np.maximum(scaled[:, :2], scaled[:, 2:])
+    return draw(image, scaled, labels, [names[label - 1] for label in labels])

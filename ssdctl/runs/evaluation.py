@@ -13,10 +13,10 @@ import msgspec
 
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, read_limited, reason_of, write_bytes
-from ssdctl.runtime.html_table import html_table
+from ssdctl.runtime.safe_text import html_table
 
 MAX_BYTES = 1 << 28
-SHOWN_SCORE = 0.3  # lowest score of detections in pictures and confusions, unless chosen
+SHOWN_SCORE = 0.3  # lowest score of detections in images and confusions, unless chosen
 SAMPLE_SCORE = 0.05  # lowest score of detections in samples
 CURVES = ("precision", "scores")  # fields of a class that a terminal does not show
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
@@ -31,9 +31,9 @@ class EvaluationInfo(msgspec.Struct, frozen=True, kw_only=True):
     data: str  # the dataset folder
     store: str
     split: str
-    images: int
-    detections: int
-    precision: str | None = None  # of the network; None: a file of detections, or an older record
+    images: int = 0
+    detections: int = 0
+    precision: str | None = None  # the network's; None: a file of detections, or an older record
     score_threshold: float | None = None  # that detections score more than; None as above
 
 
@@ -81,15 +81,12 @@ class Confusion(msgspec.Struct, frozen=True):
     count: int
 
 
-class DetectedBox(msgspec.Struct, frozen=True):
+class SampleBox(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An object of a sample image, or a detection."""
+
     category_id: int
     box: Box
-    score: float
-
-
-class GroundTruthBox(msgspec.Struct, frozen=True):
-    category_id: int
-    box: Box
+    score: float | None = None  # None: an annotated object
     is_crowd: bool = False  # a region of many objects; detections in it do not count
 
 
@@ -98,8 +95,8 @@ class SampleImage(msgspec.Struct, frozen=True):
 
     image_id: int
     file_name: str
-    truth: list[GroundTruthBox]
-    found: list[DetectedBox]
+    truth: list[SampleBox]
+    found: list[SampleBox]
     is_worst: bool = False  # chosen for its errors, else at random
 
 
@@ -147,20 +144,11 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 def write_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Publish an evaluation as JSON.
-
-    Raises:
-        DiskError: It cannot be written.
-    """
     write_bytes(path, msgspec.json.encode(evaluation) + b"\n")
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
-    """Return the evaluation in a file; None if there is no such file.
-
-    Raises:
-        DataError: The file contains something else.
-    """
+    """Return the evaluation in a file, None without one; DataError if it is something else."""
     try:
         return msgspec.json.decode(read_limited(path, MAX_BYTES), type=Evaluation)
     except (FileNotFoundError, NotADirectoryError):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ssdctl.config import Config
+from ssdctl.config.sections.train import DEFAULT_PRESET
+from ssdctl.data.store_folder import default_root
 from ssdctl.errors import UsageError
+from ssdctl.files import parse_toml, read_limited
 
 RUNS = Path("runs")  # the folder of runs without --out
 STEP_NAME = re.compile(r"step-[0-9]+\.pt")
+MAX_CONFIG_BYTES = 1 << 20
 
 
 class RunDir:
-    """The paths of a run folder; none of them need exist.
-
-    Args:
-        path: The run folder.
-    """
+    """The paths of a run folder; none of them need exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +31,7 @@ class RunDir:
         self.nonfinite = path / "nonfinite"  # images of the steps with a NaN or infinite loss
         self.profile = path / "profile"  # traces of --profile
         self.tensorboard = path / "tensorboard"  # event files; wandb makes a folder wandb/
-        self.tracker_id = path / "tracker-id"  # of the run, in every tracker
+        self.tracker_id = path / "tracker-id"  # the run's id in every tracker
         # A killed run resumes from the last intact one.
         self.checkpoints = path / "checkpoints"
         self.last = self.checkpoints / "last.pt"
@@ -70,7 +71,6 @@ class RunDir:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a step checkpoint."""
     return int(checkpoint.stem.partition("-")[2])
 
 
@@ -78,9 +78,13 @@ def find_checkpoint(path: Path) -> Path:
     """Return `path` if it is a file, else the best (or last) checkpoint of the run folder `path`.
 
     Raises:
-        UsageError: A folder without checkpoints.
+        UsageError: A folder without checkpoints, or a file of TensorFlow's.
     """
     if not path.is_dir():
+        from ssdctl.model.pretrained import tensorflow_checkpoint
+
+        if path.suffix != ".pt" and (error := tensorflow_checkpoint(path)) is not None:
+            raise error
         return path
     run = RunDir(path)
     for checkpoint in (run.best, run.last):
@@ -94,20 +98,9 @@ def find_runs(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if RunDir(path).metrics.is_file())
 
 
-def tensorflow_checkpoint(path: Path) -> UsageError | None:
-    """Return the error for a checkpoint of TensorFlow, named by its folder, prefix or file."""
-    prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.name)
-    pattern = "*" if path.is_dir() else re.sub(r"([*?[])", r"[\1]", prefix)
-    folder = path if path.is_dir() else path.parent
-    if not any(folder.glob(f"{pattern}.index")):
-        return None
-    return UsageError(
-        f"{path}: a checkpoint of TensorFlow, which ssdctl cannot read",
-        hint="train again, from the backbone's weights (docs/migrating.md)",
-    )
-
-
 def _no_checkpoints(path: Path) -> UsageError:
+    from ssdctl.model.pretrained import tensorflow_checkpoint
+
     if (error := tensorflow_checkpoint(path)) is not None:
         return error
     return UsageError(
@@ -115,3 +108,44 @@ def _no_checkpoints(path: Path) -> UsageError:
         hint="name a run folder (train's --out) or a checkpoint file; training saves at "
         "--save-every, at evaluations and at its end",
     )
+
+
+def run_dir(config: Config) -> RunDir:
+    """Return the run folder of a config: `--out`, else `runs/DATASET-BACKBONE`.
+
+    A preset other than the default is added to the name, so that runs of different datasets,
+    networks and recipes do not collide. A run that an earlier version started in `runs/PRESET`
+    continues there if it has the same dataset and backbone.
+    """
+    train = config.train
+    if train.out:
+        return RunDir(Path(train.out))
+    preset = "" if train.preset == DEFAULT_PRESET else f"-{train.preset}"
+    run = RunDir(RUNS / f"{_dataset_name(config)}-{config.model.backbone}{preset}")
+    earlier = RunDir(RUNS / train.preset)
+    return earlier if not run.is_started() and _is_run_of(earlier, config) else run
+
+
+def _dataset_name(config: Config) -> str:
+    """Return the name of the dataset's folder; `fake` if no image is read."""
+    if config.train.fake_data:
+        return "fake"
+    root = _dataset_root(config)
+    folder = root.parent if root.is_file() else root
+    return folder.resolve().name if folder.name == ".." else folder.name or "data"
+
+
+def _dataset_root(config: Config) -> Path:
+    return Path(config.data.root or default_root()).absolute()
+
+
+def _is_run_of(run: RunDir, config: Config) -> bool:
+    """Return whether a folder has a run of this dataset and backbone that can be continued."""
+    if not run.step_checkpoints():
+        return False
+    try:
+        settings = parse_toml(read_limited(run.config, MAX_CONFIG_BYTES).decode())
+        saved = settings["data"]["root"], settings["model"]["backbone"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return saved == (str(_dataset_root(config)), config.model.backbone)

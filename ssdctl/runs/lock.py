@@ -62,7 +62,7 @@ def exclusive_run(out: Path) -> Iterator[None]:
             os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        with contextlib.suppress(OSError):  # of a file system that is gone: raise why the run ended
+        with contextlib.suppress(OSError):  # the file system may be gone: raise why the run ended
             path.unlink()
         os.close(descriptor)
         if is_new:

@@ -20,13 +20,16 @@ from ssdctl.errors import DataError
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
+    make_dir,
     no_follow,
+    remove_stale_temporaries,
     retry_transient,
     unreadable,
     write_text,
 )
+from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.packages import package_version
-from ssdctl.runtime.redact import redact_arguments
+from ssdctl.runtime.safe_text import redact_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,6 @@ class MetricsFile:
     """The metrics of a run.
 
     Args:
-        path: The file; lines are appended.
         start_step: Later records, of a killed run, are dropped: those steps are trained again.
     """
 
@@ -87,6 +89,19 @@ class MetricsFile:
                 with contextlib.suppress(OSError):
                     file.truncate(size)
                 raise
+
+
+def open_run(run: RunDir, config: str, environment: Record, start_step: int) -> MetricsFile:
+    """Create a run folder, write its config and environment, and return its metrics.
+
+    Args:
+        start_step: The step from which the run continues. Later records are dropped.
+    """
+    make_dir(run.logs)
+    remove_stale_temporaries(run.path)
+    write_text(run.config, config)
+    write_text(run.environment, json.dumps(environment, indent=2) + "\n")
+    return MetricsFile(run.metrics, start_step)
 
 
 def read_metrics(path: Path) -> tuple[list[Record], int]:
@@ -170,9 +185,10 @@ def environment(device_label: str, world_size: int) -> Record:
     return facts | ({"git_commit": commit} if commit else {})
 
 
-def git_commit() -> str | None:
-    """Return the git commit of the working folder; None if it is not in a repository."""
-    words = ["git", "-c", "core.fsmonitor=", "rev-parse", "--verify", "--quiet", "HEAD"]
+def git_commit(folder: Path = Path()) -> str | None:
+    """Return the git commit of a folder; None if it is not in a repository."""
+    words = ["git", "-C", str(folder), "-c", "core.fsmonitor="]
+    words += ["rev-parse", "--verify", "--quiet", "HEAD"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_S, check=True)
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,21 +16,22 @@ import msgspec
 
 from ssdctl.config.render import SNAPSHOT_SECTIONS, redact_toml
 from ssdctl.config.resolve import MAX_FILE_BYTES, read_toml
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import DECODE_ERRORS, read_limited
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
-from ssdctl.runs.layout import RunDir, find_runs
+from ssdctl.runs.layout import RUNS, RunDir, find_runs
+from ssdctl.runs.lock import running_on
 from ssdctl.runs.metrics import Record, is_number, read_metrics
-from ssdctl.runtime.redact import redact_arguments, redact_urls
+from ssdctl.runtime.safe_text import redact_arguments, redact_urls
 
 MAX_ENVIRONMENT_BYTES = 1 << 20
-MAX_REPORT_BYTES = 1 << 28  # of prepare; ten million findings
+MAX_REPORT_BYTES = 1 << 28  # prepare's report; ten million findings
 EVENT_KEYS = ("kind", "step", "epoch", "event")
+DEPTH = 3  # levels of folders that are searched
+MAX_NAMED = 3  # runs in a hint
 
 
 class RunData(NamedTuple):
-    """One run, read from its folder."""
-
     name: str
     path: Path
     train: list[Record]
@@ -198,11 +199,7 @@ def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Read several runs; if folders have the same name, enough of their paths is added to it.
-
-    Raises:
-        UsageError, DataError: See `read_run`.
-    """
+    """Read several runs; if folders have the same name, enough of their paths is added to it."""
     runs = [read_run(path) for path in paths]
     path_parts = [run.path.absolute().parts for run in runs]
     names = [run.name for run in runs]
@@ -221,3 +218,89 @@ def _runs_below(path: Path) -> str:
         more = ", ..." if len(inside) > 3 else ""
         return f"there are runs in it: {', '.join(map(str, inside[:3]))}{more}"
     return "name the folder that train's --out named: runs/DATASET-BACKBONE, if none"
+
+
+class RunSummary(NamedTuple):
+    path: Path
+    time: float  # last record, in seconds since 1970
+    data: str  # the name of the dataset's folder; empty if unknown
+    network: str
+    steps: int
+    ap: float | None  # the best; None without an evaluation
+    state: str  # `running on HOST`, or what is wrong with it
+
+
+def summarize_runs(folder: Path) -> list[RunSummary]:
+    """Return the runs in a folder, the newest first. One with broken files is listed, too.
+
+    Raises:
+        UsageError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder}: no such folder", hint="`ssdctl train` makes runs/, `--out` another folder"
+        )
+    return sorted(map(_summary, _run_folders(folder)), key=lambda run: -run.time)
+
+
+def newest_run(folder: Path = RUNS, *, has_checkpoint: bool = True) -> Path:
+    """Return the run folder that was written last.
+
+    Args:
+        has_checkpoint: Only runs that saved a checkpoint.
+
+    Raises:
+        UsageError: There is none; the hint names runs elsewhere.
+    """
+    for path in newest_runs(folder):
+        if not has_checkpoint or RunDir(path).best.is_file() or RunDir(path).last.is_file():
+            return path
+    what = "run with a checkpoint" if has_checkpoint else "run"
+    others = newest_runs(Path())[:MAX_NAMED]
+    start = "`ssdctl train --data DIR` starts one"
+    named = f"name one of {', '.join(map(str, others))}" if others else "name one"
+    raise UsageError(f"no run named, and {folder}/ has no {what}", hint=f"{named}; {start}")
+
+
+def newest_runs(folder: Path = RUNS) -> list[Path]:
+    """Return the run folders in a folder, the one that was written last first."""
+    return sorted(_run_folders(folder), key=_time, reverse=True)
+
+
+def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the run folders in a folder, and the folder itself if it is one."""
+    if RunDir(folder).metrics.is_file():
+        yield folder
+    elif depth:
+        try:
+            children = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
+        except OSError:  # not readable
+            return
+        for child in children:
+            yield from _run_folders(child, depth - 1)
+
+
+def _time(path: Path) -> float:
+    try:
+        return RunDir(path).metrics.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _summary(path: Path) -> RunSummary:
+    time = _time(path)
+    try:
+        run = read_run(path)
+    except SsdctlError as error:
+        return RunSummary(path, time, "", "", 0, None, f"broken: {error}")
+    host = running_on(path)
+    data = Path(str(run.settings.get("data.root") or ""))
+    return RunSummary(
+        path,
+        time,
+        (data.parent if data.suffix else data).name,
+        str(run.settings.get("model.backbone") or ""),
+        max((record["step"] for record in (*run.train, *run.evals)), default=0),
+        None if run.best is None else run.best.get("AP"),
+        "; ".join([f"running on {host}"] * bool(host) + [*run.problems]),
+    )

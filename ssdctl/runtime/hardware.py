@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+from ssdctl.runtime.system import read_text
 
 SYS = Path("/sys")
 PROC = Path("/proc")
@@ -40,22 +41,26 @@ class Hardware(NamedTuple):
 
 def find_hardware() -> Hardware:
     """Return the hardware that sysfs lists."""
-    vendors, tpus = [], []
-    for device in sorted((SYS / "bus/pci/devices").glob("*")):
-        vendor = read(device / "vendor")
-        if vendor == HABANA or (vendor == NVIDIA and read(device / "class").startswith(DISPLAYS)):
-            vendors.append(vendor)
-        elif vendor == GOOGLE and (model := read(device / "device")) in TPUS:
-            tpus.append(model)
+    devices = sorted((SYS / "bus/pci/devices").glob("*"))
+    vendors = [read_text(device / "vendor") for device in devices]
+    chips = [read_text(d / "device") for d, v in zip(devices, vendors, strict=True) if v == GOOGLE]
+    tpus = tuple(chip for chip in chips if chip in TPUS)
     has_rdma = any((SYS / "class/infiniband").glob("*"))
-    return Hardware(vendors.count(HABANA), vendors.count(NVIDIA), tuple(tpus), has_rdma)
+    return Hardware(vendors.count(HABANA), len(_nvidia_gpus()), tpus, has_rdma)
+
+
+def _nvidia_gpus() -> list[Path]:
+    """Return NVIDIA's graphics cards, by their address on the PCI bus."""
+    devices = sorted((SYS / "bus/pci/devices").glob("*"))
+    cards = [path for path in devices if read_text(path / "vendor") == NVIDIA]
+    return [path for path in cards if read_text(path / "class").startswith(DISPLAYS)]
 
 
 def device_names() -> list[str]:
     """Return each type of card with its number, such as `2 x NVIDIA H200`; not the CPU."""
     hardware = find_hardware()
-    information = (PROC / "driver/nvidia/gpus").glob("*/information")  # of NVIDIA's driver
-    models = [re.search(r"Model:\s*(.+)", read(path)) for path in information]
+    information = (PROC / "driver/nvidia/gpus").glob("*/information")  # by NVIDIA's driver
+    models = [re.search(r"Model:\s*(.+)", read_text(path)) for path in information]
     names = Counter(model[1] if model else "NVIDIA GPU" for model in models)
     if not names and hardware.num_nvidia:
         names["NVIDIA GPU (no driver)"] = hardware.num_nvidia
@@ -66,30 +71,23 @@ def device_names() -> list[str]:
 
 
 def numa_nodes_of_cards(device: str) -> dict[int, int]:
-    """Return the NUMA node of each card that this process sees, by its number among them.
+    """Return the NUMA node of each card (`hpu` or `cuda`) of this process, by its number.
 
     A Gaudi card's number is its module, an NVIDIA card's the order of addresses on the PCI bus,
     after HABANA_VISIBLE_MODULES or CUDA_VISIBLE_DEVICES. Empty if the driver does not tell.
-
-    Args:
-        device: `hpu` or `cuda`.
     """
     if device == "hpu":
         visible = os.environ.get("HABANA_VISIBLE_MODULES", "")
-        paths = [card / "device" for card in (SYS / "class/accel").glob("accel[0-9]*")]
-        cards = {
-            read(path / "module_id") or path.parent.name[len("accel") :]: path for path in paths
-        }
+        folders = (SYS / "class/accel").glob("accel[0-9]*")
+        paths = {folder.name[len("accel") :]: folder / "device" for folder in folders}
+        cards = {read_text(path / "module_id") or number: path for number, path in paths.items()}
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        buses = sorted((SYS / "bus/pci/devices").glob("*"))
-        gpus = [p for p in buses if read(p / "vendor") == NVIDIA]
-        gpus = [p for p in gpus if read(p / "class").startswith(DISPLAYS)]
-        cards = {str(number): path for number, path in enumerate(gpus)}
+        cards = {str(number): path for number, path in enumerate(_nvidia_gpus())}
     nodes = {
         int(number): int(node)
         for number, path in cards.items()
-        if number.isdigit() and (node := read(path / "numa_node")).isdigit()  # -1: no NUMA
+        if number.isdigit() and (node := read_text(path / "numa_node")).isdigit()  # -1: no NUMA
     }
     if not re.fullmatch(r"\d+(,\d+)*", visible):  # all, or identifiers
         return dict(sorted(nodes.items())) if visible in ("", "all") else {}
@@ -102,14 +100,7 @@ def numa_nodes_of_cards(device: str) -> dict[int, int]:
 def cpus_of_numa_node(node: int) -> set[int]:
     """Return the CPUs of a NUMA node, from a list such as `0-23,48-71`; empty if it is unknown."""
     cpus: set[int] = set()
-    text = read(SYS / f"devices/system/node/node{node}/cpulist")
+    text = read_text(SYS / f"devices/system/node/node{node}/cpulist")
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         cpus |= set(range(int(first), int(last or first) + 1))
     return cpus
-
-
-def read(path: Path) -> str:
-    """Return the stripped text of a kernel file; empty if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    return ""

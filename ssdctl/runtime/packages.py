@@ -47,11 +47,7 @@ def package_release(name: str) -> tuple[int, int] | None:
 
 
 def library_error(error: BaseException | None) -> UsageError | None:
-    """Return the error for a package that a shared library keeps from loading; None for others.
-
-    Args:
-        error: What an import raised: ImportError, or OSError of ctypes.
-    """
+    """Return the error for a package that a shared library keeps from loading; None for others."""
     package = ""
     while error is not None:
         package = _importing_package(error) or package
@@ -72,13 +68,10 @@ def library_error(error: BaseException | None) -> UsageError | None:
 
 
 def check_memory_limit() -> None:
-    """Try in a child process whether torch can be loaded and compute within `ulimit -v`.
+    """Raise UsageError if torch cannot be loaded and compute within `ulimit -v`.
 
-    Call it before torch is loaded: where an allocation fails, its libraries end the process by a
-    signal or `abort`, with nothing said. Without a limit this does nothing.
-
-    Raises:
-        UsageError: It cannot.
+    Call it before torch is loaded: a child process tries, because where an allocation fails, the
+    libraries of torch end the process by a signal or `abort`, without a message.
     """
     if (limit := _memory_limit()) is None or "torch" in sys.modules:
         return
@@ -112,19 +105,19 @@ def _too_low(limit: int) -> UsageError:
 
 def _importing_package(error: BaseException) -> str:
     """Return the package, not ours, whose import raised an error."""
-    names = [
-        str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
+    modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__)]
+    names = [str(module).partition(".")[0] for module in modules]
     return next((name for name in names if name in NATIVE_PACKAGES), "")
 
 
 def plugin_names(package: str, group: str) -> list[str]:
-    """Return the names of the modules of a package of ours and of a group of entry points.
+    """Return the names of a package's modules and of a group of entry points; import nothing."""
 
-    They are the files' names: nothing is imported.
-    """
-    return sorted({*_module_names(package), *entry_point_names(group)}, key=_by_number)
+    def by_number(name: str) -> list[tuple[int, str]]:  # resnet18 before resnet101
+        parts = re.split(r"(\d+)", name)
+        return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
+
+    return sorted({*_module_names(package), *entry_point_names(group)}, key=by_number)
 
 
 def _module_names(package: str) -> list[str]:
@@ -132,18 +125,8 @@ def _module_names(package: str) -> list[str]:
     return [path.stem for path in folder.glob("[!_]*.py")]
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Return the key that sorts resnet18 before resnet101."""
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
-
-
 def load_plugin(package: str, group: str, name: str) -> Any:
-    """Import and return a module of a package of ours, else an entry point.
-
-    Raises:
-        UsageError: There is none of that name, or it cannot be imported.
-    """
+    """Import and return a module of a package of ours, else an entry point; raise UsageError."""
     if name in _module_names(package):
         return importlib.import_module(f"{package}.{name}")
     plugin = load_entry_point(group, name)
@@ -158,11 +141,7 @@ def entry_point_names(group: str) -> list[str]:
 
 
 def load_entry_point(group: str, name: str) -> Any:
-    """Import and return an entry point; None if no installed package has one of that name.
-
-    Raises:
-        UsageError: It cannot be imported.
-    """
+    """Import and return an entry point; None if no installed package has one of that name."""
     for entry in metadata.entry_points(group=group, name=name):
         try:
             return entry.load()

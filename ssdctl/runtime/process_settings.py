@@ -7,14 +7,13 @@ memory, so it is kept; the peak grows by some percent (benchmarks/RESULTS.md).
 Switch threads sooner. By default a thread that needs the interpreter waits up to 5 ms for another
 one, in which a decode thread could have decoded an image.
 
-Before torch is loaded, limit its threads to the CPU quota of the container: threads beyond it are
-throttled together, often while one of them holds a lock.
+Limit torch's threads to the CPU quota of the container: threads beyond it are throttled together,
+often while one of them holds a lock.
 
-Before torch is loaded, let its OpenMP threads wait less actively. After each operation a thread of
-GNU's libgomp spins, by default for milliseconds, until the others are done. On a machine that other
-programs use too, the others are not running: the spinning uses up the process's share of the cores,
-and an operation takes a round of the scheduler. Sleeping sooner made training 2 to 5 times as fast
-there. The shortest time costs some percent of the speed of an idle machine, so only a machine that
+Let torch's OpenMP threads wait less actively. After each operation a thread of GNU's libgomp spins
+for milliseconds until the others are done. On a busy machine the others are not running, and the
+spinning uses up the process's share of the cores: sleeping sooner made training 2 to 5 times as
+fast. The shortest time costs some percent of the speed of an idle machine, so only a machine that
 is busy at the start gets it (benchmarks/RESULTS.md, "A busy machine"). Results do not change.
 
 Only the command line makes these settings: `ssdctl.load` changes nothing in the user's program.
@@ -37,31 +36,25 @@ STEP_BYTES = 64 << 20  # step of heap growth
 USER_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "LD_PRELOAD")
 
 SWITCH_INTERVAL_S = 5e-5
-# If the user sets one of these, the number of torch's threads is not changed.
+# If the user sets one of these, the number or the waiting of torch's threads is not changed.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-def limit_threads(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Limit torch's threads to the CPU quota; call it before torch is loaded.
-
-    Without a quota torch takes a thread for each core of the affinity mask.
-    """
-    quota = quota_cores()
-    if quota is not None and not any(name in environment for name in THREADS):
-        environment["OMP_NUM_THREADS"] = str(quota)
-
-
-# If the user sets one of these, the waiting of threads is not changed.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPINS, FEW_SPINS = 10_000, 1_000  # tries before a thread sleeps; libgomp's default is 300,000
 BUSY = 2.0  # processes that are ready to run, per core of the machine
+
+
+def limit_threads(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Limit torch's threads to the CPU quota; call it before torch is loaded."""
+    quota = quota_cores()
+    if quota is not None and not any(name in environment for name in THREADS):
+        environment["OMP_NUM_THREADS"] = str(quota)
 
 
 def shorten_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let the threads of libgomp sleep sooner while they wait; call it before torch is loaded."""
     if any(name in environment for name in WAITING):
         return
-    is_busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+    is_busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
     environment["GOMP_SPINCOUNT"] = str(FEW_SPINS if is_busy else SPINS)
 
 

@@ -27,14 +27,7 @@ def without_progress(items: Iterable[T], **_: Any) -> Iterable[T]:
 def progress_bar(
     items: Iterable[T], *, total: int | None = None, label: str = "", unit: str = "it"
 ) -> Iterator[T]:
-    """Yield the items, with a progress bar on a terminal and in a notebook.
-
-    Args:
-        items: What to iterate over.
-        total: How many there are; None: unknown.
-        label: What is done with them.
-        unit: What one of them is.
-    """
+    """Yield the items, with a progress bar on a terminal and in a notebook."""
     if not can_redraw():
         yield from items
         return
@@ -76,14 +69,13 @@ def live_line(get_line: Callable[[int], RenderableType]) -> Iterator[Live]:
     from rich.live import Live
 
     console = _console()
-    live = Live(
+    with Live(
         get_renderable=lambda: get_line(console.width),
         console=console,
         refresh_per_second=REFRESH_HZ,
         transient=True,
         redirect_stdout=False,
-    )
-    with live:
+    ) as live:
         yield live
 
 
@@ -97,13 +89,8 @@ def _console() -> Console:
     if importlib.util.find_spec("ipywidgets") is not None:
         return Console(**plain)
     # Without widgets rich shows nothing, but a cell's output obeys a carriage return.
-    return Console(
-        file=sys.stderr,
-        force_terminal=True,
-        force_jupyter=False,
-        width=NOTEBOOK_COLUMNS,
-        **plain,
-    )
+    plain |= {"force_terminal": True, "force_jupyter": False, "width": NOTEBOOK_COLUMNS}
+    return Console(file=sys.stderr, **plain)
 
 
 def _is_notebook() -> bool:

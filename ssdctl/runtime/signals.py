@@ -30,10 +30,9 @@ _exit_early: Callable[[], object] | None = None  # ends the process during the i
 
 
 def exit_during_imports(exit_early: Callable[[], object]) -> None:
-    """Call a function at the first signal, until `ending_at_once` is entered.
+    """Call a function that ends the process at the first signal, until `ending_at_once` is entered.
 
-    Args:
-        exit_early: Ends the process. An exception would not: imported packages may catch it.
+    An exception would not end it: imported packages may catch it.
     """
     global _exit_early
     _exit_early = exit_early
@@ -122,11 +121,7 @@ def stop_requested() -> str | None:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End the block immediately at a signal: nothing is trained yet.
-
-    Raises:
-        Stopped: A signal came, before or within.
-    """
+    """Raise Stopped immediately at a signal before or within the block: nothing is trained yet."""
     global _ends_at_once, _exit_early
     _exit_early = None
     _ends_at_once = True

@@ -37,16 +37,12 @@ def cuda_major() -> int:
 
 def dali_extra() -> str:
     """Return the extra of ssdctl whose nvidia-dali fits the installed PyTorch's CUDA."""
-    return f"dali-cuda{_dali_cuda()}"
+    return f"dali-cuda{min(max(cuda_major(), 12), NEWEST_CUDA)}"
 
 
 def dali_package() -> str:
-    """Return the name of the nvidia-dali package that fits the installed PyTorch's CUDA."""
-    return f"nvidia-dali-cuda{_dali_cuda()}0"
-
-
-def _dali_cuda() -> int:
-    return min(max(cuda_major(), 12), NEWEST_CUDA)
+    """Return the name of the nvidia-dali package of that extra."""
+    return f"nvidia-{dali_extra()}0"
 
 
 def no_buffer_sync(ddp: type) -> dict[str, bool]:

@@ -11,24 +11,20 @@ from ssdctl.config.resolve import Resolved
 from ssdctl.config.sources import Kind
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.model.pretrained import weights_of
-from ssdctl.runtime.printable import listed
+from ssdctl.runtime.safe_text import listed
+from ssdctl.training.run import value_text
 from ssdctl.training.schedule import TrainSchedule, next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.parts import Setup
+    from ssdctl.training.run import Setup
 
 MAX_CLASSES = 8  # that are named
-NEARLY_DECAYED = 0.1  # of the peak, at the end of a cosine
+NEARLY_DECAYED = 0.1  # fraction of the peak, at the end of a cosine
 MAX_EVALUATIONS = 10_000  # that are counted
 
 
 def describe_run(setup: Setup, step: int) -> dict[str, Any]:
-    """Return what the display shows before the first step (ssdctl/runs/progress.py).
-
-    Args:
-        setup: The run.
-        step: The step from which it continues.
-    """
+    """Return what the display shows before the first step (ssdctl/runs/display.py)."""
     run, plan = setup.run, setup.run.plan
     root, _ = dataset_folders(run.config.data)
     val_images = 0
@@ -36,7 +32,7 @@ def describe_run(setup: Setup, step: int) -> dict[str, Any]:
         val_images = len(setup.val.image_ids if setup.val_rows is None else setup.val_rows)
     evaluations = evaluations_after(run.resolved, plan, step) if val_images else []
     devices = f"{setup.ranks.world_size} x " if setup.ranks.world_size > 1 else ""
-    threads = f", {setup.threads} decode thread{'s' * (setup.threads > 1)}"
+    threads = f", {counted(setup.threads, 'decode thread')}"
     names = [c.name for c in setup.train.classes]
     facts = [
         ("data", data_line(root, plan.images, val_images, names)),
@@ -60,21 +56,15 @@ def describe_run(setup: Setup, step: int) -> dict[str, Any]:
 def data_line(root: Path, images: int, val_images: int, classes: Sequence[str]) -> str:
     """Return the dataset's name, its images and its classes by name."""
     val = f", {val_images:,} for validation" if val_images else ", none for validation"
-    return f"{root.name or root}: {images:,} training images{val}; {classes_line(classes)}"
+    return f"{root.name or root}: {counted(images, 'training image')}{val}; {classes_line(classes)}"
 
 
 def classes_line(classes: Sequence[str]) -> str:
-    """Return the number of classes and the first names."""
-    return f"{len(classes)} classes: {listed(list(classes), MAX_CLASSES)}"
+    return f"{len(classes)} class{'es' * (len(classes) != 1)}: {listed(list(classes), MAX_CLASSES)}"
 
 
 def network_line(config: Config, *, step: int = 0) -> str:
-    """Return the network and its first weights.
-
-    Args:
-        config: The run.
-        step: That of the checkpoint that it continues from.
-    """
+    """Return the network and its first weights."""
     if step:
         weights = f"continues from step {step:,}"
     elif config.train.init is not None:
@@ -86,16 +76,14 @@ def network_line(config: Config, *, step: int = 0) -> str:
 
 
 def length_line(plan: TrainSchedule, evaluations: int) -> str:
-    """Return the steps, epochs and evaluations of a run."""
     epochs = plan.epoch(plan.total_steps)
     epochs_text = f"{epochs:.1f}" if epochs >= 10 else f"{epochs:.2f}"
-    line = f"{plan.total_steps:,} steps of {plan.global_batch_size} images ({epochs_text} epochs)"
-    counted = f"{evaluations:,} evaluation{'s' * (evaluations != 1)}"
-    return f"{line}, {counted}" if evaluations else line
+    steps, images = counted(plan.total_steps, "step"), counted(plan.global_batch_size, "image")
+    line = f"{steps} of {images} ({epochs_text} epochs)"
+    return f"{line}, {counted(evaluations, 'evaluation')}" if evaluations else line
 
 
 def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
-    """Return the name of the recipe and its learning rate in one line."""
     config = resolved.config.train
     rules = rule_values(resolved)
     name = next(iter(rules), f"preset {config.preset}")
@@ -108,8 +96,7 @@ def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
         shape = f"cosine from step {plan.decay_steps[0]:,} to {plan.decay_steps[1]:,}"
     else:
         shape = f"x 0.1 at step {' and '.join(f'{s:,}' for s in decay)}" if decay else "no decay"
-    steps = f"{plan.warmup_steps:,} step{'s' * (plan.warmup_steps != 1)}"
-    warmup = f"warm-up {steps}, " if plan.warmup_steps else ""
+    warmup = f"warm-up {counted(plan.warmup_steps, 'step')}, " if plan.warmup_steps else ""
     return f"{name}: {config.optimizer}, learning rate {plan.peak_lr:g}, {warmup}{shape}"
 
 
@@ -129,7 +116,7 @@ def rule_values(resolved: Resolved) -> dict[str, dict[str, object]]:
 def details_line(resolved: Resolved) -> str | None:
     """Return the settings that a rule chose, for -v; None without a rule."""
     for rule, values in rule_values(resolved).items():
-        changes = ", ".join(f"{name} {_text(value)}" for name, value in values.items())
+        changes = ", ".join(f"{name} {value_text(value)}" for name, value in values.items())
         preset = resolved.config.train.preset
         return f"{rule} sets {changes}; use --preset {preset} for the full COCO recipe"
     return None
@@ -184,7 +171,6 @@ def evaluations_after(resolved: Resolved, plan: TrainSchedule, step: int) -> lis
     return steps
 
 
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(f"{part:g}" for part in value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 step, 2,000 steps."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -14,9 +14,9 @@ import numpy as np
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.coco_ap import Detections
-from ssdctl.evaluation.detect import DetectOptions, detect_split, merge
-from ssdctl.evaluation.scoring import BackgroundScoring
-from ssdctl.evaluation.validation_loss import ValidationLoss, mean_losses
+from ssdctl.evaluation.detect import ValidationLoss, detect
+from ssdctl.evaluation.score import BackgroundScoring
+from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import Record
@@ -24,7 +24,7 @@ from ssdctl.runtime import signals
 from ssdctl.training.schedule import at_steps, every
 
 if TYPE_CHECKING:
-    from ssdctl.training.parts import Setup
+    from ssdctl.training.run import Setup
 
 
 class EarlyStopping:
@@ -66,7 +66,6 @@ class Evaluator:
     """Evaluates a run on its validation split.
 
     Args:
-        setup: The run.
         past: The recorded evaluations of earlier starts, on the first rank.
         best_ap: The best AP of the checkpoint, if none is recorded.
     """
@@ -82,7 +81,7 @@ class Evaluator:
         for record in past:
             self._early_stopping.update(float(record["AP"]))
         self.rewind(past)
-        self.losses: dict[str, float] = {}  # of the last detection, on the first rank
+        self.losses: dict[str, float] = {}  # last detection's, on the first rank
 
     def rewind(self, past: Sequence[Record]) -> None:
         """Continue after the last of these evaluations."""
@@ -91,7 +90,6 @@ class Evaluator:
 
     @property
     def best_ap(self) -> float | None:
-        """The best AP so far."""
         return self._early_stopping.ap
 
     def reason_to_end(self) -> str | None:
@@ -117,22 +115,20 @@ class Evaluator:
         """
         setup = self._setup
         assert setup.val is not None
-        options = DetectOptions.of(setup.run.config.evaluate, setup.run.precision, setup.threads)
-        rows = np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows
-        rows = rows[setup.ranks.rank :: setup.ranks.world_size]
-        val, losses = setup.val, ValidationLoss(setup.model, setup.device)
-
-        def detect() -> tuple[Detections, list[float]]:
-            detections = detect_split(
-                setup.model, val, rows, setup.device, options, signals.until_stopped, losses=losses
-            )
-            return detections, losses.sums()
-
-        parts = collectives.run_and_gather(detect, setup.ranks)
-        if not setup.ranks.is_main:
-            return None
-        self.losses = mean_losses([sums for _, sums in parts])
-        return merge([detections for detections, _ in parts])
+        settings, losses = setup.run.config.evaluate, ValidationLoss(setup.model, setup.device)
+        config = DetectorConfig(setup.run.precision, settings.score_threshold, settings.nms_iou)
+        detections = detect(
+            Detector(setup.model, setup.device, config),
+            setup.val,
+            np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows,
+            batch_size=settings.batch_size,
+            threads=setup.threads,
+            ranks=setup.ranks,
+            progress=signals.until_stopped,
+            losses=losses,
+        )
+        self.losses = losses.means
+        return detections
 
     def start_scoring(self, detections: Detections, step: int) -> None:
         """Start to score detections in the background; only one score is computed at a time."""
@@ -148,8 +144,6 @@ class Evaluator:
             data=str(root),
             store=str(store),
             split="val" if setup.val_rows is None else "train",
-            images=len(setup.val.image_ids if image_ids is None else image_ids),
-            detections=len(detections.scores),
             precision=run.precision,
         )
         self._scoring = BackgroundScoring(setup.val.index_file, detections, about, image_ids)

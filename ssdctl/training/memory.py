@@ -25,15 +25,16 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.fake import random_batch
 from ssdctl.model.ssd300 import Architecture
+from ssdctl.training.run import SettledRun
 from ssdctl.training.step import LossModule, build_step
 
-USED_SHARE = 0.9  # of the memory: the rest is for fragmentation and workspaces
+USED_SHARE = 0.9  # fraction of the memory; the rest is for fragmentation and workspaces
 LARGE_PROBE = 48  # images at most; a second probe with a third as many gives the need of one
 WORKSPACE = 1.15  # gradients of activations and workspaces, relative to saved activations
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of the network with its gradients and optimizer, and of each image of a batch."""
+    """Memory: fixed (weights, gradients, optimizer) and per image, in bytes."""
 
     fixed: int
     per_image: int
@@ -45,7 +46,6 @@ class MemoryEstimate(NamedTuple):
 
 
 def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> MemoryEstimate:
-    """Count what a step needs."""
     with FakeTensorMode():
         model = architecture.build()
     parameters = sum(p.numel() for p in model.parameters())
@@ -169,11 +169,7 @@ def _free_memory(device: Device) -> None:
 
 @contextlib.contextmanager
 def out_of_memory_hints(
-    architecture: Architecture,
-    config: TrainConfig,
-    batch_size: int,
-    device: Device,
-    precision: str,
+    run: SettledRun, architecture: Architecture, device: Device
 ) -> Iterator[None]:
     """Replace an out-of-memory error by one that proposes a `--bs` that fits.
 
@@ -185,22 +181,15 @@ def out_of_memory_hints(
     except (RuntimeError, MemoryError) as error:
         if not device.is_out_of_memory(error):
             raise
-        memory = device.memory_bytes()
+        config = run.config.train
+        need = estimate(architecture, config, run.precision)
         raise UsageError(
-            f"out of memory on device {device.name} ({device.label}) at --bs {batch_size}",
-            hint=_proposal(
-                estimate(architecture, config, precision),
-                memory,
-                batch_size,
-                config.accumulate,
-                device,
-            ),
+            f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
+            hint=_proposal(need, config.batch_size, config.accumulate, device),
         ) from error
 
 
-def _proposal(
-    need: MemoryEstimate, memory: int | None, tried: int, accumulate: int, device: Device
-) -> str:
+def _proposal(need: MemoryEstimate, tried: int, accumulate: int, device: Device) -> str:
     """Return a `--bs` that fits: the counted one, or half if the count or the memory says nothing.
 
     If the batch that failed fits by the count, the software of the device or another process needs
@@ -208,6 +197,7 @@ def _proposal(
     """
     if tried == 1:
         return "not even one image fits: choose a smaller --backbone, or --bf16"
+    memory = device.memory_bytes()
     fits = need.fits(memory) if memory else tried
     is_counted = fits < tried
     if not is_counted:

@@ -17,7 +17,7 @@ from ssdctl.runs.metrics import Record
 from ssdctl.training.schedule import next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.parts import Setup
+    from ssdctl.training.run import Setup
 
 BENCHMARK = "ssd"
 CROP_ATTEMPTS = 1  # per mode: ssdctl/input/crop.py
@@ -28,7 +28,6 @@ class MLLog:
     """Appends MLPerf log lines to the file of `--mllog`.
 
     Args:
-        setup: The run.
         is_resumed: Whether it continues: the log of its first part then continues too.
     """
 

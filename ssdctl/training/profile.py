@@ -25,8 +25,6 @@ class StepProfiler:
 
     Args:
         steps: `FIRST,LAST` as on the command line, both included; None profiles nothing.
-        folder: Where to write.
-        device: The device to profile, in addition to the host.
         ranks: Each rank writes its own files; the rank is in the names of all but the first.
     """
 
@@ -39,7 +37,6 @@ class StepProfiler:
         self._profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Start the profiler before the first step of the range."""
         if step in self._steps and self._profiler is None:
             self._device.synchronize()  # exclude earlier work
             self._profiler = torch.profiler.profile(activities=_activities(self._device))

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.file import load_checkpoint, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint, same_classes
 from ssdctl.config.render import values
 from ssdctl.config.settings import EARLIER_VALUES, Setting, all_settings, with_current_keys
 from ssdctl.config.sources import Kind
@@ -16,10 +17,9 @@ from ssdctl.data.classes import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.layout import RunDir
-from ssdctl.training.restore import step_of_plan
 
 if TYPE_CHECKING:
-    from ssdctl.training.parts import Setup
+    from ssdctl.training.run import Setup
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def find_checkpoint(setup: Setup) -> Checkpoint | None:
     """
     checkpoint = collectives.broadcast(_find(setup) if setup.ranks.is_main else None, setup.ranks)
     if checkpoint is not None:
-        step, total = step_of_plan(checkpoint, setup.run.plan), setup.run.plan.total_steps
+        step, total = setup.run.plan.step_of(checkpoint), setup.run.plan.total_steps
         if step < total:
             log.info("resuming from %s (step %d of %d)", checkpoint.path, step, total)
         else:
@@ -61,7 +61,7 @@ def _find(setup: Setup) -> Checkpoint | None:
         if checkpoint is None:
             return None
     else:
-        checkpoint = read_checkpoint(Path(resume))
+        checkpoint = load_checkpoint(Path(resume))
     if not checkpoint.is_of_run:
         system = checkpoint.third_party
         kind = f"a checkpoint of {system}" if system else "a file of weights without their run"
@@ -70,7 +70,11 @@ def _find(setup: Setup) -> Checkpoint | None:
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
     _check_changes(setup, checkpoint)
-    _warn_of_other_data(setup, checkpoint)
+    before, now = checkpoint.config.get("data.root"), setup.run.config.data.root
+    if before and now and before != now:  # not an error: datasets are moved
+        log.warning(
+            "%s was trained on %s, this run continues with %s", checkpoint.path, before, now
+        )
     _check_classes(checkpoint, setup.train.classes)
     return checkpoint
 
@@ -91,15 +95,6 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
     if [c.id for c in checkpoint.classes] != [c.id for c in classes]:
         log.warning(
             "the category ids differ from those of %s: classes matched by name", checkpoint.path
-        )
-
-
-def _warn_of_other_data(setup: Setup, checkpoint: Checkpoint) -> None:
-    """Warn if the dataset folder differs. Datasets are moved, so this is not an error."""
-    before, now = checkpoint.config.get("data.root"), setup.run.config.data.root
-    if before and now and before != now:
-        log.warning(
-            "%s was trained on %s, this run continues with %s", checkpoint.path, before, now
         )
 
 

@@ -9,57 +9,85 @@ Python API call it, so that they agree. After it nothing writes a setting.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config, Resolved, TrainConfig
+from ssdctl.config.render import snapshot, to_snapshot_toml
+from ssdctl.config.resolve import Settled
+from ssdctl.config.schema import SettledConfig
 from ssdctl.config.sources import Kind, Source
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
-from ssdctl.runs.default_folder import run_dir
+from ssdctl.runs.layout import run_dir
 from ssdctl.training.schedule import TrainSchedule, check_warmup, make_plan
-from ssdctl.training.small_data import adapt_to_data
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ssdctl.config.devices import DeviceType
+    from ssdctl.data.store import Split
+    from ssdctl.device.base import Device
+    from ssdctl.model.ssd300 import SSD300, Architecture
+
+    DeviceFacts = Device | DeviceType  # opened, or only planned
 
 INIT = Source(Kind.RULE, "checkpoint of --init")
-
-
-class DeviceFacts(Protocol):
-    """What settling a run needs of a device, opened (`Device`) or only planned (`DeviceType`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def precisions(self) -> tuple[str, ...]: ...
-    @property
-    def auto_precision(self) -> str: ...
+FEW_IMAGES = 2500  # with fewer, 65 epochs at batch 32 are less than 5,000 steps
+REFERENCE_BATCH = 8  # `Rule.peak_lr` is for this global batch
+HIGHEST_LR = 2e-3  # AdamW, large batches
+EVALUATIONS = 10
+FEWEST_STEPS_BETWEEN_EVALUATIONS = 50
+SMALL_BATCH = 8  # images per device; at 8 and above, updating batch-norm statistics was fine
 
 
 class Network(NamedTuple):
-    """The network of a checkpoint."""
-
     backbone: str
     extra_norm: str
 
 
 class SettledRun(NamedTuple):
-    """A settled run."""
-
-    resolved: Resolved  # without `auto`, except for the precision of a device that is not open
+    resolved: Settled  # the precision is `auto` if the device is not open
     plan: TrainSchedule  # its images, its batch size, its steps
     out: Path
     rule: str | None  # the rule for few images, with the values that it changed
     notices: tuple[str, ...]  # warnings about what was replaced
 
     @property
-    def config(self) -> Config:
-        """The settings."""
+    def config(self) -> SettledConfig:
         return self.resolved.config
 
     @property
     def precision(self) -> str:
-        """The precision of the network."""
         return self.config.train.precision
+
+    def recorded_settings(self) -> dict[str, Any]:
+        """Return the settings that explain the result: for checkpoints and trackers."""
+        return snapshot(self.config)
+
+    def recorded_toml(self) -> str:
+        """Return the same for RUN/config.toml, with the source of each value."""
+        return to_snapshot_toml(self.resolved)
+
+
+class Setup(NamedTuple):
+    """The parts of a run before its first step."""
+
+    run: SettledRun
+    device: Device
+    ranks: Ranks
+    train: Split
+    val: Split | None
+    val_rows: NDArray[np.int64] | None  # the images of `val` to score; None: all
+    architecture: Architecture
+    model: SSD300
+    threads: int
+    memory_hints: Callable[[], AbstractContextManager[None]]  # explains a full memory
 
 
 def finalize(
@@ -74,9 +102,7 @@ def finalize(
     """Replace `auto` and whatever the user left open by what fits device, data and checkpoint.
 
     Args:
-        resolved: The settings, with the source of each.
         device: To train on; None: any, as in a plan for another machine.
-        ranks: Their number.
         images: Training images of the dataset, before --limit-train and --overfit.
         network: Of the checkpoint of --init, or of the run to resume.
         largest_batch: Measures `--bs auto`, on an open device.
@@ -95,15 +121,15 @@ def finalize(
     images = trained_images(resolved.config.train, images)
     if resolved.config.train.batch_size == "auto":
         resolved = _with_largest_batch(resolved, images, ranks, largest_batch)
-    resolved, rule = adapt_to_data(resolved, images, ranks.world_size)
+    settled, rule = adapt_to_data(Settled.of(resolved), images, ranks.world_size)
     plan = make_plan(
-        resolved.config.train,
+        settled.config.train,
         images,
         ranks.world_size,
-        may_shorten_warmup=not resolved.is_chosen("train.warmup"),
+        may_shorten_warmup=not settled.is_chosen("train.warmup"),
     )
-    _check_batch_norm(resolved.config, plan.batch_size, ranks)
-    return SettledRun(resolved, plan, out, rule, tuple(notices))
+    _check_batch_norm(settled.config, plan.batch_size, ranks)
+    return SettledRun(settled, plan, out, rule, tuple(notices))
 
 
 def _check_batch_norm(config: Config, batch_size: int, ranks: Ranks) -> None:
@@ -117,11 +143,7 @@ def _check_batch_norm(config: Config, batch_size: int, ranks: Ranks) -> None:
 
 
 def check_without_data(resolved: Resolved, device: DeviceFacts) -> tuple[str, ...]:
-    """Check what `finalize` would refuse whatever the dataset is; return its notices.
-
-    Raises:
-        UsageError: See `finalize`.
-    """
+    """Check what `finalize` would refuse whatever the dataset is; return its notices."""
     _, notice = settle_precision(resolved, device)
     if resolved.is_chosen("train.warmup"):
         check_warmup(resolved.config.train)
@@ -129,7 +151,6 @@ def check_without_data(resolved: Resolved, device: DeviceFacts) -> tuple[str, ..
 
 
 def trained_images(config: TrainConfig, images: int) -> int:
-    """Return how many of a dataset's images a run trains on."""
     return min(images, config.limit_train or images, config.overfit or images)
 
 
@@ -180,6 +201,95 @@ def _with_largest_batch(
             "--bs auto depends on the device's memory, and a plan does not open the device",
             hint="give a number, as in --bs 32",
         )
-    any_size = resolved.with_value("train.batch_size", 1)
+    any_size = Settled.of(resolved.with_value("train.batch_size", 1))
     trial, _ = adapt_to_data(any_size, images, ranks.world_size)
     return resolved.with_value("train.batch_size", largest_batch(trial.config))
+
+
+class Rule(NamedTuple):
+    """What replaces the recipe's values."""
+
+    name: str
+    fewest_samples: int  # images trained on, repetitions included
+    fewest_epochs: int
+    peak_lr: float  # at REFERENCE_BATCH; grows with the batch's square root
+
+
+SMALL_DATA = Rule("small-data rule", fewest_samples=8000, fewest_epochs=20, peak_lr=1.4e-3)
+FINE_TUNING = Rule("fine-tuning rule", fewest_samples=3000, fewest_epochs=10, peak_lr=1e-3)
+
+
+def adapt_to_data(resolved: Settled, images: int, world_size: int) -> tuple[Settled, str | None]:
+    """Apply the rule for few images or for fine-tuning to what the user left at its default.
+
+    The default preset is a recipe for COCO: on 9 images it takes 18 steps. A preset that the user
+    names is used as it is. docs/recipes.md describes the rules.
+
+    Settings that belong together are only changed together: the optimizer with its rate and weight
+    decay, the kind of decay with its epochs.
+
+    Returns:
+        The settings, and a line with the rule's name, reason and changes, if it changed any.
+    """
+    config = resolved.config.train
+    if resolved.is_chosen("train.preset") or images >= FEW_IMAGES or config.fake_data:
+        return resolved, None
+    rule = SMALL_DATA if config.init is None else FINE_TUNING
+    values = _values(resolved, rule, images, world_size)
+    for name, value in values.items():
+        resolved = resolved.with_value(f"train.{name}", value, Source(Kind.RULE, rule.name))
+    if not values:
+        return resolved, None
+    kind = "fine-tuning on" if config.init is not None else "only"
+    changes = ", ".join(f"{name} {value_text(value)}" for name, value in values.items())
+    line = f"{rule.name} ({kind} {images:,} training images): {changes}"
+    return resolved, line
+
+
+def _values(resolved: Settled, rule: Rule, images: int, world_size: int) -> dict[str, Any]:
+    """Return the new values of those settings that the user did not set."""
+    config = resolved.config.train
+    values: dict[str, Any] = {}
+
+    def is_open(*names: str) -> bool:
+        return not resolved.is_chosen(*(f"train.{name}" for name in names))
+
+    per_batch_size, batch_size = world_size * config.accumulate, config.batch_size
+    if is_open("batch_size"):
+        fewest = 2 if resolved.config.model.extra_norm == "batch" else 1
+        values["batch_size"] = batch_size = max(REFERENCE_BATCH // per_batch_size, fewest)
+    global_batch = batch_size * per_batch_size
+
+    epochs = config.epochs
+    if is_open("epochs"):
+        samples = max(rule.fewest_samples, rule.fewest_epochs * images)
+        samples = max(samples, (config.steps or 0) * global_batch)
+        values["epochs"] = epochs = math.ceil(samples / images)
+    if is_open("optimizer", "lr", "momentum", "weight_decay"):
+        peak = min(rule.peak_lr * math.sqrt(global_batch / REFERENCE_BATCH), HIGHEST_LR)
+        values |= {
+            "optimizer": "adamw",
+            "weight_decay": 0.01,
+            "lr": float(f"{peak * 32 / global_batch:.3g}"),
+        }
+    steps, end = max(int(epochs * images / global_batch), 1), float(epochs)
+    run_steps = min(steps, config.steps or steps)
+    if run_steps < steps:  # the schedule ends with the run; rounded up to the end of a step
+        end = math.ceil(1e4 * run_steps * global_batch / images) / 1e4
+    if is_open("warmup"):
+        values["warmup"] = f"{max(run_steps // 20, 1)}st"
+    if is_open("lr_decay", "decay_epochs"):
+        values |= {"lr_decay": "cosine", "decay_epochs": (round(0.2 * end, 3), end)}
+    if is_open("eval_every", "eval_at"):
+        interval = max(run_steps // EVALUATIONS, FEWEST_STEPS_BETWEEN_EVALUATIONS)
+        if interval < run_steps:
+            values["eval_every"] = f"{interval}st"
+    if rule is FINE_TUNING and batch_size < SMALL_BATCH and is_open("freeze_norm"):
+        values["freeze_norm"] = True
+    return values
+
+
+def value_text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(f"{part:g}" for part in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

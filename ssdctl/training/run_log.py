@@ -18,25 +18,18 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from ssdctl.config.render import snapshot
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.input.batch import Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import MetricsFile, Record, environment
-from ssdctl.runs.writer import open_run, tracker_id
-from ssdctl.training.bad_images import BadImages
-from ssdctl.training.mllog import MLLog
-from ssdctl.training.nonfinite import BadStep
+from ssdctl.runs.metrics import MetricsFile, Record, environment, open_run
+from ssdctl.training.failures import BadImages, BadStep
 from ssdctl.training.throughput import EpochClock, ThroughputMeter
-from ssdctl.training.trackers.background import Trackers
-from ssdctl.training.trackers.base import TrackedRun
-from ssdctl.training.trackers.registry import find_trackers
 
 if TYPE_CHECKING:
-    from ssdctl.training.parts import Setup
+    from ssdctl.training.run import Setup
 
 log = logging.getLogger(__name__)
 Observer = Callable[[Record], None]
@@ -46,13 +39,7 @@ SHOWN = (*WRITTEN, "start", "position")
 
 
 class RunLog:
-    """Passes the records of a run to its observers.
-
-    Args:
-        setup: The run.
-        start_step: The step from which it continues.
-        emit: Called with every record that is shown (ssdctl/runs/progress.py).
-    """
+    """Passes the records of a run to its observers."""
 
     def __init__(self, setup: Setup, start_step: int, emit: Observer) -> None:
         run = setup.run
@@ -63,14 +50,14 @@ class RunLog:
         self._bad_images = BadImages(run.plan.images)
         self._observers: list[Observer] = []
         self._metrics: MetricsFile | None = None  # on the first rank
-        self._best_step: int | None = None  # of an earlier start, which may not have uploaded it
+        self._best_step: int | None = None  # an earlier start may not have uploaded it
         if setup.ranks.is_main:
             self._observe(start_step, emit)
 
     def _observe(self, start_step: int, emit: Observer) -> None:
-        setup, config = self._setup, self._setup.run.config
+        setup, config = self._setup, self._setup.run.config.train
         facts = environment(setup.device.label, setup.ranks.world_size)
-        metrics = open_run(self._folder, setup.run.resolved, facts, start_step)
+        metrics = open_run(self._folder, setup.run.recorded_toml(), facts, start_step)
         self._metrics = metrics
 
         def write(record: Record) -> None:
@@ -84,20 +71,14 @@ class RunLog:
                 emit(record)
 
         self._observers += [write, show]
-        if classes := find_trackers(config.train):
-            tracked = TrackedRun(
-                id=tracker_id(self._folder),
-                name=self._folder.path.resolve().name,
-                folder=self._folder.path,
-                start_step=start_step,
-                config=snapshot(config),
-                environment=facts,
-                records=metrics.past_records,
-            )
-            uploads, wait_s = config.train.upload_checkpoints, config.train.rank_timeout / 2
-            trackers = Trackers(classes, tracked, uploads=uploads, longest_wait_s=wait_s)
-            self._observers.append(trackers.record)
-        if config.train.mllog is not None:
+        if config.tracker or config.tensorboard:
+            from ssdctl.training.trackers.background import open_trackers  # late: Pillow
+
+            past = metrics.past_records
+            self._observers.append(open_trackers(setup, start_step, facts, past).record)
+        if config.mllog is not None:
+            from ssdctl.training.mllog import MLLog
+
             self._observers.append(MLLog(setup, is_resumed=start_step > 0).record)
 
     def start(self, step: int, description: dict[str, Any]) -> None:
@@ -194,7 +175,6 @@ class RunLog:
             self._record("epoch", step, **figures)
 
     def event(self, name: str, step: int, **facts: Any) -> None:
-        """Record an event."""
         self._record("event", step, event=name, **facts)
 
     def evaluation_began(self, step: int) -> None:
@@ -209,13 +189,7 @@ class RunLog:
     def evaluation(
         self, evaluation: Evaluation, losses: dict[str, float], *, is_best: bool
     ) -> None:
-        """Record an evaluation and the AP of each class; keep its details if it is the best.
-
-        Args:
-            evaluation: The metrics.
-            losses: The means of the loss and its terms over the evaluated images.
-            is_best: Whether its AP is the best so far.
-        """
+        """Record an evaluation and the AP of each class; keep its details if it is the best."""
         step = evaluation.about.step
         assert step is not None
         if is_best and self._setup.ranks.is_main:

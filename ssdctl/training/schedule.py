@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.config import TrainConfig
 from ssdctl.errors import UsageError
 from ssdctl.model.backbones import find_backbone
+
+if TYPE_CHECKING:
+    from ssdctl.checkpoint.contents import Checkpoint
+    from ssdctl.config import TrainConfig
+    from ssdctl.config.sections.train import SettledTrainConfig
 
 COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end
 DECAY_FACTOR = 0.1
@@ -56,7 +60,6 @@ class TrainSchedule(NamedTuple):
     batch_size: int  # per rank and micro-batch
 
     def as_json(self) -> dict[str, Any]:
-        """Return the documented JSON keys."""
         fields = self._asdict()
         del fields["is_cosine"], fields["batch_size"]
         return {**fields, "decay_steps": list(self.decay_steps)}
@@ -75,6 +78,12 @@ class TrainSchedule(NamedTuple):
             return self.peak_lr * (0.5 * (1 + math.cos(math.pi * progress)) + COSINE_FLOOR)
         return self.peak_lr * DECAY_FACTOR ** sum(step >= decay for decay in self.decay_steps)
 
+    def step_of(self, checkpoint: Checkpoint) -> int:
+        """Return a checkpoint's step; with another global batch, that with as many samples."""
+        if checkpoint.global_batch == self.global_batch_size:
+            return checkpoint.step
+        return checkpoint.samples_seen // self.global_batch_size
+
     def epoch(self, step: int) -> float:
         """Return the number of passes over the dataset after `step` steps."""
         return step * self.global_batch_size / self.images
@@ -90,7 +99,7 @@ class TrainSchedule(NamedTuple):
 
 
 def check_warmup(config: TrainConfig) -> None:
-    """Check that the warm-up is not longer than the run, as far as no dataset is needed for it.
+    """Check that the warm-up is not longer than the run, without looking at the dataset.
 
     Raises:
         UsageError: Both have a length in the same unit, and the warm-up is longer.
@@ -107,21 +116,17 @@ def check_warmup(config: TrainConfig) -> None:
 
 
 def make_plan(
-    config: TrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
+    config: SettledTrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
 ) -> TrainSchedule:
     """Compute the schedule of a run.
 
     Args:
-        config: The run; its batch size is a number.
-        images: Number of training images.
-        world_size: Number of ranks.
         may_shorten_warmup: Shorten a warm-up that is longer than the run to a tenth of the run,
             because the user did not choose it.
 
     Raises:
         UsageError: The warm-up is longer than the run.
     """
-    assert isinstance(config.batch_size, int)
     global_batch = config.batch_size * world_size * config.accumulate
 
     def steps(epochs: float) -> int:
@@ -174,7 +179,6 @@ def every(text: str, plan: TrainSchedule) -> Every:
 
 
 def at_steps(epochs: tuple[float, ...], plan: TrainSchedule) -> list[int]:
-    """Return the steps with which these epochs end."""
     return [max(int(epoch * plan.images / plan.global_batch_size), 1) for epoch in epochs]
 
 
@@ -187,13 +191,7 @@ def next_evaluation(config: TrainConfig, plan: TrainSchedule, step: int) -> int:
 
 
 def checkpoint_bytes(backbone: str, num_classes: int, config: TrainConfig) -> int:
-    """Return the approximate size of a checkpoint: weights, EMA, optimizer state.
-
-    Args:
-        backbone: Its name.
-        num_classes: Background included.
-        config: The run.
-    """
+    """Return the approximate size of a checkpoint: weights, EMA, optimizer state."""
     copies = 1 + bool(config.ema) + (2 if config.optimizer == "adamw" else 1)
     shared, per_class = find_backbone(backbone).PARAMETERS
     return 4 * copies * (shared + num_classes * per_class)

@@ -17,16 +17,16 @@ import msgspec
 import torch
 from torch import nn
 
-from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.reader import (
-    Checkpoint,
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.file import (
     load_backbone,
+    load_checkpoint,
     load_state,
-    read_checkpoint,
     same_classes,
     with_classes,
     with_counters,
 )
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
@@ -35,32 +35,31 @@ from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
-from ssdctl.distributed.dataset import open_on_all_ranks
-from ssdctl.distributed.process_group import process_group, wait_for_main
+from ssdctl.distributed.process_group import open_on_all_ranks, process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.download.detectors import DetectorSource, cached_path
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
-from ssdctl.input.pipelines import check_pipeline
-from ssdctl.model.pretrained import fetch_weights, weights_of
+from ssdctl.model.pretrained import check_hash_of_name, fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
-from ssdctl.runs.default_folder import run_dir
+from ssdctl.runs.layout import run_dir
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.training.description import describe_run, warning_of_cut
-from ssdctl.training.light_optimizer import without_dynamo
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
-from ssdctl.training.parts import Setup
+from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.run import Network, check_without_data, finalize
-from ssdctl.training.trackers.registry import find_trackers
+from ssdctl.training.run import Network, Setup, check_without_data, finalize
+from ssdctl.training.step_input import check_pipeline
+from ssdctl.training.trackers.base import find_trackers
 from ssdctl.training.trainer import Summary, Trainer
 
 log = logging.getLogger(__name__)
+InitReader = Callable[[], Checkpoint]  # reads the checkpoint of --init
 
 
 def run_training(
@@ -78,10 +77,8 @@ def open_trainer(
     """Open device, ranks, dataset, network and run folder for the duration of the block.
 
     Args:
-        resolved: The settings of a run.
         emit: Called with every record of metrics.jsonl after it is written, and with the records
-            for the display that ssdctl/runs/progress.py lists.
-        progress: Shows the progress of preparing the dataset.
+            for the display that ssdctl/runs/display.py lists.
 
     Raises:
         UsageError: Another process trains in the run folder; or see `prepare_run`.
@@ -101,7 +98,7 @@ def open_trainer(
         for notice in device.notices:
             log.warning("%s", notice)
         with signals.ending_at_once():
-            init = InitCheckpoint(resolved.config)
+            init = _init_reader(resolved.config)
             shown = progress if ranks.is_main else without_progress
             setup = prepare_run(resolved, device, ranks, shown, init)
             if ranks.is_main:
@@ -109,6 +106,7 @@ def open_trainer(
             checkpoint = find_checkpoint(setup)
             if checkpoint is None:
                 load_first_weights(setup, init)
+            del init  # its memory
             trainer = Trainer(setup, checkpoint, emit)
             exit_stack.callback(trainer.close)
             trainer.run_log.start(trainer.step, describe_run(setup, trainer.step))
@@ -121,43 +119,25 @@ def open_trainer(
         yield trainer
 
 
-class InitCheckpoint:
-    """The checkpoint of `--init`, read once: for its network, and later for its weights.
+def _init_reader(config: Config) -> InitReader:
+    """Return a function that reads the checkpoint of `--init` once: for network and weights."""
 
-    Args:
-        config: Of the run.
-    """
+    @functools.cache
+    def read() -> Checkpoint:
+        assert config.train.init is not None
+        return load_checkpoint(locate_checkpoint(config.train.init, mirror=config.download.mirror))
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._checkpoint: Checkpoint | None = None
-
-    def read(self) -> Checkpoint:
-        """Return it; a detector by name is fetched.
-
-        Raises:
-            UsageError, NetworkError, IntegrityError: It is not available, or damaged.
-        """
-        if self._checkpoint is None:
-            source, mirror = self._config.train.init, self._config.download.mirror
-            assert source is not None
-            self._checkpoint = read_checkpoint(locate_checkpoint(source, mirror=mirror))
-        return self._checkpoint
-
-    def take(self) -> Checkpoint:
-        """Return it for the last time, so that its memory is freed."""
-        checkpoint, self._checkpoint = self.read(), None
-        return checkpoint
+    return read
 
 
 def prepare_run(
-    resolved: Resolved, device: Device, ranks: Ranks, progress: Progress, init: InitCheckpoint
+    resolved: Resolved,
+    device: Device,
+    ranks: Ranks,
+    progress: Progress,
+    init: InitReader,
 ) -> Setup:
-    """Open the dataset, settle the run, build the network with random weights.
-
-    Raises:
-        UsageError, DataError: See the functions called.
-    """
+    """Open the dataset, settle the run, build the network with random weights."""
     config = resolved.config
     check_pipeline(config.train.pipeline)
     find_trackers(config.train)
@@ -200,14 +180,7 @@ def prepare_run(
         architecture=architecture,
         model=device.place(_new_model(architecture, settled, device, ranks)),
         threads=config.train.workers or usable_cores(ranks.world_size),
-        memory_hints=functools.partial(
-            out_of_memory_hints,
-            architecture,
-            settled,
-            run.plan.batch_size,
-            device,
-            run.precision,
-        ),
+        memory_hints=functools.partial(out_of_memory_hints, run, architecture, device),
     )
 
 
@@ -239,25 +212,21 @@ def planned_network(resolved: Resolved) -> Network | None:
         is_cached = isinstance(source, DetectorSource) and cached_path(source) is not None
         if not is_cached and not isinstance(source, Path):
             return None
-    return _network_of(config, InitCheckpoint(config))
+    return _network_of(config, _init_reader(config))
 
 
-def _network_of_init(resolved: Resolved, init: InitCheckpoint, ranks: Ranks) -> Network | None:
-    """Return the network of the checkpoint of `--init`, or of the run to resume.
-
-    Raises:
-        UsageError, NetworkError, IntegrityError: The checkpoint is not available, or damaged.
-    """
+def _network_of_init(resolved: Resolved, init: InitReader, ranks: Ranks) -> Network | None:
+    """Return the network of the checkpoint of `--init`, or of the run to resume."""
     config = resolved.config
     if config.train.init is None or resolved.is_chosen("train.preset"):
         return None
     return collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
 
 
-def _network_of(config: Config, init: InitCheckpoint) -> Network:
+def _network_of(config: Config, init: InitReader) -> Network:
     """Return the network of the run to resume, else of the checkpoint of `--init`."""
     checkpoint, _ = CheckpointFolder(run_dir(config).path, config.train.keep).newest_intact()
-    architecture = (checkpoint or init.read()).architecture
+    architecture = (checkpoint or init()).architecture
     return Network(architecture.backbone, architecture.extra_norm)
 
 
@@ -325,7 +294,7 @@ def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split 
     return train, val
 
 
-def load_first_weights(setup: Setup, init: InitCheckpoint) -> None:
+def load_first_weights(setup: Setup, init: InitReader) -> None:
     """Load the weights of a new run: those of `--init`, or pretrained backbone weights.
 
     Raises:
@@ -333,7 +302,7 @@ def load_first_weights(setup: Setup, init: InitCheckpoint) -> None:
     """
     config, model, classes = setup.run.config, setup.model, setup.train.classes
     if config.train.init is not None:
-        checkpoint = init.take()
+        checkpoint = init()
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
@@ -352,6 +321,7 @@ def load_first_weights(setup: Setup, init: InitCheckpoint) -> None:
         return
     if Path(name).is_file():
         path = Path(name)
+        check_hash_of_name(path)
     else:
         if setup.ranks.is_main:
             _fetch_weights(name, config)

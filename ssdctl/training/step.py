@@ -22,9 +22,15 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.normalize import Normalize
-from ssdctl.training.loss_scale import LossScale
-from ssdctl.training.masked_update import GuardedUpdate, clip_factor, groups_of
-from ssdctl.training.optimizer import build_optimizer, set_lr, update
+from ssdctl.training.optimizer import (
+    GuardedUpdate,
+    LossScale,
+    build_optimizer,
+    clip_factor,
+    groups_of,
+    set_lr,
+    update,
+)
 
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig
@@ -51,8 +57,6 @@ class LossModule(nn.Module):
     """Color, normalization, network, targets and loss: the part of a step that is compiled as one.
 
     Args:
-        model: The network, on the device.
-        device: Holds all of it.
         precision: Of the network; the rest computes in the precision of the weights.
     """
 
@@ -92,11 +96,7 @@ def build_step(
     """Return the optimizer step of a network.
 
     Args:
-        model: The network, on the device.
-        config: The recipe: optimizer, clipping, TF32.
-        device: Computes the step, compiled if it does so.
         precision: Of the network: fp32, bf16, or fp16 with a loss scale.
-        ranks: Average the gradients.
     """
     optimizer = build_optimizer(model, config, device)
     scale = None
@@ -104,9 +104,7 @@ def build_step(
         scale = LossScale(device)
         scale.attach_to(optimizer)
     device.set_tf32(config.tf32)
-    return TrainStep(
-        LossModule(model, device, precision), optimizer, config.clip_grad, ranks, scale
-    )
+    return TrainStep(LossModule(model, device, precision), optimizer, config, ranks, scale)
 
 
 class TrainStep:
@@ -116,7 +114,7 @@ class TrainStep:
         self,
         loss_module: LossModule,
         optimizer: torch.optim.Optimizer,
-        clip_grad: float,
+        config: TrainConfig,
         ranks: Ranks,
         scale: LossScale | None,
     ) -> None:
@@ -125,14 +123,14 @@ class TrainStep:
         self._device = device
         self._ranks = ranks
         self._scale = scale
-        self._clip = clip_grad
+        self._clip = config.clip_grad
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._statistics = [b for b in model.buffers() if b.is_floating_point()]
-        device.compile(loss_module)
+        device.compile(loss_module, overlap=config.overlap_gradients)
         self._guarded_update = None
         if not device.supports_found_inf:
             assert scale is None
-            self._guarded_update = GuardedUpdate(clip_grad)
+            self._guarded_update = GuardedUpdate(config.clip_grad)
             device.compile(self._guarded_update)
         # The gradients are either averaged by DistributedDataParallel, or added up afterwards.
         self._adds_up = ranks.world_size > 1 and device.ddp_bucket_mb is None
@@ -252,7 +250,6 @@ def _flattened(tensors: list[Tensor]) -> Tensor:
 
 
 def _split(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the parts of a flat tensor in the shapes of the tensors."""
     if not tensors:
         return []
     parts = flat.split([t.numel() for t in tensors])

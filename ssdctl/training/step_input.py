@@ -6,14 +6,18 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ssdctl.device.base import Device
-from ssdctl.errors import DataError, DiskError
+from ssdctl.data.store import Split
+from ssdctl.device.base import Decoder, Device, pageable_buffer
+from ssdctl.errors import DataError, DiskError, UsageError
 from ssdctl.input.batch import Batch, trim_padding
-from ssdctl.input.pipelines import open_input
-from ssdctl.input.sampler import LoaderConfig
+from ssdctl.input.fake import FakeLoader
+from ssdctl.input.loader import Buffer, TrainLoader
+from ssdctl.input.sampler import LoaderConfig, SampleStream
+from ssdctl.runtime.torch_compat import dali_package
 
 if TYPE_CHECKING:
-    from ssdctl.training.parts import Setup
+    from ssdctl.input.dali import DaliLoader
+    from ssdctl.training.run import Setup
 
 
 class StepInput:
@@ -97,7 +101,7 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
         return
     waiting: Batch | None = None
     for batch in batches:
-        device.wait_for_copies()  # of the waiting batch, not of the next one
+        device.wait_for_copies()  # the waiting batch's, not the next one's
         is_on_device = batch.images.device.type != "cpu"  # decoded there
         copied = batch._replace(
             images=batch.images if is_on_device else device.copy(batch.images),
@@ -112,3 +116,51 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
     if waiting is not None:
         device.wait_for_copies()
         yield waiting
+
+
+def check_pipeline(pipeline: str) -> None:
+    """Check that a pipeline is installed.
+
+    Raises:
+        UsageError: DALI is not installed.
+    """
+    if pipeline != "dali":
+        return
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"--pipeline dali: nvidia-dali cannot be imported ({error})",
+            hint=f"pip install {dali_package()}, or leave --pipeline at native",
+        ) from None
+
+
+def open_input(
+    pipeline: str,
+    split: Split,
+    config: LoaderConfig,
+    *,
+    fake: bool = False,
+    decoder: Decoder | None = None,
+    buffer: Buffer = pageable_buffer,
+) -> TrainLoader | FakeLoader | DaliLoader:
+    """Return the input of one rank.
+
+    Args:
+        pipeline: `native` or `dali`.
+        fake: Random batches instead; no image is read.
+        decoder: The device on which DALI decodes; None: the host.
+        buffer: Allocates the pixels of a batch: `Device.host_buffer`.
+
+    Raises:
+        UsageError: DALI is not installed.
+    """
+    if fake:
+        return FakeLoader(split, config)
+    check_pipeline(pipeline)
+    stream = SampleStream(split.trainable, config.seed)
+    if pipeline == "dali":
+        from ssdctl.input.dali import DaliLoader
+
+        return DaliLoader(split, stream, config, decoder)
+    return TrainLoader(split, stream, config, buffer)

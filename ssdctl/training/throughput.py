@@ -21,11 +21,7 @@ class Lap(NamedTuple):
 
 
 class ThroughputMeter:
-    """Measures the throughput of a loop of steps.
-
-    Args:
-        global_batch: Images per step.
-    """
+    """Measures the throughput of a loop of steps."""
 
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
@@ -56,7 +52,6 @@ class ThroughputMeter:
         self._lap_began += time.monotonic() - began
 
     def step_done(self) -> None:
-        """Count a step."""
         self._lap_images += self._global_batch
         self.images += self._global_batch
 
@@ -100,18 +95,11 @@ class ThroughputMeter:
 
     @property
     def total_s(self) -> float:
-        """Seconds since this meter was created."""
         return time.monotonic() - self._started
 
 
 class EpochClock:
-    """Times the epochs; the first one of a resumed run counts from the resumption.
-
-    Args:
-        plan: The epochs of the run.
-        step: The step from which it continues.
-        throughput: Counts the images.
-    """
+    """Times the epochs; the first one of a resumed run counts from the resumption."""
 
     def __init__(self, plan: TrainSchedule, step: int, throughput: ThroughputMeter) -> None:
         self._plan = plan
@@ -120,7 +108,6 @@ class EpochClock:
         self.rewind(step)
 
     def rewind(self, step: int) -> None:
-        """Continue from a step."""
         self._done = self._plan.epochs_ended(step)
 
     def ended(self, step: int) -> dict[str, float] | None:

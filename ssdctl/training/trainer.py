@@ -16,34 +16,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from ssdctl.checkpoint.format import FORMAT
-from ssdctl.config.render import snapshot
+from ssdctl.checkpoint.contents import FORMAT
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError, Stopped
 from ssdctl.input.batch import Batch
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
-from ssdctl.training.ema import EMA
 from ssdctl.training.evaluator import Evaluator
-from ssdctl.training.nonfinite import NonFiniteGuard
+from ssdctl.training.failures import NonFiniteGuard
 from ssdctl.training.profile import StepProfiler
-from ssdctl.training.rank_statistics import RankStatistics
-from ssdctl.training.restore import restore, step_of_plan
 from ssdctl.training.run_log import Observer, RunLog
 from ssdctl.training.saver import Saver
+from ssdctl.training.state import EMA, RankStatistics, restore
 from ssdctl.training.step import StepResult, build_step
 from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.reader import Checkpoint
-    from ssdctl.training.parts import Setup
+    from ssdctl.checkpoint.contents import Checkpoint
+    from ssdctl.training.run import Setup
 
 log = logging.getLogger(__name__)
 
 
 class Summary(NamedTuple):
-    """The result of a run."""
-
     out: str
     step: int
     images_per_second: float
@@ -62,7 +57,7 @@ class Trainer:
     Args:
         setup: The parts of the run; without a checkpoint, its network has the first weights.
         checkpoint: To continue from.
-        emit: Called with every record that is shown (ssdctl/runs/progress.py).
+        emit: Called with every record that is shown (ssdctl/runs/display.py).
     """
 
     def __init__(self, setup: Setup, checkpoint: Checkpoint | None, emit: Observer) -> None:
@@ -136,7 +131,7 @@ class Trainer:
             "architecture": self.setup.architecture._asdict(),
             # label = index + 1; ids are COCO's
             "classes": msgspec.to_builtins(self.setup.train.classes),
-            "config": snapshot(self.setup.run.config),  # every setting, resolved
+            "config": self.setup.run.recorded_settings(),
             "step": self.step,
             "samples_seen": self.samples_seen,
             "images": self.plan.images,  # per epoch
@@ -155,7 +150,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.load(self.model.state_dict() if averaged is None else averaged)
         self.statistics.load(checkpoint.rank_statistics)
-        self.step = step_of_plan(checkpoint, self.plan)
+        self.step = self.plan.step_of(checkpoint)
         self.samples_seen = checkpoint.samples_seen
 
     def save(self, *, is_scheduled: bool = True) -> None:

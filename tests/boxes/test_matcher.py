@@ -32,22 +32,22 @@ match = Matcher()
 TRUTHS = st.lists(st.tuples(ltrb_boxes(), st.integers(1, 80)), max_size=6)
 
 
-def padded(pictures: list[list[Truth]], num_boxes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(images: list[list[Truth]], num_boxes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, G, 4) float64 boxes and (B, G) labels, zeros behind the real ones."""
-    boxes = torch.zeros(len(pictures), num_boxes, 4, dtype=torch.float64)
-    labels = torch.zeros(len(pictures), num_boxes, dtype=torch.int64)
-    for i, truths in enumerate(pictures):
+    boxes = torch.zeros(len(images), num_boxes, 4, dtype=torch.float64)
+    labels = torch.zeros(len(images), num_boxes, dtype=torch.int64)
+    for i, truths in enumerate(images):
         for g, (box, label) in enumerate(truths):
             boxes[i, g] = torch.tensor(box, dtype=torch.float64)
             labels[i, g] = label
     return boxes, labels
 
 
-def check(pictures: list[list[Truth]], defaults: list[reference.Box], padding: int) -> None:
-    num_boxes = max((len(t) for t in pictures), default=0) + padding
-    boxes, labels = padded(pictures, num_boxes)
+def check(images: list[list[Truth]], defaults: list[reference.Box], padding: int) -> None:
+    num_boxes = max((len(t) for t in images), default=0) + padding
+    boxes, labels = padded(images, num_boxes)
     index, label = match(boxes, labels, torch.tensor(defaults, dtype=torch.float64))
-    for i, truths in enumerate(pictures):
+    for i, truths in enumerate(images):
         expected = reference.match([t[0] for t in truths], [t[1] for t in truths], defaults)
         assert label[i].tolist() == expected[1]
         is_positive = label[i] > 0
@@ -61,37 +61,35 @@ def check(pictures: list[list[Truth]], defaults: list[reference.Box], padding: i
     st.lists(ltrb_boxes(), min_size=1, max_size=25),
     st.integers(1, 4),
 )
-@pytest.mark.process
 def test_equal_to_the_loop(
-    pictures: list[list[Truth]], defaults: list[reference.Box], padding: int
+    images: list[list[Truth]], defaults: list[reference.Box], padding: int
 ) -> None:
-    check(pictures, defaults, padding)
+    check(images, defaults, padding)
 
 
 def test_equal_to_the_loop_on_the_default_boxes() -> None:
     rng = np.random.default_rng(1)
     defaults = [reference.ltrb(d) for d in reference.default_boxes()]
-    pictures: list[list[Truth]] = [[]]
+    images: list[list[Truth]] = [[]]
     for count in (1, 4):
         corner, size = rng.uniform(0, 0.8, (count, 2)), rng.uniform(0.02, 0.6, (count, 2))
         boxes = np.concatenate([corner, np.minimum(corner + size, 1)], 1)
-        pictures.append([(tuple(map(float, b)), int(rng.integers(1, 81))) for b in boxes])
-    check(pictures, defaults, 2)
+        images.append([(tuple(map(float, b)), int(rng.integers(1, 81))) for b in boxes])
+    check(images, defaults, 2)
 
 
 @settings(max_examples=60, deadline=None)
 @given(TRUTHS.filter(bool), st.lists(ltrb_boxes(), min_size=1, max_size=25))
-@pytest.mark.process
 def test_every_ground_truth_gets_its_box_unless_a_later_one_claims_it(
     truths: list[Truth], defaults: list[reference.Box]
 ) -> None:
     boxes, labels = padded([truths], len(truths) + 1)
     places = torch.tensor(defaults, dtype=torch.float64)
     index, label = match(boxes, labels, places)
-    favourite = pairwise_iou(boxes[0], places).argmax(dim=1)[: len(truths)].tolist()
-    for g, n in enumerate(favourite):
+    favorite = pairwise_iou(boxes[0], places).argmax(dim=1)[: len(truths)].tolist()
+    for g, n in enumerate(favorite):
         assert label[0, n] > 0
-        assert index[0, n] == max(later for later, m in enumerate(favourite) if m == n)
+        assert index[0, n] == max(later for later, m in enumerate(favorite) if m == n)
         assert index[0, n] >= g
 
 

@@ -19,7 +19,7 @@ def eighths(low: int, high: int) -> st.SearchStrategy[float]:
 
 @st.composite
 def boxes_ltrb(draw: st.DrawFn) -> tuple[float, float, float, float]:
-    """A box with or without area, possibly reaching out of the picture."""
+    """A box with or without area, possibly reaching out of the image."""
     left, top = draw(eighths(-2, 8)), draw(eighths(-2, 8))
     return (left, top, left + draw(eighths(0, 6)), top + draw(eighths(0, 6)))
 
@@ -32,7 +32,6 @@ def test_formats_of_one_box() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(boxes_ltrb(), min_size=1, max_size=6))
-@pytest.mark.process
 def test_formats_round_trip(boxes: list[reference.Box]) -> None:
     tensor = torch.tensor(boxes, dtype=torch.float64)
     assert box_ltrb_to_cxcywh(tensor).tolist() == [list(reference.cxcywh(b)) for b in boxes]
@@ -41,7 +40,6 @@ def test_formats_round_trip(boxes: list[reference.Box]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(boxes_ltrb(), min_size=1, max_size=5), st.lists(boxes_ltrb(), min_size=1))
-@pytest.mark.process
 def test_iou_equals_the_loop(a: list[reference.Box], b: list[reference.Box]) -> None:
     actual = pairwise_iou(
         torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
@@ -51,7 +49,7 @@ def test_iou_equals_the_loop(a: list[reference.Box], b: list[reference.Box]) -> 
     np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-14, atol=0)
 
 
-def test_iou_of_a_batch_is_each_pictures() -> None:
+def test_iou_of_a_batch_is_each_images() -> None:
     generator = np.random.default_rng(0)
     corner, size = generator.uniform(0, 0.7, (3, 5, 2)), generator.uniform(0.01, 0.5, (3, 5, 2))
     batch = torch.from_numpy(np.concatenate([corner, corner + size], -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 import zipfile
 from collections.abc import Callable
@@ -13,13 +14,8 @@ import pytest
 import torch
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.checkpoint.reader import (
-    Checkpoint,
-    load_network,
-    read_checkpoint,
-    read_payload,
-    with_classes,
-)
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.file import load_checkpoint, load_network, read_payload, with_classes
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import DataConfig, resolve
 from ssdctl.config.fields import LARGEST_INT
@@ -32,7 +28,7 @@ from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.checkpoint import choose_data
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.optimizer import build_optimizer
-from ssdctl.training.restore import restore
+from ssdctl.training.state import restore
 
 Payload = dict[str, Any]
 
@@ -71,14 +67,14 @@ def save(content: Payload, folder: Path) -> Path:
 
 
 def test_an_intact_one_is_read(tmp_path: Path) -> None:
-    load_network(read_checkpoint(save(payload(), tmp_path)))
+    load_network(load_checkpoint(save(payload(), tmp_path)))
 
 
-@pytest.mark.parametrize("reader", [read_checkpoint, read_payload])
+@pytest.mark.parametrize("reader", [load_checkpoint, read_payload])
 def test_an_empty_file_is_called_empty(reader: Callable[[Path], object], tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     path.touch()
-    with pytest.raises(IntegrityError, match=f"{path}: an empty file"):
+    with pytest.raises(IntegrityError, match=re.escape(str(path))):
         reader(path)
 
 
@@ -134,21 +130,20 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.process
 def test_hostile_contents(name: str, tmp_path: Path) -> None:
     content = payload()
     HOSTILE[name](content)
     path = save(content, tmp_path)
     start = time.monotonic()
     with pytest.raises(IntegrityError, match=str(path)):
-        load_network(read_checkpoint(path))
+        load_network(load_checkpoint(path))
     assert time.monotonic() - start < 5
 
 
 def test_hostile_heads_are_refused_for_other_classes_too(tmp_path: Path) -> None:
     content = payload()
     set_weight(content, torch.zeros(7))
-    read = read_checkpoint(save(content, tmp_path))
+    read = load_checkpoint(save(content, tmp_path))
     with pytest.raises(IntegrityError, match=r"class_heads\.0\.bias is \(7,\)"):
         with_classes(read, SSD300("tiny", 2, "none"), [ClassName(1, "class 1")])
 
@@ -157,14 +152,20 @@ def test_hostile_heads_are_refused_for_other_classes_too(tmp_path: Path) -> None
 def test_label_maps_of_third_party_files(value: object, tmp_path: Path) -> None:
     state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
     with pytest.raises(IntegrityError, match="label_map"):
-        read_checkpoint(save({"model": state, "label_map": value}, tmp_path))
+        load_checkpoint(save({"model": state, "label_map": value}, tmp_path))
 
 
-@pytest.mark.parametrize("numbers", [{"iteration": 10**400}, {"epoch": float("nan")}])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        *({"iteration": value} for value in (10**400, "x", [1])),
+        *({"epoch": value} for value in (10**400, float("nan"))),
+    ],
+)
 def test_numbers_of_third_party_files(numbers: dict[str, Any], tmp_path: Path) -> None:
     state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
     with pytest.raises(IntegrityError, match="not a number"):
-        read_checkpoint(save({"model": state, **numbers}, tmp_path))
+        load_checkpoint(save({"model": state, **numbers}, tmp_path))
 
 
 def resumable(
@@ -174,7 +175,7 @@ def resumable(
     config = resolve(
         overrides=[Override("train.optimizer", optimizer, of_call("test"))]
     ).config.train
-    model = load_network(read_checkpoint(save(payload(), folder)))
+    model = load_network(load_checkpoint(save(payload(), folder)))
     content = {**payload(), "model": model.state_dict(), "trained": None}
     content["config"]["train.optimizer"] = optimizer
     built = build_optimizer(model, config, open_device("cpu"))
@@ -203,40 +204,36 @@ OPTIMIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.process
 def test_hostile_states_of_optimizers(name: str, optimizer: str, tmp_path: Path) -> None:
     """The fused kernels would read and write beyond a tensor that is too small."""
     model, built, content = resumable(tmp_path, optimizer)
     OPTIMIZERS[name](content["optimizer"])
     path = save(content, tmp_path)
     with pytest.raises(IntegrityError, match=f"{path}.*optimizer"):
-        restore(model, built, read_checkpoint(path))
+        restore(model, built, load_checkpoint(path))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.process
 def test_an_intact_optimizer_is_restored(optimizer: str, tmp_path: Path) -> None:
     model, built, content = resumable(tmp_path, optimizer)
     for values in content["optimizer"]["state"].values():
         for value in values.values():
             value.fill_(3)
-    restore(model, built, read_checkpoint(save(content, tmp_path)))
+    restore(model, built, load_checkpoint(save(content, tmp_path)))
     tensors = [v for values in built.state.values() for v in values.values()]
     assert tensors
     assert all(bool((tensor == 3).all()) for tensor in tensors)
 
 
-@pytest.mark.process
 def test_a_hostile_average_is_refused(tmp_path: Path) -> None:
     model, built, content = resumable(tmp_path)
     content["trained"] = dict(content["model"])
     content["model"] = {**content["model"], "class_heads.0.bias": torch.zeros(())}
     path = save(content, tmp_path)
     with pytest.raises(IntegrityError, match=rf"{path}.*class_heads\.0\.bias"):
-        restore(model, built, read_checkpoint(path))
+        restore(model, built, load_checkpoint(path))
 
 
-@pytest.mark.process
 def test_compressed_entries_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
     path, bomb = save(payload(), tmp_path), tmp_path / "bomb.pt"
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(bomb, "w") as target:
@@ -278,7 +275,7 @@ def test_storages_larger_than_their_records(name: str, tmp_path: Path) -> None:
     torch.save({"a": torch.arange(4.0)}, path)
     assert read_payload(rewritten(path, lambda p: p))["a"].tolist() == [0, 1, 2, 3]
     changed = rewritten(path, LIES[name])
-    with pytest.raises(IntegrityError, match=f"{changed}: not a checkpoint, or a damaged one"):
+    with pytest.raises(IntegrityError, match=re.escape(str(changed))):
         read_payload(changed)
 
 
@@ -331,7 +328,7 @@ def test_other_formats_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match=str(path)):
-        read_checkpoint(path)
+        load_checkpoint(path)
 
 
 def test_overlapping_entries_are_refused(tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Result
 from download.http_server import Reply, Server, changed, file
 from download.zips import tree, zipped
 
-import ssdctl.cli.download  # registers the command
-from ssdctl.cli.main import main
-
+Cli = Callable[..., Result]
 CONTENT = {f"val2017/{i:06d}.jpg": random.Random(i).randbytes(500) for i in range(30)}
 ARCHIVE = zipped(CONTENT)
 
@@ -35,77 +35,63 @@ def manifest(url: str, content: bytes = ARCHIVE, name: str = "val.zip", more: st
     return str(path)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Return (exit code, stdout, stderr) of `ssdctl download ...`."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(["download", *arguments])
-    output = capsys.readouterr()
-    return int(end.value.code or 0), output.out, output.err
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    code, out, err = run(capsys, *arguments, "--json")
+def answer(cli: Cli, *arguments: str) -> Any:
+    code, out, err = cli("download", *arguments, "--json")
     assert code == 0, err
     return json.loads(out)
 
 
-@pytest.mark.process
-def test_a_manifest_is_fetched_and_unpacked(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_manifest_is_fetched_and_unpacked(server: Server, cli: Cli) -> None:
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
-    result = answer(capsys, "--dest", "data", "--manifest", file_list, "--connections", "2")
+    result = answer(cli, "--dest", "data", "--manifest", file_list, "--connections", "2")
     assert result["dest"] == "data"
     assert result["files"][0]["state"] == "fetched"
     assert tree(Path("data/val2017")) == {k.partition("/")[2]: v for k, v in CONTENT.items()}
     assert not Path("data/val.zip").exists()
-    assert answer(capsys, "--dest", "data", "--manifest", file_list)["files"][0]["files"] == 30
-    code, out, _ = run(capsys, "--dest", "data", "--manifest", file_list, "-q")
+    assert answer(cli, "--dest", "data", "--manifest", file_list)["files"][0]["files"] == 30
+    code, out, _ = cli("download", "--dest", "data", "--manifest", file_list, "-q")
     assert (code, out) == (0, "val.zip: present, 30 files\n")
 
 
-def test_archives_are_kept_if_requested(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_archives_are_kept_if_requested(server: Server, cli: Cli) -> None:
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
-    answer(capsys, "--dest", "data", "--manifest", file_list, "--keep-archives")
+    answer(cli, "--dest", "data", "--manifest", file_list, "--keep-archives")
     assert Path("data/val.zip").read_bytes() == ARCHIVE
 
 
-@pytest.mark.process
-def test_a_mirror_has_the_files(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mirror_has_the_files(server: Server, cli: Cli) -> None:
     server.route("/m/val.zip", file(ARCHIVE))
     file_list = manifest("https://files.invalid/val.zip")
-    answer(capsys, "--dest", "data", "--manifest", file_list, "--mirror", server.url + "/m")
+    answer(cli, "--dest", "data", "--manifest", file_list, "--mirror", server.url + "/m")
     assert Path("data/val.zip").read_bytes() == ARCHIVE
 
 
-@pytest.mark.process
-def test_verify(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(server: Server, cli: Cli) -> None:
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
     options = ["--dest", "data", "--manifest", file_list]
-    code, _, err = run(capsys, *options, "--verify")
+    code, _, err = cli("download", *options, "--verify")
     assert (code, "val.zip" in err) == (5, True)
-    answer(capsys, *options)
+    answer(cli, *options)
     before = len(server.requests)
-    assert answer(capsys, *options, "--verify")["files"][0]["state"] == "intact"
+    assert answer(cli, *options, "--verify")["files"][0]["state"] == "intact"
     Path("data/val2017/000003.jpg").write_bytes(bytes(500))
-    code, out, err = run(capsys, *options, "--verify", "--json")
+    code, out, err = cli("download", *options, "--verify", "--json")
     assert code == 5
     assert json.loads(out)["files"][0]["problems"] == ["val2017/000003.jpg"]
     assert "val2017/000003.jpg" in err
     assert "Traceback" not in err
     assert len(server.requests) == before
-    answer(capsys, *options)
-    assert answer(capsys, *options, "--verify")["files"][0]["state"] == "intact"
+    answer(cli, *options)
+    assert answer(cli, *options, "--verify")["files"][0]["state"] == "intact"
 
 
-def test_a_dry_run_shows_coco_and_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    result = answer(capsys, "--dry-run", "--dest", "data")
+def test_a_dry_run_shows_coco_and_does_nothing(cli: Cli) -> None:
+    result = answer(cli, "--dry-run", "--dest", "data")
     assert [f["bytes"] for f in result["files"]] == [252907541, 815585330, 19336861798]
     assert result["needed_bytes"] > 38e9
-    (part,) = answer(capsys, "--dry-run", "--part", "val")["files"]
+    (part,) = answer(cli, "--dry-run", "--part", "val")["files"]
     assert part["url"] == "https://s3.amazonaws.com/images.cocodataset.org/zips/val2017.zip"
-    code, out, _ = run(capsys, "--dry-run")
+    code, out, _ = cli("download", "--dry-run")
     assert (code, "train2017.zip" in out, "are free" in out) == (0, True, True)
     assert list(Path().iterdir()) == []
 
@@ -121,31 +107,29 @@ def test_a_dry_run_shows_coco_and_does_nothing(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_a_failure_is_one_message_and_its_code(
-    server: Server, capsys: pytest.CaptureFixture[str], reply: Reply, code: int, word: str
+    server: Server, cli: Cli, reply: Reply, code: int, word: str
 ) -> None:
     file_list = manifest(server.route("/val.zip", lambda _: reply))
-    got, out, err = run(capsys, "--dest", "data", "--manifest", file_list, "--json")
+    got, out, err = cli("download", "--dest", "data", "--manifest", file_list, "--json")
     assert (got, out) == (code, "")
     assert "error: " in err
     assert word in err
     assert "Traceback" not in err
 
 
-def test_a_stall_ends_at_the_timeout(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stall_ends_at_the_timeout(server: Server, cli: Cli) -> None:
     silent = changed(file(ARCHIVE), lambda _, reply: setattr(reply, "head_pause_s", 60))
     file_list = manifest(server.route("/val.zip", silent))
     begun = time.monotonic()
-    code, _, err = run(capsys, "--dest", "d", "--manifest", file_list, "--timeout", "1")
+    code, _, err = cli("download", "--dest", "d", "--manifest", file_list, "--timeout", "1")
     assert (code, "timed out" in err or "stalled" in err) == (4, True), err
     assert time.monotonic() - begun < 5
 
 
-def test_a_file_in_the_way_is_a_disk_error(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_the_way_is_a_disk_error(server: Server, cli: Cli) -> None:
     Path("data").write_text("")
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)))
-    code, _, err = run(capsys, "--dest", "data", "--manifest", file_list)
+    code, _, err = cli("download", "--dest", "data", "--manifest", file_list)
     assert (code, "Traceback" in err) == (6, False)
 
 
@@ -162,19 +146,16 @@ def test_a_file_in_the_way_is_a_disk_error(
         ["--part", "test"],
     ],
 )
-def test_contradictory_options_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    assert run(capsys, "--dest", "data", *arguments)[0] == 2
+def test_contradictory_options_are_refused(cli: Cli, arguments: list[str]) -> None:
+    assert cli("download", "--dest", "data", *arguments)[0] == 2
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.process
-def test_shapes_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_are_generated(cli: Cli) -> None:
     options = ["--dataset", "shapes", "--images", "3", "--val-images", "2"]
-    result = answer(capsys, *options, "--dry-run")
+    result = answer(cli, *options, "--dry-run")
     assert list(Path().iterdir()) == []
-    result = answer(capsys, *options)
+    result = answer(cli, *options)
     assert (result["dest"], result["train"], result["val"]) == ("data/shapes", 3, 2)
     assert len(list(Path("data/shapes/train2017").iterdir())) == 3
     assert Path("data/shapes/annotations/instances_val2017.json").is_file()
@@ -182,7 +163,7 @@ def test_shapes_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_75_and_the_next_run_resumes(
-    server: Server, capsys: pytest.CaptureFixture[str], sent: signal.Signals
+    server: Server, cli: Cli, sent: signal.Signals
 ) -> None:
     content = random.Random(0).randbytes(2_000_000)
     slow = changed(file(content), lambda _, reply: setattr(reply, "pause_s", 0.2))
@@ -201,21 +182,18 @@ def test_a_signal_ends_it_with_75_and_the_next_run_resumes(
     assert "Traceback" not in err
     assert "run the same command again" in err
     server.route("/a.bin", file(content))
-    answer(capsys, *options[1:])
+    answer(cli, *options[1:])
     assert Path("data/a.bin").read_bytes() == content
     assert server.body_bytes < len(content) + 4 * 128 * 1024
     assert [p.name for p in Path("data").iterdir()] == ["a.bin"]
 
 
-@pytest.mark.process
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="root writes to any folder")
-def test_a_complete_download_in_a_read_only_folder(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_download_in_a_read_only_folder(server: Server, cli: Cli) -> None:
     """As of an administrator, for all users of a cluster."""
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
     options = ["--dest", "data", "--manifest", file_list]
-    answer(capsys, *options)
+    answer(cli, *options)
     Path("data/.ssdctl").chmod(0o555)
     Path("data").chmod(0o555)
     user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all", "--"]
@@ -231,12 +209,8 @@ def test_a_complete_download_in_a_read_only_folder(
     assert "val2017/000003.jpg" in done.stderr
 
 
-def test_the_command_exists() -> None:
-    assert ssdctl.cli.download.download
-
-
-def test_a_url_is_not_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "--dest", "s3://bucket/coco", "--dry-run")
+def test_a_url_is_not_a_folder(cli: Cli) -> None:
+    code, _, err = cli("download", "--dest", "s3://bucket/coco", "--dry-run")
     assert code == 2
     assert "s3://bucket/coco" in err
     assert "--dest" in err

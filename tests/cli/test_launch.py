@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Result, run_cli
 
-from ssdctl.cli.main import main
 from ssdctl.data.prepare import prepare
 from ssdctl.data.shapes import generate
-from ssdctl.launch import run
+from ssdctl.launch import _run
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +25,14 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def launch(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["launch", *arguments])
-    return int(end.value.code or 0)
+def launch(*arguments: str) -> Result:
+    return run_cli("launch", *arguments)
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert launch(*arguments, "--dry-run", "--json") == 0
-    return json.loads(capsys.readouterr().out)
+def planned(*arguments: str) -> Any:
+    result = launch(*arguments, "--dry-run", "--json")
+    assert result.code == 0
+    return json.loads(result.out)
 
 
 def ranks_command(plan: Any) -> list[str]:
@@ -41,30 +40,16 @@ def ranks_command(plan: Any) -> list[str]:
     return argv[argv.index("ssdctl") + 1 :]
 
 
-def test_eight_gaudi_cards(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        launch("--hpus", "8", "--bs", "128", "--bf16", "--dry-run", "--cores-per-node", "48") == 0
-    )
-    words = shlex.split(capsys.readouterr().out)
-    assert words[:9] == shlex.split(
-        "mpirun -n 8 --bind-to core --map-by ppr:8:node:PE=6 --rank-by slot"
-    )
-    assert words[words.index("-m") - 1 :] == [
-        *(sys.executable, "-m", "ssdctl", "train", "--bs=128", "--bf16", "--device=hpu")
-    ]
-
-
-def test_json_and_the_command_line_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(capsys, "--cpus", "2")
+def test_json_and_the_command_line_agree() -> None:
+    plan = planned("--cpus", "2")
     assert list(plan) == ["argv", "environment", "command"]
     assignments = [f"{k}={v}" for k, v in plan["environment"].items()]
     assert shlex.split(plan["command"]) == [*assignments, *plan["argv"]]
 
 
-def test_options_of_train_are_passed_on_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_train_are_passed_on_unchanged() -> None:
     Path("my.toml").write_text("[train]\nlr = 1e-3\n")
     plan = planned(
-        capsys,
         *("--cpus", "2", "--config", "my.toml", "--set", "train.seed=7", "--set", "launch.nodes=1"),
         *("--resume-changed", "--data=-x; $(touch y)\nz", "--eval-every", "3ep", "-q", "-v"),
     )
@@ -104,36 +89,31 @@ def test_options_of_train_are_passed_on_unchanged(capsys: pytest.CaptureFixture[
     ],
     ids=" ".join,
 )
-@pytest.mark.process
-def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(*arguments, *([] if "--" in arguments else ["--dry-run"])) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "Traceback" not in captured.err
+def test_usage_errors(arguments: list[str]) -> None:
+    result = launch(*arguments, *([] if "--" in arguments else ["--dry-run"]))
+    assert (result.code, result.out) == (2, "")
+    assert "Traceback" not in result.err
 
 
-def test_the_device_may_be_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_device_may_be_given_twice() -> None:
     for device in ("cpu", "auto"):
-        assert ranks_command(planned(capsys, "--cpus", "2", "--device", device)) == [
+        assert ranks_command(planned("--cpus", "2", "--device", device)) == [
             *("train", "--device=cpu")
         ]
 
 
-@pytest.mark.process
-def test_several_nodes_without_a_host_are_shown_but_not_written(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert launch("--hpus", "16", "--nodes", "2", "--dry-run") == 0
-    captured = capsys.readouterr()
-    assert "MASTER_ADDR=HOST" in captured.out
-    assert "--hostfile" in captured.err
-    assert launch("--hpus", "16", "--nodes", "2", "--write", "job.sh") == 2
-    assert launch("--hpus", "16", "--nodes", "2") == 2
+def test_several_nodes_without_a_host_are_shown_but_not_written() -> None:
+    result = launch("--hpus", "16", "--nodes", "2", "--dry-run")
+    assert result.code == 0
+    assert "MASTER_ADDR=HOST" in result.out
+    assert "--hostfile" in result.err
+    assert launch("--hpus", "16", "--nodes", "2", "--write", "job.sh").code == 2
+    assert launch("--hpus", "16", "--nodes", "2").code == 2
     assert not Path("job.sh").exists()
 
 
-def test_write_creates_an_executable_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch("--cpus", "2", "--data", "a b;c", "--write", "deep/job.sh") == 0
+def test_write_creates_an_executable_script() -> None:
+    assert launch("--cpus", "2", "--data", "a b;c", "--write", "deep/job.sh").code == 0
     script = Path("deep/job.sh")
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
@@ -143,40 +123,35 @@ def test_write_creates_an_executable_script(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("engine", [[], ["--launcher", "slurm"]])
-@pytest.mark.process
-def test_write_names_the_file_that_it_replaces(
-    engine: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_write_names_the_file_that_it_replaces(engine: list[str]) -> None:
     job = ["--cpus", "2", *engine, "--write", "job.sh"]
-    assert launch(*job) == 0
-    assert "replaced" not in capsys.readouterr().err
+    result = launch(*job)
+    assert (result.code, "replaced" in result.err) == (0, False)
     Path("job.sh").write_text("mine")
-    assert launch(*job) == 0
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "replaced" in line]
+    result = launch(*job)
+    assert result.code == 0
+    (line,) = [line for line in result.err.splitlines() if "replaced" in line]
     assert "job.sh" in line
     assert Path("job.sh").read_text() != "mine"
     Path("job.sh").unlink()
     Path("job.sh").symlink_to("mine")  # its target would be replaced, or created
     Path("mine").write_text("mine")
-    assert launch(*job) == 0
+    assert launch(*job).code == 0
     assert Path("mine").read_text() == "mine"
 
 
-@pytest.mark.process
-def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch("--cpus", "2", "--dry-run", "--json", "--", "evaluate", "--bs", "4", "a;b") == 0
-    plan = json.loads(capsys.readouterr().out)
+def test_another_command() -> None:
+    options = ["--cpus", "2", "--dry-run", "--json", "--", "evaluate"]
+    plan = json.loads(launch(*options, "--bs", "4", "a;b").out)
     assert ranks_command(plan) == ["evaluate", "--bs", "4", "a;b"]
     assert plan["environment"]["SSDCTL_EVALUATE__DEVICE"] == "cpu"
-    aliases = ["evaluate", "--checkpoint", "x.pt", "--batch_size=4"]
-    assert launch("--cpus", "2", "--dry-run", "--json", "--", *aliases) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(launch(*options, "--checkpoint", "x.pt", "--batch_size=4").out)
     assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
     # Options before -- are train's, and train is not what is launched.
-    assert launch("--cpus", "2", "--bs", "4", "--dry-run", "--", "evaluate", "x") == 2
-    assert "--bs is an option of train" in capsys.readouterr().err
-    assert launch("--cpus", "2", "train", "--bs", "4", "--dry-run") == 2
-    assert "leave out the word train" in capsys.readouterr().err
+    result = launch("--cpus", "2", "--bs", "4", "--dry-run", "--", "evaluate", "x")
+    assert (result.code, "--bs is an option of train" in result.err) == (2, True)
+    result = launch("--cpus", "2", "train", "--bs", "4", "--dry-run")
+    assert (result.code, "leave out the word train" in result.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -189,20 +164,19 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     ids=str,
 )
 def test_unknown_options_after_the_dashes_are_refused_before_the_launch(
-    command: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    command: list[str], words: str
 ) -> None:
-    assert launch("--cpus", "2", "--", *command) == 2
-    error_text = capsys.readouterr().err
-    assert words in error_text
-    assert "torch.distributed" not in error_text  # nothing was started
+    result = launch("--cpus", "2", "--", *command)
+    assert result.code == 2
+    assert words in result.err
+    assert "torch.distributed" not in result.err  # nothing was started
 
 
 def test_torch_is_never_imported() -> None:
     code = (
         "import sys\n"
         "from ssdctl.cli.main import main\n"
-        "from ssdctl.launch.run import _has_torchrun\n"
-        "assert _has_torchrun()\n"
+        "from ssdctl.launch import torchrun; torchrun.require()\n"
         "try: main(['launch', '--cpus', '2', '--dry-run'])\n"
         "finally: assert 'torch' not in sys.modules\n"
     )
@@ -219,35 +193,17 @@ def test_stdout_contains_only_the_json_result() -> None:
     assert "mlperf-r34" in done.stderr
 
 
-def test_absent_mpirun_is_a_usage_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert launch("--hpus", "8") == 2
-    assert "openmpi" in capsys.readouterr().err
-
-
-def test_the_end_of_a_failed_ranks_log_is_printable(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_failed_ranks_log_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks inherit the terminal; this is what launch itself prints of them."""
-    monkeypatch.setattr(run, "run", lambda plan, **_: run.JobOutcome(7, {1: 7, 0: 8}))
+    monkeypatch.setattr(_run, "run", lambda plan, **_: _run.JobOutcome(7, {1: 7, 0: 8}))
     log = Path("run/logs/rank-1.log")
     log.parent.mkdir(parents=True)
     log.write_text("--- rank 1, process 2\nlost \x1b]0;title\x07\x1b[2J\u202e\rerror: fake\n")
-    assert launch("--cpus", "2", "--out", "run") == 7
-    error_text = capsys.readouterr().err
+    code, _, error_text = launch("--cpus", "2", "--out", "run")
+    assert code == 7
     assert r"lost \x1b]0;title\x07\x1b[2J\u202e" in error_text
     assert not set("\x1b\x07\u202e") & set(error_text)
     assert "\nerror: fake" not in error_text
-
-
-def test_absent_torch_is_a_usage_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert launch("--cpus", "2") == 2
-    assert "pip install torch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -263,55 +219,47 @@ def test_absent_torch_is_a_usage_error(
         (["--hpus", "8", "--cluster", "voyager", "--warmup", "1200"], "--warmup 1200st"),
     ],
 )
-def test_what_the_ranks_would_refuse_is_refused(
-    arguments: list[str], subject: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(*arguments, "--dry-run") == 2
-    captured = capsys.readouterr()
-    assert subject in captured.err
-    assert captured.out == ""
+def test_what_the_ranks_would_refuse_is_refused(arguments: list[str], subject: str) -> None:
+    result = launch(*arguments, "--dry-run")
+    assert (result.code, result.out) == (2, "")
+    assert subject in result.err
 
 
-@pytest.mark.process
-def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused() -> None:
     generate(Path("data"), num_train=6, num_val=1)
     job = ("--cpus", "2", "--data", "data", "--bs", "2", "--epochs", "2", "--dry-run")
-    assert launch(*job, "--warmup", "100st") == 0  # the number of images is not known yet
+    assert launch(*job, "--warmup", "100st").code == 0  # the number of images is not known yet
     prepare(Path("data"), Path("data/prepared"), pack=False)
-    assert launch(*job, "--warmup", "100st") == 2
-    assert "100 steps" in capsys.readouterr().err
-    assert launch(*job, "--warmup", "1st") == 0
-    assert launch(*job, "--preset", "nvidia-r50") == 0  # the preset's own one is shortened
+    result = launch(*job, "--warmup", "100st")
+    assert (result.code, "100 steps" in result.err) == (2, True)
+    assert launch(*job, "--warmup", "1st").code == 0
+    assert launch(*job, "--preset", "nvidia-r50").code == 0  # the preset's own one is shortened
 
 
 @pytest.mark.parametrize(("device", "is_noted"), [("--hpus", True), ("--gpus", False)])
-@pytest.mark.process
-def test_a_presets_precision_falls_back_with_a_notice(
-    device: str, is_noted: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(device, "8", "--preset", "nvidia-r50", "--dry-run") == 0
-    assert ("fp16" in capsys.readouterr().err) == is_noted
+def test_a_presets_precision_falls_back_with_a_notice(device: str, is_noted: bool) -> None:
+    result = launch(device, "8", "--preset", "nvidia-r50", "--dry-run")
+    assert (result.code, "fp16" in result.err) == (0, is_noted)
+
+
+POD = ["--out", "/runs/x", "--data", "/runs/d", "--set", "kubernetes.volumes=claim:/runs"]
+POD += ["--set", "kubernetes.image=a", "--set", "kubernetes.install=image"]
 
 
 @pytest.mark.parametrize(
-    ("options", "subject"),
+    ("arguments", "words"),
     [
-        (["--data", "/home/me/coco"], "--data"),
-        ([], "--data"),
-        (["--data", "/work/coco", "--backbone-weights", "/home/me/r34.pth"], "--backbone-weights"),
-        (["--data", "/work/coco"], None),
-        (["--fake-data"], None),
+        (["--hpus", "8"], ["openmpi"]),
+        (["--cpus", "2"], ["pip install torch"]),
+        (["--gpus", "8", "--launcher", "slurm"], ["sbatch", "--write FILE"]),
+        (["--gpus", "8", "--launcher", "kubernetes", *POD], ["kubectl", "--write FILE"]),
     ],
 )
-def test_pods_need_their_files_on_a_volume(
-    options: list[str], subject: str | None, capsys: pytest.CaptureFixture[str]
+def test_an_absent_launcher_is_a_usage_error(
+    arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("ssdctl.toml").write_text(
-        '[launch]\ncluster = "voyager"\n[kubernetes]\nvolumes = ["/ceph/me:/work"]\n'
-        'install = "/work/ssdctl.whl"\n[train]\nout = "/work/run"\n'
-    )
-    assert launch("--hpus", "8", *options, "--dry-run") == 0
-    assert launch("--hpus", "8", *options, "--write", "job") == (0 if subject is None else 2)
-    assert subject is None or subject in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = launch(*arguments)
+    assert result.code == 2
+    assert all(word in " ".join(result.err.split()) for word in words)

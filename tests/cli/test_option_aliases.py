@@ -1,4 +1,4 @@
-"""Options that people type from memory: standard spellings, and those of the replaced systems."""
+"""Options that people type from memory: standard spellings, and those of other programs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ssdctl.cli.option_aliases import refused_options
 from ssdctl.config.settings import all_settings
 
 Cli = Callable[..., Result]
+
 
 EIGHT_CARDS = ["launch", "--hpus", "8", "--cores-per-node", "48", "--dry-run", "--json"]
 
@@ -143,27 +144,19 @@ SEEDS = """
 
 
 @pytest.mark.parametrize("flag", SEEDS.split())
-@pytest.mark.process
-def test_every_documented_option_of_the_replaced_systems_is_handled(cli: Cli, flag: str) -> None:
+def test_every_documented_option_of_other_programs_is_handled(cli: Cli, flag: str) -> None:
     """As an option, an alias, or with a reason: never with a bare "No such option"."""
     assert "No such option" not in cli("launch", flag, "1", "--dry-run", "--json").err
-
-
-def test_evaluate_takes_the_checkpoint_as_an_option_too(cli: Cli, checkpoint: Path) -> None:
-    options = ["--device", "cpu", "--eval_samples", "2", "--batch_size", "2", "--json"]
-    result = cli("evaluate", *options, "--checkpoint", checkpoint)
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["images"] == 2
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
 @pytest.mark.parametrize("flag", ["--threshold", "--confidence", "--conf", "--iou"])
 def test_thresholds_have_the_names_of_other_detectors(cli: Cli, command: str, flag: str) -> None:
-    pictures = ["x.jpg"] if command == "predict" else []
-    result = cli(command, flag, "0.5", "--weights", "absent.pt", *pictures)
+    images = ["x.jpg"] if command == "predict" else []
+    result = cli(command, flag, "0.5", "--weights", "absent.pt", *images)
     assert result.code == 2
     assert "no such file" in result.err
-    assert "<= 1.0" in cli(command, "absent.pt", *pictures, flag, "5").err
+    assert "<= 1.0" in cli(command, "absent.pt", *images, flag, "5").err
 
 
 def test_output_dir_is_the_out_of_every_command(cli: Cli, tmp_path: Path) -> None:
@@ -211,7 +204,6 @@ def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:
     assert "train.bs" in result.err
 
 
-@pytest.mark.process
 def test_aliases_are_neither_in_help_nor_options(cli: Cli) -> None:
     settings = [s for s in all_settings().values() if s.section in ("train", "data", "model")]
     flags = [flag for s in settings for flag in s.flags]

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     assert resolved(file=file, SSDCTL_TRAIN__LR="2e-3").config.train.lr == 2e-3
     top = resolved(("train.lr", "3e-3"), file=file, SSDCTL_TRAIN__LR="2e-3")
     assert top.config.train.lr == 3e-3
-    assert top.config.model.backbone == "resnet50"  # of the preset that the file names
+    assert top.config.model.backbone == "resnet50"  # the file names its preset
 
 
 def test_a_variable_that_is_not_utf8_is_named() -> None:
@@ -71,8 +70,7 @@ def test_a_file_that_the_system_refuses_to_read(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for reader in (sys.modules["ssdctl.config.resolve"], pinned_files):
-        monkeypatch.setattr(reader, "read_text", refuse)
+    monkeypatch.setattr("ssdctl.files.read_text", refuse)
     monkeypatch.setattr(mpirun, "read_limited", refuse)
     for read in (read_toml, pinned_files.read_manifest, mpirun.read_hosts):
         with pytest.raises(DiskError) as caught:
@@ -108,7 +106,7 @@ def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
     config = resolve(overrides=joined, environment={}).config.train
     assert (config.tracker, config.lr) == (("a", "b", "c"), 1.0)
     assert len(parse_assignments(["train.lr=1", "train.lr=1"])) == 1
-    with pytest.raises(UsageError, match=r"train\.batch_size is given twice"):
+    with pytest.raises(UsageError, match=r"train\.batch_size"):
         parse_assignments(["train.bs=1", "train.batch_size=2"])
 
 
@@ -163,7 +161,7 @@ def test_unknown_key_error_names_the_line_and_the_nearest_key(
 def test_a_table_is_not_a_value(tmp_path: Path, text: str) -> None:
     file = tmp_path / "my.toml"
     file.write_text(text)
-    with pytest.raises(UsageError, match="'train' is a table of settings") as caught:
+    with pytest.raises(UsageError, match="'train'") as caught:
         resolved(file=file)
     assert caught.value.hint == "`ssdctl config show train` lists its settings"
 
@@ -207,6 +205,22 @@ def test_bad_value_names_its_place(path: str, value: str) -> None:
         resolved((path, value))
 
 
+def test_a_conflict_names_its_setting_once(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\ndecay_epochs = [50, 40]\n")
+    (assignment,) = parse_assignments(["train.decay_epochs=50,40"])
+    variable = {"SSDCTL_TRAIN__DECAY_EPOCHS": "50,40"}
+    refusals = [
+        (lambda: resolved(("train.decay_epochs", "50,40")), "--train.decay_epochs: the"),
+        (lambda: resolved(**variable), "SSDCTL_TRAIN__DECAY_EPOCHS: the"),
+        (lambda: resolved(file=file), f"{file}:2: train.decay_epochs: the"),
+        (lambda: resolve(overrides=[assignment], environment={}), "--set: train.decay_epochs: the"),
+    ]
+    for refuse, start in refusals:
+        with pytest.raises(UsageError, match=f"^{re.escape(start)} "):
+            refuse()
+
+
 def test_types_are_named_in_english(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text("[train]\nprofile = [50, 53]\n")
@@ -221,7 +235,7 @@ def test_types_are_named_in_english(tmp_path: Path) -> None:
 def test_broken_file_is_a_usage_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "my.toml"
     file.write_text(text)
-    with pytest.raises(UsageError, match="not valid TOML"):
+    with pytest.raises(UsageError, match=re.escape(str(file))):
         resolved(file=file)
 
 
@@ -234,7 +248,7 @@ def test_a_huge_file_is_a_usage_error_before_it_is_read(tmp_path: Path) -> None:
 
 
 def test_missing_file_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such config file"):
+    with pytest.raises(UsageError, match=r"none\.toml"):
         resolved(file=tmp_path / "none.toml")
 
 
@@ -256,7 +270,6 @@ def test_config_is_frozen() -> None:
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip),
     st.booleans(),
 )
-@pytest.mark.process
 def test_written_config_reads_back(
     tmp_path_factory: pytest.TempPathFactory,
     preset: str,

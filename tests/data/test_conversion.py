@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,22 @@ from hypothesis import strategies as st
 
 from ssdctl.data import image_check_jobs
 from ssdctl.data.annotations import (
+    AUTOMATIC,
     Annotations,
+    Conversion,
     LabeledBox,
     LabeledImage,
     divided,
     from_images,
     with_classes,
 )
-from ssdctl.data.dataset import AUTOMATIC, Conversion, read_dataset
+from ssdctl.data.dataset import read_dataset
 from ssdctl.data.formats import coco
 from ssdctl.data.image_check import check_image
-from ssdctl.data.index import read_made
+from ssdctl.data.index import METADATA_KEY, read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
-from ssdctl.data.store_check import METADATA_KEY
 from ssdctl.errors import DataError, UsageError
 
 
@@ -45,7 +47,7 @@ def undivided(shapes: Path, tmp_path: Path) -> Path:
 
 
 def names_of(root: Path, conversion: Conversion) -> dict[str, list[str]]:
-    return {s: a.file_names for s, a in read_dataset(root, conversion).splits.items()}
+    return {s: a.file_names for s, a in read_dataset(root, conversion).items()}
 
 
 def files_below(root: Path) -> dict[Path, tuple[int, bytes]]:
@@ -59,7 +61,7 @@ def files_below(root: Path) -> dict[Path, tuple[int, bytes]]:
 def test_split_is_the_same_everywhere(undivided: Path) -> None:
     path = undivided / "annotations/instances_train2017.json"
     document = json.loads(path.read_text())
-    dataset = read_dataset(undivided, Conversion(split=0.75)).splits
+    dataset = read_dataset(undivided, Conversion(split=0.75))
     train, val = dataset["train"], dataset["val"]
     assert (len(train.file_names), len(val.file_names)) == (18, 6)
     assert not set(train.file_names) & set(val.file_names)
@@ -118,15 +120,13 @@ def test_classes_keep_ids_and_boxes(shapes: Path) -> None:
     assert objects(kept) == objects(whole)
 
 
-def test_what_makes_no_sense(shapes: Path, tmp_path: Path) -> None:
-    root = tmp_path / "shapes"
-    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+def test_what_makes_no_sense(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has validation images already"):
-        read_dataset(root, Conversion(split=0.9))
-    with pytest.raises(UsageError, match="has no class 'bal'") as error:
-        read_dataset(root, Conversion(classes=("bal",)))
+        read_dataset(dataset, Conversion(split=0.9))
+    with pytest.raises(UsageError, match="'bal'") as error:
+        read_dataset(dataset, Conversion(classes=("bal",)))
     assert "'ball'" in (error.value.hint or "")
-    with pytest.raises(DataError, match="no dataset found"):
+    with pytest.raises(DataError, match=re.escape(str(tmp_path))):
         read_dataset(tmp_path, Conversion(split=0.9))
 
 

@@ -35,13 +35,13 @@ PACKED, PLAIN, VERIFIED = (
 )
 
 
-def encoded(picture: Image.Image, format: str = "JPEG", turn: int = 1, **more: object) -> bytes:
+def encoded(image: Image.Image, format: str = "JPEG", turn: int = 1, **more: object) -> bytes:
     buffer = io.BytesIO()
     if turn != 1:
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = turn
         more["exif"] = exif
-    picture.save(buffer, format, **more)  # type: ignore[arg-type]
+    image.save(buffer, format, **more)  # type: ignore[arg-type]
     return buffer.getvalue()
 
 
@@ -128,9 +128,9 @@ def test_cmyk_is_packed_as_rgb(tmp_path: Path) -> None:
     content = encoded(smooth.convert("CMYK"), quality=95)
     result = checked(tmp_path, content, PACKED)
     assert (result.problem, result.note) == (None, "CMYK, read as RGB")
-    with Image.open(io.BytesIO(result.content or b"")) as picture:
-        assert (picture.mode, picture.size) == ("RGB", (80, 60))
-        difference = np.asarray(picture, np.int16) - np.asarray(smooth)
+    with Image.open(io.BytesIO(result.content or b"")) as image:
+        assert (image.mode, image.size) == ("RGB", (80, 60))
+        difference = np.asarray(image, np.int16) - np.asarray(smooth)
     assert np.abs(difference).mean() < 5
     assert checked(tmp_path, content, PLAIN).note == "CMYK, read as RGB"
 
@@ -162,9 +162,9 @@ def test_other_formats_are_packed_without_loss(
         expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
     packed = checked(tmp_path, content, PACKED)
     assert packed.problem is None
-    with Image.open(io.BytesIO(packed.content or b"")) as picture:
-        assert picture.format == "PNG"
-        assert np.array_equal(np.asarray(picture.convert("RGB")), expected)
+    with Image.open(io.BytesIO(packed.content or b"")) as image:
+        assert image.format == "PNG"
+        assert np.array_equal(np.asarray(image.convert("RGB")), expected)
     for options in (PLAIN, VERIFIED):  # trained on from the file itself
         actual = checked(tmp_path, content, options)
         assert (actual.problem, actual.content) == (None, None)
@@ -175,13 +175,13 @@ def test_other_formats_are_packed_without_loss(
 
 @pytest.mark.parametrize("options", [PACKED, PLAIN, VERIFIED, PackOptions(True, shrink=30)])
 @pytest.mark.parametrize("size", [(80, 60), (1600, 1200)])
-def test_multi_picture_jpegs_of_cameras(
+def test_multi_image_jpegs_of_cameras(
     tmp_path: Path, options: PackOptions, size: tuple[int, int]
 ) -> None:
     large = RGB.resize(size)
     content = encoded(large, "MPO", save_all=True, append_images=[RGB])
-    with Image.open(io.BytesIO(content)) as picture:
-        assert picture.format == "MPO"
+    with Image.open(io.BytesIO(content)) as image:
+        assert image.format == "MPO"
     result = checked(tmp_path, content, options, size)
     assert (result.problem, result.note) == (None, None)
     if options == PACKED:
@@ -191,7 +191,7 @@ def test_multi_picture_jpegs_of_cameras(
 
 
 class TestOrientation:
-    """The picture is 80 x 60 as stored; cameras turn it by an entry in its EXIF data."""
+    """The image is 80 x 60 as stored; cameras turn it by an entry in its EXIF data."""
 
     @pytest.mark.parametrize("options", [PACKED, PLAIN, VERIFIED])
     def test_annotated_as_stored(self, tmp_path: Path, options: PackOptions) -> None:
@@ -208,27 +208,27 @@ class TestOrientation:
         actual = checked(tmp_path, content, options, (60, 80))
         assert actual.problem is None
         assert f"turned upright by its EXIF orientation ({turn})" in (actual.note or "")
-        with Image.open(io.BytesIO(content)) as picture:
-            expected = np.asarray(ImageOps.exif_transpose(picture))
+        with Image.open(io.BytesIO(content)) as image:
+            expected = np.asarray(ImageOps.exif_transpose(image))
         packed = actual.content if options.pack else content
         assert np.array_equal(decode(packed, (60, 80)), expected)
 
     @pytest.mark.parametrize(("turn", "width"), [(2, 80), (3, 80), (4, 80), (6, 60), (8, 60)])
     def test_a_size_that_fits_both(self, tmp_path: Path, turn: int, width: int) -> None:
-        picture = RGB.crop((0, 0, width, 60))
-        content = encoded(picture, "PNG", turn=turn)
+        image = RGB.crop((0, 0, width, 60))
+        content = encoded(image, "PNG", turn=turn)
         result = checked(tmp_path, content, PACKED, (width, 60))
         assert result.problem is None
         assert AMBIGUOUS in (result.note or "")
-        assert np.array_equal(decode(result.content, (width, 60)), np.asarray(picture))
+        assert np.array_equal(decode(result.content, (width, 60)), np.asarray(image))
 
     def test_turned_and_shrunk(self, tmp_path: Path) -> None:
         large = RGB.resize((800, 600))
         result = checked(
             tmp_path, encoded(large, turn=6), PackOptions(True, shrink=300), (600, 800)
         )
-        with Image.open(io.BytesIO(result.content or b"")) as picture:
-            assert picture.size == (300, 400)
+        with Image.open(io.BytesIO(result.content or b"")) as image:
+            assert image.size == (300, 400)
 
     def test_header_sizes(self, tmp_path: Path) -> None:
         (tmp_path / "a.jpg").write_bytes(encoded(RGB, turn=8))
@@ -259,7 +259,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def test_a_missing_image_or_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.jpg: cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"a\.jpg: .*No such file"):
         check_image(tmp_path / "a.jpg", (80, 60), PLAIN)
     (tmp_path / "a.jpg").mkdir()
     with pytest.raises(DataError, match="Is a directory"):
@@ -300,10 +300,7 @@ def test_changed_images_are_listed(tmp_path: Path) -> None:
     (tmp_path / "1.png").write_bytes(encoded(RGB, "PNG")[:-1])
     (tmp_path / "2.png").touch()  # a copy has another time
     (tmp_path / "4.png").unlink()
-    assert changed_images(tmp_path, names, columns) == ["1.png", "4.png"]
-    assert (
-        changed_images(
-            tmp_path, [], columns._replace(**dict.fromkeys(columns._fields, np.zeros(0)))
-        )
-        == []
-    )
+    names[0] = "0\0.png"  # in a damaged index
+    assert changed_images(tmp_path, names, columns) == [names[0], "1.png", "4.png"]
+    none = FingerprintColumns(*np.zeros((3, 0)))
+    assert changed_images(tmp_path, [], none) == []

@@ -24,8 +24,8 @@ from ssdctl.errors import DataError, UsageError
 Pixels = NDArray[np.uint8]
 
 
-def picture(width: int, height: int, seed: int) -> Image.Image:
-    """Blobs and noise, so that neighbouring rows and colours differ."""
+def sample(width: int, height: int, seed: int) -> Image.Image:
+    """Blobs and noise, so that neighboring rows and colors differ."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
     smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
@@ -54,7 +54,6 @@ def by_pillow(content: bytes) -> Pixels:
     is_gray=st.booleans(),
     data=st.data(),
 )
-@pytest.mark.process
 def test_rows_down_to_the_bottom_of_a_crop_equal_pillows(
     width: int,
     height: int,
@@ -65,7 +64,7 @@ def test_rows_down_to_the_bottom_of_a_crop_equal_pillows(
     is_gray: bool,
     data: st.DataObject,
 ) -> None:
-    image = picture(width, height, seed=width * height)
+    image = sample(width, height, seed=width * height)
     options: dict[str, Any] = {"quality": quality, "progressive": progressive}
     if restart:
         options["restart_marker_blocks"] = restart
@@ -83,13 +82,13 @@ def test_rows_down_to_the_bottom_of_a_crop_equal_pillows(
 
 
 def test_rows_below_the_crop_are_not_decoded() -> None:
-    content = encoded(picture(320, 320, 0))
+    content = encoded(sample(320, 320, 0))
     assert len(decode(content, (320, 320), rows=100)) <= 128
 
 
 @pytest.mark.parametrize("kind", ["png", "gray png", "palette", "alpha", "cmyk", "no end", "exif"])
 def test_other_than_plain_jpegs_are_decoded_as_by_pillow(kind: str) -> None:
-    image = picture(60, 40, 3)
+    image = sample(60, 40, 3)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned, which the size of the annotation excludes
     content = {
@@ -107,7 +106,7 @@ def test_other_than_plain_jpegs_are_decoded_as_by_pillow(kind: str) -> None:
 
 
 def test_without_simplejpeg_the_pixels_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = encoded(picture(90, 70, 1))
+    content = encoded(sample(90, 70, 1))
     expected = decode(content, (90, 70)).copy()
     monkeypatch.setattr(module, "simplejpeg", None)
     assert np.array_equal(decode(content, (90, 70), rows=20), expected)
@@ -122,7 +121,7 @@ def test_other_content_is_refused(content: bytes) -> None:
 
 
 def test_a_cut_file_and_another_size_are_refused() -> None:
-    content = encoded(picture(300, 200, 2))
+    content = encoded(sample(300, 200, 2))
     with pytest.raises(ImageError, match="truncated"):
         decode(content[: len(content) // 2], (300, 200), rows=10)
     with pytest.raises(ImageError, match=r"300 x 200.*201 x 300"):
@@ -145,7 +144,7 @@ def test_orientations_of_all_entrances(kind: str, orientation: int, tmp_path: Pa
     """A path, bytes, a file and a PIL image are upright; the declared size selects in datasets."""
     if not supports(kind):
         pytest.skip(f"this Pillow does not write {kind}")
-    stored = picture(60, 40, 4)
+    stored = sample(60, 40, 4)
     content = with_orientation(stored, kind, orientation)
     # The reference is Pillow's own function; Pillow turns a TIFF by itself.
     with Image.open(io.BytesIO(content)) as image:
@@ -175,8 +174,8 @@ def test_orientations_of_all_entrances(kind: str, orientation: int, tmp_path: Pa
             decode(content, (40, 60))
 
 
-def test_arrays_and_tensors_are_the_same_picture() -> None:
-    pixels = np.asarray(picture(30, 20, 5))
+def test_arrays_and_tensors_are_the_same_image() -> None:
+    pixels = np.asarray(sample(30, 20, 5))
     tensor = torch.from_numpy(pixels.copy())
     alpha = np.concatenate([pixels, np.full_like(pixels[..., :1], 7)], axis=2)
     for given_ in (
@@ -225,13 +224,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_rgb(written)
 
 
-def test_unreadable_pictures_are_named(tmp_path: Path) -> None:
-    (tmp_path / "x.png").write_bytes(b"no picture")
+def test_unreadable_images_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(b"no image")
     for given_ in (tmp_path / "x.png", tmp_path / "none.png", tmp_path):
         with pytest.raises(DataError, match=str(given_)):
             read_rgb(given_)
     with pytest.raises(DataError):
-        read_rgb(encoded(picture(60, 40, 3))[:200])
+        read_rgb(encoded(sample(60, 40, 3))[:200])
 
 
 class TestDepth:
@@ -251,19 +250,19 @@ class TestDepth:
 
     def test_rgb(self) -> None:
         """Pillow does not write it: a PNG by hand."""
-        colours = np.stack([self.VALUES, self.VALUES[::-1], self.VALUES[:, ::-1]], axis=2)
-        rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in colours)
+        colors = np.stack([self.VALUES, self.VALUES[::-1], self.VALUES[:, ::-1]], axis=2)
+        rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in colors)
         parts = [(b"IHDR", struct.pack(">IIBBBBB", 60, 40, 16, 2, 0, 0, 0))]
         parts += [(b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
         content = b"\x89PNG\r\n\x1a\n" + b"".join(
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
             for kind, data in parts
         )
-        assert np.array_equal(decode(content, (60, 40)), (colours >> 8).astype(np.uint8))
+        assert np.array_equal(decode(content, (60, 40)), (colors >> 8).astype(np.uint8))
 
     def test_pixels_without_a_known_range_are_refused(self) -> None:
         content = encoded(Image.fromarray(np.zeros((40, 60), np.float32)), "TIFF")
-        with pytest.raises(ImageError, match="32 bits"):
+        with pytest.raises(ImageError, match="32-bit"):
             decode(content, (60, 40))
 
 
@@ -291,7 +290,7 @@ def supports(kind: str) -> bool:
 def test_other_formats(kind: str, options: dict[str, Any]) -> None:
     if not supports(kind):
         pytest.skip(f"this Pillow does not write {kind}")
-    image = picture(60, 40, 6)
+    image = sample(60, 40, 6)
     content = encoded(image, kind, **options)
     pixels = decode(content, (60, 40))
     assert np.array_equal(pixels, by_pillow(content))
@@ -300,24 +299,24 @@ def test_other_formats(kind: str, options: dict[str, Any]) -> None:
     assert np.array_equal(read_rgb(content), pixels)
 
 
-def test_a_palette_with_transparency_keeps_its_colours() -> None:
-    image = picture(60, 40, 3).quantize(16)
+def test_a_palette_with_transparency_keeps_its_colors() -> None:
+    image = sample(60, 40, 3).quantize(16)
     content = encoded(image, "PNG", transparency=bytes(range(16)))
     with Image.open(io.BytesIO(content)) as opened:
         expected = np.asarray(image.convert("RGB"))
         assert np.array_equal(decode(content, (60, 40)), expected)
         assert np.array_equal(read_rgb(opened), expected)
-        assert opened.mode == "P"  # the caller's picture is unchanged
+        assert opened.mode == "P"  # the caller's image is unchanged
 
 
 def test_postscript_is_never_run() -> None:
     """Pillow gives EPS files to Ghostscript."""
     with pytest.raises(ImageError):
-        decode(encoded(picture(60, 40, 3), "EPS"), (60, 40))
+        decode(encoded(sample(60, 40, 3), "EPS"), (60, 40))
 
 
 def test_a_pixel_bomb_is_refused_by_its_header() -> None:
-    content = bytearray(encoded(picture(60, 40, 3)))
+    content = bytearray(encoded(sample(60, 40, 3)))
     frame = content.index(b"\xff\xc0")
     content[frame + 5 : frame + 9] = struct.pack(">HH", 30_000, 30_000)
     for size in (None, (30_000, 30_000)):
@@ -327,9 +326,8 @@ def test_a_pixel_bomb_is_refused_by_its_header() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "MPO"]))
-@pytest.mark.process
 def test_damaged_files_raise_only_image_errors(data: st.DataObject, kind: str) -> None:
-    content = bytearray(with_orientation(picture(16, 12, 1), kind, 6))
+    content = bytearray(with_orientation(sample(16, 12, 1), kind, 6))
     for _ in range(data.draw(st.integers(1, 8))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     for size in (None, (16, 12), (12, 16)):

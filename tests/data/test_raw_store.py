@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +22,6 @@ from ssdctl.input.sampler import LoaderConfig, SampleStream
 
 SHRINK = 310
 PLAN = LoaderConfig(seed=3, batch_size=6, threads=2, max_boxes=12)
-
-
-@pytest.fixture
-def dataset(shapes: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "dataset"
-    shutil.copytree(shapes, folder, ignore=shutil.ignore_patterns("prepared"))
-    return folder
 
 
 def prepared(dataset: Path, store: Path, encoding: str, shrink: int | None = None) -> Split:
@@ -56,7 +48,6 @@ def differences(ours: list[Batch], others: list[Batch]) -> float:
 
 
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
-@pytest.mark.process
 def test_without_shrinking_batches_are_equal(dataset: Path, tmp_path: Path, augment: str) -> None:
     raw = prepared(dataset, tmp_path / "raw", "raw")
     encoded = prepared(dataset, tmp_path / "jpeg", "jpeg")
@@ -70,7 +61,6 @@ def test_without_shrinking_batches_are_equal(dataset: Path, tmp_path: Path, augm
         assert torch.equal(a.images, b.images)
 
 
-@pytest.mark.process
 def test_shrunk_batches_differ_by_the_loss_of_jpeg(dataset: Path, tmp_path: Path) -> None:
     raw = prepared(dataset, tmp_path / "raw", "raw", SHRINK)
     encoded = prepared(dataset, tmp_path / "jpeg", "jpeg", SHRINK)
@@ -90,25 +80,24 @@ def test_pixels_are_a_view_of_the_mapped_file(dataset: Path, tmp_path: Path) -> 
     ]
     address = pixels.__array_interface__["data"][0]
     assert any(start <= address < end for start, end in ranges)
-    with Image.open(dataset / "train2017/000000000004.jpg") as picture:
-        np.testing.assert_array_equal(pixels, np.asarray(picture.convert("RGB")))
+    with Image.open(dataset / "train2017/000000000004.jpg") as opened:
+        np.testing.assert_array_equal(pixels, np.asarray(opened.convert("RGB")))
 
 
 def test_images_are_stored_as_annotated(dataset: Path, tmp_path: Path) -> None:
     """Turned upright by EXIF; 16 bits, gray and transparency become RGB."""
     path = dataset / "train2017/000000000001.jpg"
-    with Image.open(path) as picture:
-        turned = picture.transpose(Image.Transpose.ROTATE_90)
+    with Image.open(path) as opened:
+        turned = opened.transpose(Image.Transpose.ROTATE_90)
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = 6
         turned.save(path, "JPEG", exif=exif.tobytes(), quality=95)
-        expected = np.asarray(picture.convert("RGB")).astype(int)
+        expected = np.asarray(opened.convert("RGB")).astype(int)
     split = prepared(dataset, tmp_path / "raw", "raw")
     if split.sizes[0, 0] != split.sizes[0, 1]:
         assert np.abs(split.decode(0).astype(int) - expected).mean() < 4
 
 
-@pytest.mark.process
 def test_the_size_is_reported_before_it_is_written(
     dataset: Path,
     tmp_path: Path,
@@ -121,7 +110,7 @@ def test_the_size_is_reported_before_it_is_written(
     assert f"{num_bytes / 1e9:.2f} GB" in caplog.text
     written = sum(p.stat().st_size for p in (tmp_path / "raw").glob("images-train-*"))
     assert num_bytes < written < 1.02 * num_bytes + 50_000
-    monkeypatch.setattr("ssdctl.data.prepare_checks.free_bytes", lambda _: num_bytes - 1)
+    monkeypatch.setattr("ssdctl.data.image_check_jobs.free_bytes", lambda _: num_bytes - 1)
     with pytest.raises(DiskError) as error:
         prepared(dataset, tmp_path / "full", "raw", SHRINK)
     assert "train" in str(error.value)
@@ -129,7 +118,6 @@ def test_the_size_is_reported_before_it_is_written(
     assert not list((tmp_path / "full").glob("images-*"))
 
 
-@pytest.mark.process
 def test_another_encoding_writes_the_store_again(dataset: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     for encoding in ("raw", "jpeg", "raw"):
@@ -138,11 +126,10 @@ def test_another_encoding_writes_the_store_again(dataset: Path, tmp_path: Path) 
         assert len(list(store.glob("images-*"))) == 2  # train and val
 
 
-@pytest.mark.process
 def test_an_image_can_be_read_as_a_file(dataset: Path, tmp_path: Path) -> None:
     split = prepared(dataset, tmp_path / "raw", "raw")
-    with Image.open(io.BytesIO(split.read(2))) as picture:
-        np.testing.assert_array_equal(np.asarray(picture), split.decode(2))
+    with Image.open(io.BytesIO(split.read(2))) as opened:
+        np.testing.assert_array_equal(np.asarray(opened), split.decode(2))
     splits = open_dataset(dataset, tmp_path / "raw")
     export_dataset(splits, tmp_path / "out", "coco", None)
     exported = open_dataset(tmp_path / "out", tmp_path / "again")["train"]

@@ -46,7 +46,6 @@ def test_pyarrow(document: dict[str, Any]) -> None:
     assert set(documented) <= set(variables["table"].column_names)
 
 
-@pytest.mark.process
 def test_polars(document: dict[str, Any]) -> None:
     ids = [a["image_id"] for a in document["annotations"]]
     most = run_example("polars")["most"]
@@ -54,7 +53,6 @@ def test_polars(document: dict[str, Any]) -> None:
     assert most["boxes"].sum() == len(ids)
 
 
-@pytest.mark.process
 def test_duckdb(document: dict[str, Any]) -> None:
     with_boxes = {a["image_id"] for a in document["annotations"]}
     assert run_example("duckdb")["empty"] == len(document["images"]) - len(with_boxes)

@@ -13,15 +13,14 @@ import torch
 from conftest import TINY_RUN, Result
 from tiny_network import batch, build_training, everything, losses
 
-from ssdctl.checkpoint.reader import read_checkpoint
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.input.batch import Batch
-from ssdctl.input.pipelines import open_input
 from ssdctl.input.sampler import LoaderConfig
-from ssdctl.training.restore import load_optimizer
-from ssdctl.training.step_input import copy_ahead
+from ssdctl.training.state import load_optimizer
+from ssdctl.training.step_input import copy_ahead, open_input
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
@@ -44,7 +43,7 @@ def on_the_gpu(step: Any, numbers: range, size: int = 2) -> list[float]:
     """The losses of steps whose batches are copied ahead, as in training."""
     device = open_device("cuda")
     ahead = copy_ahead((batch(size, seed=n) for n in numbers), device)
-    results = [step([pictures], 1e-3 * n) for n, pictures in zip(numbers, ahead, strict=True)]
+    results = [step([micro_batch], 1e-3 * n) for n, micro_batch in zip(numbers, ahead, strict=True)]
     return [float(result.losses.total) for result in results]
 
 
@@ -78,8 +77,8 @@ def test_a_step_never_waits_for_the_gpu_and_compiles_once(
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.compiler.set_stance("fail_on_recompile"):
-            for number, pictures in enumerate(ahead):
-                step([pictures], 1e-4 * number)
+            for number, micro_batch in enumerate(ahead):
+                step([micro_batch], 1e-4 * number)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -195,7 +194,7 @@ def test_the_batch_that_fits_is_found_and_runs(shapes: Path, tmp_path: Path, cli
     command = ["train", "--data", shapes, "--out", tmp_path / "run", "--steps", 2, *options.split()]
     result = cli(*command)
     assert result.code == 0, result.err
-    assert read_checkpoint(tmp_path / "run/checkpoints/last.pt").global_batch > 16
+    assert load_checkpoint(tmp_path / "run/checkpoints/last.pt").global_batch > 16
 
 
 @pytest.mark.slow
@@ -207,7 +206,7 @@ def test_deterministic_runs_are_equal(shapes: Path, tmp_path: Path, cli: Cli) ->
             command = ["train", "--data", shapes, "--out", tmp_path / name, "--steps", 4, *options]
             result = cli(*command)
             assert result.code == 0, result.err
-            ends.append(read_checkpoint(tmp_path / name / "checkpoints/last.pt").model)
+            ends.append(load_checkpoint(tmp_path / name / "checkpoints/last.pt").model)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(ends[1][name], tensor) for name, tensor in ends[0].items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,15 +15,17 @@ from tiny_network import batch, build_training, losses
 
 from ssdctl.config.resolve import resolve
 from ssdctl.device import hpu, open_device
-from ssdctl.distributed import rendezvous
+from ssdctl.distributed import process_group as joining
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
-from ssdctl.runtime import local_cache
-from ssdctl.training.restore import is_adamw, load_optimizer
+from ssdctl.runtime import system
 from ssdctl.training.run import finalize
+from ssdctl.training.state import is_adamw, load_optimizer
 
 Cli = Callable[..., Result]
+
+
 STANDIN = Path(__file__).parent.parent / "standin"
 
 
@@ -65,7 +66,6 @@ def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(calls: lis
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.process
 def test_losses_are_those_of_the_cpu(calls: list[str], optimizer: str) -> None:
     actual, expected = (
         losses(build_training(d, optimizer=optimizer)[2])
@@ -104,7 +104,6 @@ def test_a_compiled_step_is_two_graphs(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("first", "second"), [("hpu", "cpu"), ("cpu", "hpu")])
-@pytest.mark.process
 def test_an_optimizers_state_continues_on_another_device(
     calls: list[str], optimizer: str, first: str, second: str
 ) -> None:
@@ -176,7 +175,7 @@ def test_a_recipe_cache_of_the_users_own_on_a_network_disk_is_reported(
 ) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path}/shared nfs4 rw 0 0\n")
-    monkeypatch.setattr(local_cache, "MOUNTS", mounts)
+    monkeypatch.setattr(system, "MOUNTS", mounts)
     for folder, fields, num_notices in (
         ("shared/a", "false,1024", 1),
         ("shared/a", "false,1024,true", 0),
@@ -233,10 +232,10 @@ def test_ranks_get_their_card_and_the_backend(
     )
     # The other rank has joined, in a store in memory; the group is None.
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(rendezvous, "_groups", iter(["first"]))
-    torch.distributed.PrefixStore("group-first", store).add(rendezvous.ARRIVED, 1)
+    monkeypatch.setattr(joining, "_groups", iter(["first"]))
+    torch.distributed.PrefixStore("group-first", store).add(joining.ARRIVED, 1)
     met = iter([(store, 0, 2)])
-    monkeypatch.setattr(rendezvous, "torch_rendezvous", lambda *_: met)
+    monkeypatch.setattr(joining, "torch_rendezvous", lambda *_: met)
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
     with process_group(Ranks(0, 2, 0), device):
         pass
@@ -296,38 +295,3 @@ def test_a_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None
     assert result.code == 0, result.err
     assert calls.count("mark_step") > 1
     assert "Intel Gaudi" in (tmp_path / "run/environment.json").read_text()
-
-
-AUTOLOAD = """
-import subprocess
-import sys
-{imports}
-print("habana_frameworks.torch.core" in sys.modules)
-from ssdctl.device import hpu, open_device
-from ssdctl.errors import UsageError
-
-hpu.TORCH_DEVICE = "cpu"
-try:
-    print(open_device("hpu", execution="compile").execution)
-except UsageError as error:
-    print("refused", error)
-"""
-
-
-@pytest.mark.parametrize(
-    ("imports", "loaded", "opened"),
-    [("import ssdctl, torch", "False", "compile"), ("import torch", "True", "refused")],
-)
-def test_the_bridge_is_not_loaded_before_its_mode_is_set(
-    tmp_path: Path, imports: str, loaded: str, opened: str
-) -> None:
-    variables = {k: v for k, v in os.environ.items() if k not in (hpu.MODE, "PT_HPU_AUTOLOAD")}
-    path = os.pathsep.join([str(STANDIN), os.environ.get("PYTHONPATH", ""), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", AUTOLOAD.format(imports=imports)],
-        env={**variables, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stdout.splitlines()
-    assert [lines[0], lines[1].split()[0]] == [loaded, opened], done.stderr

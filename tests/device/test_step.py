@@ -19,8 +19,8 @@ from ssdctl.device.inductor import resolve_execution
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.model.distributed_norm import DistributedBatchNorm2d
-from ssdctl.training.loss_scale import INITIAL_SCALE, LossScale
-from ssdctl.training.nonfinite import NonFiniteGuard
+from ssdctl.training.failures import NonFiniteGuard
+from ssdctl.training.optimizer import INITIAL_SCALE, LossScale
 from ssdctl.training.setup import with_sync_bn
 from ssdctl.training.step_input import copy_ahead
 
@@ -80,7 +80,6 @@ def no_autocast(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.process
 def test_a_step_never_waits_for_the_device(
     accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,15 +105,14 @@ def test_a_new_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", no_autocast)
     monkeypatch.setattr(Tiny, "forward", waiting)
     _, _, step = build_training(CPU)
-    pictures = batch()
+    micro_batch = batch()
     with Waits() as waits:
-        step([pictures], 1e-3)
+        step([micro_batch], 1e-3)
     assert waits.found == ["aten::_local_scalar_dense"]
     with pytest.raises(RuntimeError, match="meta"):
         build_training(Elsewhere())[2]([batch()], 1e-3)
 
 
-@pytest.mark.process
 def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
     """The masked update of their states: the same weights."""
 
@@ -185,7 +183,6 @@ def test_an_execution_that_a_device_lacks_is_refused() -> None:
         open_device("cpu", execution="lazy")
 
 
-@pytest.mark.process
 def test_fp16_finds_its_scale_without_an_alarm() -> None:
     """A scale far too high makes gradients infinite; it halves until they are not."""
     model, optimizer, step = build_training(CPU, "fp16")
@@ -309,7 +306,7 @@ def test_compiled_steps_of_the_host_get_one_shape() -> None:
     assert [b.boxes.shape[1] for b in copy_ahead([batch()], device)] == [3]
 
 
-def test_a_full_gpu_is_recognised_by_all_its_messages() -> None:
+def test_a_full_gpu_is_recognized_by_all_its_messages() -> None:
     from ssdctl.device.cuda import Cuda
 
     device = object.__new__(Cuda)

@@ -18,7 +18,7 @@ from tiny_network import Tiny, batch, build_training, everything, losses
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.training.restore import load_optimizer
+from ssdctl.training.state import load_optimizer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,

@@ -25,7 +25,7 @@ def test_on_one_machine_the_loopback_is_right(leader: str) -> None:
 def test_between_machines_only_a_name_that_resolves_to_loopback_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two network namespaces try it for real: tests/launch/test_engines.py."""
+    """Two network namespaces try it for real: tests/launch/process/test_engines.py."""
     outward = [name for name, address in own_addresses().items() if address != "127.0.0.1"]
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.1.2.3")
     assert interface_for_peers("192.0.2.7", 2) is None

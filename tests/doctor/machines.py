@@ -72,7 +72,7 @@ class Machine:
         code = "import os, sys\n"
         for name, answer in self.probes.items():
             code += f"if ['ssdctl.doctor.probes', {name!r}] == sys.orig_argv[4:6]:\n    {answer}"
-        shutil.rmtree(self.modules / "__pycache__", ignore_errors=True)  # of the same second
+        shutil.rmtree(self.modules / "__pycache__", ignore_errors=True)  # may have the same second
         self.put(self.modules / "sitecustomize.py", code)
 
     def torch_is(self, code: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ssdctl.doctor.collectives import Card, _cards, _network
-from ssdctl.launch.run import free_port
+from ssdctl.distributed.addresses import free_port
+from ssdctl.doctor.probes import Card, _cards, _network
 
 
 def test_the_slowest_rank_is_named() -> None:

@@ -112,6 +112,8 @@ class Server:
             def do_GET(self) -> None:
                 script.answer(self)
 
+            do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815 - http.server names them
+
             def handle(self) -> None:
                 with contextlib.suppress(OSError):
                     super().handle()

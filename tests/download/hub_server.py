@@ -13,10 +13,11 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from download.http_server import Server
 
 TOKEN = "hf_SecretTokenOfTheTests"
 
@@ -39,57 +40,22 @@ class Repository:
         return None
 
 
-class HubServer:
-    """Serves in threads until the block ends."""
+class HubServer(Server):
+    """Answers as the Hub does."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.repositories: dict[str, Repository] = {}
         self.blobs: dict[str, bytes] = {}
-        self.requests: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, str]] = []
         self.status: int | None = None  # answer this to everything
         self.fails_at: str | None = None  # answer 400 to paths that begin so
-        self.fake_size: int | None = None  # of every file, in its head
-        script = self
+        self.fake_size: int | None = None  # that every head states
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_HEAD(self) -> None:
-                script._answer(self)
-
-            def do_GET(self) -> None:
-                script._answer(self)
-
-            def do_POST(self) -> None:
-                script._answer(self)
-
-            def do_PUT(self) -> None:
-                script._answer(self)
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True  # clients keep their connections open
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
-
-    def __enter__(self) -> HubServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}"
-
-    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path.partition("?")[0]
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
-        self.requests.append((handler.command, path))
+        self.calls.append((handler.command, path))
         authorized = handler.headers.get("Authorization") == f"Bearer {TOKEN}"
         if self.status is not None:
             status, headers, content = self.status, {}, f"bad token {TOKEN}".encode()

@@ -94,7 +94,7 @@ class TestUnpack:
         assert (tmp_path / "data" / "a" / "b").is_dir()
 
     def test_another_number_of_files(self, tmp_path: Path) -> None:
-        with pytest.raises(IntegrityError, match="3 files, 4 were expected"):
+        with pytest.raises(IntegrityError, match=r"\b3\b.*\b4\b"):
             open_up(tmp_path, zipped(CONTENT), num_files=4)
         assert list(tree(tmp_path)) == ["a.zip"]
 
@@ -104,7 +104,6 @@ class TestUnpack:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(st.data())
-    @pytest.mark.process
     def test_any_zip_round_trip(self, tmp_path: Path, data: st.DataObject) -> None:
         name = st.text("abé文 -", min_size=1, max_size=4).filter(lambda s: s not in (".", ".."))
         path = st.lists(name, min_size=1, max_size=3).map("/".join)
@@ -134,7 +133,7 @@ class TestUnsafe:
             "a//b",
             ".ssdctl/a.zip.json",
             "x" * 300,
-            "/".join(["x" * 200] * 6),
+            "/".join(["x" * 200] * 25),
         ],
     )
     def test_names(self, tmp_path: Path, name: str) -> None:
@@ -143,6 +142,21 @@ class TestUnsafe:
     def test_nul(self, tmp_path: Path) -> None:
         archive = zipped({"fine": b"1", "aXb": b"2"}).replace(b"aXb", b"a\0b")
         refused(tmp_path, archive, "not a plain path")
+
+    def test_another_name_in_an_extra_field(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As Python 3.12 reads the Unicode path of Info-ZIP, which replaces the name."""
+        infolist = zipfile.ZipFile.infolist
+
+        def renamed(self: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+            infos = infolist(self)
+            infos[-1].filename = "../out"
+            return infos
+
+        monkeypatch.setattr(zipfile.ZipFile, "infolist", renamed)
+        refused(tmp_path, zipped({"fine": b"1", "other": b"2"}), "not a plain path")
+        assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("kind", [stat.S_IFLNK, stat.S_IFIFO, stat.S_IFCHR])
     def test_links_and_devices(self, tmp_path: Path, kind: int) -> None:
@@ -180,7 +194,7 @@ class TestUnsafe:
         archive = bytearray(zipped({"a": b"12345"}, store))
         directory = archive.index(b"PK\1\2")
         archive[directory + 24 : directory + 28] = struct.pack("<I", 4)
-        refused(tmp_path, bytes(archive), "another size than it declares")
+        refused(tmp_path, bytes(archive))
 
     def test_too_many_entries(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(archive_module, "MAX_ENTRIES", 2)
@@ -214,7 +228,7 @@ class TestUnsafe:
 
 
 class TestBroken:
-    """Fault 16, and any other damage."""
+    """Fault 16; other damage is in test_archive_fuzz.py."""
 
     def test_cut_anywhere(self, tmp_path: Path) -> None:
         archive = zipped(CONTENT)
@@ -222,37 +236,6 @@ class TestBroken:
         cuts = {0, 1, len(archive) - 1, len(archive) - 21, len(archive) - 22}
         for cut in sorted(cuts | {dice.randrange(len(archive)) for _ in range(40)}):
             refused(tmp_path, archive[:cut])
-
-    @settings(
-        max_examples=150,
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )
-    @given(st.data())
-    @pytest.mark.process
-    def test_any_bytes_changed(self, tmp_path: Path, data: st.DataObject) -> None:
-        """Damage gives the content, or 5 and nothing; never another error, never a wrong file."""
-        archive = bytearray(zipped({"d/a": b"0123456789" * 30, "d/b": b"b"}))
-        places = st.integers(0, len(archive) - 1)
-        for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=6)):
-            archive[place] = value
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        try:
-            entries = open_up(folder, bytes(archive))
-        except IntegrityError:
-            assert list(tree(folder)) == ["a.zip"]
-        else:
-            got = tree(folder / "data")
-            assert {e.path: (e.size, e.crc) for e in entries} == {
-                name: (len(content), zlib.crc32(content)) for name, content in got.items()
-            }
-
-    @settings(max_examples=60, deadline=None)
-    @given(garbage=st.binary(max_size=400))
-    @pytest.mark.process
-    def test_garbage(self, tmp_path_factory: pytest.TempPathFactory, garbage: bytes) -> None:
-        folder = tmp_path_factory.mktemp("garbage")
-        refused(folder, garbage + b"PK\5\6" + garbage)
 
 
 def _all(content: bytearray, mark: bytes) -> list[int]:

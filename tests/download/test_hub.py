@@ -72,7 +72,6 @@ def test_no_other_package_has_to_import_the_clients_modules() -> None:
 @pytest.mark.parametrize(
     "text", ["hf://a", "hf://a/b/c", "hf://a/../b", "hf://a/b@", "hf://a/b@x y"]
 )
-@pytest.mark.process
 def test_other_forms_are_refused_by_name(cli: Cli, text: str) -> None:
     with pytest.raises(UsageError, match="hf://"):
         parse_reference(text)
@@ -81,7 +80,6 @@ def test_other_forms_are_refused_by_name(cli: Cli, text: str) -> None:
     assert text in result.err
 
 
-@pytest.mark.process
 def test_a_model_is_fetched_once_and_then_found_without_network(
     cli: Cli, hub: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,7 +95,6 @@ def test_a_model_is_fetched_once_and_then_found_without_network(
     assert again.model.class_names == ["disc", "box"]
 
 
-@pytest.mark.process
 def test_a_revision(hub: HubServer, files: dict[str, bytes]) -> None:
     old = json.loads(files["config.json"])
     old["classes"][0]["name"] = "circle"
@@ -107,7 +104,6 @@ def test_a_revision(hub: HubServer, files: dict[str, bytes]) -> None:
     assert ssdctl.load(NAME, device="cpu").model.class_names == ["disc", "box"]
 
 
-@pytest.mark.process
 def test_names_that_are_not_there(cli: Cli, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories["acme/shapes-ssd"] = Repository(files)
     hub.repositories["acme/text"] = Repository({"config.json": files["config.json"]})
@@ -134,7 +130,6 @@ def test_without_network_the_error_names_url_and_place(
     assert "pw" not in result.err
 
 
-@pytest.mark.process
 def test_servers_do_not_get_tokens_into_messages(cli: Cli, hub: HubServer) -> None:
     for status, code in ((403, 2), (500, 4)):
         hub.status = status
@@ -144,7 +139,6 @@ def test_servers_do_not_get_tokens_into_messages(cli: Cli, hub: HubServer) -> No
         assert TOKEN not in result.err
 
 
-@pytest.mark.process
 def test_large_and_damaged_files_are_refused(
     cli: Cli, hub: HubServer, files: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -165,15 +159,14 @@ def test_large_and_damaged_files_are_refused(
     assert str(blob) in result.err.replace("\n", "")
 
 
-@pytest.mark.process
 def test_a_folder_with_the_files(cli: Cli, files: dict[str, bytes], shapes: Path) -> None:
     folder = Path("model")
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    picture = sorted((shapes / "val2017").iterdir())[0]
+    image = sorted((shapes / "val2017").iterdir())[0]
     results = [
-        cli("predict", place, picture, "--score", 0.01, "--json", "--device", "cpu")
+        cli("predict", place, image, "--score", 0.01, "--json", "--device", "cpu")
         for place in (folder, folder / "model.safetensors")
     ]
     assert [r.code for r in results] == [0, 0], results[0].err
@@ -202,24 +195,9 @@ def test_hostile_descriptions(cli: Cli, files: dict[str, bytes], change: dict[st
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 9, b'\x08\0\0\0\0\0\0\0{"a":1}x', b"PK" * 50])
-@pytest.mark.process
 def test_damaged_weights(cli: Cli, files: dict[str, bytes], content: bytes) -> None:
     Path("config.json").write_bytes(files["config.json"])
     for damaged in (content, files["model.safetensors"][:-100]):
         Path("model.safetensors").write_bytes(damaged)
         result = cli("export", "model.safetensors", "--format", "mlperf", "--out", "x.pt")
         assert result.code == 5, result.err
-
-
-def test_export_and_back(cli: Cli, checkpoint: Path, shapes: Path) -> None:
-    """A file of `export --format safetensors` gives the detections of its checkpoint."""
-    assert cli("export", checkpoint, "--format", "safetensors", "--out", "m.safetensors").code == 0
-    picture = sorted((shapes / "val2017").iterdir())[0]
-    pair = [
-        ssdctl.load(path, device="cpu", score=0.02).predict(picture)
-        for path in (checkpoint, "m.safetensors")
-    ]
-    assert pair[0] == pair[1] != []
-    result = cli("train", "--data", shapes, "--out", "r", "--resume", "m.safetensors")
-    assert result.code == 2
-    assert "--init" in result.err

@@ -116,5 +116,5 @@ def test_an_absent_manifest(tmp_path: Path) -> None:
 def test_a_manifest_may_not_unpack_what_is_no_zip(tmp_path: Path) -> None:
     text = ENTRY.replace("a.zip", "a.tar", 1)
     assert manifest(tmp_path, text)
-    with pytest.raises(UsageError, match=r"'a\.tar' cannot be unpacked: only zip"):
+    with pytest.raises(UsageError, match=r"'a\.tar'"):
         manifest(tmp_path, text + "unpack = true\n")

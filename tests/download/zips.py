@@ -1,11 +1,16 @@
-"""Archives for tests, and the contents of a folder."""
+"""Archives for tests, the files that a download is asked for, and the contents of a folder."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+
+from download.http_server import Server, changed, file
+
+from ssdctl.download.pinned_files import PinnedFile
 
 
 def zipped(
@@ -27,3 +32,16 @@ def tree(folder: Path) -> dict[str, bytes]:
     """Every file below `folder`: path -> content."""
     files = (p for p in folder.rglob("*") if not p.is_dir())
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
+
+
+def pinned(
+    server: Server, name: str, content: bytes, *, unpack: bool = False, pause_s: float = 0
+) -> PinnedFile:
+    slow = changed(file(content), lambda _, reply: setattr(reply, "pause_s", pause_s))
+    url = server.route(f"/{name}", slow)
+    return PinnedFile(name, url, hashlib.sha256(content).hexdigest(), len(content), unpack)
+
+
+def content(dest: Path) -> dict[str, bytes]:
+    """The files in `dest`, except for its records."""
+    return {name: data for name, data in tree(dest).items() if not name.startswith(".ssdctl/")}

@@ -8,11 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ssdctl.benchmark.evaluate import make_split
 from ssdctl.errors import DataError
-from ssdctl.evaluation.analysis import ERROR_REMEDIES, analyse, best_threshold, diagnosis, f1_curve
-from ssdctl.evaluation.coco_ap import Detections, run_scoring
-from ssdctl.evaluation.ground_truth import read_ground_truth
-from ssdctl.runs.evaluation import Evaluation, EvaluationInfo, read_evaluation, write_evaluation
+from ssdctl.evaluation.analysis import (
+    ERROR_REMEDIES,
+    NUM_SAMPLES,
+    analyze,
+    best_threshold,
+    choose_samples,
+    diagnosis,
+    f1_curve,
+)
+from ssdctl.evaluation.coco_ap import Detections, read_ground_truth, run_scoring
+from ssdctl.runs.evaluation import (
+    SHOWN_SCORE,
+    Evaluation,
+    EvaluationInfo,
+    read_evaluation,
+    write_evaluation,
+)
 
 BOX = [20.0, 20.0, 100.0, 100.0]
 NUM_IMAGES = 4
@@ -41,7 +55,7 @@ def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
     about = EvaluationInfo(
         source="x.json", data=".", store=".", split="val", images=4, detections=len(rows)
     )
-    return analyse(run_scoring(read_ground_truth(path), detections), detections, about)
+    return analyze(run_scoring(read_ground_truth(path), detections), detections, about)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +138,7 @@ def test_confusions_and_samples(tmp_path: Path) -> None:
     assert [(t.category_id, list(t.box)) for t in first.truth] == [(2, BOX)]
     assert [(f.category_id, f.score) for f in first.found] == [(7, 0.9)]
     assert [f.score for f in second.found] == [0.2]  # the report's threshold can be lowered to 0.05
-    cat, dog, background = result.confusion  # of detections with a score of 0.3 or more
+    cat, dog, background = result.confusion  # detections scoring 0.3 or more
     assert (cat, dog, background) == ([2, 1, 1], [0, 0, 0], [0, 0, 0])
 
 
@@ -175,3 +189,35 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "evaluation.json").write_text('{"about": 3}')
     with pytest.raises(DataError, match=r"evaluation\.json"):
         read_evaluation(tmp_path / "evaluation.json")
+
+
+def test_the_worst_images_are_hotcocos(tmp_path: Path) -> None:
+    path = tmp_path / "annotations.json"
+    detections = make_split(path, num_images=300, num_boxes=2500, num_detections=20_000)
+    truth = read_ground_truth(path)
+    assert truth.is_crowd.any()
+    is_shown = detections.scores >= SHOWN_SCORE
+    shown = Detections(*(column[is_shown] for column in detections))
+    scoring = run_scoring(truth, shown)
+    summary = scoring.engine.image_diagnostics(iou_thr=0.5)["img_summary"]
+
+    def badness(image_id: int) -> tuple[float, int, int]:
+        entry = summary[image_id]
+        errors = entry["fp"] + entry["fn"]
+        return 2 * entry["tp"] / (2 * entry["tp"] + errors) if errors else 1.0, -errors, image_id
+
+    worst = sorted(map(int, scoring.image_ids), key=badness)[:NUM_SAMPLES]
+    samples = choose_samples(truth, scoring.image_ids, detections)
+    assert [s.image_id for s in samples if s.is_worst] == worst
+    others = [s.image_id for s in samples if not s.is_worst]
+    assert len(set(others) - set(worst)) == NUM_SAMPLES
+    again = choose_samples(truth, scoring.image_ids, detections)
+    assert [s.image_id for s in again] == [s.image_id for s in samples]
+
+
+def test_a_choice_among_some_images(tmp_path: Path) -> None:
+    path = tmp_path / "annotations.json"
+    detections = make_split(path, num_images=300, num_boxes=2500, num_detections=20_000)
+    some = np.arange(0, 300, 20)
+    samples = choose_samples(read_ground_truth(path), some, detections)
+    assert sorted(s.image_id for s in samples) == some.tolist()

@@ -10,7 +10,7 @@ import torch
 from tiny_network import Tiny
 
 from ssdctl.device.cpu import Cpu
-from ssdctl.evaluation.validation_loss import ValidationLoss, mean_losses
+from ssdctl.evaluation.detect import ValidationLoss
 from ssdctl.inference.detector import Output
 from ssdctl.input.batch import Batch
 from ssdctl.input.fake import random_batch
@@ -31,8 +31,9 @@ def losses(batch: Batch, sizes: list[int], padding: int, backbone: str) -> dict[
         filled = torch.cat([part.images, part.images.new_zeros(padding, 300, 300, 3)])
         with torch.no_grad():
             output = Output(*model(filled.permute(0, 3, 1, 2).float() / 255))
-        loss.add(output, part)
-    return mean_losses([loss.sums()])
+        loss.add(part, output)
+    loss.set_means([loss.sums()])
+    return loss.means
 
 
 @pytest.mark.parametrize("backbone", ["tiny", "vgg16"])

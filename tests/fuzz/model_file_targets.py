@@ -18,12 +18,12 @@ def safetensors(folder: Path) -> Iterator[Target]:
     import torch
     from checkpoint.test_hostile import payload
 
-    from ssdctl.checkpoint.reader import load_network, read_checkpoint
+    from ssdctl.checkpoint.file import load_checkpoint, load_network
     from ssdctl.exporting.formats import export
 
     torch.save(payload(), folder / "first.pt")
     path = folder / "x.safetensors"
-    export(read_checkpoint(folder / "first.pt"), "safetensors", path)
+    export(load_checkpoint(folder / "first.pt"), "safetensors", path)
     whole = path.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     header, tensors = whole[8:end], whole[end:]
@@ -34,7 +34,7 @@ def safetensors(folder: Path) -> Iterator[Target]:
         return len(changed).to_bytes(8, "little") + changed + tensors
 
     inputs = mutated_bytes([header], words).map(joined)
-    yield file_target(path, inputs, lambda: load_network(read_checkpoint(path)))
+    yield file_target(path, inputs, lambda: load_network(load_checkpoint(path)))
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def onnx(folder: Path) -> Iterator[Target]:
     package = pytest.importorskip("onnx")
     from inference.test_onnx_detector import FACTS, GRAPH
 
-    from ssdctl.checkpoint.onnx_file import read_onnx
+    from ssdctl.checkpoint.exported import read_onnx
 
     model = package.parser.parse_model(GRAPH.replace("BATCH", "batch"))
     package.helper.set_model_props(model, FACTS.as_metadata())

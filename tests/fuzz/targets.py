@@ -30,10 +30,11 @@ def _prepare(root: Path, store: Path) -> Callable[[], Result]:
 
 def _read_any(root: Path) -> None:
     """Read the annotations of a dataset of any format, up to the check of the images."""
+    from ssdctl.data.annotations import AUTOMATIC
     from ssdctl.data.check import check
-    from ssdctl.data.dataset import AUTOMATIC, read_dataset
+    from ssdctl.data.dataset import read_dataset
 
-    for part in read_dataset(root, AUTOMATIC).splits.values():
+    for part in read_dataset(root, AUTOMATIC).values():
         check(part)
 
 
@@ -42,7 +43,7 @@ def _read_any(root: Path) -> None:
 
 @contextmanager
 def coco(folder: Path) -> Iterator[Target]:
-    """Annotation files of COCO's layout, and of two labelling tools."""
+    """Annotation files of COCO's layout, and of two labeling tools."""
     root = folder / "data"
     generate(root, num_train=2, num_val=1, seed=0)
     path = root / "annotations/instances_train2017.json"
@@ -92,7 +93,7 @@ def dataset_toml(folder: Path) -> Iterator[Target]:
 @contextmanager
 def results(folder: Path) -> Iterator[Target]:
     """Detections in COCO's results format."""
-    from ssdctl.evaluation.coco_ap import read_detections
+    from ssdctl.evaluation.evaluate import read_detections
 
     root = folder / "data"
     generate(root, num_train=1, num_val=2, seed=0)
@@ -106,7 +107,7 @@ def results(folder: Path) -> Iterator[Target]:
 @contextmanager
 def store(folder: Path) -> Iterator[Target]:
     """The files that `prepare` leaves in a dataset folder: its report, and an index in Arrow."""
-    from ssdctl.data.dataset import AUTOMATIC
+    from ssdctl.data.annotations import AUTOMATIC
     from ssdctl.data.image_check import PackOptions
     from ssdctl.data.index import read_annotations
     from ssdctl.data.prepare import _unchanged_outcome, prepare
@@ -143,13 +144,13 @@ def _load(path: Path) -> None:
     """Read a checkpoint, build its network, resume from it and train a step."""
     import torch
 
-    from ssdctl.checkpoint.reader import load_network, read_checkpoint
+    from ssdctl.checkpoint.file import load_checkpoint, load_network
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.training.optimizer import build_optimizer
-    from ssdctl.training.restore import restore
+    from ssdctl.training.state import restore
 
-    checkpoint = read_checkpoint(path)
+    checkpoint = load_checkpoint(path)
     model = load_network(checkpoint)
     if checkpoint.third_party is None:
         config = resolve(environment={}).config.train
@@ -165,14 +166,14 @@ def _payload(folder: Path) -> dict[str, Any]:
     import torch
     from checkpoint.test_hostile import payload
 
-    from ssdctl.checkpoint.reader import load_network, read_checkpoint
+    from ssdctl.checkpoint.file import load_checkpoint, load_network
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.training.optimizer import build_optimizer
 
     content = payload()
     torch.save(content, folder / "first.pt")
-    model = load_network(read_checkpoint(folder / "first.pt"))
+    model = load_network(load_checkpoint(folder / "first.pt"))
     optimizer = build_optimizer(model, resolve(environment={}).config.train, open_device("cpu"))
     return {**content, "optimizer": optimizer.state_dict()}
 

@@ -102,7 +102,6 @@ def report_bugs(bugs: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "report"])
 @pytest.mark.filterwarnings("default")  # a command prints warnings, which is allowed
-@pytest.mark.process
 def test_few_mutated_inputs(name: str, tmp_path: Path) -> None:
     outcome = Outcome(Counter(), {})
     with TARGETS[name](tmp_path) as target:

@@ -26,7 +26,7 @@ def test_full_memory_names_a_batch_that_may_fit(
 
     monkeypatch.setattr(model, "forward", full)
     detector = Detector(model.eval(), device, DetectorConfig(score_threshold=0.05, nms_iou=0.5))
-    pictures = torch.zeros((num_images, 300, 300, 3), dtype=torch.uint8)
+    image_files = torch.zeros((num_images, 300, 300, 3), dtype=torch.uint8)
     with pytest.raises(UsageError, match="out of memory on device cpu") as caught:
-        detector(pictures)
+        detector(image_files)
     assert remedy in (caught.value.hint or "")

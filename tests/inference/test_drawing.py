@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,9 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor, ImageDraw
 
-from ssdctl.inference.drawing import PALETTE, BoxLabel, DrawingStyle, class_color, draw, ink_on
+from ssdctl.inference.drawing import PALETTE, DrawingStyle, class_color, draw, ink_on
 
 GRAY = (127, 127, 127)
+Box = tuple[float, float, float, float]
+
+
+class Labeled(NamedTuple):
+    """A box with its class."""
+
+    box: Box
+    name: str
+    label: int
+    score: float = 0.9
+
+
+def drawn(
+    image: Image.Image,
+    boxes: list[Labeled],
+    style: DrawingStyle = DrawingStyle(),  # noqa: B008
+) -> Image.Image:
+    corners, names, labels, scores = zip(*boxes, strict=True) if boxes else ((), (), (), ())
+    return draw(image, corners, labels, names, scores, style)
 
 
 def blank(width: int, height: int) -> Image.Image:
@@ -25,7 +45,7 @@ def pixels_of(image: Image.Image, label: int) -> int:
 
 
 def label_rectangles(
-    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], boxes: list[BoxLabel]
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], boxes: list[Labeled]
 ) -> list[tuple[float, ...]]:
     """Return where the labels are drawn: the rectangles that are filled."""
     filled = []
@@ -38,7 +58,7 @@ def label_rectangles(
 
     with monkeypatch.context() as patch:
         patch.setattr(ImageDraw.ImageDraw, "rectangle", rectangle)
-        draw(blank(*size), boxes)
+        drawn(blank(*size), boxes)
     return filled
 
 
@@ -57,7 +77,7 @@ def test_classes_have_distinct_colors_with_readable_text() -> None:
 def test_labels_of_a_crowd_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve boxes almost in the same place."""
     boxes = [
-        BoxLabel((200 + 3 * n, 150 + 3 * n, 420 + 3 * n, 380 + 3 * n), "traffic light", n + 1, 0.5)
+        Labeled((200 + 3 * n, 150 + 3 * n, 420 + 3 * n, 380 + 3 * n), "traffic light", n + 1, 0.5)
         for n in range(12)
     ]
     places = label_rectangles(monkeypatch, (640, 480), boxes)
@@ -68,12 +88,12 @@ def test_labels_of_a_crowd_do_not_cover_each_other(monkeypatch: pytest.MonkeyPat
 
 def test_no_line_crosses_a_label() -> None:
     """The second box's line passes where the first one's label is."""
-    first = BoxLabel((50, 100, 300, 300), "first", 1, 0.9)
-    alone = np.asarray(draw(blank(400, 400), [first]))
-    both = np.asarray(draw(blank(400, 400), [first, BoxLabel((60, 90, 350, 390), "second", 2)]))
+    first = Labeled((50, 100, 300, 300), "first", 1, 0.9)
+    alone = np.asarray(drawn(blank(400, 400), [first]))
+    both = np.asarray(drawn(blank(400, 400), [first, Labeled((60, 90, 350, 390), "second", 2)]))
     rows, columns = np.nonzero((alone[:96] != GRAY).any(axis=2))
     label = (slice(rows.min(), rows.max() + 1), slice(columns.min(), 85))
-    assert rows.min() < 88  # of the label; the second box has its upper line at 90
+    assert rows.min() < 88  # the label; the second box has its upper line at 90
     assert np.array_equal(alone[label], both[label])
 
 
@@ -81,8 +101,8 @@ def test_no_line_crosses_a_label() -> None:
 def test_a_box_is_visible_on_any_background(background: str) -> None:
     image = Image.new("RGB", (100, 100), background)
     style = DrawingStyle(labels=False, scores=False)
-    drawn = np.asarray(draw(image, [BoxLabel((20, 20, 80, 80), "a", 3)], style)).astype(int)
-    distance = np.abs(drawn - np.array(ImageColor.getrgb(background))).max(axis=2)
+    result = np.asarray(drawn(image, [Labeled((20, 20, 80, 80), "a", 3)], style)).astype(int)
+    distance = np.abs(result - np.array(ImageColor.getrgb(background))).max(axis=2)
     assert distance[50, 15:25].max() > 60
 
 
@@ -91,10 +111,10 @@ def test_lines_and_text_grow_with_the_image() -> None:
     shares, heights = [], []
     for factor in (0.25, 1, 6):
         width, height = int(640 * factor), int(480 * factor)
-        box = BoxLabel((width * 0.3, height * 0.3, width * 0.7, height * 0.7), "cat", 1, 0.5)
-        line = draw(blank(width, height), [box], DrawingStyle(labels=False, scores=False))
+        box = Labeled((width * 0.3, height * 0.3, width * 0.7, height * 0.7), "cat", 1, 0.5)
+        line = drawn(blank(width, height), [box], DrawingStyle(labels=False, scores=False))
         shares.append(pixels_of(line, 1) / (width * height))
-        labeled = np.asarray(draw(blank(width, height), [box]))
+        labeled = np.asarray(drawn(blank(width, height), [box]))
         rows = (labeled[: int(box.box[1]) - 1] != GRAY).any(axis=(1, 2))
         heights.append(int(rows.sum()))
     assert heights[0] >= 10
@@ -103,9 +123,9 @@ def test_lines_and_text_grow_with_the_image() -> None:
 
 
 def test_style_hides_names_and_scores_and_sets_the_line() -> None:
-    box = [BoxLabel((50, 50, 250, 250), "cat", 1, 0.5)]
+    box = [Labeled((50, 50, 250, 250), "cat", 1, 0.5)]
     counts = [
-        pixels_of(draw(blank(300, 300), box, style), 1)
+        pixels_of(drawn(blank(300, 300), box, style), 1)
         for style in (
             DrawingStyle(),
             DrawingStyle(scores=False),
@@ -114,7 +134,7 @@ def test_style_hides_names_and_scores_and_sets_the_line() -> None:
     ]
     assert counts == sorted(counts, reverse=True)
     assert len(set(counts)) == 3
-    thick = draw(blank(300, 300), box, DrawingStyle(line_width=9, labels=False, scores=False))
+    thick = drawn(blank(300, 300), box, DrawingStyle(line_width=9, labels=False, scores=False))
     assert pixels_of(thick, 1) > 3 * counts[2]
 
 
@@ -124,7 +144,7 @@ def test_style_hides_names_and_scores_and_sets_the_line() -> None:
 )
 def test_any_box_on_any_image(size: tuple[int, int], corners: list[tuple[float, ...]]) -> None:
     boxes = [
-        BoxLabel((min(a, c), min(b, d), max(a, c), max(b, d)), "long name", n + 1, 0.1)
+        Labeled((min(a, c), min(b, d), max(a, c), max(b, d)), "long name", n + 1, 0.1)
         for n, (a, b, c, d) in enumerate(corners)
     ]
-    assert draw(blank(*size), boxes).size == size
+    assert drawn(blank(*size), boxes).size == size

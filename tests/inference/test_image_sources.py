@@ -10,7 +10,7 @@ from download.http_server import Reply, Server, file
 
 from ssdctl.errors import NetworkError, UsageError
 from ssdctl.inference import image_sources
-from ssdctl.inference.image_sources import UrlSource, find_sources, source_of
+from ssdctl.inference.image_sources import find_sources, source_of, split_videos
 
 
 def touch(*names: str) -> None:
@@ -76,16 +76,16 @@ def test_names_of_urls_hide_secrets_and_are_safe_file_names() -> None:
     source = source_of("https://me:pw@host/x/%2e%2e%2fa%20b.jpg?token=1")
     assert "pw" not in source.label
     assert "token" not in source.label
-    assert "/" not in source.file_name
-    assert source.file_name.endswith("a_b.jpg")
-    assert source_of("https://host/").file_name == "image"
+    assert "/" not in source.path.name
+    assert source.path.name.endswith("a_b.jpg")
+    assert source_of("https://host/").path.name == "image"
 
 
 def test_a_image_is_fetched(server: Server) -> None:
-    source = UrlSource(server.route("/a.png", file(b"content")))
+    source = source_of(server.route("/a.png", file(b"content")))
     assert source.open().read() == b"content"
     chunked = server.route("/chunked", lambda _: Reply(body=b"content", length=False))
-    assert UrlSource(chunked).open().read() == b"content"
+    assert source_of(chunked).open().read() == b"content"
 
 
 @pytest.mark.parametrize("length", [True, False])
@@ -94,8 +94,8 @@ def test_large_files_are_not_read_to_their_end(
 ) -> None:
     monkeypatch.setattr(image_sources, "MAX_URL_BYTES", 1 << 20)
     url = server.route("/a?key=s3cret", lambda _: Reply(body=bytes(32 << 20), length=length))
-    with pytest.raises(NetworkError, match="larger than 1 MiB") as caught:
-        UrlSource(url).open()
+    with pytest.raises(NetworkError, match="1 MiB") as caught:
+        source_of(url).open()
     assert "s3cret" not in str(caught.value)
     assert server.body_bytes < 24 << 20
 
@@ -116,5 +116,12 @@ def test_failures_of_the_network(server: Server, monkeypatch: pytest.MonkeyPatch
         ("http://127.0.0.1:9/a.jpg", "refused"),
     ):
         with pytest.raises(NetworkError, match=words) as caught:
-            UrlSource(url).open()
+            source_of(url).open()
         assert url in str(caught.value)
+
+
+def test_which_names_are_videos() -> None:
+    assert split_videos(["a.MP4", "/dev/video0"]) == ["a.MP4", "/dev/video0"]
+    assert split_videos(["a.jpg", "-"]) == []
+    with pytest.raises(UsageError):
+        split_videos(["a.mov", "-"])

@@ -1,6 +1,6 @@
 """ONNX files in place of checkpoints: thresholds of the NMS in the graph, fixed batches; files of other
 programs, damaged and hostile ones are refused. The graphs are small and return constants; files of a
-real network: tests/exporting/test_onnx.py."""
+real network: tests/exporting/process/test_onnx.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from conftest import Result
 
 import ssdctl
-from ssdctl.checkpoint.onnx_file import InputConvention, OnnxDescription
-from ssdctl.checkpoint.reader import read_model
+from ssdctl.checkpoint.exported import InputConvention, OnnxDescription
+from ssdctl.checkpoint.file import read_model
 from ssdctl.device import open_device
 from ssdctl.inference.predict import open_detector
 
@@ -73,22 +73,21 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def picture(shapes: Path) -> Path:
+def image_file(shapes: Path) -> Path:
     return sorted((shapes / "val2017").iterdir())[0]
 
 
-@pytest.mark.process
-def test_thresholds(cli: Cli, write: Callable[..., Path], picture: Path) -> None:
+def test_thresholds(cli: Cli, write: Callable[..., Path], image_file: Path) -> None:
     """Those of the NMS in the graph: a higher score is applied, other values are refused."""
     path = write()
-    many, few = (ssdctl.load(path, device="cpu", score=s).predict(picture) for s in (0.02, 0.6))
+    many, few = (ssdctl.load(path, device="cpu", score=s).predict(image_file) for s in (0.02, 0.6))
     assert [(d.name, d.category_id, round(d.score, 3)) for d in many] == [
         ("ball", 1, 0.9),
         ("cone", 5, 0.5),
     ]
     assert [d.name for d in few] == ["ball"]
     for options in (["--score", 0.01], ["--nms-iou", 0.4]):
-        result = cli("predict", path, picture, "--device", "cpu", *options)
+        result = cli("predict", path, image_file, "--device", "cpu", *options)
         assert result.code == 2, result.err
         assert str(options[1]) in result.err
         assert "--nms none" in result.err
@@ -96,21 +95,21 @@ def test_thresholds(cli: Cli, write: Callable[..., Path], picture: Path) -> None
 
 @pytest.mark.parametrize("batch", ["batch", "1", "2", "4"])
 def test_batches(write: Callable[..., Path], batch: str) -> None:
-    """Three pictures, in batches of the graph's size; the last one is filled."""
+    """Three images, in batches of the graph's size; the last one is filled."""
     detector = open_detector(read_model(write(batch=batch)), open_device("cpu"))
     assert (detector.score_threshold, detector.nms_iou) == (0.02, 0.5)
-    found = detector(torch.zeros((3, 300, 300, 3), dtype=torch.uint8))
+    found = detector.finish(detector.forward(torch.zeros((3, 300, 300, 3), dtype=torch.uint8)))
     assert [len(image.scores) for image in found] == [2, 2, 2]
 
 
 def test_files_of_other_programs_lack_the_description(
-    cli: Cli, write: Callable[..., Path], picture: Path
+    cli: Cli, write: Callable[..., Path], image_file: Path
 ) -> None:
     def clear(model: Any) -> None:
         del model.metadata_props[:]
 
     path = write(clear)
-    result = cli("predict", path, picture)
+    result = cli("predict", path, image_file)
     assert result.code == 5
     for name in ("classes", "category_ids", "input", "num_classes"):
         assert name in result.err
@@ -160,9 +159,9 @@ def another_input(model: Any) -> None:
     ],
 )
 def test_damaged_and_hostile_files(
-    cli: Cli, write: Callable[..., Path], picture: Path, change: Callable[[Any], object], subject: str
+    cli: Cli, write: Callable[..., Path], image_file: Path, change: Callable[[Any], object], subject: str
 ) -> None:  # fmt: skip
-    result = cli("predict", write(change), picture, "--device", "cpu")
+    result = cli("predict", write(change), image_file, "--device", "cpu")
     assert result.code == 5, result.err
     assert subject in result.err
     assert result.out == ""
@@ -183,22 +182,21 @@ def infinite_scores(model: Any) -> None:
     [(many_labels, 5, "label"), (infinite_scores, 7, "NaN or infinite")],
 )
 def test_impossible_outputs(
-    cli: Cli, write: Callable[..., Path], picture: Path, change: Callable[[Any], object], code: int, subject: str
+    cli: Cli, write: Callable[..., Path], image_file: Path, change: Callable[[Any], object], code: int, subject: str
 ) -> None:  # fmt: skip
-    result = cli("predict", write(change), picture, "--device", "cpu")
+    result = cli("predict", write(change), image_file, "--device", "cpu")
     assert result.code == code, result.err
     assert subject in result.err
 
 
-def test_not_onnx(cli: Cli, tmp_path: Path, picture: Path) -> None:
+def test_not_onnx(cli: Cli, tmp_path: Path, image_file: Path) -> None:
     path = tmp_path / "x.onnx"
     for content in (b"", b"garbage" * 100):
         path.write_bytes(content)
-        assert cli("predict", path, picture).code == 5
-    assert cli("predict", tmp_path / "absent.onnx", picture).code == 2
+        assert cli("predict", path, image_file).code == 5
+    assert cli("predict", tmp_path / "absent.onnx", image_file).code == 2
 
 
-@pytest.mark.process
 def test_it_has_no_weights(cli: Cli, write: Callable[..., Path]) -> None:
     """Nothing that needs weights accepts it."""
     path = write()

@@ -5,33 +5,38 @@ from __future__ import annotations
 import io
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
 import yaml
-from conftest import Result as CliResult
 from PIL import Image
 
 from ssdctl.config.sections.evaluate import SaveFormat
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import UsageError
-from ssdctl.inference.image_sources import FileSource, Source, UrlSource
+from ssdctl.inference.image_sources import ImageSource, source_of
 from ssdctl.inference.results import Result
-from ssdctl.inference.save import open_writer
+from ssdctl.inference.save import WRITERS
 
-Cli = Callable[..., CliResult]
 SIZE = (200, 100)
+
+
 BUS = 'no: "bus"'
+
+
 CLASSES = [ClassName(7, "car"), ClassName(8, "bike"), ClassName(9, BUS)]
+
+
 BOXES = [
     (20.0, 10.0, 60.0, 60.0),
     (0.0, 0.0, 200.0, 100.0),
     (200.0, 10.0, 200.0, 60.0),  # clipped to nothing
 ]
-Results = list[tuple[Source, Result]]
+
+
+Results = list[tuple[ImageSource, Result]]
 
 
 def result_of(image: object, count: int) -> Result:
@@ -54,15 +59,15 @@ def results() -> Results:
         path = Path(folder) / "1.png"
         path.parent.mkdir(parents=True)
         Image.new("RGB", SIZE).save(path)
-        predictions.append((FileSource(path), result_of(path, 3)))
+        predictions.append((ImageSource(path), result_of(path, 3)))
     content = io.BytesIO(path.read_bytes())
-    source = UrlSource("https://host/images/2?size=full")
+    source = source_of("https://host/images/2?size=full")
     return [*predictions, (source, result_of(content, 0))]
 
 
 def save(format_: SaveFormat, results: Results) -> Path:
     folder = Path("out")
-    writer = open_writer(format_, folder, {1: CLASSES[0], 3: CLASSES[2]})
+    writer = WRITERS[format_](folder, {1: CLASSES[0], 3: CLASSES[2]})
     for source, result in results:
         writer.add(source, result)
     assert str(folder) in writer.close()
@@ -108,11 +113,11 @@ def test_yolo(results: Results) -> None:
 def test_yolo_does_not_replace_corrected_labels(results: Results) -> None:
     folder = save("yolo", results)
     with pytest.raises(UsageError, match="labels") as caught:
-        open_writer("yolo", folder, {1: CLASSES[0]})
+        WRITERS["yolo"](folder, {1: CLASSES[0]})
     assert "--out" in (caught.value.hint or "")
-    (folder.parent / "data.yaml").write_text("names: [a]")  # of another dataset
+    (folder.parent / "data.yaml").write_text("names: [a]")  # another dataset
     with pytest.raises(UsageError, match=r"data\.yaml"):
-        open_writer("yolo", folder.parent, {1: CLASSES[0]})
+        WRITERS["yolo"](folder.parent, {1: CLASSES[0]})
 
 
 def test_label_studio(results: Results) -> None:
@@ -136,16 +141,3 @@ def test_label_studio(results: Results) -> None:
     assert (car["original_width"], car["original_height"]) == SIZE
     assert len(tasks[0]["predictions"][0]["result"]) == 2
     assert tasks[2]["predictions"][0]["result"] == []
-
-
-def test_a_saved_yolo_folder_is_a_dataset(cli: Cli, checkpoint: Path, shapes: Path) -> None:
-    """What `predict` writes, `prepare` reads."""
-    result = cli(
-        "predict", checkpoint, shapes / "val2017", "--save", "yolo", "--out", "labels",
-        "--score", 0.02, "--max-detections", 3, "--device", "cpu",
-    )  # fmt: skip
-    assert result.code == 0, result.err
-    lines = [p.read_text().splitlines() for p in Path("labels/labels").iterdir()]
-    assert 0 < max(map(len, lines)) <= 3
-    assert cli("prepare", "--data", "labels", "--no-pack").code == 0
-    assert cli("predict", checkpoint, shapes / "val2017", "--save", "coco").code == 2

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import reference
 from conftest import Result
+from helpers import install_package
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
-from plugins import install_package
 
 import ssdctl
 from ssdctl.data.open_dataset import open_dataset
@@ -130,7 +130,6 @@ class Replayed(random.Random):
 
 
 @pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.process
 def test_equal_to_the_loop_on_the_same_numbers(scene: str) -> None:
     boxes, count = SCENES[scene], 150
     rows, epochs = np.arange(count), np.arange(count) % 3
@@ -169,27 +168,25 @@ def test_statistics_equal_the_replaced_systems(scene: str) -> None:
     # Rounded, because whole images' boxes are equal but for fp32.
     boxes_left = [d.first.round(5) for d in (actual, expected)]
     for axis, name in enumerate("xy"):
-        centres = [(b[:, axis] + b[:, axis + 2]).round(5) for b in boxes_left]
-        assert_same_distribution(*centres, f"centre {name} of the first box kept")
+        centers = [(b[:, axis] + b[:, axis + 2]).round(5) for b in boxes_left]
+        assert_same_distribution(*centers, f"center {name} of the first box kept")
         extents = [(b[:, axis + 2] - b[:, axis]).round(5) for b in boxes_left]
         assert_same_distribution(*extents, f"side {name} of the first box kept")
 
 
-@pytest.mark.process
 def test_share_of_uncropped_images_by_calculation() -> None:
     """A tiny box in the middle fails all five thresholds, so "whole" and "free" are left: an
     attempt ends whole with 1/7, cropped with 1/7 of the chance that a free crop is good."""
     side = 0.3 + 0.7 * (np.arange(1000) + 0.5) / 1000
-    holds_centre = np.where(side >= 0.5, 1.0, side / (1 - side))  # per axis, over the positions
+    holds_center = np.where(side >= 0.5, 1.0, side / (1 - side))  # per axis, over the positions
     aspect = side[:, None] / side
-    good = ((aspect >= 0.5) & (aspect <= 2)) * holds_centre[:, None] * holds_centre
+    good = ((aspect >= 0.5) & (aspect <= 2)) * holds_center[:, None] * holds_center
     expected = 1 / (1 + good.mean())
     drawn = drawn_by_ssdctl([(0.499, 0.499, 0.501, 0.501)], seed=3)
     share = (drawn.rect == WHOLE).all(axis=1).mean()
     assert abs(share - expected) < 5 * np.sqrt(expected * (1 - expected) / NUM_DRAWS)
 
 
-@pytest.mark.process
 def test_each_crop_is_one_that_the_modes_allow() -> None:
     boxes = SCENES["three"]
     drawn = drawn_by_ssdctl(boxes, seed=1)
@@ -202,7 +199,7 @@ def test_each_crop_is_one_that_the_modes_allow() -> None:
     assert (sides[:, 0] / sides[:, 1]).min() >= 0.5
     assert (sides[:, 0] / sides[:, 1]).max() <= 2
     for rect, kept in zip(drawn.rect, drawn.kept, strict=True):
-        assert kept.tolist() == [reference.centre_inside(rect, box) for box in boxes]
+        assert kept.tolist() == [reference.center_inside(rect, box) for box in boxes]
         assert kept.any()
 
 
@@ -265,7 +262,7 @@ def check_kept(view: View, before: Boxes) -> None:
         chosen = [
             g
             for g, label in enumerate(before.labels[i])
-            if label > 0 and reference.centre_inside(rect, before.ltrb[i, g])
+            if label > 0 and reference.center_inside(rect, before.ltrb[i, g])
         ]
         padding = [0] * (len(before.labels[i]) - len(chosen))
         assert labels[i].tolist() == [*before.labels[i, chosen], *padding]
@@ -277,7 +274,6 @@ def check_kept(view: View, before: Boxes) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), arrays(np.float64, (2, 4), elements=UNIT))
-@pytest.mark.process
 def test_a_crop_keeps_the_boxes_with_their_center_in_it(batch: Boxes, draw: np.ndarray) -> None:
     size = 0.3 + 0.7 * draw[:, :2]
     low = draw[:, 2:] * (1 - size)
@@ -360,19 +356,19 @@ def test_batches_have_filled_borders(split: Split) -> None:
 SHOW_FLIPS = """
 import sys
 from pathlib import Path
-from ssdctl.config.augmentations import problem_of
+from ssdctl.config.resolve import Override, resolve
+from ssdctl.config.sources import ASSIGNMENT
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 split = open_dataset(Path(sys.argv[1]), Path(sys.argv[2]))["train"]
 stream = SampleStream(split.trainable, 0)
 for augment in sys.argv[3:]:
-    assert problem_of(augment) is None, problem_of(augment)
+    resolve(overrides=[Override("train.augment", augment, ASSIGNMENT)])
     config = LoaderConfig(seed=0, batch_size=64, threads=1, max_boxes=9, augment=augment)
     print(*draw_samples(split, stream, config, 0, 64).view.flip.astype(int))
 """
 
 
-@pytest.mark.process
 def test_a_new_file_or_entry_point_is_named_in_a_list(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

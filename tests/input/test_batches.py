@@ -8,7 +8,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -28,8 +27,8 @@ from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import Batch
 from ssdctl.input.fake import fake_split
 from ssdctl.input.loader import evaluation_batches
-from ssdctl.input.pipelines import open_input
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+from ssdctl.training.step_input import open_input
 
 PLAN = LoaderConfig(seed=4, batch_size=5, threads=2, max_boxes=12)
 HAS_DALI = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
@@ -43,11 +42,9 @@ def splits(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture
-def copied(shapes: Path, tmp_path: Path) -> Split:
+def copied(dataset: Path, tmp_path: Path) -> Split:
     """A prepared dataset of its own."""
-    root = tmp_path / "dataset"
-    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
-    return open_dataset(root, tmp_path / "store")["train"]
+    return open_dataset(dataset, tmp_path / "store")["train"]
 
 
 @pytest.fixture
@@ -95,7 +92,6 @@ def test_more_padding_changes_nothing_else(splits: dict[str, Split], augment: st
     assert not wide.boxes.labels[:, 12:].any()
 
 
-@pytest.mark.process
 def test_threads_change_nothing(splits: dict[str, Split]) -> None:
     once, *others = (  # two epochs
         read_batches(splits["train"], PLAN._replace(threads=n), 0, 10) for n in (1, 2, 5)
@@ -105,7 +101,6 @@ def test_threads_change_nothing(splits: dict[str, Split]) -> None:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.process
 def test_a_resumed_run_continues_with_the_same_batches(
     splits: dict[str, Split], pipeline: str
 ) -> None:
@@ -115,7 +110,6 @@ def test_a_resumed_run_continues_with_the_same_batches(
     assert_same(complete[3:], read_batches(splits["train"], later, 0, 5, pipeline))
 
 
-@pytest.mark.process
 def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[str, Split]) -> None:
     complete = read_batches(splits["train"], PLAN._replace(batch_size=8), 0, 4)
     half = PLAN._replace(batch_size=2, world_size=2, accumulate=2)
@@ -127,7 +121,6 @@ def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[st
 
 
 @pytest.mark.parametrize("accumulate", [1, 3, 6])
-@pytest.mark.process
 def test_a_steps_batches_are_good_until_the_next_step(
     splits: dict[str, Split], accumulate: int
 ) -> None:
@@ -142,7 +135,6 @@ def test_a_steps_batches_are_good_until_the_next_step(
             assert torch.equal(batch.images, copies[step * accumulate + part].images)
 
 
-@pytest.mark.process
 def test_shapes_are_static_and_boxes_are_in_the_image(splits: dict[str, Split]) -> None:
     for batch in read_batches(splits["train"], PLAN, 0, 20):
         assert batch.images.shape == (5, 300, 300, 3)
@@ -191,7 +183,6 @@ def white_boxes(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("augment", ["ssd", "flip,crop", "zoom,flip,crop"])
-@pytest.mark.process
 def test_pixels_and_boxes_belong_together(tmp_path: Path, augment: str) -> None:
     """A white box stays where its annotation is, whatever the crops, flips and their order."""
     split = open_dataset(white_boxes(tmp_path / "data"), tmp_path / "store")["train"]
@@ -228,7 +219,7 @@ def test_images_that_all_went_bad_are_named(copied: Split, content: bytes | None
         with pytest.raises(DataError) as refused:
             list(evaluation_batches(copied, copied.trainable, 4, 2))
         assert str(paths[0]) in str(refused.value)
-    with pytest.raises(DataError, match=r"images in a row.*\.jpg"):
+    with pytest.raises(DataError, match=r"\.jpg"):
         read_batches(copied, PLAN, 0, 1)
 
 
@@ -254,7 +245,6 @@ def test_an_image_that_the_system_refuses_is_replaced_and_not_scored(
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.process
 def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
     damaged: Split, pipeline: str
 ) -> None:
@@ -289,7 +279,6 @@ def test_dali_gives_the_native_batches_within_two_levels(
     assert_same(native, dali, levels=2)
 
 
-@pytest.mark.process
 def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_path: Path) -> None:
     """Crops are cut at whole pixels of what is stored; boxes refer to them."""
     batches = {}
@@ -315,7 +304,6 @@ def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_pat
     accumulate=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-@pytest.mark.process
 def test_any_world_size_sees_every_image_once_an_epoch(
     batch: int, world: int, accumulate: int, seed: int
 ) -> None:
@@ -344,7 +332,6 @@ def test_next_batches_are_ready_while_the_device_works(splits: dict[str, Split])
     assert not [t for t in threading.enumerate() if t.name.startswith("decode")]
 
 
-@pytest.mark.process
 def test_memory_stays_flat_over_epochs(splits: dict[str, Split]) -> None:
     peaks = []
     for number, _ in enumerate(open_input("native", splits["train"], PLAN).batches(0, 110)):

@@ -1,9 +1,8 @@
-"""A whole picture is resized exactly as by Pillow; a crop within one level of it."""
+"""A whole image is resized exactly as by Pillow; a crop within one level of it."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -11,7 +10,7 @@ from PIL import Image
 from ssdctl.input.resize import resize, resize_crop
 
 
-def picture(width: int, height: int, seed: int) -> Image.Image:
+def noise_image(width: int, height: int, seed: int) -> Image.Image:
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
     smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
@@ -26,11 +25,10 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
     ),
     flip=st.booleans(),
 )
-@pytest.mark.process
 def test_a_crop_is_within_one_level_of_pillows(box: tuple[int, int, int, int], flip: bool) -> None:
     left, top = min(box[0], box[2] - 1), min(box[1], box[3] - 1)
     window = (left, top, max(box[2], left + 1), max(box[3], top + 1))
-    pixels = np.array(picture(300, 200, 5))
+    pixels = np.array(noise_image(300, 200, 5))
     out = np.zeros((300, 300, 3), np.uint8)
     resize_crop(pixels, window, flip, out)
     cut = Image.fromarray(pixels).crop(window)
@@ -40,8 +38,8 @@ def test_a_crop_is_within_one_level_of_pillows(box: tuple[int, int, int, int], f
     assert error.mean() < 0.1
 
 
-def test_an_uncropped_picture_equals_pillows() -> None:
-    image = picture(333, 222, 7)
+def test_an_uncropped_image_equals_pillows() -> None:
+    image = noise_image(333, 222, 7)
     out = np.zeros((300, 300, 3), np.uint8)
     resize(np.asarray(image), out)
     assert np.array_equal(out, np.asarray(image.resize((300, 300), Image.Resampling.BILINEAR)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +11,6 @@ from ssdctl.input.sampler import SampleStream
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 90), st.integers(0, 5), st.integers(0, 1000))
-@pytest.mark.process
 def test_each_epoch_is_a_permutation(images: int, batch: int, seed: int, offset: int) -> None:
     rows = np.arange(images) * 3 + offset
     order = SampleStream(rows, seed)

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from open_mpi import MPIRUNS, environment_for
+from launch.open_mpi import MPIRUNS, environment_for
 
 from ssdctl.config.sections.launch import LaunchConfig
-from ssdctl.launch.node import Node
-from ssdctl.launch.plan import make_plan
-from ssdctl.launch.request import LaunchRequest
+from ssdctl.launch.base import LaunchRequest, Node, make_plan
 from ssdctl.runtime import hardware
 from ssdctl.runtime.cores import cpus_of_rank
 from ssdctl.runtime.hardware import numa_nodes_of_cards
@@ -35,7 +33,6 @@ def cores_of_ranks(output: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 3, 4, 8])
 @pytest.mark.parametrize("launcher", MPIRUNS)
@@ -110,7 +107,6 @@ def test_a_part_of_the_cards(gaudi_node: Path, monkeypatch: pytest.MonkeyPatch) 
     assert numa_nodes_of_cards("hpu") == {}
 
 
-@pytest.mark.process
 def test_a_rank_binds_itself(gaudi_node: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"

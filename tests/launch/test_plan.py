@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.errors import UsageError
+from ssdctl.launch import kubernetes
+from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, make_plan, read_node
 from ssdctl.launch.mpirun import read_hosts
-from ssdctl.launch.node import Node, read_node
-from ssdctl.launch.plan import make_plan
-from ssdctl.launch.request import LaunchPlan, LaunchRequest
 from ssdctl.runtime import hardware
 
 GAUDI = Node(cores=48, sockets=2)
@@ -56,6 +55,7 @@ def plan_for(
         local_address=local_address,
         torch_version=torch_version,
         is_planned=is_planned,
+        table=kubernetes.Settings(),
     )
     return make_plan(request, node)
 
@@ -387,7 +387,6 @@ def test_mpiruns_own_separator_is_refused() -> None:
 
 
 @given(ARGUMENTS)
-@pytest.mark.process
 def test_arguments_survive_the_printed_line(arguments: list[str]) -> None:
     plan = plan_for("hpu", 8, "train", *("a" + argument for argument in arguments))
     assert tuple(shlex.split(plan.to_line())) == plan.argv
@@ -398,7 +397,6 @@ def test_arguments_survive_the_printed_line(arguments: list[str]) -> None:
 
 
 @given(ARGUMENTS)
-@pytest.mark.process
 def test_arguments_survive_torchruns_template(arguments: list[str]) -> None:
     argv = plan_for("cpu", 2, "train", *arguments).argv
     passed = [Template(a).safe_substitute(local_rank="0") for a in argv]
@@ -427,38 +425,25 @@ def test_host_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# two\nnode-0 slots=8\n\n10.0.0.2 slots=8 # comment\nnode-0\nfd00::1\n")
     assert read_hosts(path) == ("node-0", "10.0.0.2", "fd00::1")
-
-
-@pytest.mark.parametrize(
-    "line", ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254, "a:8", "a[1-2]"]
-)
-def test_hostile_hosts_are_refused(tmp_path: Path, line: str) -> None:
-    (tmp_path / "hosts").write_text(f"node-0\n{line}\n")
-    with pytest.raises(UsageError, match=r"hosts:2: .*host name"):
-        read_hosts(tmp_path / "hosts")
-
-
-@pytest.mark.parametrize(
-    "slots", ["slots=65537", f"slots = {'9' * 5000}", "max_slots=-1", "slots=1e3", "slots="]
-)
-def test_numbers_of_slots_have_a_bound(tmp_path: Path, slots: str) -> None:
-    (tmp_path / "hosts").write_text(f"node-0 slots=65536 max-slots=0\nnode-1 {slots}\n")
-    with pytest.raises(UsageError, match=r"hosts:2: .*slots"):
-        read_hosts(tmp_path / "hosts")
-
-
-def test_a_pipe_is_not_a_host_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "hosts")
-    with pytest.raises(UsageError, match="hosts: cannot be read"):
-        read_hosts(tmp_path / "hosts")
-
-
-def test_empty_and_absent_host_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "hosts").touch()
+    path.write_text("")
     with pytest.raises(UsageError, match="contains no host"):
+        read_hosts(path)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("absent", "pipe"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            read_hosts(tmp_path / name)
+
+
+HOSTS = ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254, "a:8", "a[1-2]"]
+SLOTS = ["slots=65537", f"slots = {'9' * 5000}", "max_slots=-1", "slots=1e3", "slots="]
+
+
+@pytest.mark.parametrize("line", [*HOSTS, *(f"node-1 {slots}" for slots in SLOTS)])
+def test_lines_of_a_host_file_that_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "hosts").write_text(f"node-0 slots=65536 max-slots=0\n{line}\n")
+    words = "slots" if line.startswith("node-1") else "host name"
+    with pytest.raises(UsageError, match=rf"hosts:2: .*{words}"):
         read_hosts(tmp_path / "hosts")
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_hosts(tmp_path / "absent")
 
 
 def test_hyper_threads_and_forbidden_cpus_do_not_count(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_task_runs_torchrun_on_every_node(
     cli: Callable[..., Any], tmp_path: Path, nodes: int

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch import submit
-from ssdctl.launch.request import LaunchPlan
+from ssdctl.launch import _engine, _pods, kubernetes, slurm
+from ssdctl.launch.base import LaunchPlan, load_launcher
 
 # Prints, call by call, what `answers.json` lists as [exit code, stdout, stderr]; the last one again.
 CLIENT = """#!{python}
@@ -57,7 +57,8 @@ def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
         path.write_text(CLIENT.format(python=sys.executable, folder=str(tmp_path)))
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(submit, "POLL_S", 0.01)
+    for module in (_engine, _pods, slurm):
+        monkeypatch.setattr(module, "POLL_S", 0.01)
 
     def setter(answers: Answers) -> None:
         (tmp_path / "answers.json").write_text(json.dumps(answers))
@@ -73,10 +74,10 @@ def test_submit_passes_the_script_and_returns_the_id(
     set_answers: SetAnswers, tmp_path: Path
 ) -> None:
     set_answers([(0, "4711;north\n", "")])
-    assert submit.submit(SLURM) == "4711"
+    assert slurm.submit(SLURM) == "4711"
     assert (tmp_path / "given").read_text() == SLURM.text
-    assert submit.end_command("4711", SLURM) == "scancel 4711"
-    assert submit.end_command("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
+    assert slurm.cancel("4711", SLURM) == "scancel 4711"
+    assert kubernetes.cancel("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
 
 
 def test_a_job_with_a_service_and_a_train_job(set_answers: SetAnswers, tmp_path: Path) -> None:
@@ -84,8 +85,8 @@ def test_a_job_with_a_service_and_a_train_job(set_answers: SetAnswers, tmp_path:
     job = {"metadata": {"namespace": "me"}}
     plan = dataclasses.replace(KUBERNETES, manifest={"kind": "List", "items": [job, job]})
     set_answers([(0, "service/mine\njob.batch/mine\n", "")])
-    assert submit.submit(plan) == "job.batch/mine"
-    assert submit.end_command("job.batch/mine", plan) == (
+    assert load_launcher(plan.launcher).submit(plan) == "job.batch/mine"
+    assert kubernetes.cancel("job.batch/mine", plan) == (
         "kubectl delete service/mine job.batch/mine -n me"
     )
     cases = {"job.batch/mine": (plan, "job-name=mine")}
@@ -96,15 +97,15 @@ def test_a_job_with_a_service_and_a_train_job(set_answers: SetAnswers, tmp_path:
     for name, (given, label) in cases.items():
         (tmp_path / "asked").unlink()
         set_answers([pods(), pods(("a-0", "Succeeded", 0)), (0, "", ""), status("Complete")])
-        assert submit.follow(name, given, print) == 0
+        assert kubernetes.follow(name, given, print) == 0
         labels = [call[5] for call in client_calls(tmp_path) if call[:2] == ["get", "pods"]]
         assert labels == [label, f"{label},batch.kubernetes.io/job-completion-index=0"]
 
 
 def test_a_refusal_includes_the_engines_message(set_answers: SetAnswers) -> None:
     set_answers([(1, "", "sbatch: error: invalid account\n")])
-    with pytest.raises(UsageError, match="sbatch refused the job: sbatch: error: invalid account"):
-        submit.submit(SLURM)
+    with pytest.raises(UsageError, match="sbatch: error: invalid account"):
+        slurm.submit(SLURM)
 
 
 def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
@@ -127,7 +128,6 @@ def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
         ("OUT_OF_MEMORY", "0:125", 8),
     ],
 )
-@pytest.mark.process
 def test_the_end_of_a_slurm_job(
     state: str, code: str, expected: int, set_answers: SetAnswers, tmp_path: Path
 ) -> None:
@@ -143,7 +143,7 @@ def test_the_end_of_a_slurm_job(
     out.write_text("step 1\n")
     set_answers([job("PENDING", "0:0", tmp_path / "none yet"), job("RUNNING", "0:0", out),
           job(state, code, out)])  # fmt: skip
-    assert submit.follow("1", SLURM, write) == expected
+    assert slurm.follow("1", SLURM, write) == expected
     assert output == ["step 1\n", "step 2\n"]
 
 
@@ -152,7 +152,7 @@ def test_a_controller_may_be_unavailable_for_a_while(
 ) -> None:
     away = (1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")
     set_answers([away, away, job("COMPLETED", "0:0", tmp_path / "none")])
-    assert submit.follow("1", SLURM, print) == 0
+    assert slurm.follow("1", SLURM, print) == 0
     assert len(client_calls(tmp_path)) == 3
 
 
@@ -168,17 +168,17 @@ def test_a_job_that_the_engine_no_longer_lists(
 ) -> None:
     set_answers([(1, "", words)])
     with pytest.raises(DistributedError, match="no longer lists the job"):
-        submit.follow(job_id, plan, print)
+        load_launcher(plan.launcher).follow(job_id, plan, print)
     assert len(client_calls(tmp_path)) == 1
 
 
 def test_a_controller_that_stays_unavailable(
     set_answers: SetAnswers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submit, "UNREACHABLE_S", 0.05)
+    monkeypatch.setattr(_engine, "UNREACHABLE_S", 0.05)
     set_answers([(1, "", "connection refused")])
-    with pytest.raises(DistributedError, match="scontrol does not answer: connection refused"):
-        submit.follow("1", SLURM, print)
+    with pytest.raises(DistributedError, match=r"scontrol.*connection refused"):
+        slurm.follow("1", SLURM, print)
 
 
 def pods(*items: tuple[str, str, int | None]) -> tuple[int, str, str]:
@@ -206,7 +206,6 @@ def status(*ends: str) -> tuple[int, str, str]:
     ("codes", "expected"),
     [((8, 3), 3), ((3, 75), 75), ((1, 137), 8), ((None, None), 8)],
 )
-@pytest.mark.process
 def test_the_end_of_an_mpi_job_is_its_last_pods(
     codes: tuple[int | None, int | None], expected: int, set_answers: SetAnswers, tmp_path: Path
 ) -> None:
@@ -220,7 +219,7 @@ def test_the_end_of_an_mpi_job_is_its_last_pods(
         status("Failed"), pods(("c", "Failed", second), ("b", "Failed", first)),
     ])  # fmt: skip
     output: list[str] = []
-    assert submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append) == expected
+    assert kubernetes.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append) == expected
     assert output == ["step 1\n", "step 2\n"]
     calls = client_calls(tmp_path)
     workers = "training.kubeflow.org/job-name=mine,training.kubeflow.org/job-role=worker"
@@ -255,7 +254,6 @@ PULLING = [
 ]
 
 
-@pytest.mark.process
 def test_what_workers_wait_for_is_reported_once_per_change(
     set_answers: SetAnswers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,7 +272,7 @@ def test_what_workers_wait_for_is_reported_once_per_change(
     ])  # fmt: skip
     output: list[str] = []
     caplog.set_level(logging.INFO, "ssdctl")
-    assert submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append) == 0
+    assert kubernetes.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append) == 0
     assert caplog.messages == [
         "w-0: waits: Unschedulable: 0/9 nodes are available: 9 Insufficient habana.ai/gaudi.",
         'w-0: waits: install-ssdctl: ImagePullBackOff: image "a:1"',
@@ -282,7 +280,6 @@ def test_what_workers_wait_for_is_reported_once_per_change(
     assert output == ["step 1\n"]
 
 
-@pytest.mark.process
 def test_a_worker_that_cannot_be_installed_ends_the_wait(
     set_answers: SetAnswers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,12 +289,12 @@ def test_a_worker_that_cannot_be_installed_ends_the_wait(
     set_answers([
         pending("w-0", initContainerStatuses=ended), (0, "no such wheel\n", ""), none, status(),
         pending("w-0", initContainerStatuses=backing_off(1)), none, status(),
-        pending("w-0", initContainerStatuses=backing_off(submit.INSTALLATIONS)),
+        pending("w-0", initContainerStatuses=backing_off(_pods.INSTALLATIONS)),
     ])  # fmt: skip
     output: list[str] = []
     caplog.set_level(logging.INFO, "ssdctl")
-    with pytest.raises(DistributedError, match="w-0: its container install-ssdctl failed") as end:
-        submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append)
+    with pytest.raises(DistributedError, match=r"w-0.*install-ssdctl") as end:
+        kubernetes.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append)
     assert "kubectl delete mpijob.kubeflow.org/mine -n me" in str(end.value.hint)
     assert caplog.messages == ["w-0: install-ssdctl failed with exit code 1"]
     assert output == ["no such wheel\n"]
@@ -305,7 +302,6 @@ def test_a_worker_that_cannot_be_installed_ends_the_wait(
     assert logs == ["logs", "-n", "me", "w-0", "-c", "install-ssdctl", "--tail=20"]
 
 
-@pytest.mark.process
 def test_a_job_with_a_failed_installation_shows_its_log(
     set_answers: SetAnswers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -316,7 +312,7 @@ def test_a_job_with_a_failed_installation_shows_its_log(
     set_answers([pod, (0, "no such wheel\n", ""), status("Failed"), both])
     output: list[str] = []
     caplog.set_level(logging.INFO, "ssdctl")
-    assert submit.follow("job.batch/a", KUBERNETES, output.append) == 8
+    assert kubernetes.follow("job.batch/a", KUBERNETES, output.append) == 8
     assert caplog.messages == ["a-1: install-ssdctl failed with exit code 3"]
     assert output == ["no such wheel\n"]
     assert len([call for call in client_calls(tmp_path) if call[0] == "logs"]) == 1
@@ -343,26 +339,24 @@ def test_output_of_kubectl_that_is_not_the_expected_json(
 ) -> None:
     set_answers([(0, answer, "")])
     with pytest.raises(DistributedError, match="kubectl") as caught:
-        submit.follow("job.batch/a", KUBERNETES, print)
+        kubernetes.follow("job.batch/a", KUBERNETES, print)
     assert caught.value.hint
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("answer", ["[]", '{"status": []}', '{"status": {"conditions": [1]}}'])
-@pytest.mark.process
 def test_a_job_that_is_not_the_expected_json(answer: str, set_answers: SetAnswers) -> None:
     set_answers([pods(), (0, answer, "")])
     with pytest.raises(DistributedError, match="kubectl"):
-        submit.follow("job.batch/a", KUBERNETES, print)
+        kubernetes.follow("job.batch/a", KUBERNETES, print)
 
 
-@pytest.mark.process
 def test_fields_that_kubectl_may_leave_out(set_answers: SetAnswers) -> None:
     bare = (0, '{"items": [{"metadata": {"name": "a"}}]}', "")
     empty = (0, '{"items": [{"metadata": {"name": "a"}, "status": {"phase": "Failed"}}]}', "")
     log = (0, "step 1\n", "")
     set_answers([bare, (0, "{}", ""), empty, log, status("Failed"), empty])
-    assert submit.follow("job.batch/a", KUBERNETES, print) == 8
+    assert kubernetes.follow("job.batch/a", KUBERNETES, print) == 8
 
 
 @pytest.mark.parametrize("plan", [SLURM, KUBERNETES], ids=["slurm", "kubernetes"])
@@ -372,18 +366,11 @@ def test_an_engine_that_prints_no_id(
 ) -> None:
     set_answers([(0, answer, "")])
     with pytest.raises(DistributedError) as caught:
-        submit.submit(plan)
+        load_launcher(plan.launcher).submit(plan)
     assert plan.argv[0] in str(caught.value)
     assert caught.value.hint
 
 
 def test_output_of_scontrol_without_its_fields(set_answers: SetAnswers, tmp_path: Path) -> None:
     set_answers([job("FAILED", "none", tmp_path / "a\0b")])
-    assert submit.follow("1", SLURM, print) == 8
-
-
-def test_an_absent_client_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UsageError, match="sbatch is not on PATH") as caught:
-        submit.require_engine(SLURM)
-    assert "--write FILE" in str(caught.value.hint)
+    assert slurm.follow("1", SLURM, print) == 8

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from plugins import install_package
+from helpers import install_package
 
 import ssdctl
 from ssdctl.errors import UsageError
@@ -18,46 +14,6 @@ from ssdctl.model.ssd300 import SSD300
 from ssdctl.runtime.packages import plugin_names
 
 PACKAGE = Path(ssdctl.__file__).parent
-COMMANDS = """
-import contextlib, io, os, sys
-from ssdctl.cli.main import main
-
-def run(*arguments):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        try:
-            main([*arguments])
-        except SystemExit as end:
-            assert not end.code, (arguments, end.code)
-    return out.getvalue()
-
-options = "--backbone mynet7 --backbone-weights none --bs 2 --warmup 1st --steps 1 --workers 1"
-assert "mynet7" in run("train", "--help")
-assert "mynet7" in run("config", "schema")
-assert "torch" not in sys.modules
-run("train", "--data", sys.argv[1], "--out", "run", *options.split(), "--fp32", "--device", "cpu")
-assert '"mynet7"' in open("run/config.toml").read()
-run("evaluate", "run/checkpoints/last.pt", "--device", "cpu", "--limit", "1")
-run("export", "run/checkpoints/last.pt", "--format", "safetensors", "--out", "x")
-os.environ |= {"_SSDCTL_COMPLETE": "complete_bash", "COMP_CWORD": "3"}
-os.environ["COMP_WORDS"] = "ssdctl\\ntrain\\n--backbone\\nmyn"
-print(run("unused"))
-"""
-
-
-def test_a_copy_of_a_file_is_a_backbone(shapes: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "installed/ssdctl"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(copy / "model/backbones/resnet18.py", copy / "model/backbones/mynet7.py")
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, shapes],
-        env={**os.environ, "PYTHONPATH": str(copy.parent)},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["mynet7"]
 
 
 def test_another_package_adds_a_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import run_ranks
+from helpers import run_ranks
 from torch import Tensor, nn
 
 from ssdctl.device import inductor

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 def random_case(
     seed: int, share: float, dtype: torch.dtype, num_boxes: int = 60, scale: float = 3.0
 ) -> Case:
-    """Three pictures, five classes; about `share` of the boxes are positive, none in the last."""
+    """Three images, five classes; about `share` of the boxes are positive, none in the last."""
     rng = np.random.default_rng(seed)
     shape = (3, 4, num_boxes)
     labels = np.where(rng.random((3, num_boxes)) < share, rng.integers(1, 5, (3, num_boxes)), 0)
@@ -73,10 +73,10 @@ def exact_loss() -> MultiboxLoss:
     return loss
 
 
-def one_picture(
+def one_image(
     box: tuple[float, ...], num_classes: int = 5, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Predictions that require a gradient, and one picture with one padded ground truth."""
+    """Predictions that require a gradient, and one image with one padded ground truth."""
     generator = torch.Generator().manual_seed(0)
     offsets = (scale * torch.randn(1, 4, 8732, generator=generator)).requires_grad_()
     logits = (scale * torch.randn(1, num_classes, 8732, generator=generator)).requires_grad_()
@@ -88,7 +88,6 @@ def one_picture(
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), share=st.sampled_from([0.0, 0.02, 0.1, 0.24]))
-@pytest.mark.process
 def test_equal_to_the_loop(dtype: torch.dtype, rtol: float, seed: int, share: float) -> None:
     case = random_case(seed, share, dtype)
     actual = [float(v) for v in case.loss()]
@@ -108,7 +107,7 @@ def test_more_negatives_requested_than_available() -> None:
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_the_loss_equals_the_golden_value(dtype: torch.dtype, rtol: float) -> None:
-    """Matching, coding and loss of 8732 boxes and 81 classes; one picture has no object."""
+    """Matching, coding and loss of 8732 boxes and 81 classes; one image has no object."""
     loss = exact_loss() if dtype is torch.float64 else MultiboxLoss()
     actual = loss(*whole_loss_inputs(dtype))
     for golden in reference.read_golden("loss").values():
@@ -116,11 +115,10 @@ def test_the_loss_equals_the_golden_value(dtype: torch.dtype, rtol: float) -> No
             assert float(getattr(actual, name)) == pytest.approx(value, rel=rtol), name
 
 
-@pytest.mark.process
 def test_the_loss_equals_the_loop_on_random_boxes() -> None:
     rng = np.random.default_rng(3)
     corner, size = rng.uniform(0, 0.8, (3, 2)), rng.uniform(0.01, 0.7, (3, 2))
-    truths = np.concatenate([corner, corner + size], 1)  # one leaves the picture
+    truths = np.concatenate([corner, corner + size], 1)  # one leaves the image
     names = rng.integers(1, 7, 3)
     offsets, logits = rng.normal(0, 2, (2, 4, 8732)), rng.normal(0, 2, (2, 7, 8732))
     boxes, labels = np.zeros((2, 6, 4)), np.zeros((2, 6), np.int64)
@@ -137,7 +135,7 @@ def test_the_loss_equals_the_loop_on_random_boxes() -> None:
     np.testing.assert_allclose([float(v) for v in actual], expected, rtol=1e-10)
 
 
-def test_each_picture_is_divided_by_its_own_positives() -> None:
+def test_each_image_is_divided_by_its_own_positives() -> None:
     case = random_case(5, 0.1, torch.float64)
     single = [Case(*(t[i : i + 1] for t in case)).loss().total for i in range(3)]
     assert case.loss().total == pytest.approx(float(sum(single)) / 3, rel=1e-12)
@@ -145,7 +143,7 @@ def test_each_picture_is_divided_by_its_own_positives() -> None:
 
 
 def test_a_batch_without_objects_is_zero_with_zero_gradients() -> None:
-    offsets, logits, boxes, _ = one_picture(FAR)
+    offsets, logits, boxes, _ = one_image(FAR)
     losses = MultiboxLoss()(offsets, logits, boxes, torch.zeros(1, 3, dtype=torch.int64))
     losses.total.backward()
     assert [v.item() for v in losses] == [0.0, 0.0, 0.0]
@@ -165,7 +163,7 @@ def test_a_batch_without_objects_is_zero_with_zero_gradients() -> None:
     ],
 )
 def test_boxes_without_area_stay_finite(box: tuple[float, ...]) -> None:
-    offsets, logits, boxes, labels = one_picture(box)
+    offsets, logits, boxes, labels = one_image(box)
     losses = MultiboxLoss()(offsets, logits, boxes, labels)
     losses.total.backward()
     assert torch.stack(list(losses)).isfinite().all()
@@ -178,7 +176,7 @@ def test_boxes_without_area_stay_finite(box: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("num_boxes", [1, 2, 93])
 def test_padding_does_not_matter(num_boxes: int) -> None:
-    offsets, logits, boxes, labels = one_picture(FAR)
+    offsets, logits, boxes, labels = one_image(FAR)
     more, names = torch.zeros(1, num_boxes, 4), torch.zeros(1, num_boxes, dtype=torch.int64)
     more[:, :1], names[:, :1] = boxes[:, :1], labels[:, :1]
     loss = MultiboxLoss()
@@ -208,7 +206,7 @@ def test_infinities_outside_the_selected_boxes_stay_there() -> None:
     assert logits.grad.isfinite().all()
 
 
-def test_an_infinity_in_a_picture_without_objects_does_not_reach_the_loss() -> None:
+def test_an_infinity_in_an_image_without_objects_does_not_reach_the_loss() -> None:
     case = random_case(8, 0.1, torch.float64)
     logits = case.logits.clone()
     logits[2, 3, 5] = torch.inf
@@ -227,7 +225,7 @@ def test_nan_in_a_selected_box_is_seen() -> None:
 
 @pytest.mark.parametrize("inside_autocast", [False, True])
 def test_bf16_predictions_are_summed_in_fp32(inside_autocast: bool) -> None:
-    offsets, logits, boxes, labels = one_picture(FAR, scale=4.0)
+    offsets, logits, boxes, labels = one_image(FAR, scale=4.0)
     loss = MultiboxLoss()
     rounded = (offsets.detach().bfloat16(), logits.detach().bfloat16())
     with torch.autocast("cpu", torch.bfloat16, enabled=inside_autocast):
@@ -244,7 +242,6 @@ def test_bf16_predictions_are_summed_in_fp32(inside_autocast: bool) -> None:
     logits=arrays(np.float32, (1, 3, 6), elements=st.floats(-(2.0**127), 2.0**127, width=32)),
     labels=arrays(np.int64, (1, 6), elements=st.integers(0, 2)),
 )
-@pytest.mark.process
 def test_gradients_are_finite_for_any_finite_prediction(
     offsets: np.ndarray, logits: np.ndarray, labels: np.ndarray
 ) -> None:
@@ -255,9 +252,8 @@ def test_gradients_are_finite_for_any_finite_prediction(
         assert leaf.grad.isfinite().all()
 
 
-@pytest.mark.process
 def test_gradient_equals_the_difference_quotient() -> None:
-    case = random_case(11, 0.1, torch.float64, num_boxes=12)
+    case = random_case(13, 0.2, torch.float64, num_boxes=7)
     offsets, logits = case.offsets.requires_grad_(), case.logits.requires_grad_()
     assert torch.autograd.gradcheck(
         lambda o, c: MultiboxLoss().compare(o, c, case.targets, case.labels).total,

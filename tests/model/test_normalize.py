@@ -22,20 +22,20 @@ TURNS = st.floats(-math.pi, math.pi)
 IDENTITY = (1.0, 1.0, 1.0, 0.0)
 
 
-def jittered(picture: np.ndarray, *jitter: float) -> np.ndarray:
+def jittered(image: np.ndarray, *jitter: float) -> np.ndarray:
     """(H, W, 3) in 0 to 1 -> the same under ssdctl's map: brightness, contrast, saturation, hue."""
-    mean = torch.from_numpy(picture.mean(axis=(0, 1)))[None]
+    mean = torch.from_numpy(image.mean(axis=(0, 1)))[None]
     matrix, offset = ColorMap(torch.float64)(torch.tensor([jitter], dtype=torch.float64), mean)
-    return picture @ matrix[0].numpy().T + offset[0].numpy()
+    return image @ matrix[0].numpy().T + offset[0].numpy()
 
 
-def muted_picture(seed: int = 0) -> np.ndarray:
+def muted_image(seed: int = 0) -> np.ndarray:
     """Colors between .4 and .6, so that no factor of the recipes reaches a clamp."""
     return np.random.default_rng(seed).uniform(0.4, 0.6, (6, 5, 3))
 
 
-def natural_picture(rng: np.random.Generator, size: int = 24) -> np.ndarray:
-    """A random picture with a photograph's 1/f spectrum, contrast and correlated channels."""
+def natural_image(rng: np.random.Generator, size: int = 24) -> np.ndarray:
+    """A random image with a photograph's 1/f spectrum, contrast and correlated channels."""
     frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.fftfreq(size)[None])
     frequency[0, 0] = np.inf
 
@@ -84,17 +84,17 @@ def test_each_image_has_its_own_jitter() -> None:
     for i in range(3):
         single = normalize(images[i : i + 1], jitter[i : i + 1])[0]
         np.testing.assert_allclose(actual[i].numpy(), single.numpy(), atol=5e-6)
-        picture = images[i].numpy() / 255
-        expected = (jittered(picture, *jitter[i].tolist()) - MEAN) / STD
+        image = images[i].numpy() / 255
+        expected = (jittered(image, *jitter[i].tolist()) - MEAN) / STD
         np.testing.assert_allclose(actual[i].permute(1, 2, 0).numpy(), expected, atol=2e-5)
 
 
 @settings(max_examples=50, deadline=None)
 @given(gray=st.floats(0, 1), saturation=FACTORS, turn=TURNS)
 def test_gray_stays_gray(gray: float, saturation: float, turn: float) -> None:
-    picture = np.full((2, 2, 3), gray)
-    actual = jittered(picture, 1.0, 1.0, saturation, turn)
-    np.testing.assert_allclose(actual, picture, atol=1e-12)
+    image = np.full((2, 2, 3), gray)
+    actual = jittered(image, 1.0, 1.0, saturation, turn)
+    np.testing.assert_allclose(actual, image, atol=1e-12)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -102,10 +102,10 @@ def test_gray_stays_gray(gray: float, saturation: float, turn: float) -> None:
 def test_a_single_factor_equals_the_sequential_definition(index: int, factor: float) -> None:
     jitter = [*IDENTITY]
     jitter[index] = factor
-    picture = muted_picture()
-    expected = reference.jitter_colours(picture, *jitter)
+    image = muted_image()
+    expected = reference.jitter_colors(image, *jitter)
     assert 0 < expected.min() < expected.max() < 1  # no clamp
-    np.testing.assert_allclose(jittered(picture, *jitter), expected, atol=1e-12)
+    np.testing.assert_allclose(jittered(image, *jitter), expected, atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
@@ -113,54 +113,53 @@ def test_a_single_factor_equals_the_sequential_definition(index: int, factor: fl
 def test_all_but_hue_is_the_sequential_definition(
     brightness: float, contrast: float, saturation: float
 ) -> None:
-    picture = muted_picture(1)
-    expected = reference.jitter_colours(picture, brightness, contrast, saturation, 0.0)
-    actual = jittered(picture, brightness, contrast, saturation, 0.0)
+    image = muted_image(1)
+    expected = reference.jitter_colors(image, brightness, contrast, saturation, 0.0)
+    actual = jittered(image, brightness, contrast, saturation, 0.0)
     np.testing.assert_allclose(actual, expected, atol=1e-12)
 
 
 def test_hue_keeps_luma_and_undoes_itself() -> None:
-    picture = muted_picture(2)
+    image = muted_image(2)
     for turn in (0.3, -1.0, math.pi):
-        turned = jittered(picture, 1.0, 1.0, 1.0, turn)
-        for before, after in zip(picture.reshape(-1, 3), turned.reshape(-1, 3), strict=True):
+        turned = jittered(image, 1.0, 1.0, 1.0, turn)
+        for before, after in zip(image.reshape(-1, 3), turned.reshape(-1, 3), strict=True):
             assert reference.gray_of(after) == pytest.approx(reference.gray_of(before), abs=1e-12)
         back = jittered(turned, 1.0, 1.0, 1.0, -turn)
-        np.testing.assert_allclose(back, picture, atol=1e-12)
-    np.testing.assert_allclose(jittered(picture, 1, 1, 1, 2 * math.pi), picture, atol=1e-12)
+        np.testing.assert_allclose(back, image, atol=1e-12)
+    np.testing.assert_allclose(jittered(image, 1, 1, 1, 2 * math.pi), image, atol=1e-12)
 
 
 @pytest.mark.parametrize("color", np.eye(3) * 0.4 + 0.3)
 @pytest.mark.parametrize("degrees", [-18, -5, 5, 18])
 def test_hue_turns_the_way_of_hsv(color: np.ndarray, degrees: float) -> None:
     """Red goes towards yellow, green towards cyan, blue towards magenta where positive."""
-    picture = color.reshape(1, 1, 3)
-    actual = jittered(picture, 1.0, 1.0, 1.0, math.radians(degrees))
-    expected = reference.jitter_colours(picture, 1.0, 1.0, 1.0, degrees / 360)
+    image = color.reshape(1, 1, 3)
+    actual = jittered(image, 1.0, 1.0, 1.0, math.radians(degrees))
+    expected = reference.jitter_colors(image, 1.0, 1.0, 1.0, degrees / 360)
     turns = [hue_difference(after, color) for after in (actual.ravel(), expected.ravel())]
     assert turns[1] == pytest.approx(degrees / 360)
     assert 0.5 < turns[0] / turns[1] < 2.2  # YIQ's angles are not HSV's
 
 
 @pytest.mark.parametrize(
-    # Measured: means of .0147 and .0048, the worst picture .059 and .054 (where contrast or
+    # Measured: means of .0147 and .0048, the worst image .059 and .054 (where contrast or
     # saturation clamps much). An 8-bit level is .0039.
-    ("hue_degrees", "mean_error", "worst_picture"),
+    ("hue_degrees", "mean_error", "worst_image"),
     [(18.0, 0.016, 0.065), (0.5, 0.0055, 0.06)],
 )
-@pytest.mark.process
 def test_distance_from_the_sequential_definition(
-    hue_degrees: float, mean_error: float, worst_picture: float
+    hue_degrees: float, mean_error: float, worst_image: float
 ) -> None:
-    """The affine map neither clamps nor turns hue in HSV; on picture-like data that is small."""
+    """The affine map neither clamps nor turns hue in HSV; on image-like data that is small."""
     rng = np.random.default_rng(0)
     errors = []
     for _ in range(60):
-        picture, draw = natural_picture(rng), rng.uniform(-1, 1, 4)
+        image, draw = natural_image(rng), rng.uniform(-1, 1, 4)
         turn = hue_degrees * draw[3]
         factors = (1 + 0.125 * draw[0], 1 + 0.5 * draw[1], 1 + 0.5 * draw[2])
-        actual = jittered(picture, *factors, math.radians(turn))
-        expected = reference.jitter_colours(picture, *factors, turn / 360)
+        actual = jittered(image, *factors, math.radians(turn))
+        expected = reference.jitter_colors(image, *factors, turn / 360)
         errors.append(np.abs(actual - expected).mean())
     assert np.mean(errors) < mean_error
-    assert max(errors) < worst_picture
+    assert max(errors) < worst_image

@@ -56,7 +56,6 @@ def check_equal(actual: ImageDetections, expected: list[reference.Detection]) ->
     ("seed", "num_classes", "num_boxes", "spread"),
     [(0, 3, 300, 1.0), (1, 6, 600, 1.0), (2, 6, 1500, 3.0), (3, 21, 400, 1.5), (4, 81, 2000, 2.2)],
 )
-@pytest.mark.process
 def test_equal_to_the_loop(seed: int, num_classes: int, num_boxes: int, spread: float) -> None:
     offsets, logits, defaults = predictions(seed, num_classes, num_boxes, spread)
     [actual] = run(offsets, logits, defaults)
@@ -76,7 +75,6 @@ def test_thresholds(score_threshold: float, nms_iou: float) -> None:
     assert actual.scores.min() > score_threshold
 
 
-@pytest.mark.process
 def test_whole_network_output() -> None:
     """8732 boxes and 81 classes, where a few boxes are sure of themselves."""
     offsets, logits, defaults = predictions(6, 81, 8732, 0.3)
@@ -124,8 +122,8 @@ def test_an_empty_image_does_not_affect_its_batch() -> None:
     [single] = run(offsets, logits, defaults)
     assert len(single.boxes) > 0
     assert len(batch[1].boxes) == 0
-    for picture in (batch[0], batch[2]):
-        assert all(torch.equal(a, b) for a, b in zip(picture, single, strict=True))
+    for image in (batch[0], batch[2]):
+        assert all(torch.equal(a, b) for a, b in zip(image, single, strict=True))
 
 
 def test_the_background_is_never_a_detection() -> None:

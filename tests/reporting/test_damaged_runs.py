@@ -15,7 +15,7 @@ from conftest import Result
 from PIL import Image
 
 from ssdctl.evaluation.coco_ap import FIGURES
-from ssdctl.inference.drawing import MAX_LABEL, BoxLabel, draw, one_line
+from ssdctl.inference.drawing import MAX_LABEL, draw, one_line
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.reader import read_run
 
@@ -79,7 +79,6 @@ def test_damaged_metrics_are_skipped_and_counted(tmp_path: Path, line: bytes, cl
     assert read_metrics(run / "metrics.jsonl")[1] == 0  # written again without it
 
 
-@pytest.mark.process
 def test_the_page_counts_damaged_lines(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run", *DAMAGED)
     result = cli("report", run)
@@ -89,17 +88,21 @@ def test_the_page_counts_damaged_lines(tmp_path: Path, cli: Cli) -> None:
     assert "0.250" in page
 
 
-@pytest.mark.process
-def test_records_with_other_fields_damaged_are_drawn(tmp_path: Path, cli: Cli) -> None:
-    run = make_run(
-        tmp_path / "run",
-        b'{"kind": "train", "step": 4, "epoch": 1, "loss": "low", "images_per_second": null}',
-        b'{"kind": "eval", "step": 4, "epoch": 1, "AP": 0.9, "AP50": {}}',
-        b'{"kind": "event", "step": 4, "event": "class_ap", "AP": [1]}',
-        b'{"kind": "event", "step": 4, "event": "class_ap", "AP": {"ball": "x"}}',
-        b'{"kind": "event", "step": 4, "event": "x", "facts": [{"a": null}]}',
-    )
-    result = cli("report", run)
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [
+            b'{"kind": "train", "step": 4, "epoch": 1, "loss": "low", "images_per_second": null}',
+            b'{"kind": "eval", "step": 4, "epoch": 1, "AP": 0.9, "AP50": {}}',
+            b'{"kind": "event", "step": 4, "event": "class_ap", "AP": [1]}',
+            b'{"kind": "event", "step": 4, "event": "class_ap", "AP": {"ball": "x"}}',
+            b'{"kind": "event", "step": 4, "event": "x", "facts": [{"a": null}]}',
+        ],
+        [b'{"kind": "train", "step": 3, "epoch": 0, "loss": 1}'] * 3,  # steps do not grow
+    ],
+)
+def test_strange_records_are_drawn(tmp_path: Path, cli: Cli, lines: list[bytes]) -> None:
+    result = cli("report", make_run(tmp_path / "run", *lines))
     assert result.code == 0, result.err
 
 
@@ -119,7 +122,6 @@ def test_environment_of_another_type(tmp_path: Path, content: bytes) -> None:
     assert any("environment.json" in problem for problem in data.problems)
 
 
-@pytest.mark.process
 def test_the_page_of_a_run_with_a_strange_environment(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run")
     content = {"packages": {"torch": {"a": 1}}, "command": 3, "device": None, "x": [[], {}]}
@@ -128,27 +130,18 @@ def test_the_page_of_a_run_with_a_strange_environment(tmp_path: Path, cli: Cli) 
     assert result.code == 0, result.err
     (run / "environment.json").write_text("[]")
     assert cli("report", run).code == 0
-    assert "environment.json is not a JSON object" in (run / "report.html").read_text()
+    assert "environment.json" in (run / "report.html").read_text()
 
 
-def charts_of(run: Path) -> list[Any]:
-    """Return the charts' data of a run's page."""
-    page = (run / "report.html").read_text()
-    (text,) = re.findall(r'id="data">(.*?)</script>', page)
-    charts: list[Any] = json.loads(text)["charts"]
-    return charts
-
-
-@pytest.mark.process
 def test_a_curve_of_one_point(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run")
     first = (run / "metrics.jsonl").read_bytes().splitlines()[0]
     (run / "metrics.jsonl").write_bytes(first + b"\n")
     assert cli("report", run).code == 0
-    assert charts_of(run) == []  # two points make a line
+    (text,) = re.findall(r'id="data">(.*?)</script>', (run / "report.html").read_text())
+    assert json.loads(text)["charts"] == []  # two points make a line
 
 
-@pytest.mark.process
 def test_an_edited_evaluation_is_drawn(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """Curves of other lengths than those of an evaluation."""
     folder = tmp_path / "run"
@@ -164,23 +157,14 @@ def test_an_edited_evaluation_is_drawn(shapes: Path, tmp_path: Path, cli: Cli) -
     assert result.code == 0, result.err
 
 
-@pytest.mark.process
-def test_steps_that_do_not_grow(tmp_path: Path, cli: Cli) -> None:
-    run = make_run(tmp_path / "run")
-    lines = [json.dumps(record("train", 0, loss=1.0)) for _ in range(3)]
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    result = cli("report", run)
-    assert result.code == 0, result.err
-
-
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_any_class_name_is_drawn(name: str) -> None:
     label = one_line(name)
     assert len(label) <= MAX_LABEL
     assert label == label.splitlines()[0] if label else name == ""
     assert "\x1b" not in label
-    picture = draw(Image.new("RGB", (60, 40)), [BoxLabel((5, 5, 30, 30), name, 1)])
-    assert picture.size == (60, 40)
+    image_file = draw(Image.new("RGB", (60, 40)), [(5, 5, 30, 30)], [1], [name])
+    assert image_file.size == (60, 40)
 
 
 def evaluated(folder: Path, shapes: Path, cli: Cli, names: list[str] | None = None) -> Path:
@@ -202,7 +186,6 @@ def evaluated(folder: Path, shapes: Path, cli: Cli, names: list[str] | None = No
     return data
 
 
-@pytest.mark.process
 def test_names_of_classes_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     names = ["a\nb", "$\\frac{$", "\u4e2d\u6587", "\x1b[31mred", "x" * 5000]
     folder = tmp_path / "$\\alpha$ \u4e2d"
@@ -217,7 +200,6 @@ def test_names_of_classes_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> No
     assert page.count("<figure>") == 9
 
 
-@pytest.mark.process
 def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     hostile = ["</script><b>", "<!--<script>", "&lt;", "\u2028", "a\\"]
     folder = tmp_path / "run"
@@ -229,7 +211,6 @@ def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli)
     assert sorted(data["classes"]) == sorted(one_line(name) for name in hostile)
 
 
-@pytest.mark.process
 def test_an_image_that_is_no_longer_in_the_dataset(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """The dataset was prepared again without it; the other samples are shown."""
     folder = tmp_path / "run"

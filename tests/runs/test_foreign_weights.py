@@ -11,14 +11,20 @@ import pytest
 
 from ssdctl.errors import UsageError
 from ssdctl.inference.model_source import resolve_source
+from ssdctl.model.pretrained import weights_named
+
+TENSORFLOW = ("model.ckpt-100.index", "model.ckpt-100.data-00000-of-00001")
 
 
-@pytest.mark.parametrize("name", [".", "model.ckpt-100"])
+@pytest.mark.parametrize("name", [".", "model.ckpt-100", *TENSORFLOW])
 def test_a_checkpoint_of_tensorflow(tmp_path: Path, name: str) -> None:
-    (tmp_path / "model.ckpt-100.index").touch()
-    (tmp_path / "model.ckpt-100.data-00000-of-00001").touch()
+    for file in TENSORFLOW:
+        (tmp_path / file).touch()
     with pytest.raises(UsageError, match="TensorFlow"):
         resolve_source(tmp_path / name)
+    if not (tmp_path / name).is_file():
+        with pytest.raises(UsageError, match="TensorFlow"):
+            weights_named(str(tmp_path / name))
     with pytest.raises(UsageError) as other:
         resolve_source(tmp_path / "model")
     assert "TensorFlow" not in str(other.value)
@@ -33,3 +39,7 @@ def test_a_backbone_without_the_hash_of_its_name(cli: Callable[..., Any], tmp_pa
         result = cli("train", "--dry-run", "--fake-data", "--backbone-weights", path)
         assert result.code == code, result.err
         assert (digits in result.err) == (code == 5)
+    path = tmp_path / "resnet34-01234567.pth"
+    run = ("--fake-data", "--device", "cpu", "--out", tmp_path / "run", "--backbone-weights", path)
+    result = cli("train", *run)
+    assert (result.code, digits in result.err) == (5, True)

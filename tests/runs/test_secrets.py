@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from conftest import Result
 
-from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot
+from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, to_snapshot_toml
 from ssdctl.config.resolve import Override, read_toml, resolve
 from ssdctl.config.settings import all_settings
 from ssdctl.config.sources import of_call
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import environment
+from ssdctl.runs.metrics import environment, open_run
 from ssdctl.runs.reader import read_run
-from ssdctl.runs.writer import open_run
 
 Cli = Callable[..., Result]
 MIRROR = "https://bob:S3CRET@host/coco?X-Amz-Signature=S3CRET"
@@ -37,7 +36,8 @@ COMMAND = [
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(sys, "argv", COMMAND)
     run = RunDir(tmp_path / "run")
-    metrics = open_run(run, resolve(overrides=SECRETS), environment("cpu", 1), 0)
+    config = to_snapshot_toml(resolve(overrides=SECRETS))
+    metrics = open_run(run, config, environment("cpu", 1), 0)
     metrics.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "started"})
     return run
 
@@ -65,7 +65,6 @@ def test_a_checkpoints_settings_have_no_secrets_and_allow_a_resume() -> None:
     assert settings["train.lr"] == 0.5
 
 
-@pytest.mark.process
 def test_a_report_of_an_older_run_has_no_secrets(run: RunDir, cli: Cli, tmp_path: Path) -> None:
     text = run.config.read_text()
     text += f'\n[kubernetes]\nenv = ["A=S3CRET"]\n\n[download]\nmirror = "{MIRROR}"\n'
@@ -80,9 +79,9 @@ def test_a_report_of_an_older_run_has_no_secrets(run: RunDir, cli: Cli, tmp_path
 
 
 def test_the_logged_launch_command_has_no_secrets() -> None:
-    from ssdctl.launch.request import LaunchPlan
+    from ssdctl.launch.base import LaunchPlan
 
     plan = LaunchPlan(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
     assert "S3CRET" in plan.to_line()
-    assert "S3CRET" not in plan.to_log_line()
-    assert "N=1 torchrun ssdctl train" in plan.to_log_line()
+    assert "S3CRET" not in plan.to_line(with_secrets=False)
+    assert "N=1 torchrun ssdctl train" in plan.to_line(with_secrets=False)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import Result
 
-from ssdctl.runtime.local_cache import private_cache_dir
+from ssdctl.runtime.system import private_cache_dir
 
 Cli = Callable[..., Result]
+
+
 OTHER_USER = 65534
 
 
@@ -57,22 +55,3 @@ def test_a_cache_of_another_user_is_not_used(
     assert folder is not None
     os.chown(folder.parent, OTHER_USER, OTHER_USER)
     assert private_cache_dir("a") is None
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signal masks")
-def test_a_clock_that_is_set_back(
-    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Durations are measured by the monotonic clock; the wall clock is only a label."""
-    seconds = itertools.count(2_000_000_000, -3600)
-    monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
-    monkeypatch.setattr(time, "time_ns", lambda: next(seconds) * 10**9)
-    run = tmp_path / "run"
-    train = ("train", "--data", shapes, "--out", run, *TINY_RUN.split(), "--save-every", "1min")
-    for steps in (2, 3):
-        result = cli(*train, "--steps", steps)
-        assert result.code == 0, result.err
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if line["kind"] == "train"]
-    assert [line["step"] for line in trained] == [1, 2, 3]
-    assert all(line["images_per_second"] >= 0 for line in trained)

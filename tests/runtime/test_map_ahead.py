@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ssdctl.runtime.map_ahead import map_ahead, take_ahead
+from ssdctl.runtime.threads import map_ahead, take_ahead
 
 
 def test_results_are_in_order_whatever_finishes_first() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.runtime.redact import redact_url, redact_urls
+from ssdctl.runtime.safe_text import redact_url, redact_urls
 
 
 @pytest.mark.parametrize(

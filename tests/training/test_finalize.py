@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
+from typing import get_type_hints
 
+import msgspec
 import pytest
-from conftest import TINY_RUN, Result
 
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.config.resolve import Override, Resolved, resolve
+from ssdctl.config.resolve import Override, Resolved, Settled, resolve
 from ssdctl.config.sources import Kind, of_call
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
 from ssdctl.training.run import Network, finalize
 
-Cli = Callable[..., Result]
 FEW, MANY = 100, 117_266
-OPTIONS = TINY_RUN.replace("--preset stable-r34 ", "").split()
 
 
 def settings(**values: object) -> Resolved:
@@ -43,6 +39,9 @@ def test_the_rule_for_few_images_uses_the_measured_batch() -> None:
     assert [config.train.optimizer for config in measured] == ["adamw"]
     with pytest.raises(UsageError, match="--bs auto"):
         finalize(auto, DEVICE_TYPES["cuda"], SINGLE_PROCESS, FEW)
+    with pytest.raises(msgspec.ValidationError):  # a settled run cannot hold `auto`
+        Settled.of(auto)
+    assert get_type_hints(type(run.config.train))["batch_size"] is int
 
 
 def test_the_network_of_init_replaces_only_what_is_open() -> None:
@@ -89,31 +88,3 @@ def test_limits_and_ranks_are_part_of_the_plan() -> None:
     run = finalize(settings(train__overfit=3, train__limit_train=5), None, Ranks(0, 2, 0), FEW)
     assert run.plan.images == 3
     assert run.plan.global_batch_size == 8
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "options",
-    [["--overfit", "2"], ["--limit-train", "7"], ["--overfit", "5", "--limit-train", "3"]],
-)
-def test_the_dry_run_plans_what_is_trained(cli: Cli, shapes: Path, options: list[str]) -> None:
-    command = ["train", "--data", shapes, "--out", "run", *OPTIONS, "--steps", 1, *options]
-    plan = json.loads(cli(*command, "--dry-run", "--json").out)
-    assert not Path("run").exists()
-    assert cli(*command).code == 0
-    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    started = records[0]
-    assert plan["images"] == started["train_images"]
-    assert plan["global_batch_size"] == started["global_batch_size"]
-
-
-@pytest.mark.process
-def test_the_dry_run_plans_the_network_of_init(cli: Cli, shapes: Path, checkpoint: Path) -> None:
-    def size(*options: object) -> str:
-        result = cli("train", "--data", shapes, "--dry-run", *options)
-        assert result.code == 0, result.err
-        (line,) = [line for line in result.out.splitlines() if line.startswith("checkpoints")]
-        return line.split()[1]
-
-    tiny = ["--backbone", "tiny", "--backbone-weights", "none"]
-    assert size("--init", checkpoint) == size(*tiny) != size()

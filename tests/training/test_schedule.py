@@ -10,10 +10,9 @@ import pytest
 from conftest import TINY_RUN, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_network import config
 
-from ssdctl.config import TrainConfig, resolve
-from ssdctl.config.resolve import Override
-from ssdctl.config.sources import of_call
+from ssdctl.config import resolve
 from ssdctl.errors import UsageError
 from ssdctl.training.schedule import (
     Every,
@@ -26,11 +25,6 @@ from ssdctl.training.schedule import (
 )
 
 COCO = 117_266
-
-
-def config(**changes: object) -> TrainConfig:
-    overrides = [Override(f"train.{k}", v, of_call("test")) for k, v in changes.items()]
-    return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
 
 
 def test_mlperf_at_eight_times_128() -> None:
@@ -94,7 +88,6 @@ def test_warmup_longer_than_the_run_is_refused() -> None:
     assert "st" in (caught.value.hint or "")
 
 
-@pytest.mark.process
 def test_durations() -> None:
     plan = make_plan(config(batch_size=32), COCO, 1)
     assert split_duration("3") == split_duration("3ep") == (3.0, "ep")
@@ -111,7 +104,6 @@ def test_durations() -> None:
     batch_size=st.integers(1, 64),
     epochs=st.sampled_from(["1", "0.3ep", "7", "1.1"]),
 )
-@pytest.mark.process
 def test_epoch_periods_end_with_their_epochs(images: int, batch_size: int, epochs: str) -> None:
     plan = make_plan(config(batch_size=batch_size, warmup="0st"), images, 1)
     period = Fraction(epochs.removesuffix("ep")) * images / batch_size
@@ -124,7 +116,6 @@ def due(text: str, plan: TrainSchedule, last: int) -> list[int]:
 
 
 @pytest.mark.slow(in_ci=True)
-@pytest.mark.process
 def test_size_of_a_checkpoint(shapes: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
     run = ["--out", tmp_path / "run", *TINY_RUN.split()]
     command = ["train", "--data", shapes, *run]
@@ -136,7 +127,6 @@ def test_size_of_a_checkpoint(shapes: Path, tmp_path: Path, cli: Callable[..., R
 
 
 @given(images=st.integers(1, 200), batch=st.integers(1, 300), step=st.integers(0, 50))
-@pytest.mark.process
 def test_an_epoch_ends_with_the_step_that_its_images_fill(
     images: int, batch: int, step: int
 ) -> None:

@@ -12,7 +12,7 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.training.nonfinite import MAX_CONSECUTIVE, MAX_ROLLBACKS, BadStep, NonFiniteGuard
+from ssdctl.training.failures import MAX_CONSECUTIVE, MAX_ROLLBACKS, BadStep, NonFiniteGuard
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.step import TrainStep, build_step
 
@@ -36,7 +36,6 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
 @pytest.mark.parametrize("clip", [0.0, 10.0])
-@pytest.mark.process
 def test_a_bad_step_changes_nothing_and_training_continues(
     optimizer_name: str, clip: float
 ) -> None:
@@ -62,7 +61,6 @@ def test_a_bad_step_changes_nothing_and_training_continues(
     assert not torch.equal(model.box_heads[0].weight, before["box_heads.0.weight"])
 
 
-@pytest.mark.process
 def test_accumulation_equals_the_larger_batch() -> None:
     """Batch norm sees other batches, so it is frozen; the rest is a mean of means."""
     full_batch = batch(2)
@@ -150,7 +148,6 @@ def test_guard_bounds_rollbacks() -> None:
         guard.should_roll_back([BadStep(1, [1])], "folder")
 
 
-@pytest.mark.process
 def test_frozen_stem_keeps_its_weights_and_moves_its_statistics() -> None:
     torch.manual_seed(0)
     settings = config(freeze_stem=True, weight_decay=0.1)
@@ -168,7 +165,6 @@ def test_frozen_stem_keeps_its_weights_and_moves_its_statistics() -> None:
 
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
-@pytest.mark.process
 def test_a_bad_first_step_leaves_no_trace(optimizer_name: str) -> None:
     """The step after it is the one that a fresh run would have taken."""
     ends = []

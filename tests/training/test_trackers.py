@@ -15,20 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import install_package
 from numpy.typing import NDArray
-from plugins import install_package
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import Override, resolve
 from ssdctl.config.sources import of_call
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import environment
-from ssdctl.runs.writer import open_run, tracker_id
-from ssdctl.training.trackers.background import BackgroundTracker, Trackers
-from ssdctl.training.trackers.base import Metrics, TrackedRun, Tracker, metrics_of
+from ssdctl.runs.metrics import environment, open_run
+from ssdctl.training.trackers.background import BackgroundTracker, Trackers, tracker_id
+from ssdctl.training.trackers.base import Metrics, TrackedRun, Tracker, find_trackers, metrics_of
 from ssdctl.training.trackers.mlflow import _key
-from ssdctl.training.trackers.registry import find_trackers
 
 PLUGIN = """
 from pathlib import Path
@@ -206,7 +204,7 @@ def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     ids = set()
     for start_step in (0, 5):
-        open_run(run, resolve(), environment("cpu", 1), start_step)
+        open_run(run, "", environment("cpu", 1), start_step)
         ids.add(tracker_id(run))
     assert len(ids) == 1
     run.tracker_id.write_text("../../x\n")  # damaged: a new one

@@ -38,20 +38,17 @@ class DownloadConfig(Section, frozen=True):
     """The files that `ssdctl download` fetches, and how it fetches them."""
 
     dataset: Annotated[
-        Literal["coco2017", "shapes"],
-        setting("Dataset to download (shapes: generated locally)"),
+        Literal["coco2017", "shapes"], setting("Dataset to download (shapes: generated locally)")
     ] = "coco2017"
     part: Annotated[
         Literal["train", "val", "annotations"] | None,
         setting("Download only this part of COCO [default: all]"),
     ] = None
     manifest: Annotated[
-        str | None,
-        setting("Download the files in this TOML manifest", metavar="FILE"),
+        str | None, setting("Download the files in this TOML manifest", metavar="FILE")
     ] = None
     mirror: Annotated[
-        str | None,
-        setting("Base URL instead of the official hosts", metavar="URL"),
+        str | None, setting("Base URL instead of the official hosts", metavar="URL")
     ] = None
     connections: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=64)], setting("Connections per file", metavar="N")
@@ -65,8 +62,7 @@ class DownloadConfig(Section, frozen=True):
         Count, setting("Number of training images", metavar="N", panel="Shapes dataset")
     ] = 800
     val_images: Annotated[
-        NonNegativeInt,
-        setting("Number of validation images", metavar="N", panel="Shapes dataset"),
+        NonNegativeInt, setting("Number of validation images", metavar="N", panel="Shapes dataset")
     ] = 100
     seed: Annotated[
         NonNegativeInt, setting("Seed of the generated images", metavar="N", panel="Shapes dataset")
@@ -97,16 +93,10 @@ class PrepareConfig(Section, frozen=True):
         tuple[str, ...],
         setting("Keep only these classes [default: all]", metavar="A,B", panel="Conversion"),
     ] = ()
-    pack: Annotated[
-        bool,
-        setting("Pack images for fast training (else index only)"),
-    ] = True
+    pack: Annotated[bool, setting("Pack images for fast training (else index only)")] = True
     shrink: Annotated[
         Annotated[int, msgspec.Meta(ge=300)] | None,
-        setting(
-            "Downscale images whose shorter side exceeds PX",
-            metavar="PX",
-        ),
+        setting("Downscale images whose shorter side exceeds PX", metavar="PX"),
     ] = None
     encoding: Annotated[
         Literal["jpeg", "raw"],
@@ -117,8 +107,7 @@ class PrepareConfig(Section, frozen=True):
         bool, setting("Use partly decodable images that --verify-images finds")
     ] = False
     allow_dropped: Annotated[
-        bool,
-        setting("Continue even if more than 5% of images or boxes are dropped"),
+        bool, setting("Continue even if more than 5% of images or boxes are dropped")
     ] = False
     jobs: Annotated[
         NonNegativeInt, setting("Threads that check images (0 = one per core)", metavar="N")

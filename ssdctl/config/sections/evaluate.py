@@ -7,23 +7,12 @@ import msgspec
 from ssdctl.config.devices import DeviceName
 from ssdctl.config.fields import Count, Fraction, NonNegativeInt, Section, setting
 
-SCORE_ALIASES = ("--threshold", "--confidence", "--conf", "--conf-thres")  # of other detectors
-IOU_ALIASES = ("--iou", "--iou-thres")
-
 
 class EvaluateConfig(Section, frozen=True):
     """The evaluation of a checkpoint."""
 
     split: Annotated[Literal["train", "val", "test"], setting("Split to evaluate")] = "val"
-    batch_size: Annotated[
-        Count,
-        setting(
-            "Batch size",
-            flag="--bs",
-            metavar="N",
-            aliases=("--val-batch-size", "--eval-batch-size", "--ebs"),
-        ),
-    ] = 16
+    batch_size: Annotated[Count, setting("Batch size", flag="--bs", metavar="N")] = 16
     precision: Annotated[
         Literal["auto", "bf16", "fp32"],
         setting("Precision [default: the run's, else fp32]", choice_flags=True),
@@ -33,25 +22,13 @@ class EvaluateConfig(Section, frozen=True):
         NonNegativeInt,
         setting("Decoder threads (0 = all cores)", metavar="N", aliases=("--num-workers",)),
     ] = 0
-    limit: Annotated[
-        Count | None,
-        setting("Evaluate only the first N images", metavar="N", aliases=("--eval-samples",)),
-    ] = None
+    limit: Annotated[Count | None, setting("Evaluate only the first N images", metavar="N")] = None
     score_threshold: Annotated[
         Fraction | None,
-        setting(
-            "Drop detections below this score [default: 0.05, VGG16 0.01]",
-            metavar="X",
-            aliases=("--nms-valid-thresh", "--score", *SCORE_ALIASES),
-        ),
+        setting("Drop detections below this score [default: 0.05, VGG16 0.01]", metavar="X"),
     ] = None
     nms_iou: Annotated[
-        Fraction | None,
-        setting(
-            "NMS IoU threshold [default: 0.5, VGG16 0.45]",
-            metavar="X",
-            aliases=IOU_ALIASES,
-        ),
+        Fraction | None, setting("NMS IoU threshold [default: 0.5, VGG16 0.45]", metavar="X")
     ] = None
     annotated_only: Annotated[
         bool, setting("Skip images without objects, as NVIDIA's and MLPerf's scripts do")
@@ -65,29 +42,15 @@ SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 class PredictConfig(Section, frozen=True):
     """How `ssdctl predict` detects objects."""
 
-    score: Annotated[
-        Fraction,
-        setting(
-            "Keep boxes with a score above this",
-            metavar="X",
-            aliases=("--score-threshold", *SCORE_ALIASES),
-        ),
-    ] = 0.3
+    score: Annotated[Fraction, setting("Keep boxes with a score above this", metavar="X")] = 0.3
     classes: Annotated[
-        tuple[str, ...],
-        setting("Keep only these classes [default: all]", metavar="A,B"),
+        tuple[str, ...], setting("Keep only these classes [default: all]", metavar="A,B")
     ] = ()
     nms_iou: Annotated[
-        Fraction | None,
-        setting(
-            "NMS IoU threshold [default: 0.5, VGG16 0.45]",
-            metavar="X",
-            aliases=IOU_ALIASES,
-        ),
+        Fraction | None, setting("NMS IoU threshold [default: 0.5, VGG16 0.45]", metavar="X")
     ] = None
     max_detections: Annotated[
-        Count | None,
-        setting("Keep at most N boxes per image", metavar="N", aliases=("--max-det",)),
+        Count | None, setting("Keep at most N boxes per image", metavar="N")
     ] = None
     tile: Annotated[
         Annotated[int, msgspec.Meta(ge=32)] | None,
@@ -99,14 +62,10 @@ class PredictConfig(Section, frozen=True):
     ] = 0.2
     every: Annotated[Count, setting("Videos: detect on every Nth frame", metavar="N")] = 1
     max_frames: Annotated[
-        Count | None,
-        setting("Videos: stop after N frames [default: all]", metavar="N"),
+        Count | None, setting("Videos: stop after N frames [default: all]", metavar="N")
     ] = None
     recursive: Annotated[bool, setting("Also search subfolders")] = False
-    save: Annotated[
-        SaveFormat | None,
-        setting("Write boxes to --out in this format"),
-    ] = None
+    save: Annotated[SaveFormat | None, setting("Write boxes to --out in this format")] = None
     batch_size: Annotated[Count, setting("Batch size", flag="--bs", metavar="N")] = 8
     precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"

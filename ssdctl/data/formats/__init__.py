@@ -17,19 +17,36 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ssdctl.data.annotations import Annotations, from_images
-from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder
-from ssdctl.data.split_files import SPLIT_WORDS
+from ssdctl.data.annotations import SPLIT_WORDS, Annotations, from_images
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
 from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.files import open_regular
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 
 ENTRY_POINTS = "ssdctl.datasets"
 MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
+MAX_FILES = 20_000  # that are searched for what a folder has
+MAX_READ = 50  # files of a kind whose content is looked at
+HEAD_BYTES = 1_000_000
+ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
+TEXTS = {".json", ".csv", ".tsv", ".xml", ".txt"}
+BINARIES = {".mat", ".parquet", ".h5"}
+# As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
+TFRECORD = re.compile(r"\.(tf_?)?records?(-\d+-of-\d+)?$|(?<!\.data)-\d{5}-of-\d{5}$")
+TFRECORD_HINT = (
+    "TFRecords are not read: give the images and labels that they were made from; COCO is "
+    "fetched by `ssdctl download --dest DIR`"
+)
+SEPARATORS = re.compile(rb"[\s\"',;:/\\<>]+")
+COORDINATES = re.compile(rb"(?:-?\d+(?:\.\d+)?[\s,]+){3}-?\d")
+CONVERT_LABELME = "convert labelme's files to Pascal VOC's layout with its labelme2voc.py"
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -88,7 +105,6 @@ class _Plugin(NamedTuple):
 
 
 def built_in() -> list[str]:
-    """Return the names of the formats in this folder."""
     return sorted(p.stem.replace("_", "-") for p in Path(__file__).parent.glob("[!_]*.py"))
 
 
@@ -118,24 +134,24 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
 
     Args:
         path: Its folder, or a file such as data.yaml or instances.json.
-        name: The format; None recognises it.
+        name: The format; None detects it.
 
     Raises:
         UsageError: There is no format of that name.
         DataError: No dataset, several, or a file of another format.
     """
-    from ssdctl.data.formats import _instead, coco
+    from ssdctl.data.formats import coco
 
     if path.is_file():
-        found = [entry for entry in _recognised(path) if name in (None, entry[0])]
+        found = [entry for entry in _recognized(path) if name in (None, entry[0])]
         if not found:
-            raise _instead.of_file(path, name)
+            raise _not_a_dataset(path, name)
     elif name is not None:
         return name, load(name)  # it says what is absent
     elif coco.own_splits(path):
         return "coco", coco  # there may be other labels as well
     else:
-        found = list(_recognised(path))
+        found = list(_recognized(path))
         if not found:
             raise _no_dataset(path)
     if len(found) > 1:
@@ -156,7 +172,7 @@ def datasets_in(folder: Path) -> list[Path]:
     return [path for path in folders if _is_dataset(path)]
 
 
-def _recognised(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
+def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
     for name in names():
         try:
             module = load(name)
@@ -178,14 +194,14 @@ def _describe(path: Path, name: str, by: Path | bool) -> str:
 
 def _is_dataset(folder: Path) -> bool:
     with contextlib.suppress(DataError):
-        return (folder / "dataset.toml").is_file() or any(_recognised(folder))
+        return (folder / "dataset.toml").is_file() or any(_recognized(folder))
     return False
 
 
 def _has_labels(folder: Path) -> bool:
     """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
     with contextlib.suppress(DataError):
-        for _, _, by in _recognised(folder):
+        for _, _, by in _recognized(folder):
             place = by if isinstance(by, Path) else folder
             around = place.parent if place.is_file() else place
             usual = around.name in ANNOTATION_FOLDERS or around.name.lower() in SPLIT_WORDS
@@ -195,10 +211,8 @@ def _has_labels(folder: Path) -> bool:
 
 
 def _no_dataset(path: Path) -> DataError:
-    from ssdctl.data.formats import _instead
-
     files = [file for name in built_in() for file in getattr(load(name), "LOOKED_FOR", ())]
-    found, hint = _instead.of_folder(path, built_in())
+    found, hint = _instead_of_dataset(path, built_in())
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above):
         hint = f"did you mean the folder above, --data {above}?"
@@ -209,3 +223,88 @@ def _no_dataset(path: Path) -> DataError:
         )
     looked_for = ", ".join(["dataset.toml", *files])
     return DataError(f"{path}: no dataset found{found} (looked for {looked_for})", hint=hint)
+
+
+def _instead_of_dataset(folder: Path, formats: list[str]) -> tuple[str, str]:
+    """Return what a folder without a dataset has, for the message, and the hint."""
+    from ssdctl.data.formats import yolo
+
+    files = sorted(Path(n) for n in itertools.islice(files_below(folder), MAX_FILES))
+    images = {file.name: file.stem for file in files if is_image(file)}
+    jsons = [file for file in files if file.suffix == ".json"][:MAX_READ]
+    if labelme := [file for file in jsons if b'"shapes"' in _head(folder / file)]:
+        return f", but labelme's JSON files, such as {labelme[0]}", CONVERT_LABELME
+    stems = set(images.values())
+    texts = [f for f in files if f.suffix == ".txt" and f.stem in stems][:MAX_READ]
+    if labels := [file for file in texts if yolo.has_boxes(folder / file)]:
+        pairs = [f for f in files if is_image(f) and f.stem == labels[0].stem]
+        is_in_place = any(yolo.label_file(folder, folder / f) == folder / labels[0] for f in pairs)
+        return _without_names(folder, labels[0], is_in_place)
+    if other := [file for file in texts if _head(folder / file).strip()]:
+        return (
+            f", but text labels of another format, such as {other[0]}",
+            f"export one of the formats that are read: {', '.join(formats)}",
+        )
+    if records := [file for file in files if TFRECORD.search(file.name)]:
+        return f", but TFRecord files, such as {records[0]}", TFRECORD_HINT
+    if archives := [file for file in files if file.suffix.lower() in ARCHIVES]:
+        return f", but an archive, {archives[0]}", f"unpack {folder / archives[0]}"
+    if images and (labels := [f for f in files if _is_labels(folder, f, images)]):
+        return (
+            f", but labels in a format that is not read, such as {labels[0]}",
+            f"export one of the formats that are read: {', '.join(formats)}",
+        )
+    hint = (
+        "give the folder that an export was unpacked to, or describe the dataset in a "
+        "dataset.toml (docs/custom-dataset.md)"
+    )
+    if images:
+        return ", but images without labels", f"export the labels as well; {hint}"
+    return "", hint
+
+
+def _not_a_dataset(path: Path, name: str | None) -> DataError:
+    """Return the error for a file that is not a dataset, or not of the format `name`."""
+    suffix = path.suffix.lower()
+    if suffix in ARCHIVES:
+        return DataError(f"{path}: an archive", hint="unpack it and give the folder")
+    if TFRECORD.search(path.name):
+        return DataError(f"{path}: a TFRecord file", hint=TFRECORD_HINT)
+    if suffix == ".json" and name in (None, "coco"):
+        hint = CONVERT_LABELME if b'"shapes"' in _head(path) else None
+        problem = "not in COCO's format: no images, annotations and categories"
+        return DataError(f"{path}: {problem}", hint=hint)
+    return DataError(
+        f"{path}: not a dataset file" + (f" of {name}" if name else ""),
+        hint="give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file",
+    )
+
+
+def _without_names(folder: Path, label: Path, is_in_place: bool) -> tuple[str, str]:
+    found = f", but YOLO's labels, such as {label}, without the names of the classes"
+    hint = f"write {folder / 'classes.txt'}: a name per line, in the order of the class numbers" + (
+        "" if is_in_place else ", and move each label file beside its image"
+    )
+    return found, hint
+
+
+def _is_labels(folder: Path, file: Path, images: dict[str, str]) -> bool:
+    """Return whether a file has something to say about the images, in a form that is not read."""
+    if file.suffix in BINARIES:
+        return True
+    if file.suffix not in TEXTS:
+        return False
+    head = _head(folder / file)
+    if file.suffix == ".txt" and not COORDINATES.search(head):
+        return False  # a license, or a list of images
+    if file.stem in images.values():
+        return True
+    return any(word.decode(errors="replace") in images for word in SEPARATORS.split(head))
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return b""

@@ -1,19 +1,22 @@
-"""Decode the JSON of COCO annotation files into images, columns of annotations, and categories.
+"""Decode COCO annotation files, `decode_tables(open_content(path))`, in little memory.
 
-    tables = decode_whole(content)          # see _coco_slices.py for large files
-
-Only the fields that training and scoring need are typed; every other field may hold anything. A
-document is decoded strictly first, and again with every number type that tools write if that fails.
+The arrays of images and annotations of a large file are decoded in slices of some MB, which become
+columns: 14.6 million annotations take 1 GB, as Python objects 5. A slice is right if `[slice]` is
+valid JSON, which is only so if it ends between two elements. The rest of the document is decoded
+with a placeholder for each array. What cannot be sliced, or is broken, is decoded as a whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import mmap
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -21,15 +24,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.classes import Name
-from ssdctl.files import refuse_utf16
+from ssdctl.files import open_regular, refuse_utf16
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
+MAPPED_BYTES = 1 << 30  # larger files are mapped into memory instead of read
+SLICE_BYTES = 8 << 20
+SEARCH_BYTES = 4 * SLICE_BYTES  # in which the end of a slice is searched
+MAX_SLICE_TRIES = 4  # ends of a slice that are tried
+MAX_END_TRIES = 64  # ends of an array that are tried
+WINDOW_BYTES = 64 << 20  # searched at a time in a mapped file
+FIRST_KEY = re.compile(rb'\{\s*("[^"\\]*")')
+ARRAY_END = re.compile(rb"\}\s*\]")
 # What tells keys of the document from keys of its parts: braces, and strings as keys or as values.
 STRUCTURE = re.compile(rb'[{}]|"(?:[^"\\]|\\.)*"(\s*:)?', re.DOTALL)
 
 Content = bytes | mmap.mmap
-WINDOW_BYTES = 64 << 20  # of a mapped file that is searched
 T = TypeVar("T")
 FileName = Annotated[str, msgspec.Meta(max_length=4096)]  # the longest path on Linux
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -66,15 +75,13 @@ class Annotation(msgspec.Struct, gc=False):
     image_id: Int64
     category_id: Int64
     bbox: Bbox | None = None
-    area: float | None = None
+    area: Any = None  # what is not a number counts as not given
     iscrowd: Int64 | bool | None = 0
 
 
 class Category(msgspec.Struct, gc=False):
-    """A class of an annotation file."""
-
     id: Int64
-    name: Name
+    name: Name | int | float
     supercategory: Any = None
 
 
@@ -97,52 +104,51 @@ class Tables(NamedTuple):
     categories: list[Category]
 
 
-class NotWholeError(ValueError):
-    """Raised for a fraction where a whole number belongs."""
-
-
 class _File(msgspec.Struct):
-    """The JSON document, decoded strictly: the fast path."""
-
     images: list[ImageEntry]
     annotations: list[Annotation]
     categories: list[Category]
 
 
-# The same fields with every number type that tools write: the fallback.
-Number = int | float
+class _Rest(msgspec.Struct):
+    """The document without its large arrays."""
+
+    images: msgspec.Raw
+    annotations: msgspec.Raw
+    categories: msgspec.Raw
 
 
-class LooseImage(msgspec.Struct):
-    id: Number
-    file_name: FileName = ""
-    width: Number | None = 0
-    height: Number | None = 0
+class _NotSlicedError(Exception):
+    """Raised if a document must be decoded as a whole."""
 
 
-class LooseAnnotation(msgspec.Struct):
-    id: Number
-    image_id: Number
-    category_id: Number
-    bbox: Bbox | None = None
-    area: Any = None
-    iscrowd: Number | bool | None = 0
+class _Span(NamedTuple):
+    """Where an array is in the document, brackets included."""
+
+    start: int
+    end: int
 
 
-class LooseCategory(msgspec.Struct):
-    id: Number
-    name: Name | int | float
-    supercategory: Any = None
+DECODERS: dict[str, Any] = {
+    "images": msgspec.json.Decoder(list[ImageEntry], strict=False),
+    "annotations": msgspec.json.Decoder(list[Annotation], strict=False),
+    "categories": msgspec.json.Decoder(list[Category], strict=False),
+}
+# msgspec.ValidationError is a DecodeError: a field is absent or of the wrong type.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class _LooseFile(msgspec.Struct):
-    images: list[LooseImage]
-    annotations: list[LooseAnnotation]
-    categories: list[LooseCategory]
+def open_content(path: Path) -> Content:
+    """Return the bytes of a file; a large file is mapped, so it must not be truncated meanwhile."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size >= MAPPED_BYTES:
+            with contextlib.suppress(OSError):  # a file system without memory maps
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return file.read()
 
 
 def decode(content: Content, kind: type[T]) -> T:
-    """Decode JSON, which may begin with a byte order mark.
+    """Decode JSON, which may begin with a byte order mark and have integers as 5.0 or "5".
 
     Raises:
         msgspec.DecodeError, UnicodeDecodeError: It is not JSON, or not of that type.
@@ -151,9 +157,113 @@ def decode(content: Content, kind: type[T]) -> T:
     start = len(BYTE_ORDER_MARK) if content[:3] == BYTE_ORDER_MARK else 0
     with without_gc():
         try:
-            return msgspec.json.decode(memoryview(content)[start:], type=kind)
+            return msgspec.json.decode(memoryview(content)[start:], type=kind, strict=False)
         except RecursionError:
             raise msgspec.DecodeError("nested too deeply") from None
+
+
+def decode_tables(content: Content) -> Tables:
+    if len(content) > SLICE_BYTES:
+        with without_gc(), contextlib.suppress(_NotSlicedError, *NOT_JSON):
+            return _decode_sliced(content)
+    return decode_whole(content)
+
+
+def decode_whole(content: Content) -> Tables:
+    file = decode(content, _File)
+    return Tables(file.images, to_columns(file.annotations), file.categories)
+
+
+def _decode_sliced(content: Content) -> Tables:
+    images: list[ImageEntry] = []
+    parts: list[AnnotationColumns] = []
+
+    def take_annotations(rows: list[Annotation]) -> None:
+        parts.append(to_columns(rows))
+
+    takers: dict[str, Callable[[list[Any]], None]]
+    takers = {"images": images.extend, "annotations": take_annotations}
+    spans: dict[str, _Span] = {}
+    end = 0
+    for name, take in takers.items():
+        span = _decode_array(content, name, end, take) or _decode_array(content, name, 0, take)
+        if span is not None:
+            spans[name], end = span, span.end
+    rest = _decode_rest(content, spans)
+    for name, take in takers.items():
+        raw = bytes(getattr(rest, name))
+        if name not in spans:
+            take(DECODERS[name].decode(raw))
+        elif raw != _placeholder(name):
+            raise _NotSlicedError
+    categories: list[Category] = DECODERS["categories"].decode(bytes(rest.categories))
+    columns = AnnotationColumns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return Tables(images, columns, categories)
+
+
+def _decode_array(
+    content: Content, name: str, start: int, take: Callable[[list[Any]], None]
+) -> _Span | None:
+    """Decode an array of objects slice by slice; None if there is none after `start`."""
+    key = b'"%s"' % name.encode()
+    match = re.compile(key + rb"\s*:\s*(\[)\s*(?=\{)").search(content, start)
+    if match is None:
+        return None
+    position = match.end()
+    first_key = FIRST_KEY.match(content, position)
+    if first_key is None:
+        raise _NotSlicedError
+    boundary = re.compile(rb"\}\s*,\s*(?=\{\s*%s)" % re.escape(first_key[1]))
+    while True:
+        limit = position + SEARCH_BYTES
+        boundaries = boundary.finditer(content, position + SLICE_BYTES, limit)
+        end = _decode_slice(content, name, position, boundaries, MAX_SLICE_TRIES, take)
+        if end is None:
+            ends = ARRAY_END.finditer(content, position, limit)
+            end = _decode_slice(content, name, position, ends, MAX_END_TRIES, take)
+            if end is None:
+                raise _NotSlicedError
+            return _Span(match.start(1), end)
+        release(content, position, end)
+        position = end
+
+
+def _decode_slice(
+    content: Content,
+    name: str,
+    start: int,
+    ends: Iterable[re.Match[bytes]],
+    max_tries: int,
+    take: Callable[[list[Any]], None],
+) -> int | None:
+    """Decode the elements up to the first of `ends` that is one; return where it ends."""
+    for match in itertools.islice(ends, max_tries):
+        try:
+            rows = DECODERS[name].decode(b"[%b]" % content[start : match.start() + 1])
+        except msgspec.ValidationError:
+            raise _NotSlicedError from None
+        except NOT_JSON:
+            continue  # it ends within an element, or within a later array
+        take(rows)
+        return match.end()
+    return None
+
+
+def _decode_rest(content: Content, spans: dict[str, _Span]) -> _Rest:
+    """Decode the document with a placeholder for each array that was decoded already."""
+    pieces = []
+    position = 0
+    for name, span in sorted(spans.items(), key=lambda item: item[1]):
+        if span.start < position:
+            raise _NotSlicedError  # one is inside of the other
+        pieces += [content[position : span.start], _placeholder(name)]
+        position = span.end
+    pieces.append(content[position:])
+    return decode(b"".join(pieces), _Rest)
+
+
+def _placeholder(name: str) -> bytes:
+    return b'"decoded %s"' % name.encode()
 
 
 def repeated_table(content: Content) -> tuple[str, list[int]] | None:
@@ -201,98 +311,32 @@ def release(content: Content, start: int, end: int) -> None:
         content.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
-def decode_whole(content: Content) -> Tables:
-    """Decode an annotation file at once.
-
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError: It is not JSON.
-        msgspec.ValidationError: A field is absent or of the wrong type.
-        NotWholeError: A fraction where a whole number belongs.
-    """
-    try:
-        file = decode(content, _File)
-    except msgspec.ValidationError as error:
-        try:
-            loose = decode(content, _LooseFile)
-        except msgspec.ValidationError as loose_error:
-            # The strict error says what was expected if both fail at the same place.
-            is_same = _place(error) == _place(loose_error)
-            raise (error if is_same else loose_error) from None
-        file = _File(
-            whole_images(loose.images),
-            whole_annotations(loose.annotations),
-            whole_categories(loose.categories),
-        )
-    return Tables(file.images, to_columns(file.annotations), file.categories)
-
-
-def _place(error: Exception) -> str:
-    """Return the JSON path at the end of a msgspec message."""
-    return str(error).rpartition(" - at ")[2]
-
-
-def whole_images(images: Sequence[LooseImage]) -> list[ImageEntry]:
-    return [
-        ImageEntry(
-            _whole(image.id, "images", i, "id"),
-            image.file_name,
-            _whole(image.width or 0, "images", i, "width"),
-            _whole(image.height or 0, "images", i, "height"),
-        )
-        for i, image in enumerate(images)
-    ]
-
-
-def whole_annotations(annotations: Sequence[LooseAnnotation]) -> list[Annotation]:
-    return [
-        Annotation(
-            _whole(entry.id, "annotations", i, "id"),
-            _whole(entry.image_id, "annotations", i, "image_id"),
-            _whole(entry.category_id, "annotations", i, "category_id"),
-            entry.bbox,
-            _area(entry.area),
-            _whole(entry.iscrowd or 0, "annotations", i, "iscrowd"),
-        )
-        for i, entry in enumerate(annotations)
-    ]
-
-
-def _area(value: object) -> float | None:
-    """Return an area, None if it is not a number that a float can hold."""
-    if isinstance(value, int | float) and abs(value) < 2**1000:
-        return float(value)
-    return None
-
-
-def whole_categories(categories: Sequence[LooseCategory]) -> list[Category]:
-    return [
-        Category(_whole(c.id, "categories", i, "id"), str(c.name), c.supercategory)
-        for i, c in enumerate(categories)
-    ]
-
-
-def _whole(value: float, table: str, index: int, key: str) -> int:
-    """Return a whole number of 64 bits, of any JSON type."""
-    number = int(value) if abs(value) < 2**63 else None
-    if number is None or number != value:
-        raise NotWholeError(f"Expected int, got {value} - at $.{table}[{index}].{key}")
-    return number
-
-
 def to_columns(annotations: Sequence[Annotation]) -> AnnotationColumns:
-    """Return annotations as arrays."""
     bbox = np.empty((len(annotations), 4))
     boxes = [entry.bbox or NO_BBOX for entry in annotations]
     for index, side in enumerate(Bbox.__struct_fields__):
         bbox[:, index] = column(boxes, side, np.float64)
+    try:
+        area = column(annotations, "area", np.float64)
+    except (TypeError, ValueError, OverflowError):
+        area = np.array([_number(entry.area) for entry in annotations])
+    for values in (bbox, area):
+        values[np.isinf(values)] = np.nan  # the text "inf"
     return AnnotationColumns(
         column(annotations, "id"),
         column(annotations, "image_id"),
         column(annotations, "category_id"),
         bbox,
-        np.array([np.nan if a.area is None else a.area for a in annotations], np.float64),
+        area,
         column(annotations, "iscrowd", np.bool_),
     )
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.nan
 
 
 def column(structs: Sequence[Any], name: str, kind: Any = np.int64) -> NDArray[Any]:

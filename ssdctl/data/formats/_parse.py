@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from ssdctl.data.annotations import split_of
 from ssdctl.errors import DataError
 from ssdctl.files import open_regular, read_errors, read_limited
 
@@ -19,11 +20,7 @@ ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 
 
 def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
-    """Return the root element of an XML file, with the names of elements without namespaces.
-
-    Raises:
-        DataError: It cannot be read, is too large, is not XML or declares a document type.
-    """
+    """Return the root element of an XML file, with the names of elements without namespaces."""
     with read_errors(path):
         content = read_limited(path, max_bytes)
     # Nested entities grow without bound, and annotations declare none. Text that does not begin
@@ -85,6 +82,21 @@ def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     found = sorted(p for place in places for p in place.glob("*.csv") if p.is_file())
     files = found if path.is_dir() else [path] if path.suffix.lower() == ".csv" else []
     return [file for file in files if set(columns) <= set(csv_header(file))]
+
+
+def csv_by_split(
+    path: Path, root: Path, files: Sequence[Path], columns: Sequence[str]
+) -> dict[str, Path]:
+    """Return the file of each split, by a word in its name or its folder's."""
+    if not files:
+        raise DataError(f"{path}: no CSV file with the columns {', '.join(columns)}")
+    by_split: dict[str, Path] = {}
+    for file in files:
+        split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
+        if by_split.setdefault(split, file) != file:
+            problem = f"{root}: two CSV files for the split {split}, the second is {file}"
+            raise DataError(problem, hint="keep one, or give one: --data FILE.csv")
+    return by_split
 
 
 def csv_header(path: Path) -> list[str]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
 from ssdctl.data.formats._parse import numbers, read_xml, root_element, whole_number
 from ssdctl.data.image_check import header_size
 from ssdctl.data.image_files import dataset_folder, find_by_name
-from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
 
 LOOKED_FOR = ("annotations.xml",)
@@ -24,20 +23,10 @@ MAX_BYTES = 500_000_000
 SHAPES = ("box", "polygon", "mask", "ellipse")
 ROTATED, OUTSIDE = "rotated boxes, read as the upright box around them", "boxes outside their frame"
 UNLABELED = "shapes without a label"
-
-
-class _Frame(NamedTuple):
-    """An image of the file, with its size (0 = not given) and split."""
-
-    name: str
-    split: str
-    width: int
-    height: int
-    boxes: list[LabeledBox]
+_Frame = tuple[str, LabeledImage]  # its split, and the image; its size is 0 if it is not given
 
 
 def recognise(path: Path) -> Path | None:
-    """Return the XML file of CVAT."""
     return next(iter(_files(path)), None)
 
 
@@ -47,11 +36,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Annotations]:
-    """Return the splits of a folder, or of its XML file; classes are in the order of the file.
-
-    Raises:
-        DataError: No file or several, a broken one, an image that does not exist.
-    """
+    """Return the splits of a folder, or of its XML file; classes are in the order of the file."""
     files = [path] if path.is_file() else _files(path)
     if len(files) != 1:
         named = f"several XML files of CVAT: {', '.join(file.name for file in files)}"
@@ -65,7 +50,7 @@ def read(path: Path) -> dict[str, Annotations]:
     counts: Counter[str] = Counter()
     frames = _images(tree, file, counts) + _track_frames(tree, file, counts)
     labels = [(e.text or "").strip() for e in tree.iterfind("meta//labels/label/name")]
-    used = [box.name for frame in frames for box in frame.boxes]
+    used = [box.name for _, image in frames for box in image.boxes]
     classes = list(dict.fromkeys([*filter(None, labels), *used]))
     notes = [
         f"{file.name}: {count:,} {kind}{'' if kind == ROTATED else ', left out'}"
@@ -88,7 +73,7 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
         width, height = (
             whole_number(image.get(side, "0"), f"{place}: {side}") for side in ("width", "height")
         )
-        frames.append(_Frame(name, split, width, height, boxes))
+        frames.append((split, LabeledImage(name, width, height, boxes)))
     return frames
 
 
@@ -115,7 +100,7 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
         )
         sides = (width, height)
     return [
-        _Frame(f"frame_{number:06d}", "train", *sides, boxes)
+        ("train", LabeledImage(f"frame_{number:06d}", *sides, boxes))
         for number, boxes in sorted(by_frame.items())
     ]
 
@@ -156,11 +141,11 @@ def _extent(element: Any) -> list[float]:
 
 def _located(frames: list[_Frame], root: Path, path: Path) -> dict[str, list[LabeledImage]]:
     """Return the images with their paths below `root`, by split."""
-    found = find_by_name(root, [(frame.name, frame.split) for frame in frames], path)
+    found = find_by_name(root, [(image.file_name, split) for split, image in frames], path)
     splits: dict[str, list[LabeledImage]] = {}
-    for frame, file in zip(frames, found, strict=True):
-        width, height = frame.width, frame.height
+    for (split, image), file in zip(frames, found, strict=True):
+        width, height = image.width, image.height
         if not (width and height):
             width, height = header_size(root / file)
-        splits.setdefault(frame.split, []).append(LabeledImage(file, width, height, frame.boxes))
+        splits.setdefault(split, []).append(LabeledImage(file, width, height, image.boxes))
     return splits

@@ -9,11 +9,17 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, refuse
+from ssdctl.data.annotations import (
+    Annotations,
+    LabeledBox,
+    LabeledImage,
+    from_images,
+    refuse,
+    split_of,
+)
 from ssdctl.data.formats._parse import numbers
-from ssdctl.data.image_check import header_size
+from ssdctl.data.image_check import size_or_none
 from ssdctl.data.image_files import is_image
-from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_text
 
@@ -26,7 +32,6 @@ THREADS = 8
 
 
 def recognise(path: Path) -> Path | None:
-    """Return the first folder of labels."""
     return next(iter(_folders(path)), None)
 
 
@@ -36,11 +41,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Annotations]:
-    """Return the splits of a folder; classes are sorted by name.
-
-    Raises:
-        DataError: No such folder, a broken line, an image that does not exist.
-    """
+    """Return the splits of a folder; classes are sorted by name."""
     folders = _folders(path)
     if not folders:
         raise DataError(f"{path}: not KITTI's format: no folder {LABELS} with text files")
@@ -49,8 +50,7 @@ def read(path: Path) -> dict[str, Annotations]:
     for folder in folders:
         split = split_of(folder.parent.relative_to(path).as_posix()) or "train"
         splits.setdefault(split, []).extend(_read_folder(path, folder, notes))
-    used = {box.name for images in splits.values() for image in images for box in image.boxes}
-    return from_images(splits, sorted(used), path, folders[0], notes)
+    return from_images(splits, None, path, folders[0], notes)
 
 
 def _read_folder(root: Path, folder: Path, notes: list[str]) -> list[LabeledImage]:
@@ -61,12 +61,7 @@ def _read_folder(root: Path, folder: Path, notes: list[str]) -> list[LabeledImag
 
     def read_image(file: Path) -> LabeledImage:
         image = images[file.stem]
-        boxes = _boxes(file)
-        try:
-            width, height = header_size(image)
-        except DataError:
-            width = height = 0  # dropped when images are checked, with the reason
-        return LabeledImage(image.relative_to(root).as_posix(), width, height, boxes)
+        return LabeledImage(image.relative_to(root).as_posix(), *size_or_none(image), _boxes(file))
 
     with ThreadPoolExecutor(THREADS) as pool:
         labeled = list(pool.map(read_image, labels))

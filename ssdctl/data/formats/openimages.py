@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
-from ssdctl.data.formats._parse import csv_files, csv_header
-from ssdctl.data.image_check import header_size
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
+from ssdctl.data.formats._parse import csv_by_split, csv_files, csv_header
+from ssdctl.data.image_check import size_or_none
 from ssdctl.data.image_files import dataset_folder, files_below, is_image
-from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, unreadable
 
@@ -34,38 +33,21 @@ THREADS = 8
 
 
 def recognise(path: Path) -> Path | None:
-    """Return the first CSV file of boxes, by its header."""
     return next(iter(csv_files(path, COLUMNS)), None)
 
 
 def read(path: Path) -> dict[str, Annotations]:
-    """Return the splits of a folder, or of one of its CSV files; classes are sorted by name.
-
-    Raises:
-        DataError: No such files, a broken one, or no image of any of them.
-    """
+    """Return the splits of a folder, or of one of its CSV files; classes are sorted by name."""
     root, files = dataset_folder(path), csv_files(path, COLUMNS)
-    if not files:
-        raise DataError(
-            f"{path}: not Open Images' format: no CSV file with the columns {', '.join(COLUMNS)}",
-            hint="keep the -annotations-bbox.csv files in the dataset folder",
-        )
     names = _class_names(root)
     notes: list[str] = []
     images = [f for f in files_below(root) if is_image(Path(f)) and not MASK.search(f)]
     splits: dict[str, list[LabeledImage]] = {}
-    for file in files:
-        split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
-        if split in splits:
-            raise DataError(
-                f"{root}: two files of boxes for the split {split}, the second is {file}",
-                hint="keep one, or give one: --data FILE.csv",
-            )
+    for split, file in csv_by_split(path, root, files, COLUMNS).items():
         if not (own := [f for f in images if split_of(str(Path(f).parent)) == split]):
             own = [f for f in images if split_of(str(Path(f).parent)) is None]
         splits[split] = _read_split(root, file, own, names, notes)
-    used = {box.name for split in splits.values() for image in split for box in image.boxes}
-    return from_images(splits, sorted(used), root, files[0], notes)
+    return from_images(splits, None, root, files[0], notes)
 
 
 def _class_names(root: Path) -> dict[str, str]:
@@ -114,15 +96,12 @@ def _read_split(
         )
 
     def located(image_id: str) -> LabeledImage:
-        try:
-            width, height = header_size(root / ids[image_id])
-        except DataError:
-            return LabeledImage(ids[image_id], 0, 0, [])  # dropped when images are checked
+        width, height = size_or_none(root / ids[image_id])
         own = [
             LabeledBox(
                 name, x0 * width, y0 * height, (x1 - x0) * width, (y1 - y0) * height, is_group
             )
-            for name, (x0, x1, y0, y1), is_group in boxes.get(image_id, [])
+            for name, (x0, x1, y0, y1), is_group in (boxes.get(image_id, []) if width else [])
         ]
         return LabeledImage(ids[image_id], width, height, own)
 

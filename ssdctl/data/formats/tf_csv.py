@@ -11,9 +11,8 @@ import io
 from pathlib import Path
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
-from ssdctl.data.formats._parse import csv_files, numbers, whole_number
+from ssdctl.data.formats._parse import csv_by_split, csv_files, numbers, whole_number
 from ssdctl.data.image_files import dataset_folder, find_by_name
-from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_text
 
@@ -23,29 +22,18 @@ MAX_BYTES = 1 << 30
 
 
 def recognise(path: Path) -> Path | None:
-    """Return the first CSV file with the columns, by its header."""
     return next(iter(csv_files(path, COLUMNS)), None)
 
 
 def read(path: Path) -> dict[str, Annotations]:
-    """Return the splits of a folder, or of one of its CSV files; classes are sorted by name.
-
-    Raises:
-        DataError: No such file, several for a split, a broken line, an image that does not exist.
-    """
+    """Return the splits of a folder, or of one of its CSV files; classes are sorted by name."""
     root, files = dataset_folder(path), csv_files(path, COLUMNS)
-    if not files:
-        raise DataError(f"{path}: no CSV file with the columns {', '.join(COLUMNS)}")
-    splits: dict[str, list[LabeledImage]] = {}
     notes: list[str] = []
-    for file in files:
-        split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
-        if split in splits:
-            problem = f"{root}: two CSV files for the split {split}, the second is {file}"
-            raise DataError(problem, hint="keep one, or give one: --data FILE.csv")
-        splits[split] = _read_split(root, file, split, notes)
-    used = {box.name for images in splits.values() for image in images for box in image.boxes}
-    return from_images(splits, sorted(used), root, files[0], notes)
+    splits = {
+        split: _read_split(root, file, split, notes)
+        for split, file in csv_by_split(path, root, files, COLUMNS).items()
+    }
+    return from_images(splits, None, root, files[0], notes)
 
 
 def _read_split(root: Path, file: Path, split: str, notes: list[str]) -> list[LabeledImage]:

@@ -16,11 +16,18 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, refuse
+from ssdctl.data.annotations import (
+    SPLIT_WORDS,
+    Annotations,
+    LabeledBox,
+    LabeledImage,
+    from_images,
+    refuse,
+    split_of,
+)
 from ssdctl.data.formats._parse import numbers, read_xml, root_element, whole_number
 from ssdctl.data.image_check import header_size
 from ssdctl.data.image_files import files_below, is_image
-from ssdctl.data.split_files import SPLIT_WORDS, split_of
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name, read_errors, read_text
 
@@ -37,7 +44,7 @@ class _Files(NamedTuple):
     root: Path
     xml: dict[str, list[str]]  # stems by folder
     images: dict[str, dict[str, list[str]]]  # names by folder and stem
-    folders: dict[str, list[str]]  # of images, by stem
+    folders: dict[str, list[str]]  # image folders by stem
 
 
 class _Xml(NamedTuple):
@@ -53,16 +60,7 @@ class _Xml(NamedTuple):
         return _join(self.folder, f"{self.stem}.xml")
 
 
-class _Content(NamedTuple):
-    """The content of an XML file."""
-
-    image: str  # base name
-    size: tuple[int, int]  # 0 = not given
-    boxes: list[LabeledBox]  # that count pixels from 0
-
-
 def recognise(path: Path) -> Path | None:
-    """Return the first folder of VOC's XML files that is found."""
     seen = set()
     for name in files_below(path, MAX_DEPTH) if path.is_dir() else ():
         folder, _, file = name.rpartition("/")
@@ -78,9 +76,6 @@ def read(path: Path) -> dict[str, Annotations]:
 
     Without lists, the name of the folder of XML files or of images is the split, else all images
     are for training.
-
-    Raises:
-        DataError: No folder of XML files, a broken one, an image that does not exist.
     """
     root, files = path, _find_files(path)
     if not files.xml:
@@ -98,18 +93,17 @@ def read(path: Path) -> dict[str, Annotations]:
     used: dict[str, _Xml] = {}
     absent, repeated = [], []
     for xml, content in zip(xmls, contents, strict=True):
-        image = _image_of(files, places[xml.folder], xml, content.image)
+        image = _image_of(files, places[xml.folder], xml, content.file_name)
         if image is None:
             absent.append(xml.path)
         elif used.setdefault(image, xml).folder != xml.folder and not xml.is_listed:
             repeated.append(xml.path)  # a copy of the labels in another folder
         else:
             split = xml.split or split_of(image.rpartition("/")[0]) or "train"
-            width, height = content.size
+            _, width, height, boxes = content
             if width <= 0 or height <= 0:  # some tools write no size
                 width, height = header_size(root / image)
-            labeled = LabeledImage(image, width, height, content.boxes)
-            splits.setdefault(split, []).append(labeled)
+            splits.setdefault(split, []).append(LabeledImage(image, width, height, boxes))
     if len(absent) == len(xmls):
         raise DataError(
             f"no image for {len(xmls):,} XML files was found below {root}",
@@ -121,8 +115,7 @@ def read(path: Path) -> dict[str, Annotations]:
         notes.append(f"{len(repeated):,} XML files of images that have another one {first}")
     searched = {p for x in xmls if not x.is_listed and (p := places[x.folder]) is not None}
     notes += _unlabeled(files, searched, used)
-    names = {box.name for images in splits.values() for image in images for box in image.boxes}
-    return from_images(splits, sorted(names), root, root, notes)
+    return from_images(splits, None, root, root, notes)
 
 
 def _join(folder: str, name: str) -> str:
@@ -134,7 +127,7 @@ def _find_files(root: Path) -> _Files:
     for name in sorted(files_below(root), key=lambda n: (n.count("/"), n)):
         folder, _, file = name.rpartition("/")
         path = PurePosixPath(file)
-        if path.suffix == ".xml" and not file.startswith("._"):  # of macOS
+        if path.suffix == ".xml" and not file.startswith("._"):  # metadata from macOS
             files.xml.setdefault(folder, []).append(path.stem)
         elif is_image(Path(file)):
             files.images.setdefault(folder, {}).setdefault(path.stem, []).append(file)
@@ -183,7 +176,7 @@ def _splits(lists: Path, annotations: Path) -> dict[str, list[str]]:
     if "train" in stems and "val" in stems:
         splits["val"] = stems["val"]
     if stems.get("test") and (annotations / f"{stems['test'][0]}.xml").is_file():
-        splits["test"] = stems["test"]  # of VOC2012 the list is public, the XML files are not
+        splits["test"] = stems["test"]  # VOC2012's test list is public, its XML files are not
     return splits
 
 
@@ -262,7 +255,8 @@ def _unlabeled(files: _Files, folders: set[str], used: Iterable[str]) -> list[st
     return notes
 
 
-def _read(path: Path) -> _Content:
+def _read(path: Path) -> LabeledImage:
+    """Return the content of an XML file; a width and height of 0 are not given."""
     tree = read_xml(path)
     width, height = (
         whole_number(tree.findtext(f"size/{side}", "").strip() or "0", f"{path}: size/{side}")
@@ -270,7 +264,7 @@ def _read(path: Path) -> _Content:
     )
     boxes = [_box(item, path, n) for n, item in enumerate(tree.findall("object"), 1)]
     named = tree.findtext("filename", "").strip().replace("\\", "/")
-    return _Content(named.rpartition("/")[2], (width, height), boxes)
+    return LabeledImage(named.rpartition("/")[2], width, height, boxes)
 
 
 def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
@@ -294,7 +288,9 @@ def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
     return LabeledBox(name, left, top, right - left, bottom - top, is_crowd)
 
 
-def _from_zero(xmls: list[_Xml], contents: list[_Content], notes: list[str]) -> list[_Content]:
+def _from_zero(
+    xmls: list[_Xml], contents: list[LabeledImage], notes: list[str]
+) -> list[LabeledImage]:
     """Return the files with boxes that count pixels from 0."""
     for xml, content in zip(xmls, contents, strict=True):
         if any(min(box.left, box.top) < 1 for box in content.boxes):

@@ -18,10 +18,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, refuse
-from ssdctl.data.image_check import header_size
+from ssdctl.data.annotations import (
+    SPLIT_WORDS,
+    Annotations,
+    LabeledBox,
+    LabeledImage,
+    from_images,
+    refuse,
+)
+from ssdctl.data.image_check import size_or_none
 from ssdctl.data.image_files import dataset_folder, files_below, is_image
-from ssdctl.data.split_files import SPLIT_WORDS
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, read_text, unreadable
 
@@ -75,11 +81,7 @@ def recognise(path: Path) -> Path | None:
 
 
 def read(path: Path) -> dict[str, Annotations]:
-    """Return the splits of a folder, or of a data.yaml; classes are in the order of their numbers.
-
-    Raises:
-        DataError: No class names, no images, a broken line (named with its place).
-    """
+    """Return the splits of a folder, or of a data.yaml; classes in the order of their numbers."""
     root, file = dataset_folder(path), path if path.is_file() else None
     description = _read_yaml(root, file) or _read_darknet(root, file)
     if description is None:
@@ -117,11 +119,7 @@ def has_boxes(path: Path) -> bool:
 
 
 def _read_yaml(root: Path, file: Path | None = None) -> _Description | None:
-    """Return the content of the YAML file that has `names`; None if there is none.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Return the content of the YAML file that has `names`; None if there is none."""
     candidates = [file] if file else [root / "data.yaml", root / "dataset.yaml"]
     candidates += [] if file else sorted([*root.glob("*.yaml"), *root.glob("*.yml")])
     for path in candidates:
@@ -139,11 +137,7 @@ def _read_yaml(root: Path, file: Path | None = None) -> _Description | None:
 
 
 def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
-    """Return the content of Darknet's `*.data` or of a file of class names; None if there is none.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Return the content of Darknet's `*.data` or of a file of class names, or None."""
     below = [root / name for name in files_below(root, MAX_DEPTH)]
     found = [path for path in below if path.suffix == ".names"]
     places = [root / name for name in NAME_FILES if (root / name).is_file()]
@@ -283,13 +277,11 @@ def _read_split(
 ) -> list[LabeledImage]:
     def read_image(path: Path) -> LabeledImage:
         name = path.relative_to(root).as_posix()
-        try:
-            # Trainers that use this format show images upright, so the boxes fit that view.
-            width, height = header_size(path, upright=True)
-        except DataError:
-            return LabeledImage(name, 0, 0, [])  # dropped when images are checked, with the reason
+        # Trainers that use this format show images upright, so the boxes fit that view.
+        width, height = size_or_none(path, upright=True)
         label = label_file(root, path)
-        boxes = _boxes(label, names, keypoints, width, height) if label.is_file() else []
+        has_boxes = width and label.is_file()
+        boxes = _boxes(label, names, keypoints, width, height) if has_boxes else []
         return LabeledImage(name, width, height, boxes)
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -302,7 +294,7 @@ def _read_split(
 
 def _unused_labels(root: Path, images: list[Path]) -> list[str]:
     """Return a note on label files without an image, for example because of its format."""
-    stems: dict[Path, set[str]] = {}  # of the images, by the folder of their labels
+    stems: dict[Path, set[str]] = {}  # image stems by the folder of their labels
     for folder, image in {image.parent: image for image in images}.items():
         used = stems.setdefault(label_file(root, image).parent, set())
         used.update(path.stem for path in folder.iterdir() if is_image(path))

@@ -10,7 +10,6 @@ entry points `ssdctl.augmentations`. Shapes: B batch, G boxes (padded).
 from __future__ import annotations
 
 import functools
-import importlib
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ssdctl.config.augmentations import ENTRY_POINTS, is_file, names_of
+from ssdctl.config.fields import AUGMENTATIONS, augmentation_names
 from ssdctl.input.counter_rng import uniform
-from ssdctl.runtime.packages import load_entry_point
+from ssdctl.runtime.packages import load_plugin
 
 Floats = NDArray[np.float64]
 # Streams of random numbers that resumed runs continue; other names hash to theirs.
@@ -52,8 +51,6 @@ class Keys(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """The boxes of a batch."""
-
     ltrb: NDArray[np.floating]  # B x G x 4, fractions
     labels: NDArray[np.int64]  # B x G; 0 marks padding
 
@@ -84,8 +81,6 @@ def whole(boxes: Boxes, sizes: NDArray[np.int32]) -> View:
 
 
 class Augmentation(NamedTuple):
-    """One augmentation of a list."""
-
     stream: int
     draw: Callable[[Keys, Boxes, NDArray[np.int32]], Any]
     apply: Callable[[View, Any], View]
@@ -95,12 +90,8 @@ class Augmentation(NamedTuple):
 def load(augment: str) -> tuple[Augmentation, ...]:
     """Import the augmentations that a value of `--augment` names."""
     loaded = []
-    for name in names_of(augment):
-        module = (
-            importlib.import_module(f"{__name__}.{name}")
-            if is_file(name)
-            else load_entry_point(ENTRY_POINTS, name)
-        )
+    for name in augmentation_names(augment):
+        module = load_plugin(*AUGMENTATIONS, name)
         stream = STREAMS.get(name, zlib.crc32(name.encode()))
         loaded.append(Augmentation(stream, module.draw, module.apply))
     return tuple(loaded)

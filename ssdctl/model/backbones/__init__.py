@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class BackboneFile(Protocol):
-    """What the module of a backbone has."""
-
     CONSTANTS: ModelConstants
     PARAMETERS: tuple[int, int]
     WEIGHTS: dict[str, PinnedFile]

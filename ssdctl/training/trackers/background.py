@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import re
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +18,17 @@ from PIL import Image
 
 from ssdctl.data.store import Split
 from ssdctl.evaluation.coco_ap import Detections
-from ssdctl.inference.drawing import BoxLabel, draw
+from ssdctl.files import write_text
+from ssdctl.inference.drawing import draw
 from ssdctl.runs.evaluation import SHOWN_SCORE
+from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import Record
-from ssdctl.runtime.background import run_in_daemon_thread
-from ssdctl.runtime.redact import redact_urls
-from ssdctl.training.trackers.base import TrackedRun, Tracker, metrics_of
+from ssdctl.runtime.safe_text import redact_urls
+from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.training.trackers.base import TrackedRun, Tracker, find_trackers, metrics_of
+
+if TYPE_CHECKING:
+    from ssdctl.training.run import Setup
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +44,6 @@ class BackgroundTracker:
     """Calls a tracker in a daemon thread.
 
     Args:
-        name: For messages.
-        create: Returns the tracker.
-        run: The run to track.
         max_waiting: Size of the queue; calls are dropped while it is full.
     """
 
@@ -55,7 +61,6 @@ class BackgroundTracker:
         self._ended = run_in_daemon_thread(lambda: self._work(create, run))
 
     def call(self, call: Call) -> None:
-        """Add a call to the queue. Does not wait."""
         if self._ended.done():
             return
         try:
@@ -104,13 +109,33 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def open_trackers(
+    setup: Setup, start_step: int, environment: dict[str, Any], records: Sequence[Record]
+) -> Trackers:
+    """Return the trackers that the config of a run names."""
+    run, config = RunDir(setup.run.out), setup.run.config.train
+    tracked = TrackedRun(
+        id=tracker_id(run),
+        name=run.path.resolve().name,
+        folder=run.path,
+        start_step=start_step,
+        config=setup.run.recorded_settings(),
+        environment=environment,
+        records=records,
+    )
+    return Trackers(
+        find_trackers(config),
+        tracked,
+        uploads=config.upload_checkpoints,
+        longest_wait_s=config.rank_timeout / 2,
+    )
+
+
 class Trackers:
     """The trackers of a run.
 
     Args:
         trackers: What creates each tracker, by name.
-        run: The run to track.
-        uploads: Whether to pass checkpoints to them.
         longest_wait_s: Seconds that the end of the run may take; other ranks wait for it.
     """
 
@@ -165,14 +190,20 @@ def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.
         is_shown = (detections.image_ids == split.image_ids[row]) & (
             detections.scores >= SHOWN_SCORE
         )
-        labels = [
-            BoxLabel((left, top, left + width, top + height), names[c], numbers[c], s)
-            for (left, top, width, height), c, s in zip(
-                (scale * detections.boxes[is_shown]).tolist(),
-                detections.category_ids[is_shown].tolist(),
-                detections.scores[is_shown].tolist(),
-                strict=True,
-            )
-        ]
-        images[str(split.image_ids[row])] = np.asarray(draw(image, labels))
+        boxes = scale * detections.boxes[is_shown]
+        boxes[:, 2:] += boxes[:, :2]
+        ids = detections.category_ids[is_shown].tolist()
+        labels, shown = [numbers[c] for c in ids], [names[c] for c in ids]
+        drawn = draw(image, boxes, labels, shown, detections.scores[is_shown])
+        images[str(split.image_ids[row])] = np.asarray(drawn)
     return images
+
+
+def tracker_id(run: RunDir) -> str:
+    """Return the id of the run in trackers, which is made at the first call."""
+    path = run.tracker_id
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if re.fullmatch("[0-9a-f]{32}", text := path.read_text().strip()):
+            return text
+    write_text(path, (made := uuid.uuid4().hex) + "\n")
+    return made

@@ -8,39 +8,40 @@ A tracker of another package is a subclass of `Tracker` with an entry point:
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.config.sections.train import TrainConfig
+from ssdctl.errors import UsageError, missing_package
 from ssdctl.runs.metrics import Record, is_number
+from ssdctl.runtime.packages import entry_point_names, load_entry_point
 
 ENTRY_POINTS = "ssdctl.trackers"
-GROUPS = ("train", "eval", "epoch", "class_AP")  # of figures
+GROUPS = ("train", "eval", "epoch", "class_AP")  # groups of metrics
 POSITION = ("kind", "step", "epoch")  # fields of a record that are not figures
 
 
 class Metrics(NamedTuple):
-    """The figures of one record of metrics.jsonl."""
-
     group: str  # one of GROUPS
     step: int
     values: dict[str, float]
 
 
 class TrackedRun(NamedTuple):
-    """The run, for a tracker."""
-
     id: str  # the same whenever the run is resumed
-    name: str  # of the run folder
+    name: str  # the run folder's
     folder: Path  # the run folder
     start_step: int
     config: dict[str, Any]  # by key, without secrets
     environment: dict[str, Any]  # versions, device, git commit
-    records: Sequence[Record]  # of metrics.jsonl up to the start step
+    records: Sequence[Record]  # metrics.jsonl up to the start step
 
     def past_metrics(self) -> Iterator[Metrics]:
         """Return the figures up to the start step: a killed run may not have sent all of them."""
@@ -97,3 +98,47 @@ def metrics_of(record: Record) -> Metrics | None:
         and not (group in ("eval", "class_AP") and value < 0)
     }
     return Metrics(group, record["step"], values) if values else None
+
+
+class BuiltIn(NamedTuple):
+    """A tracker of ssdctl, in the module of its name, and the package that it needs."""
+
+    tracker: str  # the class
+    imports: str
+    package: str
+
+
+BUILT_IN = {
+    "tensorboard": BuiltIn("TensorBoard", "tensorboard", "tensorboard"),
+    "wandb": BuiltIn("WeightsAndBiases", "wandb", "wandb"),
+    "mlflow": BuiltIn("MLflow", "mlflow", "mlflow-skinny"),
+}
+
+
+def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
+    """Return the trackers that a config names; their packages are not imported yet.
+
+    Raises:
+        UsageError: There is no tracker of that name, or its package is not installed.
+    """
+    names = [*(["tensorboard"] if config.tensorboard else []), *config.tracker]
+    return {name: _find(name) for name in dict.fromkeys(names)}
+
+
+def _find(name: str) -> type[Tracker]:
+    if (known := BUILT_IN.get(name)) is not None:
+        if importlib.util.find_spec(known.imports) is None:
+            raise missing_package(known.package, known.package)
+        tracker: type[Tracker] = getattr(import_module(f"{__package__}.{name}"), known.tracker)
+        return tracker
+    plugin = load_entry_point(ENTRY_POINTS, name)
+    if plugin is None:
+        names = [*BUILT_IN, *entry_point_names(ENTRY_POINTS)]
+        raise UsageError(
+            f"--tracker {name}: no such tracker", hint=f"choose from {', '.join(names)}"
+        )
+    if not (isinstance(plugin, type) and issubclass(plugin, Tracker)):
+        raise UsageError(
+            f"--tracker {name}: its entry point is not a subclass of {Tracker.__module__}.Tracker"
+        )
+    return plugin

@@ -20,7 +20,7 @@ from ssdctl.training.trackers.base import Metrics, Tracker
 log = logging.getLogger(__name__)
 
 RUN_TAG = "ssdctl.run_id"
-MAX_PARAMS, MAX_METRICS = 100, 1000  # of one request
+MAX_PARAMS, MAX_METRICS = 100, 1000  # per request
 MAX_PARAM = 6000  # characters of a value
 MAX_NAME = 200
 NOT_ALLOWED = re.compile(r"[^\w .-]")

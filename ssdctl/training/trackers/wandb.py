@@ -73,7 +73,7 @@ class WeightsAndBiases(Tracker):
 
     def abandon(self) -> None:
         """Kill W&B's own process, for which its exit hook would wait without limit."""
-        with contextlib.suppress(Exception):  # of private attributes: no public ones exist
+        with contextlib.suppress(Exception):  # private attributes: no public ones exist
             connection = self._wandb.setup()._connection
             connection._cleanup()
             connection._proc._process.kill()

@@ -1,6 +1,6 @@
 """Datasets as labeling tools export them, with the peculiarities of each tool.
 
-Each function writes six pictures with a bright block per object and returns what `--data` is given.
+Each function writes six images with a bright block per object and returns what `--data` is given.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ SIZE = (96, 64)
 NAMES = ("bolt", "nut")
 
 
-class Picture(NamedTuple):
-    """A generated picture: its number, and its objects as (class number, left, top, w, h)."""
+class Sample(NamedTuple):
+    """A generated image: its number, and its objects as (class number, left, top, w, h)."""
 
     number: int
     objects: list[tuple[int, int, int, int, int]]
 
 
-def pictures(count: int = 6, start: int = 0) -> list[Picture]:
-    """Return pictures with one or two objects; the last one has none."""
+def samples(count: int = 6, start: int = 0) -> list[Sample]:
+    """Return images with one or two objects; the last one has none."""
     result = []
     for i in range(start, start + count):
         objects = [(i % 2, 8 + i, 6, 30, 24)]
         if i % 3 == 0:
             objects.append(((i + 1) % 2, 50, 30, 40, 30))
-        result.append(Picture(i, objects if i < start + count - 1 else []))
+        result.append(Sample(i, objects if i < start + count - 1 else []))
     return result
 
 
-def picture_file(path: Path, size: tuple[int, int] = (100, 50), turn: int = 1) -> None:
-    """Write a plain picture, with an EXIF orientation other than 1."""
+def image_file(path: Path, size: tuple[int, int] = (100, 50), turn: int = 1) -> None:
+    """Write a plain image, with an EXIF orientation other than 1."""
     path.parent.mkdir(parents=True, exist_ok=True)
     more: dict[str, Any] = {}
     if turn != 1:
@@ -61,11 +61,11 @@ def boxes_of(splits: dict[str, Annotations], split: str = "train") -> Boxes:
     return boxes
 
 
-def save(path: Path, picture: Picture) -> None:
-    """Write a picture."""
+def save(path: Path, sample: Sample) -> None:
+    """Write an image."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(picture.number).integers(0, 80, (*SIZE[::-1], 3), np.uint8)
-    for label, left, top, width, height in picture.objects:
+    pixels = np.random.default_rng(sample.number).integers(0, 80, (*SIZE[::-1], 3), np.uint8)
+    for label, left, top, width, height in sample.objects:
         pixels[top : top + height, left : left + width] = (230, 60 + 150 * label, 40)
     Image.fromarray(pixels).save(path)
 
@@ -80,15 +80,15 @@ def cvat_coco(root: Path, splits: tuple[str, ...] = ("default",)) -> Path:
     """CVAT, "COCO 1.0": text and zero for missing header fields, attributes, ids from 1."""
     for k, split in enumerate(splits):
         images, annotations = [], []
-        for picture in pictures(start=10 * k):
-            name = f"frame {picture.number:03d}.png"
+        for sample in samples(start=10 * k):
+            name = f"frame {sample.number:03d}.png"
             folder = root / "images" if split == "default" else root / "images" / split
-            save(folder / name, picture)
+            save(folder / name, sample)
             image_id = len(images) + 1
             header = {"license": 0, "flickr_url": "", "coco_url": "", "date_captured": 0}
             sides = {"width": SIZE[0], "height": SIZE[1]}
             images.append({"id": image_id, **sides, "file_name": name, **header})
-            for label, *bbox in picture.objects:
+            for label, *bbox in sample.objects:
                 annotations.append(
                     {
                         "id": len(annotations) + 1,
@@ -119,16 +119,16 @@ def roboflow_coco(root: Path) -> Path:
     """Roboflow, "COCO": a folder per split, category 0 is the project, the year is text."""
     for k, split in enumerate(("train", "valid", "test")):
         images, annotations = [], []
-        for picture in pictures(start=10 * k):
-            name = f"shot_{picture.number}_jpg.rf.{picture.number:032x}.jpg"
-            save(root / split / name, picture)
+        for sample in samples(start=10 * k):
+            name = f"shot_{sample.number}_jpg.rf.{sample.number:032x}.jpg"
+            save(root / split / name, sample)
             sides = {"height": SIZE[1], "width": SIZE[0]}
             captured = "2026-01-12T09:00:00+00:00"
             images.append(
                 {"id": len(images), "license": 1, "file_name": name, **sides}
-                | {"date_captured": captured, "extra": {"name": f"shot {picture.number}.jpg"}}
+                | {"date_captured": captured, "extra": {"name": f"shot {sample.number}.jpg"}}
             )
-            for label, *bbox in picture.objects:
+            for label, *bbox in sample.objects:
                 annotations.append(
                     {
                         "id": len(annotations),
@@ -166,16 +166,16 @@ def label_studio_coco(root: Path) -> Path:
         "../../label-studio/data/media/upload/4/",
         "",
     )
-    for picture, prefix in zip(pictures(), prefixes, strict=True):
-        name = f"{picture.number:08x}-shot_{picture.number}.jpg"
-        save(root / "images" / name, picture)
+    for sample, prefix in zip(samples(), prefixes, strict=True):
+        name = f"{sample.number:08x}-shot_{sample.number}.jpg"
+        save(root / "images" / name, sample)
         sides = {"width": SIZE[0], "height": SIZE[1]}
-        images.append({**sides, "id": picture.number, "file_name": prefix + name})
-        for label, *bbox in picture.objects:
+        images.append({**sides, "id": sample.number, "file_name": prefix + name})
+        for label, *bbox in sample.objects:
             annotations.append(
                 {
                     "id": len(annotations),
-                    "image_id": picture.number,
+                    "image_id": sample.number,
                     "category_id": label,
                     "segmentation": [],
                     "bbox": [v + 0.0 for v in bbox],
@@ -195,13 +195,13 @@ def label_studio_coco(root: Path) -> Path:
 
 
 def _yolo_split(folder: Path, images: str, labels: str, start: int) -> None:
-    for picture in pictures(start=start):
-        save(folder / images / f"{picture.number}.jpg", picture)
+    for sample in samples(start=start):
+        save(folder / images / f"{sample.number}.jpg", sample)
         lines = [
             f"{label} {(x + w / 2) / SIZE[0]} {(y + h / 2) / SIZE[1]} {w / SIZE[0]} {h / SIZE[1]}"
-            for label, x, y, w, h in picture.objects
+            for label, x, y, w, h in sample.objects
         ]
-        path = folder / labels / f"{picture.number}.txt"
+        path = folder / labels / f"{sample.number}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines))
 
@@ -228,12 +228,12 @@ def ultralytics_yolo(root: Path) -> Path:
     return root / "data.yaml"
 
 
-def _voc_xml(name: str, picture: Picture) -> str:
+def _voc_xml(name: str, sample: Sample) -> str:
     objects = "".join(
         f"<object><name>{NAMES[label]}</name><truncated>0</truncated><difficult>0</difficult>"
         f"<bndbox><xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + w}</xmax><ymax>{y + h}</ymax>"
         "</bndbox></object>"
-        for label, x, y, w, h in picture.objects
+        for label, x, y, w, h in sample.objects
     )
     size = f"<size><width>{SIZE[0]}</width><height>{SIZE[1]}</height><depth>3</depth></size>"
     return f"<annotation><folder></folder><filename>{name}</filename>{size}{objects}</annotation>"
@@ -242,24 +242,24 @@ def _voc_xml(name: str, picture: Picture) -> str:
 def voc_lists(root: Path) -> Path:
     """Pascal VOC with ImageSets."""
     for split, start in (("train", 0), ("val", 10)):
-        for picture in pictures(start=start):
-            save(root / f"JPEGImages/{picture.number:06d}.jpg", picture)
-            path = root / f"Annotations/{picture.number:06d}.xml"
+        for sample in samples(start=start):
+            save(root / f"JPEGImages/{sample.number:06d}.jpg", sample)
+            path = root / f"Annotations/{sample.number:06d}.xml"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(_voc_xml(f"{picture.number:06d}.jpg", picture))
+            path.write_text(_voc_xml(f"{sample.number:06d}.jpg", sample))
         lists = root / f"ImageSets/Main/{split}.txt"
         lists.parent.mkdir(parents=True, exist_ok=True)
-        lists.write_text("".join(f"{p.number:06d}\n" for p in pictures(start=start)))
+        lists.write_text("".join(f"{p.number:06d}\n" for p in samples(start=start)))
     return root
 
 
 def voc_plain(root: Path) -> Path:
     """XML files and images in one folder, as labelImg and Label Studio leave them."""
-    for picture in pictures():
-        save(root / f"images/{picture.number}.jpg", picture)
-        path = root / f"Annotations/{picture.number}.xml"
+    for sample in samples():
+        save(root / f"images/{sample.number}.jpg", sample)
+        path = root / f"Annotations/{sample.number}.xml"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(_voc_xml(f"{picture.number}.jpg", picture))
+        path.write_text(_voc_xml(f"{sample.number}.jpg", sample))
     return root
 
 
@@ -273,11 +273,11 @@ def voc_other_names(root: Path) -> Path:
 def voc_mirrored(root: Path) -> Path:
     """A folder of XML files and one of images for each split, with the same names in both."""
     for split in ("train", "test"):
-        for picture in pictures():
-            save(root / f"images/{split}/{picture.number}.jpg", picture)
-            path = root / f"annotations/{split}/{picture.number}.xml"
+        for sample in samples():
+            save(root / f"images/{split}/{sample.number}.jpg", sample)
+            path = root / f"annotations/{split}/{sample.number}.xml"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_voc_xml(f"{picture.number}.jpg", picture))
+            path.write_text(_voc_xml(f"{sample.number}.jpg", sample))
     return root
 
 
@@ -285,7 +285,7 @@ def darknet(root: Path) -> Path:
     """Darknet: a `.data` that names lists and class names, with the paths of its own folder."""
     for split, start in (("train", 0), ("test", 10)):
         _yolo_split(root, "data/img", "data/img", start)
-        lines = [f"build/data/img/{p.number}.jpg\n" for p in pictures(start=start)]
+        lines = [f"build/data/img/{p.number}.jpg\n" for p in samples(start=start)]
         (root / f"data/{split}.txt").write_text("".join(lines))
     (root / "data/parts.names").write_text("\n".join(NAMES) + "\n")
     (root / "data/parts.data").write_text(
@@ -305,10 +305,10 @@ def tf_csv(root: Path) -> Path:
         with (root / f"data/{split}_labels.csv").open("w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(TF_HEADER)
-            for picture in pictures(start=start):
-                name = f"{picture.number}.jpg"
-                save(root / f"images/{split}" / name, picture)
-                for label, x, y, w, h in picture.objects:
+            for sample in samples(start=start):
+                name = f"{sample.number}.jpg"
+                save(root / f"images/{split}" / name, sample)
+                for label, x, y, w, h in sample.objects:
                     rows.writerow([name, *SIZE, NAMES[label], x, y, x + w, y + h])
     return root
 
@@ -317,12 +317,12 @@ def roboflow_tf_csv(root: Path) -> Path:
     """Roboflow, "Tensorflow Object Detection CSV": a folder per split."""
     for split, start in (("train", 0), ("valid", 10)):
         lines = [",".join(TF_HEADER)]
-        for picture in pictures(start=start):
-            name = f"shot_{picture.number}_jpg.rf.{picture.number:032x}.jpg"
-            save(root / split / name, picture)
+        for sample in samples(start=start):
+            name = f"shot_{sample.number}_jpg.rf.{sample.number:032x}.jpg"
+            save(root / split / name, sample)
             lines += [
                 f"{name},{SIZE[0]},{SIZE[1]},{NAMES[label]},{x},{y},{x + w},{y + h}"
-                for label, x, y, w, h in picture.objects
+                for label, x, y, w, h in sample.objects
             ]
         (root / split / "_annotations.csv").write_text("\n".join(lines))
     return root
@@ -330,15 +330,15 @@ def roboflow_tf_csv(root: Path) -> Path:
 
 def kitti(root: Path) -> Path:
     """KITTI's object detection benchmark: no labels for `testing`, regions that do not count."""
-    for picture in pictures():
-        save(root / f"training/image_2/{picture.number:06d}.png", picture)
-        save(root / f"testing/image_2/{picture.number:06d}.png", picture)
-        path = root / f"training/label_2/{picture.number:06d}.txt"
+    for sample in samples():
+        save(root / f"training/image_2/{sample.number:06d}.png", sample)
+        save(root / f"testing/image_2/{sample.number:06d}.png", sample)
+        path = root / f"training/label_2/{sample.number:06d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [
             f"{NAMES[label]} 0.00 0 -1.58 {x}.00 {y}.00 {x + w}.00 {y + h}.00 "
             "1.65 1.67 3.64 -0.65 1.71 46.70 -1.59\n"
-            for label, x, y, w, h in picture.objects
+            for label, x, y, w, h in sample.objects
         ]
         lines += ["DontCare -1 -1 -10 3.00 3.00 9.50 9.50 -1 -1 -1 -1000 -1000 -1000 -10\n"]
         path.write_text("".join(lines))
@@ -356,14 +356,14 @@ def open_images(root: Path) -> Path:
         with (root / f"oidv6-{split}-annotations-bbox.csv").open("w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(header.split(","))
-            for picture in pictures(start=start):
-                save(root / split / f"{picture.number:016x}.jpg", picture)
-                mask = f"{picture.number:016x}_m0k5j_4fa9d4f5.png"
-                save(root / f"{split}-masks-0" / mask, picture)
-                for n, (label, x, y, w, h) in enumerate(picture.objects):
+            for sample in samples(start=start):
+                save(root / split / f"{sample.number:016x}.jpg", sample)
+                mask = f"{sample.number:016x}_m0k5j_4fa9d4f5.png"
+                save(root / f"{split}-masks-0" / mask, sample)
+                for n, (label, x, y, w, h) in enumerate(sample.objects):
                     edges = (x / SIZE[0], (x + w) / SIZE[0], y / SIZE[1], (y + h) / SIZE[1])
-                    flags = (0, 0, n, 0, -1)  # the second object of a picture is a group
-                    image_id = f"{picture.number:016x}"
+                    flags = (0, 0, n, 0, -1)  # the second object of an image is a group
+                    image_id = f"{sample.number:016x}"
                     rows.writerow([image_id, "xclick", mids[label], 1, *edges, *flags])
             rows.writerow(["ffffffffffffffff", "xclick", mids[0], 1, 0, 0.5, 0, 0.5, 0, 0, 0, 0, 0])
     text = "".join(f"{mid},{name}\n" for mid, name in zip(mids, NAMES, strict=True))
@@ -374,17 +374,17 @@ def open_images(root: Path) -> Path:
 def cvat_xml(root: Path) -> Path:
     """CVAT, "CVAT for images 1.1": rotated boxes, polygons, points, tags."""
     images = []
-    for picture in pictures():
-        name = f"day 1/{picture.number}.png"
-        save(root / "images" / name, picture)
+    for sample in samples():
+        name = f"day 1/{sample.number}.png"
+        save(root / "images" / name, sample)
         shapes = [
             f'<box label="{NAMES[label]}" source="manual" occluded="0" xtl="{x}.00" ytl="{y}.00" '
             f'xbr="{x + w}.00" ybr="{y + h}.00" z_order="0"><attribute name="a">b</attribute></box>'
-            for label, x, y, w, h in picture.objects
+            for label, x, y, w, h in sample.objects
         ]
         shapes += ['<points label="nut" points="5.0,6.0" z_order="0"></points><tag label="nut"/>']
         images.append(
-            f'<image id="{picture.number}" name="{name}" width="{SIZE[0]}" height="{SIZE[1]}">'
+            f'<image id="{sample.number}" name="{name}" width="{SIZE[0]}" height="{SIZE[1]}">'
             f"{''.join(shapes)}</image>"
         )
     labels = "".join(f"<label><name>{name}</name><type>any</type></label>" for name in NAMES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.formats.exports import picture_file
+from data.formats.exports import image_file
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,13 +162,7 @@ def test_integers_beyond_64_bits_are_refused(tmp_path: Path, key: str, number: i
         if key in entry:
             entry[key] = number
     path = written(tmp_path, broken)
-    with pytest.raises(DataError, match=rf"not in COCO's format.*{key}"):
-        read(path)
-
-
-def test_wrong_type_names_the_place(tmp_path: Path) -> None:
-    path = written(tmp_path, document(categories=[{"id": "x", "name": "y"}]))
-    with pytest.raises(DataError, match=r"\$\.categories\[0\]\.id"):
+    with pytest.raises(DataError, match=key):
         read(path)
 
 
@@ -205,7 +199,6 @@ NUMBERS = st.one_of(
 
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=20))
-@pytest.mark.process
 def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
     tmp_path_factory: pytest.TempPathFactory, bboxes: list[tuple[float, ...]]
 ) -> None:
@@ -230,7 +223,6 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
 
 
 @given(st.data())
-@pytest.mark.process
 def test_any_damage_is_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -245,39 +237,6 @@ def test_any_damage_is_a_data_error(
         check(path)
     except DataError as error:
         assert str(path) in str(error)  # noqa: PT017
-
-
-def test_an_area_that_no_float_holds_is_ignored(tmp_path: Path) -> None:
-    box = {"id": 1, "image_id": 3, "category_id": 90, "bbox": [10, 10, 20, 20], "area": 10**400}
-    path = written(tmp_path, document(annotations=[{**box, "iscrowd": 0.0}]))
-    assert check(path).objects.areas.tolist() == [400]
-
-
-def test_json_that_breaks_after_a_number_of_another_type(tmp_path: Path) -> None:
-    """The second reading, of numbers as text, sees what the first did not reach."""
-    path = tmp_path / "a.json"
-    content = json.dumps(document(annotations=[])).replace('"id": 7,', '"id": 7.0,')
-    assert '"id": 7.0' in content
-    path.write_text(content[:-1] + "!")
-    with pytest.raises(DataError, match=f"{path}: broken JSON"):
-        read(path)
-
-
-def test_the_two_boxes_of_coco_without_height_are_dropped(tmp_path: Path) -> None:
-    """As they are in train2017."""
-    images = [
-        {"id": 200365, "file_name": "000000200365.jpg", "width": 640, "height": 480},
-        {"id": 550395, "file_name": "000000550395.jpg", "width": 500, "height": 375},
-    ]
-    entries = [
-        {"id": 918, "image_id": 200365, "category_id": 12, "bbox": [296.65, 388.33, 1.03, 0]},
-        {"id": 2206849, "image_id": 550395, "category_id": 12, "bbox": [9.98, 188.56, 5.54, 0]},
-    ]
-    path = written(tmp_path, document(images=images, annotations=entries))
-    objects, findings, _ = check(path)
-    assert not objects.is_trained.any()
-    assert [(f.image_id, f.annotation_id) for f in findings] == [(200365, 918), (550395, 2206849)]
-    assert findings[0].detail == "bbox [296.65, 388.33, 1.03, 0.0] in 640 x 480"
 
 
 def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
@@ -301,18 +260,15 @@ def with_field(table: str, key: str, value: Any) -> dict[str, Any]:
     return changed
 
 
-def header(**fields: Any) -> dict[str, Any]:
-    return document(**fields)
-
-
-# As CVAT (datumaro), Roboflow, Label Studio and others write them.
 VARIANTS: dict[str, Any] = {
-    "info null": header(info=None),
-    "info with text as numbers": header(info={"year": "2026", "version": "3", "date_created": ""}),
-    "year empty": header(info={"year": "", "contributor": "", "url": ""}),
-    "year a number": header(info={"year": 2026}),
-    "licenses null": header(licenses=None),
-    "license with text id": header(licenses=[{"id": "1", "name": "", "url": ""}]),
+    "info null": document(info=None),
+    "info with text as numbers": document(
+        info={"year": "2026", "version": "3", "date_created": ""}
+    ),
+    "year empty": document(info={"year": "", "contributor": "", "url": ""}),
+    "year a number": document(info={"year": 2026}),
+    "licenses null": document(licenses=None),
+    "license with text id": document(licenses=[{"id": "1", "name": "", "url": ""}]),
     "date_captured 0": with_field("images", "date_captured", 0),
     "date_captured null": with_field("images", "date_captured", None),
     "image license text": with_field("images", "license", "1"),
@@ -337,6 +293,19 @@ VARIANTS: dict[str, Any] = {
     "area missing": with_field("annotations", "area", ...),
     "area 0": with_field("annotations", "area", 0),
     "area text": with_field("annotations", "area", ""),
+    "area beyond floats": with_field("annotations", "area", 10**400),
+    "iscrowd of any type": document(
+        annotations=[
+            {**entry, "iscrowd": value}
+            for entry, value in zip(document()["annotations"], (False, 1.0), strict=True)
+        ]
+    ),
+    "iscrowd null": document(
+        annotations=[
+            {**document()["annotations"][0], "iscrowd": None},
+            document()["annotations"][1],
+        ]
+    ),
     "category id as float": with_field("annotations", "category_id", 12.0),
     "image id as float": with_field("annotations", "image_id", 3.0),
     "supercategory null": with_field("categories", "supercategory", None),
@@ -347,33 +316,15 @@ VARIANTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_what_labelling_tools_write_is_read(tmp_path: Path, name: str) -> None:
+def test_what_labeling_tools_write_is_read(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, VARIANTS[name])
     checked = check(path)
     assert trained(checked) == [[10, 10, 30, 30], [0, 0, 5, 5]]
     assert checked.findings == []
+    assert checked.objects.is_crowd.tolist() == [False, True]
     assert checked.objects.starts.tolist() == [0, 0, 2]
     assert checked.objects.boxes.tolist() == [[10, 10, 20, 20], [0, 0, 5, 5]]
     assert checked.objects.areas.tolist() == ([0, 0] if name == "area 0" else [400, 25])
-
-
-@pytest.mark.parametrize(
-    ("values", "crowds"),
-    [
-        ([False, True], [False, True]),
-        ([None, 1], [False, True]),
-        ([..., 1], [False, True]),
-        ([0.0, 1.0], [False, True]),
-    ],
-)
-def test_crowd_flags_of_any_type(tmp_path: Path, values: list[Any], crowds: list[bool]) -> None:
-    content = document()
-    for entry, value in zip(content["annotations"], values, strict=True):
-        entry["iscrowd"] = value
-        if value is ...:
-            del entry["iscrowd"]
-    path = written(tmp_path, content)
-    assert check(path).objects.is_crowd.tolist() == crowds
 
 
 def test_ids_count_from_0(tmp_path: Path) -> None:
@@ -405,8 +356,10 @@ def test_annotations_without_bbox_are_dropped(tmp_path: Path, bbox: Any) -> None
     assert len(checked.objects.boxes) == 1
 
 
-@pytest.mark.parametrize(("key", "value"), [("id", 1.5), ("category_id", 1e300)])
-def test_fractions_are_not_ids(tmp_path: Path, key: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("id", 1.5), ("category_id", 1e300), ("image_id", "x"), ("bbox", [1, "x"])]
+)
+def test_what_is_not_a_number_of_its_kind_is_named(tmp_path: Path, key: str, value: Any) -> None:
     content = document()
     content["annotations"][1][key] = value
     with pytest.raises(DataError, match=rf"annotations\[1\]\.{key}"):
@@ -454,6 +407,6 @@ def test_many_classes_take_linear_time(tmp_path: Path) -> None:
     start = time.process_time()
     assert len(read(path).classes) == 30_000
     (tmp_path / "data.yaml").write_text(f"names: {json.dumps([c['name'] for c in names])}\n")
-    picture_file(tmp_path / "images/a.jpg")
+    image_file(tmp_path / "images/a.jpg")
     assert len(yolo.read(tmp_path)["train"].classes) == 30_000
     assert time.process_time() - start < 5

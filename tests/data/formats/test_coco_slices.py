@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.data.formats import _coco_slices as coco_slices
+from ssdctl.data.annotations import SplitFiles
+from ssdctl.data.formats import _coco_json as coco_json
 from ssdctl.data.formats import coco
-from ssdctl.data.formats._coco_json import decode_whole
-from ssdctl.data.formats._coco_slices import decode_tables
-from ssdctl.data.split_files import SplitFiles
+from ssdctl.data.formats._coco_json import decode_tables, decode_whole
 from ssdctl.errors import DataError
 
 SLICE_BYTES = 300
@@ -26,8 +25,8 @@ SLICE_BYTES = 300
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coco_slices, "SLICE_BYTES", SLICE_BYTES)
-    monkeypatch.setattr(coco_slices, "SEARCH_BYTES", 4 * SLICE_BYTES)
+    monkeypatch.setattr(coco_json, "SLICE_BYTES", SLICE_BYTES)
+    monkeypatch.setattr(coco_json, "SEARCH_BYTES", 4 * SLICE_BYTES)
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def only_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(content: Any) -> Any:
         raise AssertionError("decoded as a whole")
 
-    monkeypatch.setattr(coco_slices, "decode_whole", refuse)
+    monkeypatch.setattr(coco_json, "decode_whole", refuse)
 
 
 def document(
@@ -98,6 +97,7 @@ def test_any_order_of_the_tables(order: tuple[str, ...], indent: int | None) -> 
         {"attributes": lambda i: [{"id": i, "name": "}, {"}] * 3},
         {"attributes": lambda i: [{"name": "x"}, {"name": "]}"}]},
         {"id": float},
+        {"id": str, "bbox": lambda i: ["1.5", 2, "3", 4], "area": lambda i: "n/a" if i else "7"},
         {"iscrowd": lambda i: bool(i % 2), "area": lambda i: None},
         {"bbox": lambda i: None if i % 5 else [1, 2, 3]},
         {"caption": lambda i: "\\" * i + '"' + '"}, {"id": 3'},
@@ -131,8 +131,25 @@ def test_the_last_of_equal_keys_counts() -> None:
     assert len(decode_tables(content).annotations.id) == 70
 
 
+@pytest.mark.usefixtures("only_slices")
+def test_the_last_of_equal_keys_of_an_annotation_counts() -> None:
+    first = (
+        '"id": 5, "image_id": 7, "bbox": [1, 1, 1, 1], "category_id": 3, "area": 2, "iscrowd": 1'
+    )
+    last = '"image_id": 9, "bbox": [%d, 8, 9, 10], "category_id": 2, "area": 5, "iscrowd": 0'
+    rows = ", ".join(f'{{{first}, {last % i}, "id": {i}}}' for i in range(90))
+    content = document() | {"annotations": "ROWS"}
+    del content["info"]
+    text = encode(content).replace(b'"ROWS"', f"[{rows}]".encode())
+    assert_same(text)
+    columns = decode_tables(text).annotations
+    for key in ("id", "image_id", "category_id", "bbox", "area"):
+        assert getattr(columns, key).tolist() == [r[key] for r in json.loads(text)["annotations"]]
+    assert not columns.is_crowd.any()
+
+
 def error_of(content: bytes, monkeypatch: pytest.MonkeyPatch, slice_bytes: int) -> str | None:
-    monkeypatch.setattr(coco_slices, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(coco_json, "SLICE_BYTES", slice_bytes)
     monkeypatch.setattr(coco, "open_content", lambda path: content)
     try:
         coco.read_files({"train": SplitFiles(Path(), Path("x.json"))})
@@ -145,7 +162,7 @@ BROKEN = [
     lambda d: d["annotations"][77].update(bbox=["x"]),
     lambda d: d["annotations"][77].update(id=1.5),
     lambda d: d["annotations"][77].pop("image_id"),
-    lambda d: d["images"][30].update(width="9"),
+    lambda d: d["images"][30].update(width="x"),
     lambda d: d["categories"][1].pop("name"),
     lambda d: d.pop("categories"),
     lambda d: d.update(annotations={"id": 1}),
@@ -164,7 +181,6 @@ def test_errors_name_the_place_in_the_file(
 
 
 @given(st.integers(0, 12_000), st.binary(max_size=4), st.integers(0, 5))
-@pytest.mark.process
 def test_any_damage_has_the_same_result(place: int, inserted: bytes, removed: int) -> None:
     content = document()
     del content["info"]
@@ -182,8 +198,8 @@ def test_a_large_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "a.json"
     path.write_bytes(encode(document()))
     in_memory = coco.read(path)["train"]
-    monkeypatch.setattr(coco_slices, "MAPPED_BYTES", 1)
-    content = coco_slices.open_content(path)
+    monkeypatch.setattr(coco_json, "MAPPED_BYTES", 1)
+    content = coco_json.open_content(path)
     assert isinstance(content, mmap.mmap)
     mapped = coco.read(path)["train"]
     assert mapped.file_names == in_memory.file_names

@@ -1,9 +1,10 @@
-"""Exports of labelling tools are recognised, prepared, trained on and scored unchanged."""
+"""Exports of labeling tools are recognized, prepared, trained on and scored unchanged."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from ssdctl.config import DataConfig
 from ssdctl.data.annotations import Annotations, LabeledImage, from_images
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.formats import find
-from ssdctl.data.image_names import resolve_images
+from ssdctl.data.image_files import resolve_images
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
@@ -45,8 +46,7 @@ def counts(root: Path, store: Path) -> tuple[int, int]:
     return size.trainable, len(size.classes)
 
 
-@pytest.mark.process
-def test_every_export_is_recognised_and_prepared(
+def test_every_export_is_recognized_and_prepared(
     export: tuple[str, Path], cli: Callable[..., Result]
 ) -> None:
     name, data = export
@@ -60,8 +60,8 @@ def test_every_export_is_recognised_and_prepared(
     reports = {r["split"]: r for r in json.loads(result.out)["splits"]}
     assert set(reports) == expected_splits
     for split, report in reports.items():
-        pictures = exports.pictures(start={"train": 0, "val": 10, "test": 20}[split])
-        num_boxes = sum(len(picture.objects) for picture in pictures)
+        samples = exports.samples(start={"train": 0, "val": 10, "test": 20}[split])
+        num_boxes = sum(len(sample.objects) for sample in samples)
         num_images = 5 if source == "tf-csv" else 6  # which does not list an image without boxes
         found = report["images"], report["boxes"], report["classes"]
         assert found == (num_images, num_boxes, 2)
@@ -69,8 +69,8 @@ def test_every_export_is_recognised_and_prepared(
     assert [c.name for c in train.classes] == list(exports.NAMES)
     truth = sorted(
         (label + 1, *np.round([x, y, x + w, y + h]).tolist())
-        for picture in exports.pictures()
-        for label, x, y, w, h in picture.objects
+        for sample in exports.samples()
+        for label, x, y, w, h in sample.objects
     )
     sizes = np.tile(train.sizes, 2).repeat(np.diff(train.starts), axis=0)
     boxes = np.round(np.asarray(train.boxes) * sizes)
@@ -109,7 +109,6 @@ def test_an_export_is_trained_on_scored_and_reported(
     assert "bolt" in Path("run/report.html").read_text(encoding="utf-8") or split == "train"
 
 
-@pytest.mark.process
 def test_a_supercategory_and_odd_names_are_reported(
     tmp_path: Path, cli: Callable[..., Result]
 ) -> None:
@@ -183,6 +182,9 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
         ({"b/a.jpg": "", "gt.txt": "b/a.jpg\n1\n4 5 6 7 0\n"}, r"not read.*gt\.txt", "coco"),
         ({"a.jpg": "", "d.csv": "image,x,y\na.jpg,1,2\n"}, r"not read.*d\.csv", "coco"),
         ({"a.jpg": "", "annos.mat": "?"}, r"not read.*annos\.mat", "coco"),
+        ({"train.record-00000-of-00010": "?"}, r"TFRecord.*train\.record-0", "ssdctl download"),
+        ({"a.jpg": "", "tf/a.tfrecord": "?"}, r"TFRecord.*tf/a\.tfrecord", "ssdctl download"),
+        ({"train-00000-of-00256": "?"}, "TFRecord", "ssdctl download"),
         ({}, r"no dataset found \(looked", "give the folder"),
     ],
 )
@@ -196,13 +198,12 @@ def test_what_a_folder_has_instead_of_a_dataset_is_named(
     with pytest.raises(DataError, match=found) as error:
         find(tmp_path / "data")
     assert hint in (error.value.hint or "")
-    for name in {"a.zip", "a.json"} & set(files):
+    for name in {"a.zip", "a.json", "train.record-00000-of-00010"} & set(files):
         with pytest.raises(DataError) as error:
             find(tmp_path / "data" / name)
         assert hint in (error.value.hint or "")
 
 
-@pytest.mark.process
 def test_a_file_is_a_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
     exports.cvat_coco(tmp_path / "cvat", ("Train", "Validation"))
     for data in ("cvat", "cvat/annotations/instances_Train.json"):
@@ -226,7 +227,7 @@ def test_the_name_of_the_dataset_folder_is_not_a_split(tmp_path: Path) -> None:
 def test_a_dataset_in_a_folder_below_is_named(tmp_path: Path) -> None:
     (tmp_path / "my export").mkdir()
     exports.label_studio_coco(tmp_path / "my export")
-    with pytest.raises(DataError, match="no dataset found") as error:
+    with pytest.raises(DataError, match=re.escape(str(tmp_path))) as error:
         find(tmp_path)
     assert f"--data {tmp_path}/my export" in str(error.value.hint)
 
@@ -242,7 +243,6 @@ def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", exports.EXPORTS)
-@pytest.mark.process
 def test_every_layout_can_be_forced(name: str, tmp_path: Path, cli: Callable[..., Result]) -> None:
     make, source, _ = exports.EXPORTS[name]
     (tmp_path / "export").mkdir()
@@ -253,9 +253,8 @@ def test_every_layout_can_be_forced(name: str, tmp_path: Path, cli: Callable[...
 
 
 class TestRefused:
-    """What is not recognised, or could be several datasets."""
+    """What is not recognized, or could be several datasets."""
 
-    @pytest.mark.process
     def test_no_dataset(self, tmp_path: Path, cli: Callable[..., Result]) -> None:
         (tmp_path / "mydata/photos").mkdir(parents=True)
         for command in (("prepare",), ("train", "--out", "run")):
@@ -274,7 +273,6 @@ class TestRefused:
         result = cli("prepare", "--data", "both", "--from", "voc", "--no-pack")
         assert result.code == 0, result.err
 
-    @pytest.mark.process
     def test_two_files_for_a_split(self, tmp_path: Path, cli: Callable[..., Result]) -> None:
         exports.label_studio_coco(tmp_path / "twice")
         shutil.copy(tmp_path / "twice/result.json", tmp_path / "twice/result-2.json")
@@ -293,7 +291,6 @@ class TestRefused:
         assert (result.code, "document type" in result.err) == (3, True), result.err
 
     @pytest.mark.parametrize("option", ["--data", "--store"])
-    @pytest.mark.process
     def test_urls(self, option: str, cli: Callable[..., Result], tmp_path: Path) -> None:
         result = cli("prepare", option, "s3://bucket/parts")
         assert (result.code, "s3://bucket/parts" in result.err) == (2, True), result.err
@@ -315,7 +312,7 @@ class TestFileNames:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
         for name in ("a.jpg", "sub/b.jpg", "one/c.jpg", "two/c.jpg"):
-            exports.save(tmp_path / name, exports.pictures()[0])
+            exports.save(tmp_path / name, exports.samples()[0])
         return tmp_path
 
     @pytest.mark.parametrize(
@@ -353,9 +350,17 @@ class TestFileNames:
         assert resolved.sizes.tolist() == [list(exports.SIZE)]
 
 
+def cvat(root: Path, content: str) -> None:
+    (root / "annotations.xml").write_text(f"<annotations>{content}</annotations>")
+
+
+def cvat_image(root: Path, shapes: str) -> None:
+    exports.save(root / "images/a.png", exports.samples()[0])
+    cvat(root, f'<image id="0" name="a.png" width="96" height="64">{shapes}</image>')
+
+
 def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Callable[..., Result]) -> None:
     """A rotated box becomes the box around it; a polygon and a mask their extent."""
-    exports.save(tmp_path / "images/a.png", exports.pictures()[0])
     shapes = (
         '<box label="x" xtl="10" ytl="10" xbr="30" ybr="20" rotation="90.00"/>'
         '<polygon label="x" points="5.5,6.0;20.0,6.0;12.0,30.0"/>'
@@ -363,10 +368,7 @@ def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Callable[..., Result]) -
         '<ellipse label="x" cx="40" cy="30" rx="8" ry="4"/>'
         '<polyline label="x" points="1,1;2,2"/>'
     )
-    (tmp_path / "annotations.xml").write_text(
-        f'<annotations><image id="0" name="a.png" width="96" height="64">{shapes}</image>'
-        "</annotations>"
-    )
+    cvat_image(tmp_path, shapes)
     result = cli("prepare", "--data", tmp_path)
     assert result.code == 0, result.err
     assert "1 polyline" in result.err
@@ -377,12 +379,8 @@ def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Callable[..., Result]) -
 
 
 def test_cvat_shapes_without_a_label_are_counted(tmp_path: Path) -> None:
-    exports.save(tmp_path / "images/a.png", exports.pictures()[0])
     box = '<box label="{}" xtl="10" ytl="10" xbr="30" ybr="20"/>'
-    (tmp_path / "annotations.xml").write_text(
-        f'<annotations><image id="0" name="a.png" width="96" height="64">{box.format("x")}'
-        f"{box.format('')}{box.format(' ')}</image></annotations>"
-    )
+    cvat_image(tmp_path, "".join(map(box.format, ("x", "", " "))))
     splits = find(tmp_path)[1].read(tmp_path)
     assert exports.boxes_of(splits) == {"images/a.png": [("x", [10, 10, 20, 10], False)]}
     assert "2 shapes without a label" in splits["train"].notes[0]
@@ -426,15 +424,13 @@ def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
 def test_cvat_tracks(tmp_path: Path, cli: Callable[..., Result]) -> None:
     """Boxes of a track outside its frame are left out."""
     for frame in range(2):
-        exports.save(tmp_path / f"images/frame_{frame:06d}.PNG", exports.pictures()[0])
+        exports.save(tmp_path / f"images/frame_{frame:06d}.PNG", exports.samples()[0])
     boxes = "".join(
         f'<box frame="{n}" outside="{n // 2}" occluded="0" keyframe="1" xtl="{n}" ytl="2" '
         'xbr="40" ybr="30" z_order="0"/>'
         for n in range(3)
     )
-    (tmp_path / "annotations.xml").write_text(
-        f'<annotations><track id="0" label="x" source="manual">{boxes}</track></annotations>'
-    )
+    cvat(tmp_path, f'<track id="0" label="x" source="manual">{boxes}</track>')
     result = cli("prepare", "--data", tmp_path)
     assert result.code == 0, result.err
     assert len(opened(tmp_path).labels) == 2
@@ -447,11 +443,12 @@ def test_a_frame_of_a_cvat_track_is_never_guessed(
     tmp_path: Path, cli: Callable[..., Result], frame: str, code: int
 ) -> None:
     for number in range(2):
-        exports.save(tmp_path / f"images/frame_{number:06d}.PNG", exports.pictures()[0])
-    (tmp_path / "annotations.xml").write_text(
-        f'<annotations><track id="5" label="x"><box {frame} outside="0" xtl="1" ytl="2" xbr="40" '
-        'ybr="30"/></track><image id="0" name="frame_000000.PNG" width="96.0" height="64">'
-        '<sphere label="x"/></image></annotations>'
+        exports.save(tmp_path / f"images/frame_{number:06d}.PNG", exports.samples()[0])
+    cvat(
+        tmp_path,
+        f'<track id="5" label="x"><box {frame} outside="0" xtl="1" ytl="2" xbr="40" ybr="30"/>'
+        '</track><image id="0" name="frame_000000.PNG" width="96.0" height="64">'
+        '<sphere label="x"/></image>',
     )
     result = cli("prepare", "--data", tmp_path)
     assert result.code == code, result.err
@@ -467,7 +464,7 @@ def test_a_frame_of_a_cvat_track_is_never_guessed(
 def test_a_size_in_voc_is_a_whole_number_or_absent(
     tmp_path: Path, cli: Callable[..., Result], side: str, code: int
 ) -> None:
-    exports.save(tmp_path / "images/a.png", exports.pictures()[0])
+    exports.save(tmp_path / "images/a.png", exports.samples()[0])
     (tmp_path / "annotations").mkdir()
     (tmp_path / "annotations/a.xml").write_text(
         f"<annotation><filename>a.png</filename><size><width>{side}</width><height>64</height>"
@@ -482,7 +479,7 @@ def test_a_size_in_voc_is_a_whole_number_or_absent(
 def test_an_annotation_file_that_is_a_pipe_does_not_hang(
     tmp_path: Path, cli: Callable[..., Result]
 ) -> None:
-    exports.save(tmp_path / "train/a.png", exports.pictures()[0])
+    exports.save(tmp_path / "train/a.png", exports.samples()[0])
     (tmp_path / "annotations").mkdir()
     os.mkfifo(tmp_path / "annotations/instances_train2017.json")
     assert cli("prepare", "--data", tmp_path).code == 3
@@ -524,7 +521,7 @@ def test_open_images_flags_and_absent_labels(
 
 def test_masks_of_open_images_are_not_images(tmp_path: Path) -> None:
     exports.open_images(tmp_path)
-    exports.picture_file(tmp_path / "train/labels/masks/0/any.png")
+    exports.image_file(tmp_path / "train/labels/masks/0/any.png")
     splits = find(tmp_path)[1].read(tmp_path)
     assert splits["train"].file_names == [f"train/{n:016x}.jpg" for n in range(6)]
 
@@ -532,7 +529,7 @@ def test_masks_of_open_images_are_not_images(tmp_path: Path) -> None:
 def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Callable[..., Result]) -> None:
     exports.open_images(tmp_path)
     (tmp_path / f"train/{1:016x}.jpg").write_bytes(b"?")
-    (tmp_path / f"train/._{2:016x}.jpg").write_bytes(b"?")  # of macOS
+    (tmp_path / f"train/._{2:016x}.jpg").write_bytes(b"?")  # metadata from macOS
     result = cli("prepare", "--data", tmp_path, "--allow-dropped", "--json")
     assert result.code == 0, result.err
     train = json.loads(result.out)["splits"][0]
@@ -546,7 +543,7 @@ def test_file_names_that_are_urls_of_label_studio(tmp_path: Path) -> None:
     names += "/data/upload/3/x%20y.jpg", "/data/upload/3/p%20q.jpg"
     files = ["a b.jpg", "c.jpg", "x y.jpg", "p%20q.jpg"]
     for name in files:
-        exports.save(tmp_path / name, exports.pictures()[0])
+        exports.save(tmp_path / name, exports.samples()[0])
     resolved, sizes = resolve_images(annotations(tmp_path, *names))
     assert resolved.file_names == files
     assert all(sizes)
@@ -564,7 +561,6 @@ def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Callable[...,
     assert result.code == 0, result.err
 
 
-@pytest.mark.process
 def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Callable[..., Result]) -> None:
     exports.roboflow_yolo(tmp_path / "first")
     assert cli("prepare", "--data", "first", "--no-pack").code == 0

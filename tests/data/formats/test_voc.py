@@ -30,7 +30,7 @@ def thing(name: str, *box: object, more: str = "") -> str:
 
 def voc(root: Path, stems: dict[str, str], lists: dict[str, list[str]] | None = None) -> None:
     for stem, content in stems.items():
-        exports.picture_file(root / "JPEGImages" / f"{stem}.jpg")
+        exports.image_file(root / "JPEGImages" / f"{stem}.jpg")
         (root / "Annotations").mkdir(exist_ok=True)
         (root / "Annotations" / f"{stem}.xml").write_text(content)
     for name, lines in (lists or {}).items():
@@ -76,7 +76,7 @@ def test_a_devkit_of_two_years(tmp_path: Path) -> None:
 
 
 def test_no_lists_no_size_another_suffix(tmp_path: Path) -> None:
-    exports.picture_file(tmp_path / "images/a.PNG", (30, 20))
+    exports.image_file(tmp_path / "images/a.PNG", (30, 20))
     (tmp_path / "annotations").mkdir()
     content = xml(thing("nut", 2, 2, 4, 4), size=None, file="C:\\other\\name.jpg")
     (tmp_path / "annotations/a.xml").write_text(content)
@@ -89,7 +89,7 @@ def test_xml_next_to_the_images_in_a_folder_per_split(tmp_path: Path) -> None:
     for k, names in enumerate((("train", "valid", "test"), ("Train", "Val2017", "Test"))):
         root = tmp_path / str(k)
         for name in names:
-            exports.picture_file(root / name / "a.jpg")
+            exports.image_file(root / name / "a.jpg")
             (root / name / "a.xml").write_text(xml(thing("nut", 2, 2, 4, 4)))
         splits = read(root)
         for name, split in zip(names, ("train", "val", "test"), strict=True):
@@ -140,7 +140,7 @@ def test_lists_and_folders_of_cvat(tmp_path: Path) -> None:
 
 def test_the_named_image_of_two_with_the_same_stem(tmp_path: Path) -> None:
     for suffix in (".bmp", ".jpg", ".png", ".tif", ".webp"):
-        exports.picture_file(tmp_path / f"data/a{suffix}")
+        exports.image_file(tmp_path / f"data/a{suffix}")
     for suffix in (".bmp", ".png"):
         content = xml(thing("cat", 1, 1, 9, 9), file=f"a{suffix}")
         (tmp_path / "labels").mkdir(exist_ok=True)
@@ -152,7 +152,7 @@ def test_the_named_image_of_two_with_the_same_stem(tmp_path: Path) -> None:
 def test_images_without_xml_are_counted_and_files_of_macos_ignored(tmp_path: Path) -> None:
     root = tmp_path / "test"  # not a split: it is the dataset folder
     voc(root, {"a": xml(thing("cat", 1, 1, 9, 9))})
-    exports.picture_file(root / "JPEGImages/b.jpg")
+    exports.image_file(root / "JPEGImages/b.jpg")
     for name in ("JPEGImages/._a.jpg", "Annotations/._a.xml"):
         (root / name).write_bytes(b"\0\5\x16\7")
     splits = read(root)
@@ -164,14 +164,14 @@ def test_images_without_xml_are_counted_and_files_of_macos_ignored(tmp_path: Pat
 
 def test_absent_and_unsafe_names(tmp_path: Path) -> None:
     voc(tmp_path, {"a": xml(thing("cat", 1, 1, 2, 2))}, {"train": ["a", "b"]})
-    with pytest.raises(DataError, match=r"b\.xml: cannot be read"):
+    with pytest.raises(DataError, match=r"b\.xml"):
         read(tmp_path)
     voc(tmp_path, {}, {"train": ["../../etc/passwd"]})
-    with pytest.raises(DataError, match="not plain names"):
+    with pytest.raises(DataError, match=r"train\.txt.*passwd"):
         read(tmp_path)
     voc(tmp_path, {"b": xml(thing("cat", 1, 1, 2, 2))}, {"train": ["a", "b"]})
     (tmp_path / "JPEGImages/b.jpg").unlink()
-    with pytest.raises(DataError, match=r"images of annotations are missing: Annotations/b\.xml"):
+    with pytest.raises(DataError, match=r"Annotations/b\.xml"):
         read(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_another_format(tmp_path: Path) -> None:
 
 def test_folders_of_other_names(tmp_path: Path) -> None:
     """`annots` with `images` said that images of annotations are missing although all exist."""
-    exports.picture_file(tmp_path / "cover/0.jpg")  # another image of the same name
+    exports.image_file(tmp_path / "cover/0.jpg")  # another image of the same name
     splits = read(exports.voc_other_names(tmp_path))
     assert list(exports.boxes_of(splits)) == [f"images/{n}.jpg" for n in range(6)]
     assert not splits["train"].notes
@@ -192,7 +192,7 @@ def test_mirrored_folders_of_splits(tmp_path: Path) -> None:
     exports.voc_mirrored(tmp_path)
     (tmp_path / "images/train/5.jpg").rename(tmp_path / "images/train/new.jpg")
     (tmp_path / "annotations/train/5.xml").unlink()
-    exports.picture_file(tmp_path / "images/test/6.jpg")
+    exports.image_file(tmp_path / "images/test/6.jpg")
     splits = read(tmp_path)
     assert list(exports.boxes_of(splits)) == [f"images/train/{n}.jpg" for n in range(5)]
     assert list(exports.boxes_of(splits, "val")) == [f"images/test/{n}.jpg" for n in range(6)]
@@ -216,13 +216,13 @@ def test_no_image_is_found(tmp_path: Path) -> None:
     voc(tmp_path, dict.fromkeys("abc", xml(thing("cat", 2, 2, 9, 9))))
     for path in (tmp_path / "JPEGImages").iterdir():
         path.unlink()
-    with pytest.raises(DataError, match=f"no image for 3 XML files was found below {tmp_path}"):
+    with pytest.raises(DataError, match=rf"\b3\b.*{tmp_path}"):
         read(tmp_path)
 
 
 def test_an_image_is_not_taken_from_another_split(tmp_path: Path) -> None:
     exports.voc_mirrored(tmp_path)
-    exports.picture_file(tmp_path / "images/test/9.jpg")
+    exports.image_file(tmp_path / "images/test/9.jpg")
     (tmp_path / "annotations/train/9.xml").write_text(xml(thing("cat", 2, 2, 9, 9)))
     with pytest.raises(DataError, match=r"missing: annotations/train/9\.xml"):
         read(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def yolo(
 ) -> None:
     """Images by path, each with the text of its label file."""
     for name, text in labels.items():
-        exports.picture_file(root / name)
+        exports.image_file(root / name)
         if text is not None:
             parts = ["labels" if p == "images" else p for p in Path(name).parts]
             path = root.joinpath(*parts).with_suffix(".txt")
@@ -74,7 +75,7 @@ def test_lists_of_images(tmp_path: Path) -> None:
     assert list(exports.boxes_of(splits)) == ["images/a.jpg", "images/b.jpg"]
     assert exports.boxes_of(splits, "val")["images/c.jpg"][0][0] == "no"  # not false
     (tmp_path / "val.txt").write_text("images/z.jpg\n")
-    with pytest.raises(DataError, match=r"val\.txt: images that do not exist: images/z\.jpg"):
+    with pytest.raises(DataError, match=r"val\.txt.*images/z\.jpg"):
         read(tmp_path)
 
 
@@ -87,7 +88,7 @@ def test_names_without_yaml_and_labels_next_to_images(tmp_path: Path) -> None:
 
 def test_turned_images_count_as_shown(tmp_path: Path) -> None:
     yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4"})
-    exports.picture_file(tmp_path / "images/a.jpg", turn=6)  # shown as 50 x 100
+    exports.image_file(tmp_path / "images/a.jpg", turn=6)  # shown as 50 x 100
     splits = read(tmp_path)
     assert exports.boxes_of(splits)["images/a.jpg"][0][1] == [20, 30, 10, 40]
 
@@ -193,7 +194,6 @@ def test_a_broken_description(tmp_path: Path, yaml: str | None, words: str) -> N
 
 
 @given(st.data())
-@pytest.mark.process
 def test_any_label_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Boxes inside the image within the slack, or one message that names the file."""
     root = tmp_path_factory.getbasetemp() / "yolo"
@@ -226,7 +226,7 @@ def test_names_of_darknet(tmp_path: Path, name: str, data: str | None) -> None:
     (tmp_path / name).write_text("cat\ndog\n")
     if data is not None:
         (tmp_path / "other.names").write_text("x\n")  # not the only one: only *.data decides
-        with pytest.raises(DataError, match="no dataset found"):
+        with pytest.raises(DataError, match=re.escape(str(tmp_path))):
             find(tmp_path)
         (tmp_path / "my.data").write_text(f"classes = 2\n{data}\n")
     assert find(tmp_path)[0] == "yolo"
@@ -270,12 +270,10 @@ def test_text_beside_an_image_is_yolo_if_its_content_is(
 ) -> None:
     root = tmp_path / "data"
     yolo(root, {"a.jpg": line}, None)
-    with pytest.raises(DataError, match="no dataset found") as error:
+    with pytest.raises(DataError, match=re.escape(str(root))) as error:
         find(root)
     assert ("YOLO" in str(error.value)) == is_yolo
-    assert ("text labels of another format, such as a.txt" in str(error.value)) == bool(
-        line and not is_yolo
-    )
+    assert ("another format, such as a.txt" in str(error.value)) == bool(line and not is_yolo)
     (root / "classes.txt").write_text("cat\n")  # the hint for YOLO leads to a dataset
     assert (recognise(root) is not None) == is_yolo
     if is_yolo:
@@ -288,7 +286,7 @@ def test_the_hint_for_labels_in_an_unusual_place(tmp_path: Path) -> None:
     yolo(root, {"photos/a.jpg": None}, None)
     (root / "marks").mkdir()
     (root / "marks/a.txt").write_text("0 .5 .5 .2 .4")
-    with pytest.raises(DataError, match=r"YOLO's labels, such as marks/a\.txt") as error:
+    with pytest.raises(DataError, match=r"YOLO.*marks/a\.txt") as error:
         find(root)
     assert "beside its image" in str(error.value.hint)
     (root / "marks/a.txt").rename(root / "photos/a.txt")

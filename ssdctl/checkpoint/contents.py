@@ -1,0 +1,326 @@
+"""What a checkpoint contains, and checks of it before anything of its size is allocated.
+
+A checkpoint is an untrusted file: a few bytes of it can describe a tensor, a network or a number of
+any size. Here everything is bound to the bytes that the file really has.
+"""
+
+from __future__ import annotations
+
+import errno
+import pickletools
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ssdctl.config.fields import LARGEST_INT, BackboneName
+from ssdctl.data.classes import ClassName
+from ssdctl.errors import IntegrityError
+from ssdctl.files import disk_error
+from ssdctl.model.ssd300 import Architecture
+from ssdctl.runtime.safe_text import listed
+
+FORMAT = 1
+MAX_CLASSES = 100_000
+MAX_COUNT = 2**53  # exact as a float
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+SHOWN = 6  # differences named in a message
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
+Setting = Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
+Scalar = bool | Setting | float | str | None
+Shape = tuple[int, ...]
+
+
+class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):
+    backbone: BackboneName
+    extra_norm: Literal["none", "batch"]
+    num_classes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLASSES)]
+
+
+class ParameterGroup(msgspec.Struct):
+    params: list[Count]
+
+
+class OptimizerFields(msgspec.Struct):
+    state: dict[Count, dict[str, Any]]
+    param_groups: list[ParameterGroup]
+
+
+class Payload(msgspec.Struct):
+    """The contents of a checkpoint other than its weights, by type."""
+
+    architecture: ArchitectureFields
+    classes: list[ClassName]
+    config: dict[str, Scalar | list[Scalar]]
+    step: Count
+    samples_seen: Count
+    images: AtLeastOne
+    global_batch: AtLeastOne
+    best_ap: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None
+    optimizer: OptimizerFields
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint in memory; a third-party one has ssdctl's parameter names."""
+
+    path: Path
+    model: dict[str, Tensor]
+    architecture: Architecture
+    classes: list[ClassName]
+    step: int
+    epoch: float
+    # The state and the settings of a run; empty without `is_of_run`.
+    config: dict[str, Any]  # the run's values by setting
+    optimizer: dict[str, Any]
+    samples_seen: int = 0
+    images: int = 0  # that the run trained on
+    global_batch: int = 0
+    best_ap: float | None = None
+    third_party: str | None = None  # the system that wrote it; None if ssdctl did
+    trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
+    rank_statistics: list[list[Tensor]] | None = None  # batch norm's of each rank, to resume from
+    weights_only: bool = False  # a `.safetensors` or ONNX file
+    graph: bytes | None = None  # the ONNX file's; `model` is then empty
+    # The score threshold and IoU of the NMS in the graph.
+    nms: tuple[float | None, float | None] | None = None
+
+    @property
+    def is_of_run(self) -> bool:
+        """Return whether it has the state and the settings of a run of ssdctl."""
+        return self.third_party is None and not self.weights_only
+
+
+def read_fields(payload: Any) -> Payload:
+    """Return the fields of a checkpoint, checked.
+
+    Raises:
+        ValueError: One is missing, has another type or is out of bounds.
+    """
+    fields = msgspec.convert(payload, Payload)
+    for key in ("data.root", "data.store"):
+        value = fields.config.get(key)
+        if value is not None and (not isinstance(value, str) or "\0" in value):
+            raise ValueError(f"config: {key} is not a path")
+    check_classes(fields.classes, fields.architecture.num_classes)
+    for values in fields.optimizer.state.values():
+        if not all(is_plain_tensor(v) for v in values.values() if isinstance(v, Tensor)):
+            raise ValueError("optimizer: a tensor is not dense numbers")
+    return fields
+
+
+def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
+    """Raise ValueError if the classes are not those of a network of `num_classes` outputs."""
+    if len(classes) + 1 != num_classes:
+        raise ValueError(
+            f"{len(classes)} classes, but architecture.num_classes is {num_classes} with the "
+            "background"
+        )
+    if any(c.id is not None and abs(c.id) > MAX_COUNT for c in classes):
+        raise ValueError("classes: an id is out of bounds")
+
+
+def is_statistics(value: object) -> bool:
+    """Return whether a value is None, or a list of plain tensors for each rank."""
+    return value is None or (
+        isinstance(value, list)
+        and all(isinstance(rank, list) and all(map(is_plain_tensor, rank)) for rank in value)
+    )
+
+
+def is_state(value: object) -> bool:
+    """Return whether a value is a state dict of plain tensors."""
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and is_plain_tensor(tensor) for name, tensor in value.items()
+    )
+
+
+def is_plain_tensor(value: object) -> bool:
+    """Return whether a value is a dense tensor of real numbers that are all in the file.
+
+    Sparse, quantized, complex and meta tensors are not; nor are those that repeat few numbers by
+    a stride of 0 and would grow when they are copied.
+    """
+    return (
+        isinstance(value, Tensor)
+        and type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and (value.is_floating_point() or value.dtype in INTEGERS)
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    )
+
+
+def check_zip(path: Path) -> None:
+    """Check that a file is a complete zip of stored entries with correct CRCs, and that its
+    tensors are as large as they are described.
+
+    Raises:
+        IntegrityError: It is not; or its entries are larger than the file.
+        DiskError: It cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            if any(e.compress_type != zipfile.ZIP_STORED for e in entries):
+                raise zipfile.BadZipFile("it has compressed entries, which torch.save never writes")
+            total = sum(max(e.file_size, e.compress_size) for e in entries)
+            if total > path.stat().st_size:
+                raise zipfile.BadZipFile("its entries are larger than the file")
+            damaged = archive.testzip()
+            if damaged is None:
+                check_storages(archive)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: of a damaged directory
+            raise disk_error(error, path, "reading") from None
+        raise _not_a_checkpoint(path, error) from None
+    except Exception as error:  # zipfile raises a dozen kinds on a broken directory
+        raise _not_a_checkpoint(path, error) from None
+    if damaged is not None:
+        raise IntegrityError(f"{path}: damaged: the CRC of {damaged} is wrong")
+
+
+def _not_a_checkpoint(path: Path, error: Exception) -> IntegrityError:
+    return IntegrityError(
+        f"{path}: not a checkpoint, or a damaged one: {error}",
+        hint="an earlier one may be intact: look in the run's checkpoints/",
+    )
+
+
+def shape_differences(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> list[str]:
+    """Return how the shapes of a file's weights differ from those of a network."""
+    wrong = [f"missing {name}" for name in expected if name not in shapes]
+    wrong += [f"unexpected {name}" for name in shapes if name not in expected]
+    wrong += [
+        f"{name} is {shapes[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    return wrong
+
+
+def refuse_differences(differences: Sequence[str], path: Path) -> None:
+    """Raise IntegrityError if there are differences; name the first ones."""
+    if differences:
+        raise IntegrityError(
+            f"{path}: does not fit the network: {listed(differences, SHOWN, '; ')}",
+            hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
+        )
+
+
+ITEM_BYTES = {
+    **dict.fromkeys(("Untyped", "Byte", "Char", "Bool", "QInt8", "QUInt8"), 1),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+    **dict.fromkeys(("Float", "Int", "QInt32"), 4),
+    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
+}
+MARK = object()
+OPAQUE = object()  # any value that is not part of a storage's description
+
+
+def check_storages(archive: zipfile.ZipFile) -> None:
+    """Compare the lengths of tensors that the pickle states with the records that hold the bytes.
+
+    Before version 2.10 or so, PyTorch does not, and reads beyond the end of its memory.
+
+    Raises:
+        zipfile.BadZipFile: A storage is larger than its record, or is not described as torch.save
+            does it; a name occurs twice.
+        Exception: Of any kind, if the pickle is damaged.
+    """
+    names = [info.filename for info in archive.infolist()]
+    if len({name.lower() for name in names}) < len(names):  # PyTorch ignores the case
+        raise zipfile.BadZipFile("a name occurs twice in it")
+    prefix = names[0].partition("/")[0]
+    sizes = {info.filename: info.file_size for info in archive.infolist()}
+    for description in _storages(archive.read(f"{prefix}/data.pkl")):
+        kind, storage, key, _, length = description
+        item_bytes = ITEM_BYTES.get(storage.rpartition(" ")[2].removesuffix("Storage"))
+        size = sizes.get(f"{prefix}/data/{key}")
+        if kind != "storage" or item_bytes is None or size is None or length * item_bytes > size:
+            raise zipfile.BadZipFile(f"its tensor {key!r} is not in the file as it is described")
+
+
+def _storages(pickle: bytes) -> list[tuple[Any, Any, Any, Any, Any]]:
+    """Return the storages that a pickle refers to, without building any of its objects."""
+    found = []
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}
+    for opcode, argument, _ in pickletools.genops(pickle):
+        name = opcode.name
+        if name in ("PROTO", "STOP"):
+            continue
+        if name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in LITERALS:
+            stack.append(argument)
+        elif name in CONSTANTS:
+            stack.append(OPAQUE)
+        elif name == "BINPERSID":
+            description = stack.pop()
+            _, storage, key, _, length = description
+            if type(storage) is not str or type(key) is not str or type(length) is not int:
+                raise zipfile.BadZipFile("it has a storage without a name or a length")
+            found.append(description)
+            stack.append(OPAQUE)
+        elif name in STACK_EFFECTS:
+            STACK_EFFECTS[name](stack)
+        else:
+            raise zipfile.BadZipFile(f"its pickle has the operation {name}; torch.save has not")
+    return found
+
+
+def _pop_to_mark(stack: list[Any]) -> list[Any]:
+    values = []
+    while (value := stack.pop()) is not MARK:
+        values.append(value)
+    return values[::-1]
+
+
+def _tuple_of(count: int) -> Callable[[list[Any]], None]:
+    def build(stack: list[Any]) -> None:
+        values = [stack.pop() for _ in range(count)][::-1]
+        stack.append(tuple(values))
+
+    return build
+
+
+def _pops(count: int, *, results: int = 0) -> Callable[[list[Any]], None]:
+    def pop(stack: list[Any]) -> None:
+        for _ in range(count):
+            stack.pop()
+        stack.extend([OPAQUE] * results)
+
+    return pop
+
+
+# The operations that torch's own restricted unpickler has.
+LITERALS = {"BINUNICODE", "GLOBAL", "BININT", "BININT1", "BININT2", "LONG1"}
+CONSTANTS = {
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_SET"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT", "SHORT_BINSTRING"),
+}
+# What the other operations take from the stack and put on it.
+STACK_EFFECTS: dict[str, Callable[[list[Any]], object]] = {
+    "MARK": lambda stack: stack.append(MARK),
+    "TUPLE": lambda stack: stack.append(tuple(_pop_to_mark(stack))),
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "APPEND": _pops(1),
+    "APPENDS": _pop_to_mark,
+    "SETITEM": _pops(2),
+    "SETITEMS": _pop_to_mark,
+    "BUILD": _pops(1),
+    "REDUCE": _pops(2, results=1),
+    "NEWOBJ": _pops(2, results=1),
+}

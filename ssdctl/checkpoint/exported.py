@@ -1,0 +1,270 @@
+"""Read files of `ssdctl export` and `ssdctl push`, which are untrusted: ONNX and safetensors.
+
+Both describe the network: an ONNX file in `metadata_props`, a `.safetensors` file in its metadata
+or in `config.json` in the same folder. A description has one JSON value for each key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ssdctl.checkpoint.contents import (
+    MAX_CLASSES,
+    MAX_COUNT,
+    ArchitectureFields,
+    Checkpoint,
+    Count,
+    Integer,
+    check_classes,
+    is_state,
+)
+from ssdctl.config.fields import BackboneName
+from ssdctl.data.classes import ClassName, Name
+from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.model.ssd300 import Architecture
+
+MAX_BYTES = (2 << 30) - 1  # protobuf's limit for a message
+MAX_DEPTH = 8  # graphs inside of nodes
+DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")  # operators inside of onnxruntime
+PACKAGES = ("onnx", "onnxruntime")
+CONFIG_FILE = "config.json"
+MAX_CONFIG_BYTES = 16 << 20
+
+
+class InputConvention(msgspec.Struct, forbid_unknown_fields=True):
+    """What the input `images` contains: (B, 300, 300, 3) RGB values from 0 to 255."""
+
+    name: Literal["images"] = "images"
+    layout: Literal["BHWC"] = "BHWC"
+    colors: Literal["RGB"] = "RGB"
+    dtype: Literal["uint8"] = "uint8"
+    size: Literal[300] = 300
+    resize: Literal["bilinear, antialiased"] = "bilinear, antialiased"
+
+
+class OnnxDescription(msgspec.Struct):
+    """The metadata; other keys are for other programs."""
+
+    format: Literal[1]
+    backbone: BackboneName
+    num_classes: Annotated[int, msgspec.Meta(ge=2, le=MAX_CLASSES)]  # with background
+    classes: list[Name]  # in the order of the labels, from 1; empty if they have no names
+    category_ids: list[Integer | None]
+    input: InputConvention
+    step: Count
+    epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)]
+    # Of the NMS in the graph; null without it.
+    score_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    nms_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+
+    @property
+    def named_classes(self) -> list[ClassName]:
+        pairs = zip(self.category_ids, self.classes, strict=True)
+        return [ClassName(number, name) for number, name in pairs]
+
+    def as_metadata(self) -> dict[str, str]:
+        return {
+            name: msgspec.json.encode(value).decode()
+            for name, value in msgspec.structs.asdict(self).items()
+        }
+
+
+def read_onnx(path: Path) -> Checkpoint:
+    """Read a file of `ssdctl export --format onnx`.
+
+    Raises:
+        UsageError: There is no such file, or onnx is not installed.
+        IntegrityError: It is damaged, too large, refers to other files or operators, or lacks the
+            description of ssdctl.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    try:
+        import onnx
+    except ImportError:
+        raise missing_package("onnx", *PACKAGES) from None
+    if path.stat().st_size > MAX_BYTES:
+        raise IntegrityError(f"{path}: larger than {MAX_BYTES} bytes")
+    content = path.read_bytes()
+    try:
+        model = onnx.load_model_from_string(content)
+        _refuse_references(model, path)
+        metadata = {entry.key: entry.value for entry in model.metadata_props}
+    except UsageError:
+        raise
+    except Exception as error:  # protobuf's differ between its implementations
+        raise IntegrityError(f"{path}: not an ONNX file, or a damaged one: {error}") from None
+    facts = _onnx_description(path, metadata)
+    return Checkpoint(
+        path=path,
+        model={},
+        architecture=Architecture(facts.backbone, "none", facts.num_classes),
+        classes=facts.named_classes,
+        step=facts.step,
+        epoch=facts.epoch,
+        config={},
+        optimizer={},
+        weights_only=True,
+        graph=content,
+        nms=(facts.score_threshold, facts.nms_iou),
+    )
+
+
+def _refuse_references(model: Any, path: Path) -> None:
+    """Raise ValueError unless the graph consists of onnxruntime's own operators and values.
+
+    Weights in another file would let the graph read any file of the user.
+    """
+    if not model.graph.node:
+        raise ValueError("it has no graph")
+    if model.functions or model.training_info:
+        raise ValueError("it has functions or training information")
+    domains = {entry.domain for entry in model.opset_import}
+    domains |= {node.domain for node in _nodes(model.graph)}
+    if others := sorted(domains.difference(DOMAINS)):
+        if "TRT" in others:
+            raise UsageError(
+                f"{path}: its NMS is TensorRT's plugin (--nms efficientnms); only TensorRT runs it",
+                hint="run the file with TensorRT, or export the checkpoint with --nms onnx",
+            )
+        raise ValueError(f"operators of {', '.join(others)[:200]!r} are not onnxruntime's")
+    if any(tensor.data_location or tensor.external_data for tensor in _tensors(model.graph)):
+        raise ValueError("weights in another file are not read")
+
+
+def _nodes(graph: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the nodes of a graph and of the graphs in its attributes."""
+    if depth > MAX_DEPTH:
+        raise ValueError("graphs are nested too deeply")
+    for node in graph.node:
+        yield node
+        for inner in _graphs(node):
+            yield from _nodes(inner, depth + 1)
+
+
+def _graphs(node: Any) -> Iterator[Any]:
+    for attribute in node.attribute:
+        yield from attribute.graphs
+        if attribute.HasField("g"):
+            yield attribute.g
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    """Yield the constants of a graph and of the graphs in its attributes."""
+    nodes = list(_nodes(graph))
+    for inner in (graph, *(inner for node in nodes for inner in _graphs(node))):
+        yield from inner.initializer
+        yield from _dense_parts(inner.sparse_initializer)
+    for node in nodes:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            yield from _dense_parts((attribute.sparse_tensor, *attribute.sparse_tensors))
+
+
+def _dense_parts(tensors: Iterable[Any]) -> Iterator[Any]:
+    for tensor in tensors:
+        yield from (tensor.values, tensor.indices)
+
+
+def _onnx_description(path: Path, metadata: dict[str, str]) -> OnnxDescription:
+    missing = [name for name in OnnxDescription.__struct_fields__ if name not in metadata]
+    if missing:
+        raise IntegrityError(
+            f"{path}: its metadata (metadata_props) lacks {', '.join(missing)}",
+            hint="`ssdctl export CKPT --format onnx` writes them; ONNX files of other programs and "
+            "of earlier versions of ssdctl cannot be read",
+        )
+    try:
+        fields = {k: msgspec.json.decode(metadata[k]) for k in OnnxDescription.__struct_fields__}
+        facts = msgspec.convert(fields, OnnxDescription)
+        counts = {len(facts.classes), len(facts.category_ids)}
+        if counts not in ({facts.num_classes - 1}, {0}):
+            raise ValueError(
+                f"{len(facts.classes)} classes and {len(facts.category_ids)} category ids, but "
+                f"num_classes is {facts.num_classes} with the background"
+            )
+        if (facts.score_threshold is None) != (facts.nms_iou is None):
+            raise ValueError("only one of score_threshold and nms_iou is set")
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise IntegrityError(f"{path}: damaged metadata: {str(error)[:300]}") from None
+    return facts
+
+
+class NetworkDescription(msgspec.Struct):
+    """The part of `config.json` that is read back; other keys are for other programs."""
+
+    architecture: ArchitectureFields
+    classes: list[ClassName]
+    format: Literal[1] = 1
+    step: Count = 0
+    epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
+
+
+def read_safetensors(path: Path) -> Checkpoint:
+    """Read weights with their classes. Nothing names the run, so it cannot be resumed.
+
+    Raises:
+        UsageError: There is no such file, or safetensors is not installed.
+        IntegrityError: It is damaged, or does not describe an SSD300.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise missing_package("safetensors", "safetensors") from None
+    try:
+        # The sizes in the header are checked against the file before a tensor is allocated.
+        with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
+            facts = _network_description(path, file.metadata() or {})
+            names = file.keys()
+            state = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise IntegrityError(
+            f"{path}: not a safetensors file, or a damaged one: {reason}"
+        ) from None
+    if not is_state(state):
+        raise IntegrityError(f"{path}: its weights are not dense tensors of real numbers")
+    return Checkpoint(
+        path=path,
+        model=state,
+        architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
+        classes=facts.classes,
+        step=facts.step,
+        epoch=facts.epoch,
+        config={},
+        optimizer={},
+        weights_only=True,
+    )
+
+
+def _network_description(path: Path, metadata: dict[str, str]) -> NetworkDescription:
+    """Return the file's own description, else that of `config.json`."""
+    source = path
+    try:
+        if "architecture" in metadata:
+            known = {k: v for k, v in metadata.items() if k in NetworkDescription.__struct_fields__}
+            known.pop("format", None)  # other tools write `pt`
+            fields = {k: msgspec.json.decode(v) for k, v in known.items()}
+            config = msgspec.convert(fields, NetworkDescription)
+        else:
+            source = path.with_name(CONFIG_FILE)
+            if source.stat().st_size > MAX_CONFIG_BYTES:
+                raise ValueError(f"larger than {MAX_CONFIG_BYTES} bytes")
+            config = msgspec.json.decode(source.read_bytes(), type=NetworkDescription)
+        if config.classes:  # a third-party checkpoint may have no names
+            check_classes(config.classes, config.architecture.num_classes)
+    except (OSError, ValueError, KeyError, RecursionError, msgspec.MsgspecError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise IntegrityError(
+            f"{source}: not the description of an SSD300: {str(reason)[:300]}",
+            hint="expected a file of `ssdctl export --format safetensors`, or the folder or "
+            "hf:// repository of `ssdctl push`",
+        ) from None
+    return config

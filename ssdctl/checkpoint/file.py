@@ -1,0 +1,311 @@
+"""Save and load checkpoints, and load backbone weights. What is loaded is untrusted.
+
+A checkpoint is one `.pt`: a zip whose CRCs are checked before anything is read, loaded with
+`weights_only=True`, so a pickle that would run code is refused, never run. A `.safetensors`
+file has only the weights and the classes (exported.py), other systems' have other keys
+(third_party.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ssdctl.checkpoint.contents import (
+    FORMAT,
+    Checkpoint,
+    check_zip,
+    is_state,
+    is_statistics,
+    read_fields,
+    refuse_differences,
+    shape_differences,
+)
+from ssdctl.data.classes import ClassName
+from ssdctl.errors import IntegrityError, SsdctlError, UsageError
+from ssdctl.files import atomic_write, unreadable
+from ssdctl.model.ssd300 import SSD300, Architecture
+
+ONNX, SAFETENSORS = ".onnx", ".safetensors"
+MAX_NAMED_KEYS = 5  # in the message for another program's file
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint of ssdctl, MLPerf, Habana, NVIDIA, its TPU fork or torchvision.
+
+    Raises:
+        UsageError: There is no such file.
+        IntegrityError: It is damaged, not a checkpoint, or would run code.
+    """
+    if path.suffix == ONNX:
+        raise UsageError(
+            f"{path}: an ONNX file can be run and scored; this needs weights",
+            hint="name the checkpoint that it was exported from",
+        )
+    if path.suffix in (".pt2", ".xml") and path.is_file():
+        raise UsageError(
+            f"{path}: ssdctl does not run files for torch.export or OpenVINO",
+            hint="name the checkpoint that it was exported from, or an ONNX file",
+        )
+    if path.suffix == SAFETENSORS:
+        from ssdctl.checkpoint.exported import read_safetensors
+
+        return read_safetensors(path)
+    payload = read_payload(path)
+    try:
+        return _read_any(path, payload)
+    except SsdctlError:
+        raise
+    except Exception as error:  # a tensor in place of another value can raise anything
+        raise IntegrityError(f"{path}: malformed checkpoint: {error!r:.300}") from error
+
+
+def read_model(path: Path) -> Checkpoint:
+    """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`.
+
+    Raises:
+        UsageError: There is no such file, or a package is absent.
+        IntegrityError: It is damaged, not a detector, or would run code.
+    """
+    if path.suffix != ONNX:
+        return load_checkpoint(path)
+    from ssdctl.checkpoint.exported import read_onnx
+
+    return read_onnx(path)
+
+
+def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
+    """Write a checkpoint atomically.
+
+    Raises:
+        DiskError: It cannot be written; an earlier file at `path` is unchanged.
+    """
+    with atomic_write(path) as file:
+        try:
+            torch.save(payload, file)
+        except RuntimeError as error:  # PyTorch's writer hides the OSError behind its own error
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from error
+
+
+def _read_any(path: Path, payload: Any) -> Checkpoint:
+    number = payload.get("format") if isinstance(payload, dict) else None
+    if number != FORMAT:
+        from ssdctl.checkpoint import third_party
+
+        if (system := third_party.source_of(payload)) is not None:
+            return third_party.checkpoint_of(path, payload, system)
+        raise _not_readable(path, payload, number)
+    try:
+        facts = read_fields(payload)
+        trained, statistics = payload.get("trained"), payload.get("rank_statistics")
+        states = [payload["model"]] if trained is None else [payload["model"], trained]
+        if not all(map(is_state, states)):
+            raise TypeError("model")
+        if not is_statistics(statistics):
+            raise TypeError("rank_statistics")
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r:.300}") from None
+    return Checkpoint(
+        path=path,
+        model=payload["model"],
+        architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
+        classes=facts.classes,
+        config=facts.config,
+        step=facts.step,
+        epoch=facts.samples_seen / facts.images,
+        samples_seen=facts.samples_seen,
+        images=facts.images,
+        global_batch=facts.global_batch,
+        best_ap=facts.best_ap,
+        optimizer=payload["optimizer"],
+        trained=trained,
+        rank_statistics=statistics,
+    )
+
+
+def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
+    keys = list(payload) if isinstance(payload, dict) else []
+    if isinstance(number, int) and number > FORMAT and "model" in keys:
+        return UsageError(
+            f"{path}: written by a newer version of ssdctl (format {number}); this one reads "
+            f"{FORMAT}",
+            hint="update ssdctl",
+        )
+    names = ", ".join(str(key)[:40] for key in keys[:MAX_NAMED_KEYS])
+    has = f" (keys: {names})" if names else ""
+    return IntegrityError(
+        f"{path}: not a checkpoint that this version of ssdctl reads{has}{_look(payload)}",
+        hint="expected a .pt file of ssdctl train, or of MLPerf, Habana or NVIDIA",
+    )
+
+
+def _look(payload: Any) -> str:
+    """Return the program that wrote a file, as the end of a sentence; empty if it is unknown."""
+    from ssdctl.checkpoint.third_party import looks_like
+
+    program = looks_like(payload)
+    return f"; it looks like a checkpoint of {program}" if program else ""
+
+
+def same_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> bool:
+    """Return whether a checkpoint has these classes in this order; their ids do not matter."""
+    if not checkpoint.classes:  # a third-party file without names: only the number can be compared
+        return checkpoint.architecture.num_classes == len(classes) + 1
+    return [c.name for c in checkpoint.classes] == [c.name for c in classes]
+
+
+def with_classes(
+    checkpoint: Checkpoint, model: SSD300, classes: list[ClassName]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return a checkpoint's weights for a network with other classes.
+
+    The class heads are those of `model` (new), except for the background and the classes with the
+    name of one of the checkpoint's. Everything else is from the checkpoint.
+
+    Returns:
+        The weights, and the names of the classes that were kept.
+    """
+    _check_class_heads(checkpoint)
+    state = with_counters(checkpoint.model, model)
+    old = {"": 0, **{c.name: label for label, c in enumerate(checkpoint.classes, start=1)}}
+    new = {"": 0, **{c.name: label for label, c in enumerate(classes, start=1)}}
+    kept = [name for name in new if name in old]
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("class_heads.") or name not in state:
+            continue
+        if state[name].shape[1:] != tensor.shape[1:]:  # another backbone's: load_state refuses it
+            continue
+        # Channels are class-major: (classes, box shapes).
+        target = tensor.clone().unflatten(0, (len(classes) + 1, -1))
+        source = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
+        for kept_name in kept:
+            target[new[kept_name]] = source[old[kept_name]]
+        state[name] = target.flatten(0, 1)
+    return state, kept[1:]
+
+
+def read_payload(path: Path) -> Any:
+    """Return the content of a `.pt` file after a check of its CRCs, with tensors on the CPU.
+
+    Files from before torch 1.6 are not zips and have no CRCs: only torch.load checks them.
+
+    Raises:
+        UsageError: There is no such file.
+        IntegrityError: It is damaged or would run code.
+    """
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a folder, not a checkpoint",
+            hint=f"name one of it, as {path / 'checkpoints' / 'best.pt'}",
+        )
+    if not path.is_file():
+        raise UsageError(
+            f"{path}: no such file",
+            hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
+        )
+    try:
+        with path.open("rb") as file:
+            magic = file.read(2)
+        if not magic:
+            raise IntegrityError(
+                f"{path}: an empty file", hint="copy it again, or use another checkpoint"
+            )
+        if magic == b"PK":
+            check_zip(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about formats that are checked by the result
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except SsdctlError:
+        raise
+    except Exception as error:  # a hostile pickle can make the unpickler raise anything
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise unreadable(path, error) from None
+        raise IntegrityError(
+            f"{path}: not a checkpoint (nothing was executed): {_reason(error)}",
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the cause from an error of torch.load, without its advice to load it unsafely."""
+    text = str(error).strip() or repr(error)
+    if match := re.search(r"GLOBAL (\S+)", text):
+        return f"it names {match[1]}{_look(match[1])}"
+    if "weights_only" in text:
+        return "torch.save did not write it"
+    return text.splitlines()[0]
+
+
+def load_network(checkpoint: Checkpoint) -> SSD300:
+    """Return the network of a checkpoint with its weights.
+
+    Raises:
+        IntegrityError: The weights do not fit; the message lists what differs.
+    """
+    _check_class_heads(checkpoint)
+    model = checkpoint.architecture.build()
+    load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
+    return model
+
+
+def _check_class_heads(checkpoint: Checkpoint) -> None:
+    """Check that the file has the class heads that its number of classes needs.
+
+    The rest of the network has a fixed size: `load_state` compares it.
+
+    Raises:
+        IntegrityError: A head is missing or has another shape.
+    """
+    shapes = checkpoint.architecture.shapes()
+    expected = {k: shape for k, shape in shapes.items() if k.startswith("class_heads.")}
+    state = {k: tuple(v.shape) for k, v in checkpoint.model.items() if k in expected}
+    refuse_differences(shape_differences(expected, state), checkpoint.path)
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Load weights, all or nothing, or raise IntegrityError with what differs."""
+    check_shapes(module, state, path)
+    module.load_state_dict(state)
+
+
+def check_shapes(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Check that weights have the names and shapes of a module's, or raise IntegrityError."""
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    refuse_differences(shape_differences(expected, shapes), path)
+
+
+def load_backbone(model: SSD300, path: Path) -> None:
+    """Load pretrained weights into the backbone.
+
+    Raises:
+        IntegrityError: The file is damaged, or contains another network.
+    """
+    state = read_payload(path)
+    if not is_state(state):
+        raise IntegrityError(
+            f"{path}: not backbone weights: not a state dict",
+            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
+        )
+    for module, part in model.backbone.pretrained_parts(state, model.extra):
+        load_state(module, with_counters(part, module), path)
+
+
+def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict with batch norm's step counters, which old PyTorch did not save."""
+    counters = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in module.state_dict().items()
+        if name.endswith("num_batches_tracked")
+    }
+    return {**counters, **state}

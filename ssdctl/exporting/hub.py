@@ -1,0 +1,239 @@
+"""Write the files of a model for the Hugging Face Hub, and upload them as one commit.
+
+README.md            the model card
+model.safetensors    the weights under ssdctl's names
+config.json          architecture, classes, preprocessing, post-processing
+model.onnx           the network with NMS, for onnxruntime
+samples/1.jpg ...    images of the dataset with detections
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ssdctl._version import __version__
+from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.checkpoint.contents import FORMAT, Checkpoint
+from ssdctl.data.store import open_splits
+from ssdctl.device import open_device
+from ssdctl.download.hub import (
+    CONFIG,
+    WEIGHTS,
+    HubReference,
+    endpoint,
+    hub_error,
+    hub_package,
+    no_progress_bars,
+)
+from ssdctl.errors import DataError, NetworkError, SsdctlError
+from ssdctl.evaluation.checkpoint import data_of
+from ssdctl.evaluation.coco_ap import FIGURES
+from ssdctl.exporting.deployed import ExportOptions
+from ssdctl.exporting.formats import images_of, safetensors_bytes
+from ssdctl.exporting.onnx import onnx_model, require_onnx
+from ssdctl.files import atomic_write, write_bytes, write_text
+from ssdctl.inference.detector import DetectorConfig
+from ssdctl.inference.drawing import one_line
+from ssdctl.inference.image_detector import ImageDetector, open_image
+from ssdctl.inference.predict import Predictor, class_names, open_detector
+from ssdctl.model.backbones import find_backbone
+from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.reader import RunData, read_run
+from ssdctl.runtime.safe_text import listed
+
+MAX_CLASSES = 100  # in the card
+MAX_TRIED = 50  # images of the dataset in which detections are looked for
+SAMPLE_PIXELS = 800  # the longer side
+SAMPLE_SCORE = 0.3
+CARD, ONNX = "README.md", "model.onnx"
+
+
+def write_model_folder(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    repo: str,
+    license_id: str,
+    data_license: str | None,
+    samples: int,
+) -> list[str]:
+    """Write the files into a folder; return their names.
+
+    The card has the metrics of the checkpoint's run folder, if it is in one, and `samples` images
+    of the dataset with detections.
+    """
+    config = model_config(checkpoint)
+    require_onnx()
+    images = [f"samples/{n}.jpg" for n, _ in enumerate(_draw(checkpoint, folder, samples), 1)]
+    write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
+    write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=True) + "\n")
+    graph, _ = onnx_model(checkpoint, images_of(*data_of(checkpoint))[0], ExportOptions())
+    write_bytes(folder / ONNX, graph)
+    licenses = {"license": license_id, "data_license": data_license}
+    write_text(folder / CARD, model_card(checkpoint, repo=repo, samples=images, **licenses))
+    return [CARD, WEIGHTS, CONFIG, ONNX, *images]
+
+
+def model_card(checkpoint: Checkpoint, **facts: Any) -> str:
+    """Return the text of README.md; names of others are plain text in it."""
+    run, settings = _run_of(checkpoint.path), checkpoint.config
+    evaluated = _metrics(checkpoint, run)
+    class_ap = run.class_ap if run is not None and evaluated is not None else {}
+    training = {
+        "preset": settings.get("train.preset"),
+        "step": checkpoint.step,
+        "epoch": round(checkpoint.epoch, 2),
+        "batch size per device": settings.get("train.batch_size"),
+        "learning rate (at global batch 32)": settings.get("train.lr"),
+        "optimizer": settings.get("train.optimizer"),
+    }
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update({"one_line": one_line, "plain": _plain})
+    return environment.get_template("card.md").render(
+        version=__version__,
+        architecture=checkpoint.architecture,
+        step=checkpoint.step,
+        metrics={name: v for name in FIGURES if (v := (evaluated or {}).get(name, -1)) >= 0},
+        class_ap=[(name, ap) for name, ap in class_ap.items() if ap >= 0][:MAX_CLASSES],
+        dataset=Path(root).name if (root := settings.get("data.root")) else None,
+        images=checkpoint.images,
+        classes=listed([_plain(c.name) for c in class_names(checkpoint)], MAX_CLASSES),
+        training=settings and ", ".join(f"{k} {v}" for k, v in training.items() if v is not None),
+        **facts,
+    )
+
+
+def _plain(text: str) -> str:
+    """Return foreign text as one line of plain Markdown."""
+    return re.sub(r"([\\`*_{}\[\]()#|<>!&~])", r"\\\1", one_line(text, 200))
+
+
+def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the content of config.json: what the reader needs, and what other programs need."""
+    constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
+    return {
+        "model_type": "ssd300",
+        "ssdctl_version": __version__,
+        "format": FORMAT,
+        "architecture": checkpoint.architecture._asdict(),
+        "classes": msgspec.to_builtins(class_names(checkpoint)),
+        "step": checkpoint.step,
+        "epoch": checkpoint.epoch,
+        "preprocessing": {"size": IMAGE_SIZE, "mean": constants.mean, "std": constants.std},
+        "detection": {
+            "nms_iou": constants.nms_iou,
+            "candidates_per_class": constants.candidates_per_class,
+            "detections_per_image": DETECTIONS_PER_IMAGE,
+            "clips_boxes": constants.clips_boxes,
+        },
+    }
+
+
+def _run_of(path: Path) -> RunData | None:
+    folder = path.parent.parent
+    if not RunDir(folder).metrics.is_file():
+        return None
+    try:
+        return read_run(folder)
+    except SsdctlError:  # weights of a broken run are pushed without metrics
+        return None
+
+
+def _metrics(checkpoint: Checkpoint, run: RunData | None) -> dict[str, float] | None:
+    if run is None:
+        return None
+    best = run.best
+    if best is None or best.get("step") != checkpoint.step:
+        evals = [record for record in run.evals if record.get("step") == checkpoint.step]
+        best = dict(evals[-1]) if evals else None
+    return best
+
+
+def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
+    """Draw detections on images of the dataset; yield the files."""
+    if not count:
+        return
+    device = open_device("cpu")
+    detector = open_detector(checkpoint, device, DetectorConfig(score_threshold=SAMPLE_SCORE))
+    predictor = Predictor(ImageDetector(detector, class_names(checkpoint)), checkpoint.path.name)
+    drawn = 0
+    for content in itertools.islice(_images(checkpoint), MAX_TRIED):
+        try:
+            image = open_image(content)
+        except DataError:
+            continue
+        found = predictor.predict(image)
+        if not found:
+            continue
+        drawn += 1
+        target = folder / "samples" / f"{drawn}.jpg"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        result = found.plot()
+        result.thumbnail((SAMPLE_PIXELS, SAMPLE_PIXELS))
+        with atomic_write(target) as file:
+            result.save(file, "JPEG", quality=85)
+        yield target
+        if drawn == count:
+            return
+
+
+def _images(checkpoint: Checkpoint) -> Iterator[io.BytesIO]:
+    """Yield the encoded images of the validation split that the checkpoint names."""
+    if not checkpoint.is_of_run:
+        return
+    try:
+        root, store = data_of(checkpoint)
+        splits = open_splits(root, store)
+        split = splits.get("val") or next(iter(splits.values()))
+        for row in range(len(split.image_ids)):
+            yield io.BytesIO(split.read(row))
+    except (DataError, OSError):
+        return
+
+
+def upload_folder(
+    reference: HubReference, folder: Path, names: Sequence[str], *, is_private: bool, message: str
+) -> str:
+    """Create the repository if it does not exist, and commit the files; return the commit's URL.
+
+    Raises:
+        UsageError: The Hub refuses the token, or there is none.
+        NetworkError: The Hub cannot be reached, or failed; nothing was committed.
+    """
+    hub = hub_package()
+    address = endpoint(hub)
+    api = hub.HfApi(endpoint=address)
+    try:
+        with no_progress_bars(hub):
+            api.create_repo(reference.repo, private=is_private or None, exist_ok=True)
+            commit = api.create_commit(
+                reference.repo,
+                operations=[hub.CommitOperationAdd(name, str(folder / name)) for name in names],
+                commit_message=message,
+                revision=reference.revision,
+            )
+    except (hub.errors.HTTPError, OSError, ValueError, RuntimeError) as error:
+        cause = error.__cause__  # an upload that fails is a RuntimeError
+        reason = cause if isinstance(cause, Exception) else error
+        failure = hub_error(hub, reason, str(reference), f"{address}/{reference.repo}")
+        if isinstance(failure, NetworkError):
+            failure.hint = "nothing was committed; run it again"
+        raise failure from None
+    url: str = commit.commit_url
+    return url

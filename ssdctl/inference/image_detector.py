@@ -1,0 +1,271 @@
+"""Detect objects on images of any size: whole or in tiles, many in turn.
+
+    detector = ImageDetector(backend, classes, Options(tile=600))
+    for found in detect_ahead(detector, paths, open_path, batch_size=8, threads=4): ...
+
+An image becomes views, which the network gets: all of it, and its tiles if there are any. Their
+detections are merged into a `Result` in pixels of the image.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.data.classes import UNUSED, ClassName
+from ssdctl.data.image_decode import read_rgb
+from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.inference.detector import DetectorBackend, detect_batches
+from ssdctl.inference.image_sources import source_of
+from ssdctl.inference.results import Result
+from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
+from ssdctl.model.postprocess import ImageDetections
+from ssdctl.runtime.threads import map_ahead
+
+MAX_NAMED = 20  # class names listed in a message
+MAX_OVERLAP = 0.9
+OneImage: TypeAlias = (
+    str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
+)
+
+
+class Options(NamedTuple):
+    """Which detections are returned, and how they are looked for."""
+
+    classes: Sequence[str] = ()  # only these; empty: all
+    max_detections: int | None = None  # per image, best first; None: all that the network gives
+    tile: int | None = None  # side of the tiles in pixels; None: only the whole image
+    tile_overlap: float = 0.2  # fraction of the tile shared with a neighbor
+
+
+class ImageView(NamedTuple):
+    """A window of an image as the network gets it."""
+
+    window: Window
+    pixels: NDArray[np.uint8]  # (300, 300, 3)
+
+
+class OpenedImage(NamedTuple):
+    """An image that was opened in a thread."""
+
+    item: Any  # which of the stream
+    source: Any  # opens the image again, to draw on it
+    image: Image.Image  # in RGB
+
+
+class PreparedImage(NamedTuple):
+    """What is kept of an opened image until it goes through the network."""
+
+    item: Any
+    source: Any
+    size: tuple[int, int]  # width and height
+    views: Iterable[ImageView]  # with tiles they are cut when they are needed
+
+
+class Prediction(NamedTuple):
+    """The detections on one image of a stream."""
+
+    item: Any
+    result: Result
+    seconds: float  # in the network and NMS; its share of the batch
+
+
+class UnreadableImage(NamedTuple):
+    """An image of a stream that could not be fetched or read."""
+
+    item: Any
+    error: SsdctlError
+
+
+class ImageDetector:
+    """A network with the choice of what it returns.
+
+    Raises:
+        UsageError: The network has no class of that name, or the tiles are too small.
+    """
+
+    def __init__(
+        self,
+        backend: DetectorBackend,
+        classes: Sequence[ClassName],
+        options: Options = Options(),  # noqa: B008 - immutable
+    ) -> None:
+        if options.tile is not None and options.tile < MIN_TILE:
+            raise UsageError(f"tile {options.tile}: the smallest tile has {MIN_TILE} pixels")
+        if not 0 <= options.tile_overlap <= MAX_OVERLAP:
+            raise UsageError(
+                f"tile overlap {options.tile_overlap}: not a fraction from 0 to {MAX_OVERLAP}"
+            )
+        self.backend = backend
+        self.classes = list(classes)
+        self.options = options
+        self._selected = _selected_labels([c.name for c in classes], options.classes)
+
+    @property
+    def selected_classes(self) -> dict[int, ClassName]:
+        """The classes that results may have, by label."""
+        return {label: self.classes[label - 1] for label in self._selected}
+
+    def prepare(self, opened: OpenedImage) -> PreparedImage:
+        """Return what `detect` needs of an image: one view, or all of it to be cut into tiles."""
+        image, tile = opened.image, self.options.tile
+        windows = [Window(0, 0, *image.size)]
+        if tile is not None:
+            windows = tile_windows(*image.size, tile, self.options.tile_overlap)
+        views = (ImageView(window, resized(image, window)) for window in windows)
+        return PreparedImage(
+            opened.item, opened.source, image.size, views if tile is not None else list(views)
+        )
+
+    def detect(
+        self, images: Iterable[PreparedImage | UnreadableImage], batch_size: int
+    ) -> Iterator[Prediction | UnreadableImage]:
+        """Yield the objects on each image, in their order; the time is its share of the batch's.
+
+        Images are taken a batch at a time, or one by one with tiles.
+        """
+        images, at_once = iter(images), 1 if self.options.tile is not None else batch_size
+        while batch := list(itertools.islice(images, at_once)):
+            good = [image for image in batch if isinstance(image, PreparedImage)]
+            start = time.perf_counter()
+            results = iter(self._results(good, batch_size))
+            seconds = (time.perf_counter() - start) / max(len(good), 1)
+            for image in batch:
+                if isinstance(image, UnreadableImage):
+                    yield image
+                else:
+                    yield Prediction(image.item, next(results), seconds)
+
+    def _results(self, images: Sequence[PreparedImage], batch_size: int) -> list[Result]:
+        views = ((n, view) for n, image in enumerate(images) for view in image.views)
+        batches = iter(lambda: list(itertools.islice(views, batch_size)), [])
+        found: list[list[tuple[Window, ImageDetections]]] = [[] for _ in images]
+        pixels = ((b, torch.from_numpy(np.stack([view.pixels for _, view in b]))) for b in batches)
+        for batch, detections in detect_batches(self.backend, pixels):
+            for (n, view), result in zip(batch, detections, strict=True):
+                found[n].append((view.window, result))
+        return [self._result(*pair) for pair in zip(images, found, strict=True)]
+
+    def _result(
+        self, image: PreparedImage, found: Sequence[tuple[Window, ImageDetections]]
+    ) -> Result:
+        columns = [_in_pixels(detections, window) for window, detections in found]
+        boxes, scores, labels = (np.concatenate(column) for column in zip(*columns, strict=True))
+        if len(found) > 1:
+            is_cut = [
+                cut_flags(boxes, window, *image.size)
+                for (window, _), (boxes, _, _) in zip(found, columns, strict=True)
+            ]
+            kept = merge(boxes, scores, labels, np.concatenate(is_cut), self.backend.nms_iou)
+            boxes, scores, labels = boxes[kept], scores[kept], labels[kept]
+        kept = np.flatnonzero(np.isin(labels, self._selected))[: self.options.max_detections]
+        return Result(
+            boxes[kept].round(2),
+            scores[kept].round(5),
+            labels[kept],
+            classes=self.classes,
+            size=image.size,
+            image=image.source,
+            open_image=open_image,
+        )
+
+
+def detect_ahead(
+    detector: ImageDetector,
+    items: Iterable[Any],
+    opened: Callable[[Any, threading.Event], OpenedImage | None],
+    *,
+    batch_size: int,
+    threads: int,
+) -> Generator[Prediction | UnreadableImage, None, None]:
+    """Yield the objects on each of many images, in their order; the iterable may be endless.
+
+    Threads open the images of the next batches and keep only what the network gets. With tiles,
+    one whole image is opened in advance. Closing the iterator ends downloads.
+
+    Args:
+        detector: Finds the objects.
+        items: Images of any kind.
+        opened: Opens an item in a thread; the event is set when the iterator is closed. Its
+            expected errors are yielded in their turn. None ends the stream.
+        batch_size: Images that go through the network together.
+        threads: How many open images.
+    """
+    ahead = 2 * batch_size
+    if detector.options.tile is not None:
+        threads = ahead = 1
+    cancelled = threading.Event()
+
+    def prepared(item: Any) -> PreparedImage | UnreadableImage | None:
+        try:
+            image = opened(item, cancelled)
+        except SsdctlError as error:
+            return UnreadableImage(item, error)
+        return image and detector.prepare(image)
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="open")
+    try:
+        ready = map_ahead(pool, prepared, items, ahead)
+        yield from detector.detect(iter(ready.__next__, None), batch_size)
+    finally:  # also after Ctrl-C
+        cancelled.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_pixels(
+    found: ImageDetections, window: Window
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Return boxes (left, top, right, bottom, clipped), scores and labels in the whole image."""
+    left, top, right, bottom = window
+    scale = np.array([right - left, bottom - top] * 2)
+    boxes = found.boxes.double().cpu().numpy().clip(0, 1) * scale + [left, top, left, top]
+    scores = np.array(found.scores.tolist(), np.float64)
+    return boxes, scores, found.labels.cpu().numpy().astype(np.int64)
+
+
+def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
+    """Return the labels of the chosen classes, or of all; an unknown name is a UsageError."""
+    for name in chosen:
+        if name not in names:
+            lower = {name.lower(): name for name in names}
+            near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+            used = [name for name in names if name != UNUSED]
+            shown = ", ".join(used[:MAX_NAMED]) + (", ..." if len(used) > MAX_NAMED else "")
+            hint = f"did you mean {lower[near[0]]!r}? " if near else ""
+            raise UsageError(
+                f"class {name!r}: the network has no such class", hint=f"{hint}it has: {shown}"
+            )
+    chosen = chosen or [name for name in names if name != UNUSED]
+    return [label for label, name in enumerate(names, start=1) if name in chosen]
+
+
+def open_image(image: OneImage, cancelled: threading.Event | None = None) -> Image.Image:
+    """Open a user's image of any kind, upright, in RGB. The event ends a download.
+
+    Raises:
+        DataError: It cannot be read as an image, or is too large.
+        NetworkError: The URL cannot be fetched.
+        UsageError: It is not an image, pixels of an unsupported shape or type, or another URL.
+    """
+    if isinstance(image, str):
+        image = source_of(image).open(cancelled)
+    return Image.fromarray(read_rgb(image))
+
+
+def resized(image: Image.Image, window: Window | None = None) -> NDArray[np.uint8]:
+    """Resize an image, or a part of it, as evaluation does: antialiased bilinear, in uint8."""
+    if window is not None and window != (0, 0, *image.size):
+        image = image.crop(window)
+    return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))

@@ -1,0 +1,230 @@
+"""Run a plan without a shell; forward signals, and leave no process behind.
+
+    ssdctl launch -> torchrun or mpirun -> ranks
+
+Each is killed by the kernel when its parent ends (`die_with_parent`), so nothing survives whichever
+of them is killed. Ranks write their process ids into a folder (distributed/rank_process.py): only
+those and the launcher are ever signaled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from ssdctl.distributed.rank_process import (
+    EXITS_VARIABLE,
+    LAUNCHER_VARIABLE,
+    die_with_parent,
+    read_exits,
+    read_processes,
+)
+from ssdctl.errors import DiskError, ExitCode, UsageError
+from ssdctl.launch.base import LaunchPlan
+from ssdctl.launch.exit_codes import job_exit_code
+from ssdctl.runtime.cores import memory_kills
+
+TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.quiet_torchrun"
+POLL_S = 0.1
+REPEAT_S = 5.0
+EARLY_S = 20.0  # Python has installed its handlers by then; torchrun waits 30 s or more
+HANG_S = 20.0  # how long the other ranks may continue after one has failed
+GRACE_S = 2.0  # between SIGTERM and SIGKILL
+# Variables of an outer job that this one is started from.
+OUTER_JOB_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"),
+    "TORCHELASTIC_USE_AGENT_STORE",  # rank 0 would wait for the store of the outer torchrun
+    *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+}
+TORCHRUN_OPTION = "PET_"  # prefix of torchrun's options as variables; Kubeflow sets PET_NNODES
+
+
+class JobOutcome(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        code: Its exit code.
+        exits: The recorded codes of this machine's ranks, in the order of their ends.
+        lost: The first rank that ended without recording one.
+        is_out_of_memory: Whether the kernel killed a process of its cgroup for its memory.
+    """
+
+    code: int
+    exits: dict[int, int]
+    lost: int | None = None
+    is_out_of_memory: bool = False
+
+
+def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
+    """Run the plan to its end (see exit_codes.py for its code).
+
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the job save and stop; a second SIGINT ends it.
+
+    Args:
+        plan: A complete plan.
+        stdout_to_stderr: Redirect the job's stdout, so that stdout has only the caller's output.
+
+    Raises:
+        UsageError: The launcher cannot be started.
+        DiskError: There is no folder for temporary files.
+    """
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
+        signals.append(signal.SIGHUP)
+    received: list[int] = []
+    old = {n: signal.signal(n, lambda number, _: received.append(number)) for n in signals}
+    folder, killed_before = _temporary_dir(), memory_kills()
+    try:
+        job = _Job(plan, folder, stdout=2 if stdout_to_stderr else None)
+        code = job.wait(received)
+        return JobOutcome(code, read_exits(folder), job.lost, memory_kills() > killed_before)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _temporary_dir() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="ssdctl-launch-"))
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        raise DiskError(
+            f"no temporary file can be written{where}: {error.strerror}",
+            hint="set TMPDIR to a folder that exists and that you may write to",
+        ) from None
+
+
+class _Job:
+    """A running launcher and its ranks on this machine."""
+
+    def __init__(self, plan: LaunchPlan, folder: Path, stdout: int | None) -> None:
+        self.plan, self.folder = plan, folder
+        self.seen: set[int] = set()  # ranks that have begun
+        self.running: dict[int, int] = {}  # process ids, by rank
+        self.files: dict[int, int] = {}  # files of those processes (`pidfd_open`), by rank
+        self.lost: int | None = None
+        self.signaled: set[int] = set()
+        self.stopped_at = self.last_at = 0.0
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in OUTER_JOB_VARIABLES and not name.startswith(TORCHRUN_OPTION)
+        }
+        launcher_file = folder / "launcher"
+        own = {EXITS_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(launcher_file)}
+        sys.stdout.flush()
+        try:
+            self.launcher = subprocess.Popen(
+                [QUIET_TORCHRUN if word == TORCHRUN else word for word in plan.argv],
+                env={**environment, **plan.environment, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                start_new_session=True,  # a terminal's Ctrl-C must reach the ranks once
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            raise UsageError(f"{plan.argv[0]}: {error.strerror}") from None
+        launcher_file.write_text(str(self.launcher.pid))
+
+    def wait(self, received: list[int]) -> int:
+        """Wait for the end of the job; return its exit code.
+
+        Args:
+            received: Grows by each signal that this process receives.
+        """
+        failed_at: float | None = None
+        hung = interrupted = False
+        while self.launcher.poll() is None and not (hung or interrupted):
+            if received:
+                self._stop(received[0])
+            codes = read_exits(self.folder).values()
+            if failed_at is None and any(c not in (0, ExitCode.STOPPED) for c in codes):
+                failed_at = time.monotonic()
+            hung = failed_at is not None and time.monotonic() - failed_at > HANG_S
+            interrupted = received.count(signal.SIGINT) > 1
+            self._watch()
+        is_early = bool(received) and time.monotonic() - self.stopped_at < EARLY_S
+        self._end()
+        if interrupted:
+            return ExitCode.INTERRUPTED
+        return job_exit_code(
+            ExitCode.DISTRIBUTED if hung else self.launcher.returncode,
+            list(read_exits(self.folder).values()),
+            num_ranks=self.plan.num_ranks,
+            stop_signal=received[0] if is_early else None,
+        )
+
+    def _watch(self) -> None:
+        """Wait for a moment; note the first rank that ends without an exit code.
+
+        Open MPI 5 kills the other ranks within half a second, before they can report the lost one.
+        A process's file becomes readable when it ends, so that this wakes then.
+        """
+        self._find_ranks()
+        readable = select.select(list(self.files.values()), [], [], POLL_S)[0]
+        for rank in [rank for rank, file in self.files.items() if file in readable]:
+            os.close(self.files.pop(rank))
+            del self.running[rank]
+        ended = self.seen - self.running.keys()
+        lost = [rank for rank in ended if rank not in read_exits(self.folder)]
+        if len(lost) == 1 and self.lost is None:
+            self.lost = lost[0]
+
+    def _find_ranks(self) -> None:
+        """Open the processes of ranks that have begun, once: the number may be another's later."""
+        for rank, pid in read_processes(self.folder).items():
+            if rank in self.seen:
+                continue
+            self.seen.add(rank)
+            try:
+                if sys.platform == "linux":
+                    self.files[rank] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue  # it has ended
+            except OSError:  # before Linux 5.3
+                pass
+            self.running[rank] = pid
+
+    def _stop(self, number: int) -> None:
+        """Make the job save and stop.
+
+        The ranks here are signaled themselves, because torchrun would print a traceback, and
+        mpirun would kill them two seconds later. Before there are ranks the launcher is signaled.
+        """
+        now, launchers_signal = time.monotonic(), self.plan.stop_signal
+        self.stopped_at = self.stopped_at or now
+        self._find_ranks()
+        for rank, pid in self.running.items() if launchers_signal is None else ():
+            if rank not in self.signaled:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+                self.signaled.add(rank)
+        repeats = launchers_signal is not None and now > self.last_at + REPEAT_S
+        if not self.signaled and (repeats or not self.last_at):
+            self.last_at = now
+            self.launcher.send_signal(launchers_signal or signal.SIGTERM)
+
+    def _end(self) -> None:
+        """End the launcher and the ranks that remain."""
+        if self.launcher.poll() is None:
+            self.launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.launcher.wait(GRACE_S)
+            self.launcher.kill()
+            self.launcher.wait()
+        for file in self.files.values():
+            if sys.platform == "linux":
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(file, signal.SIGKILL)
+                select.select([file], [], [], GRACE_S)
+                os.close(file)

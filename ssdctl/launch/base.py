@@ -1,0 +1,165 @@
+"""The request of a launch, the plan that a launcher makes of it, and the machine it runs on.
+
+request = LaunchRequest(device="hpu", count=8, command=("train", "--bs=128"), ...)
+plan = make_plan(request, read_node())
+plan.argv, plan.environment
+
+Each argument of the user is one element of `argv`. No shell parses it, except the text of `to_line`
+and `to_script`, which is quoted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.sections.launch import LAUNCHERS, LaunchConfig
+from ssdctl.errors import UsageError
+from ssdctl.runtime.cores import SYSFS, physical_cores, quota_cores
+from ssdctl.runtime.hardware import TPU_V2_OR_V3, find_hardware
+from ssdctl.runtime.packages import load_plugin
+from ssdctl.runtime.safe_text import redact_arguments
+from ssdctl.runtime.system import usable_cpus
+from ssdctl.runtime.torch_compat import OLDEST
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A launch as the user requested it."""
+
+    device: str  # cpu, cuda, hpu or xla
+    count: int  # devices of all nodes, one rank each
+    command: tuple[str, ...]  # what follows `python -m ssdctl`
+    config: LaunchConfig
+    python: str  # the interpreter that runs the ranks
+    table: Any = None  # the settings of the launcher's own table
+    environment: Mapping[str, str] = field(default_factory=dict)  # the caller's
+    variables: Mapping[str, str] = field(default_factory=dict)  # additional ones for the ranks
+    hosts: tuple[str, ...] = ()  # of the host file, in order
+    own_names: tuple[str, ...] = ()  # of this machine; what other machines use comes first
+    free_port: int = 29500
+    job_name: str = "ssdctl"  # a unique one
+    run_folder: str | None = None  # of `train`
+    paths: Mapping[str, str] = field(default_factory=dict)  # that `train` uses, by their options
+    is_dry_run: bool = False  # only shown: what is missing is a warning, not an error
+    is_planned: bool = False  # shown or written, not run: it may be for another machine
+    # This machine's address that leads to the rendezvous host; None: all ranks are on one machine,
+    # or the plan is for other machines.
+    local_address: str | None = None
+    torch_version: tuple[int, int] = OLDEST  # major and minor; newer ones have more options
+    open_mpi: int | None = None  # major version, if it is known
+    patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
+
+    @property
+    def launcher(self) -> str:
+        """Return the program that starts the ranks."""
+        config = self.config.launcher
+        return DEVICE_TYPES[self.device].launcher if config == "auto" else str(config)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.count // self.config.nodes
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What to run on this machine."""
+
+    argv: tuple[str, ...]  # run without a shell
+    environment: Mapping[str, str]  # added to the caller's
+    launcher: str
+    num_ranks: int  # that run on this machine, or report to it
+    nodes: int = 1  # only if it is 1, all ranks record their exit codes here
+    # The signal that the launcher forwards to all ranks, repeated while they run: mpirun forwards
+    # it to those it has started so far. None: the ranks here are signaled themselves.
+    stop_signal: signal.Signals | None = None
+    missing: str | None = None  # what the user must still specify
+    text: str | None = None  # the script or manifest for a batch engine
+    manifest: Mapping[str, Any] | None = None  # the same as data, for Kubernetes
+    warnings: tuple[str, ...] = ()
+
+    def to_line(self, *, with_secrets: bool = True) -> str:
+        """Return the command as one line for a shell."""
+        pairs = [f"{name}={value}" for name, value in self.environment.items()]
+        argv = list(self.argv)
+        if not with_secrets:
+            pairs, argv = redact_arguments(pairs), redact_arguments(argv)
+        words = [pair.partition("=") for pair in pairs]
+        return " ".join([*(f"{n}={shlex.quote(value)}" for n, _, value in words), shlex.join(argv)])
+
+    def to_script(self) -> str:
+        """Return the text for `--write`: a bash script, or the input of the batch engine."""
+        if self.text is not None:
+            return self.text
+        exports = [f"export {n}={shlex.quote(value)}" for n, value in self.environment.items()]
+        lines = ["#!/usr/bin/env bash", "# Written by ssdctl launch.", *exports]
+        return "\n".join([*lines, f"exec {shlex.join(self.argv)}", ""])
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine. The hyper-threads of a core count once, if the topology is known."""
+
+    cores: int
+    sockets: int
+    has_topology: bool = True
+    has_numactl: bool = False  # the program that torchrun binds ranks with
+    tpus: int = 0  # chips; 0 also if the PCI bus cannot be read
+    has_two_core_tpus: bool = False  # v2 or v3
+    quota: int | None = None  # cores' time that the cgroups of this process grant, rounded up
+
+    @property
+    def local_cores(self) -> int:
+        """Return the cores whose time the ranks on this machine can use."""
+        return min(self.cores, self.quota or self.cores)
+
+
+def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
+    """Return the part of this machine that this process may use: the logical CPUs in `allowed`."""
+    cores, has_topology = physical_cores(usable_cpus() if allowed is None else allowed, sysfs)
+    tpus = find_hardware().tpus
+    return Node(
+        max(1, len(cores)),
+        max(1, len({socket for socket, _ in cores})),
+        has_topology,
+        has_numactl=shutil.which("numactl") is not None,
+        tpus=len(tpus),
+        has_two_core_tpus=TPU_V2_OR_V3 in tpus,
+        quota=quota_cores(),
+    )
+
+
+def load_launcher(name: str) -> Any:
+    """Return the module of a launcher."""
+    return load_plugin(*LAUNCHERS, name)
+
+
+def make_plan(request: LaunchRequest, node: Node) -> LaunchPlan:
+    """Return the plan of a launch, without side effects."""
+    config, ranks = request.config, request.ranks_per_node
+    if request.count % config.nodes:
+        raise UsageError(
+            f"{request.count} devices do not divide by --nodes {config.nodes}",
+            hint="the count is that of all nodes together",
+        )
+    if config.devices_per_node is not None and config.devices_per_node < ranks:
+        raise UsageError(
+            f"{ranks} devices per node are requested, "
+            f"but --devices-per-node is {config.devices_per_node}"
+        )
+    for argument in (*request.command, *request.variables.values()):
+        check_text(argument)
+    plan: LaunchPlan = load_launcher(request.launcher).plan(request, node)
+    return plan
+
+
+def check_text(argument: str) -> None:
+    """Refuse an argument that no command line can contain."""
+    if "\0" in argument or any("\ud800" <= letter <= "\udfff" for letter in argument):
+        raise UsageError(f"argument {argument!r} is not UTF-8 text")

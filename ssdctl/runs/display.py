@@ -1,0 +1,305 @@
+"""Show the progress of a run from its records: its position and pace, as a line. Torch-free.
+
+Besides the records of metrics.jsonl the training loop emits two kinds that are not written there:
+`start` (`facts`, `details`, `total_steps`, `evaluations`, `evaluation_images`, `best_ap`) before
+the first step, and `position` (`step`, `is_evaluating`) after every step and before an evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ssdctl.runs.metrics import Record
+from ssdctl.runtime.progress import live_line
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FIRST_STEPS = 3  # before the time left is known; the first step also allocates
+WINDOW_S = 20.0  # the pace is that of the last seconds
+SETTLED_S = 8.0  # the shortest time after which a pace is compared
+SAMPLE_S = 0.1  # between two positions that are kept
+EVALUATION_COST = 0.4  # an image's, in trained ones: the first estimate; measured on two cores
+SLOWER = 1.7  # times the first pace: worth telling
+STARVED = 0.2  # share of the time spent waiting for images that is worth telling
+BAR_COLUMNS = (8, 40)  # fewest and most
+
+
+class Pace:
+    """Estimate the time that a run still takes from its positions.
+
+    Args:
+        start: The record before the first step.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, start: Record, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total_steps, self._evaluations = start["total_steps"], start["evaluations"]
+        images, batch = start["evaluation_images"], start["global_batch_size"]
+        self._evaluation_steps = EVALUATION_COST * images / batch
+        self._clock = clock
+        self._recent: deque[tuple[float, int]] = deque()
+        self._steps = 0
+        self._evaluation_began: float | None = None
+        self._evaluation_s: float | None = None
+        self._end: float | None = None  # when the run ends, by the clock
+        self._told_step_s: float | None = None
+        self.step_s: float | None = None  # seconds per step; None: not known yet
+
+    def stepped(self, step: int) -> None:
+        now = self._clock()
+        self._steps += 1
+        if self._recent and step < self._recent[-1][1]:
+            self._recent.clear()  # rolled back
+        if not self._recent or now - self._recent[-1][0] >= SAMPLE_S or self.step_s is None:
+            self._recent.append((now, step))
+        while len(self._recent) > 3 and self._recent[1][0] < now - WINDOW_S:
+            self._recent.popleft()
+        (began, first), (ended, last) = self._recent[0], self._recent[-1]
+        if self._steps >= FIRST_STEPS and last > first:
+            self.step_s = (ended - began) / (last - first)
+        self._estimate(now, step)
+
+    def evaluation_began(self) -> None:
+        self._evaluation_began = self._clock()
+
+    def evaluation_ended(self, step: int) -> None:
+        now = self._clock()
+        if self._evaluation_began is not None:
+            self._evaluation_s = now - self._evaluation_began
+            self._evaluation_began = None
+            self._recent = deque([(now, step)])
+            self._estimate(now, step)
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the run ends; None before the first steps."""
+        return None if self._end is None else max(self._end - self._clock(), 0.0)
+
+    def notice(self) -> str | None:
+        """Return what is worth telling once: how long the run takes, and that it became slower."""
+        left, before, recent = self.seconds_left(), self._told_step_s, self._recent
+        if self.step_s is None or left is None:
+            return None
+        if before is None:
+            self._told_step_s = self.step_s
+            return f"about {duration(left)} at {step_time(self.step_s)}"
+        is_settled = len(recent) > FIRST_STEPS and recent[-1][0] - recent[0][0] >= SETTLED_S
+        if not is_settled or self.step_s < SLOWER * before:
+            return None
+        self._told_step_s = self.step_s
+        return (
+            f"slower now, {step_time(self.step_s)} instead of {step_time(before)}: "
+            f"about {duration(left)} left"
+        )
+
+    def _estimate(self, now: float, step: int) -> None:
+        if self.step_s is not None:
+            evaluation_s = self._evaluation_s
+            if evaluation_s is None:
+                evaluation_s = self._evaluation_steps * self.step_s
+            evaluations = sum(due > step for due in self._evaluations)
+            left = (self._total_steps - step) * self.step_s + evaluations * evaluation_s
+            self._end = now + left
+
+
+class RunProgress:
+    """The position, pace and last metrics of a run, updated by its records."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start: Record = {}
+        self._step = 0
+        self._is_evaluating = False
+        self._last: Record = {}
+        self._ap: float | None = None
+        self._best_ap: float | None = None
+        self._pace: Pace | None = None
+
+    def update(self, record: Record) -> None:
+        kind = record["kind"]
+        if kind == "start":
+            self._start, self._step, self._best_ap = record, record["step"], record["best_ap"]
+            self._pace = Pace(record, self._clock)
+        elif kind == "position" and self._pace is not None:
+            was_evaluating, self._is_evaluating = self._is_evaluating, record["is_evaluating"]
+            self._step = record["step"]
+            if self._is_evaluating:
+                self._pace.evaluation_began()
+            elif was_evaluating:
+                self._pace.evaluation_ended(self._step)
+            else:
+                self._pace.stepped(self._step)
+        elif kind == "train":
+            self._last = record
+
+    def scored(self, record: Record) -> tuple[float | None, bool]:
+        """Return the change of AP since the last evaluation, and whether it is the best so far."""
+        ap, before, best = float(record["AP"]), self._ap, self._best_ap
+        self._ap = ap
+        is_best = ap >= 0 and (best is None or ap > best)
+        if is_best:
+            self._best_ap = ap
+        return (None if before is None or before < 0 or ap < 0 else ap - before), is_best
+
+    def notice(self) -> str | None:
+        """Return a line about the pace that is worth telling, once."""
+        return None if self._pace is None else self._pace.notice()
+
+    def time_left(self) -> str:
+        """Return the time left, such as 1:12 or 2:03:04; empty if it is not known yet."""
+        seconds = None if self._pace is None else self._pace.seconds_left()
+        return "" if seconds is None else clock_time(seconds)
+
+    def line(self, columns: int) -> RenderableType:
+        """Return the current line: position, bar, epochs, time left, loss, rate, memory.
+
+        Args:
+            columns: Of the terminal; the last facts are left out if they do not fit.
+        """
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        total = self._start.get("total_steps", 0)
+        texts = [(f"step {self._step:,}/{total:,}", "bold"), *self._facts()]
+        fewest, most = BAR_COLUMNS
+
+        def left() -> int:
+            return columns - sum(len(text) + 2 for text, _ in texts)
+
+        while left() < fewest and len(texts) > 1:
+            texts.pop()
+        position, *facts = (Text(text, style=style, no_wrap=True) for text, style in texts)
+        bar = ProgressBar(
+            total=max(total, 1), completed=self._step, width=max(min(left(), most), 1)
+        )
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row(position, bar, *facts)
+        return grid
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Return the texts after the bar, each with its style."""
+        if not self._start:
+            return []
+        epoch = self._step * self._start["global_batch_size"] / max(self._start["images"], 1)
+        left = self.time_left()
+        facts = [(f"{epoch:.2f} ep", ""), (f"{left} left" if left else "first step...", "bold")]
+        if self._is_evaluating:
+            return [*facts, (f"evaluating {self._start['evaluation_images']:,} images", "cyan")]
+        if not self._last:
+            return facts
+        last = self._last
+        facts += [
+            (f"loss {last['loss']:.2f}", "cyan"),
+            (f"{last['images_per_second']:,.1f} img/s", ""),
+            (f"{last['memory_bytes'] / 1e9:.1f} GB", ""),
+        ]
+        if last["data_wait"] >= STARVED:
+            facts.append((f"data wait {last['data_wait']:.0%}", "yellow"))
+        return facts
+
+
+class RunDisplay:
+    """Show the records of a run: lines at its start, a redrawn line, permanent lines.
+
+    Args:
+        facts: Writes the lines at the start, each a name and a text.
+        write: Writes a permanent line in a style: `green`, `bold` or none.
+        is_live: Redraw a line.
+        has_steps: Also write the records of steps if a line is redrawn.
+        is_verbose: Also write the values that a rule chose.
+    """
+
+    def __init__(
+        self,
+        facts: Callable[[Sequence[tuple[str, str]]], None],
+        write: Callable[[str, str], None],
+        *,
+        is_live: bool,
+        has_steps: bool = False,
+        is_verbose: bool = False,
+    ) -> None:
+        self._facts, self._write = facts, write
+        self._is_live, self._is_verbose = is_live, is_verbose
+        self._has_steps = has_steps or not is_live
+        self._stack = contextlib.ExitStack()
+        self._progress = RunProgress()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def show(self, record: Record) -> None:
+        self._progress.update(record)
+        kind = record["kind"]
+        if kind == "start":
+            self._facts(record["facts"])
+            if self._is_verbose and record["details"]:
+                self._write(record["details"], "")
+            if self._is_live and record["step"] < record["total_steps"]:
+                self._stack.enter_context(live_line(self._progress.line))
+        elif kind == "position":
+            if not record["is_evaluating"] and (notice := self._progress.notice()):
+                self._write(notice, "")
+        elif kind == "eval":
+            change, is_best = self._progress.scored(record)
+            self._write(describe(record, change, is_best), "green" if is_best else "bold")
+        elif kind == "epoch" or (kind == "train" and self._has_steps):
+            left = self._progress.time_left() if kind == "train" else ""
+            self._write(describe(record) + (f"  {left} left" if left else ""), "")
+
+
+def describe(record: Record, change: float | None = None, is_best: bool = False) -> str:
+    """Return one line that summarizes a record.
+
+    Args:
+        change: Of AP since the evaluation before.
+    """
+    position = f"step {record['step']:,}"
+    if record["kind"] == "eval":
+        if record["AP"] < 0:
+            return f"{position}  no AP: the validation images have no annotated objects"
+        scores = [f"AP {record['AP']:.3f}" + ("" if change is None else f" ({change:+.3f})")]
+        scores += [f"{name} {record[name]:.3f}" for name in ("AP50", "AP75")]
+        if "loss" in record:
+            scores.append(f"val loss {record['loss']:.2f}")
+        return "  ".join([position, *scores, *["best"] * is_best])
+    if record["kind"] == "epoch":
+        return (
+            f"{position}  epoch {record['epoch']:.2f} done in {duration(record['duration_s'])}, "
+            f"{record['images_per_second']:.1f} img/s"
+        )
+    wait = f"  data wait {record['data_wait']:.0%}" if record["data_wait"] >= 0.05 else ""
+    losses = f"loss {record['loss']:.3f} (box {record['loss_box']:.3f}, class "
+    return (
+        f"{position}  {record['epoch']:.2f} ep  {losses}{record['loss_class']:.3f})  "
+        f"lr {record['lr']:.2e}  {record['images_per_second']:.1f} img/s{wait}"
+    )
+
+
+def clock_time(seconds: float) -> str:
+    """Return a duration as 1:12 or 2:03:04, or in days."""
+    if seconds >= 48 * 3600:
+        return duration(seconds)
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for a sentence: 40 s, 6 min, 3 h 20 min, 2 d 4 h."""
+    if seconds < 90:
+        return f"{max(round(seconds), 1)} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def step_time(seconds: float) -> str:
+    """Return the pace of a run: 2.1 s per step, or 40 steps per second."""
+    return f"{seconds:.2g} s per step" if seconds >= 0.1 else f"{1 / seconds:.0f} steps per second"

@@ -1,0 +1,162 @@
+"""`ssdctl benchmark train`: consistent figures, on one rank and on several."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import Result
+
+from ssdctl.benchmark.data import required_cores
+from ssdctl.benchmark.train import timed, train_flops
+from ssdctl.model.ssd300 import Architecture
+
+Cli = Callable[..., Result]
+LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
+OPTIONS = LINE.split()
+
+
+@pytest.mark.slow(in_ci=True)
+@pytest.mark.parametrize(
+    ("backbone", "norm", "gflop"), [("resnet34", "none", 94.7), ("resnet50", "batch", 121)]
+)
+def test_arithmetic_of_a_step_equals_the_recorded_figures(
+    backbone: str, norm: str, gflop: float
+) -> None:
+    assert train_flops(Architecture(backbone, norm, 81)) / 1e9 == pytest.approx(gflop, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpu_rate", "gpus", "cores", "is_sufficient"),
+    [(900.0, 1, 2, True), (1000.0, 1, 2, True), (500.0, 2, 2, True), (3000.0, 8, 48, False)],
+)
+def test_the_cores_that_gpus_need_follow_from_the_rate_of_one_core(
+    gpu_rate: float, gpus: int, cores: int, is_sufficient: bool
+) -> None:
+    measured = {"images_per_second": 1000.0, "images_per_second_per_core": 500.0}
+    assert required_cores({**measured}, gpu_rate, gpus) == {
+        "required_images_per_second": gpu_rate * gpus,
+        "required_cores": cores,
+        "is_sufficient": is_sufficient,
+    }
+
+
+def test_a_part_of_a_core_is_a_core() -> None:
+    measured = {"images_per_second": 1000.0, "images_per_second_per_core": 500.0}
+    figures = required_cores({**measured}, 1000.1, 1)
+    assert (figures["required_cores"], figures["is_sufficient"]) == (3, False)
+
+
+@pytest.mark.slow
+def test_figures_hang_together(cli: Cli, shapes: Path) -> None:
+    result = cli(*OPTIONS, "--data", shapes)
+    assert result.code == 0, result.err
+    figures = json.loads(result.out)
+    rate = figures["images_per_second"]
+    assert figures["data"] == "real"
+    assert figures["step_ms"] == pytest.approx(1000 / rate, rel=0.02)
+    assert figures["tflops"] == pytest.approx(
+        rate * figures["gflop_per_image"] / 1000, rel=0.05, abs=1e-4
+    )
+    assert 0 < figures["peak_fraction"] < 1
+    assert figures["coco_epoch_hours"] == pytest.approx(117_266 / rate / 3600, rel=0.02)
+    assert figures["input_cost"] == pytest.approx(
+        1 - rate / figures["images_per_second_fake"], abs=0.02
+    )
+    assert figures["peak_memory_bytes"] > 1e8
+
+
+def on_two_ranks(*command: object) -> list[str]:
+    """What each rank printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][1]
+    return [out for out, _ in outputs]
+
+
+class Pair:
+    """Two threads that agree; a flag of one that the other does not answer is an error."""
+
+    def __init__(self) -> None:
+        self.flags = [False, False]
+        self.meeting = threading.Barrier(2, timeout=5)
+
+    def is_any(self, rank: int, flag: bool) -> bool:
+        self.flags[rank] = flag
+        self.meeting.wait()
+        answer = any(self.flags)
+        self.meeting.wait()
+        return answer
+
+    def run(self, rank: int, work_s: float) -> int:
+        times, spent = timed(
+            lambda: time.sleep(work_s), 0.2,
+            wait=lambda: None, is_any=lambda flag: self.is_any(rank, flag),
+        )  # fmt: skip
+        assert spent >= times * work_s
+        return times
+
+
+@pytest.mark.parametrize(
+    ("work_s", "possible"),
+    [
+        ((0.001, 0.002), range(10, 210, 10)),
+        ((0.001, 0.03), range(1, 8)),  # slow on one rank only
+        ((0.3, 0.001), range(1, 2)),
+    ],
+)
+def test_ranks_of_unequal_speed_stop_together(work_s: tuple[float, ...], possible: range) -> None:
+    pair = Pair()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(pair.run, range(2), work_s)
+    assert first == second
+    assert first in possible
+
+
+@pytest.mark.parametrize(("drain", "waits"), [(True, 5), (False, 3)])
+def test_only_a_device_with_an_unbounded_queue_is_drained_while_it_is_timed(
+    drain: bool, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the first repetition and at the end; else at both checks as well."""
+    calls: list[str] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.05 * calls.count("work"))
+    times, _ = timed(
+        lambda: calls.append("work"),
+        0.95,
+        wait=lambda: calls.append("wait"),
+        is_any=bool,
+        drain=drain,
+    )
+    assert times == 20
+    assert calls[:3] == ["wait", "work", "wait"]
+    assert calls[-1] == "wait"
+    assert calls.count("wait") == waits
+
+
+@pytest.mark.slow
+def test_ranks_report_their_scaling_efficiency() -> None:
+    first, second = on_two_ranks("-m", "ssdctl", *OPTIONS, "--fake-data")
+    assert second == ""
+    figures = json.loads(first)
+    assert figures["world_size"] == 2
+    assert 0.1 < figures["scaling_efficiency"] < 1.5

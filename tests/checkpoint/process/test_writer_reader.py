@@ -1,0 +1,166 @@
+"""Checkpoints are untrusted files: the newest intact one is read, and no code in them is run."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssdctl.checkpoint.file import (
+    load_backbone,
+    load_checkpoint,
+    load_network,
+    same_classes,
+)
+from ssdctl.data.classes import ClassName
+from ssdctl.errors import IntegrityError
+from ssdctl.model.ssd300 import SSD300
+
+
+def test_payload_is_plain(checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    assert all(isinstance(v, torch.Tensor) for v in payload["model"].values())
+    assert payload["step"] == 3
+    assert payload["samples_seen"] == 6
+    assert payload["classes"][3] == {"id": 7, "name": "star"}
+    assert payload["config"]["model.backbone"] == "tiny"
+    assert payload["architecture"]["num_classes"] == 6
+
+
+def test_network_round_trip(checkpoint: Path) -> None:
+    read = load_checkpoint(checkpoint)
+    for name, tensor in load_network(read).state_dict().items():
+        assert torch.equal(tensor, read.model[name])
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], object]:
+    return lambda payload: payload.pop(key)
+
+
+def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
+    return lambda payload: payload.update(changes)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *map(_without, ("architecture", "classes", "samples_seen", "images", "optimizer")),
+        _with(model={"weight": "no tensor"}),
+        _with(trained=[1, 2]),
+        _with(images=0),
+        _with(classes=[{"id": 1}]),
+        _with(classes=7),
+        _with(architecture={"backbone": "vgg11", "extra_norm": "none", "num_classes": 6}),
+        _with(architecture={"backbone": "tiny"}),
+        _with(architecture={"backbone": "tiny", "extra_norm": "odd", "num_classes": 6}),
+        _with(architecture={"backbone": "tiny", "extra_norm": "none", "num_classes": "six"}),
+        _with(step="x"),
+        _with(samples_seen=-1),
+        _with(global_batch=0),
+        _with(best_ap="x"),
+        _with(config=[1]),
+        _with(optimizer={"state": {}}),
+    ],
+)
+def test_a_payload_with_a_part_amiss_is_an_integrity_error(
+    spoil: Callable[[dict[str, Any]], object], checkpoint: Path, tmp_path: Path
+) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    spoil(payload)
+    path = tmp_path / "x.pt"
+    torch.save(payload, path)
+    with pytest.raises(IntegrityError, match=re.escape(str(path))):
+        load_checkpoint(path)
+
+
+def test_a_checkpoint_is_no_backbone(checkpoint: Path) -> None:
+    with pytest.raises(IntegrityError, match="not a state dict"):
+        load_backbone(SSD300("tiny", 3, "none"), checkpoint)
+
+
+def test_classes_of_a_checkpoint(checkpoint: Path) -> None:
+    read = load_checkpoint(checkpoint)
+    without_ids = [ClassName(None, c.name) for c in read.classes]  # a third-party file has no ids
+    assert same_classes(read, read.classes)
+    assert same_classes(read._replace(classes=without_ids), read.classes)
+    assert same_classes(read._replace(classes=[]), read.classes)  # no names
+    assert not same_classes(read._replace(classes=[]), read.classes[1:])
+    assert not same_classes(read, read.classes[::-1])
+    assert not same_classes(read, read.classes[1:])
+
+
+def test_every_flipped_byte_of_the_weights_is_seen(checkpoint: Path, tmp_path: Path) -> None:
+    content = bytearray(checkpoint.read_bytes())
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(checkpoint) as archive:
+        entries = [e for e in archive.infolist() if "/data/" in e.filename and e.file_size]
+    assert len(entries) > 100
+    for entry in entries[:: len(entries) // 7]:
+        # The lengths of name and padding are in the local header.
+        lengths = struct.unpack_from("<HH", content, entry.header_offset + 26)
+        position = entry.header_offset + 30 + sum(lengths) + entry.file_size // 2
+        spoiled = bytearray(content)
+        spoiled[position] ^= 1
+        path.write_bytes(spoiled)
+        with pytest.raises(IntegrityError):
+            load_checkpoint(path)
+
+
+def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> None:
+    read = load_checkpoint(checkpoint)
+    model = dict(read.model)
+    del model["backbone.conv1.weight"]
+    model["surplus"] = torch.zeros(1)
+    model["backbone.bn1.weight"] = torch.zeros(3)
+    with pytest.raises(IntegrityError) as caught:
+        load_network(read._replace(model=model))
+    for words in ("missing backbone.conv1", "unexpected surplus", "bn1.weight is (3,), not (8,)"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.slow(in_ci=True)
+def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
+    """resnet34-333f7ec4 and resnet50-19c8e357 have no num_batches_tracked."""
+    from torchvision.models import resnet18
+
+    state = {k: v for k, v in resnet18().state_dict().items() if "num_batches" not in k}
+    path = tmp_path / "old.pth"
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    model = SSD300("resnet18", 3, "none")
+    load_backbone(model, path)
+    assert torch.equal(model.backbone.conv1.weight, state["conv1.weight"])
+    assert model.backbone.bn1.num_batches_tracked == 0
+
+
+def test_flipped_bits_in_the_zip_directory_are_damage(checkpoint: Path, tmp_path: Path) -> None:
+    content = checkpoint.read_bytes()
+    path = tmp_path / "x.pt"
+    start = content.rindex(b"PK\x01\x02", 0, len(content) - 3000)
+    for offset in range(4, 46, 3):
+        spoiled = bytearray(content)
+        spoiled[start + offset] ^= 0x55
+        path.write_bytes(spoiled)
+        try:
+            load_checkpoint(path)
+        except IntegrityError:
+            continue  # anything else would be a bug; some bits mean nothing
+
+
+def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(1)
+    resnet = resnet18()
+    path = tmp_path / "resnet18.pth"
+    torch.save(resnet.state_dict(), path)
+    model = SSD300("resnet18", 3, "none")
+    load_backbone(model, path)
+    assert torch.equal(model.backbone.layer3[1].conv2.weight, resnet.layer3[1].conv2.weight)
+    with pytest.raises(IntegrityError, match=r"missing layer1\.2"):
+        load_backbone(SSD300("resnet34", 3, "none"), path)

@@ -1,0 +1,161 @@
+"""`ssdctl dataset export` writes the store in layouts that other programs read."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Result
+from data.formats import exports
+from PIL import Image
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, cli: Callable[..., Result]) -> Path:
+    """Return a prepared dataset with a crowd and a packed store."""
+    root = exports.cvat_coco(tmp_path / "parts", ("train", "val", "test"))
+    path = root / "annotations/instances_train.json"
+    content = json.loads(path.read_text())
+    content["annotations"][0]["iscrowd"] = 1
+    path.write_text(json.dumps(content))
+    assert cli("prepare", "--data", root).code == 0
+    return root
+
+
+def labels_of(data: Path, cli: Callable[..., Result]) -> dict[str, list[Any]]:
+    """Return the boxes of each split, read through `dataset export --to coco`."""
+    out = data.with_name(f"{data.name}-coco")
+    result = cli("dataset", "export", data, "--to", "coco", "--out", out)
+    assert result.code == 0, result.err
+    labels = {}
+    for path in sorted((out / "annotations").glob("instances_*.json")):
+        content = json.loads(path.read_text())
+        names = {c["id"]: c["name"] for c in content["categories"]}
+        labels[path.stem] = sorted(
+            (a["image_id"], names[a["category_id"]], a["iscrowd"], *np.round(a["bbox"]).tolist())
+            for a in content["annotations"]
+        )
+    return labels
+
+
+@pytest.mark.parametrize("target", ["coco", "yolo", "voc"])
+def test_an_exported_dataset_is_the_same_when_read_again(
+    dataset: Path, cli: Callable[..., Result], target: str
+) -> None:
+    result = cli("dataset", "export", dataset, "--to", target, "--out", "out", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["images"] == {"train": 6, "val": 6, "test": 6}
+    assert cli("prepare", "--data", "out").code == 0
+    expected, exported = labels_of(dataset, cli), labels_of(Path("out"), cli)
+    if target == "yolo":  # it cannot express crowds
+        expected = {k: sorted((*v[:2], 0, *v[3:]) for v in e) for k, e in expected.items()}
+    assert exported == expected
+
+
+def test_images_are_the_stores_bytes(dataset: Path, cli: Callable[..., Result]) -> None:
+    assert cli("dataset", "export", dataset, "--to", "yolo", "--out", "out").code == 0
+    for path in (dataset / "images/train").iterdir():
+        assert (Path("out/images/train") / path.name).read_bytes() == path.read_bytes()
+
+
+def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Callable[..., Result]) -> None:
+    result = cli("prepare", "--data", shapes, "--store", "small", "--shrink", 300)
+    assert result.code == 0, result.err
+    options = ("--store", "small", "--to", "coco", "--out", "out")
+    assert cli("dataset", "export", shapes, *options).code == 0
+    exported = json.loads(Path("out/annotations/instances_train2017.json").read_text())
+    original = json.loads((shapes / "annotations/instances_train2017.json").read_text())
+    by_name = {i["file_name"]: i for i in original["images"]}
+    for image in exported["images"]:
+        with Image.open(Path("out/train2017") / image["file_name"]) as opened:
+            assert opened.size == (image["width"], image["height"])
+            assert min(opened.size) <= 300
+    first, image = exported["annotations"][0], exported["images"][0]
+    scale = image["width"] / by_name[image["file_name"]]["width"]
+    np.testing.assert_allclose(
+        first["bbox"], np.array(original["annotations"][0]["bbox"]) * scale, rtol=0.01
+    )
+
+
+def test_hugging_face_opens_it(dataset: Path, cli: Callable[..., Result]) -> None:
+    """In a separate process, without network and without this package."""
+    pytest.importorskip("datasets")
+    assert cli("dataset", "export", dataset, "--to", "hf", "--out", "out").code == 0
+    program = """
+import json, sys
+import datasets
+loaded = datasets.load_dataset(sys.argv[1])
+train = loaded["train"]
+assert isinstance(train.features["image"], datasets.Image), train.features
+category = train.features["objects"]["category"]
+names = getattr(category, "feature", category).names
+row = train[0]
+print(json.dumps({
+    "splits": {name: len(split) for name, split in loaded.items()}, "names": names,
+    "size": row["image"].size, "objects": row["objects"],
+    "modules": [m for m in sys.modules if m.startswith("ssdctl")],
+}))
+"""
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(Path.cwd() / "hf"),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, "out"],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    loaded = json.loads(done.stdout.splitlines()[-1])
+    assert loaded["splits"] == {"train": 6, "validation": 6, "test": 6}
+    assert loaded["names"] == list(exports.NAMES)
+    assert tuple(loaded["size"]) == exports.SIZE
+    assert loaded["modules"] == []
+    objects = exports.samples()[0].objects
+    assert loaded["objects"]["category"] == [label for label, *_ in objects]
+    assert loaded["objects"]["bbox"] == [[float(v) for v in bbox] for _, *bbox in objects]
+
+
+def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Callable[..., Result]) -> None:
+    Path("out").mkdir()
+    Path("out/mine.txt").write_text("x")
+    result = cli("dataset", "export", dataset, "--to", "yolo", "--out", "out")
+    assert (result.code, "--out" in result.err) == (2, True), result.err
+    assert [p.name for p in Path("out").iterdir()] == ["mine.txt"]
+
+
+def test_the_parquet_file_has_images(dataset: Path, cli: Callable[..., Result]) -> None:
+    from pyarrow import parquet
+
+    assert cli("dataset", "export", dataset, "--to", "hf", "--out", "out").code == 0
+    (path,) = Path("out/data").glob("train-*.parquet")
+    rows = parquet.read_table(path).to_pylist()
+    with Image.open(io.BytesIO(rows[0]["image"]["bytes"])) as opened:
+        assert opened.size == exports.SIZE
+    assert rows[0]["objects"]["is_crowd"] == [True, False]
+
+
+def test_voc_keeps_names_that_do_not_clash(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    """All splits have one folder, and a list has one word for each image."""
+    exports.voc_mirrored(tmp_path / "data")
+    (tmp_path / "data/images/train/0.jpg").rename(tmp_path / "data/images/train/my shot.jpg")
+    (tmp_path / "data/annotations/train/0.xml").rename(
+        tmp_path / "data/annotations/train/my shot.xml"
+    )
+    result = cli("dataset", "export", "data", "--to", "voc", "--out", "out")
+    assert result.code == 0, result.err
+    names = sorted(path.name for path in Path("out/JPEGImages").iterdir())
+    kept = ["0.jpg", *(f"{n}.jpg" for n in range(1, 6)), "my_shot.jpg"]
+    assert sorted(n for n in names if not n.startswith("val_")) == kept
+    assert len(names) == 12
+    lists = [Path(f"out/ImageSets/Main/{s}.txt").read_text().split() for s in ("train", "val")]
+    assert sorted(lists[0] + lists[1]) == sorted(Path(name).stem for name in names)

@@ -1,0 +1,148 @@
+"""`ssdctl prepare` as users type it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Result
+from PIL import Image
+
+
+def test_what_was_dropped_is_in_the_table_and_in_the_report(
+    dataset: Path, cli: Callable[..., Result]
+) -> None:
+    path = dataset / "annotations/instances_train2017.json"
+    document = json.loads(path.read_text())
+    document["annotations"][0]["bbox"][3] = 0
+    document["annotations"][1]["bbox"] = [9000, 0, 5, 5]
+    path.write_text(json.dumps(document))
+    (dataset / "train2017/000000000005.jpg").write_bytes(b"<html>")
+    result = cli("prepare", "--data", dataset)
+    assert result.code == 0, result.err
+    for words in ("box of no size", "box outside", "image dropped"):
+        assert words in result.out
+    assert str(dataset / "prepared/report.json") in result.err
+    report = json.loads((dataset / "prepared/report.json").read_text())
+    kinds = {f["kind"] for f in report["splits"][0]["findings"]}
+    assert {"box of no size, dropped", "image dropped"} <= kinds
+    again = cli("prepare", "--data", dataset)
+    assert "--force" in again.err
+    assert again.out == result.out
+    data = json.loads(cli("prepare", "--data", dataset, "--json").out)
+    assert data["unchanged"] is True
+    assert data["splits"] == report["splits"]
+
+
+@pytest.mark.parametrize("name", ["boxes.png", "boxes.JPG"])
+def test_preview_shows_annotated_and_augmented_images(
+    dataset: Path, cli: Callable[..., Result], name: str
+) -> None:
+    result = cli("prepare", "--data", dataset, "--preview", name, "--shrink", 300)
+    assert result.code == 0, result.err
+    with Image.open(name) as drawn:
+        assert drawn.width == 12 + 4 * 312
+        pixels = np.asarray(drawn.convert("RGB"), np.int16)
+    tiles = [pixels[60:330, 12 + 312 * i : 12 + 312 * i + 290] for i in range(4)]
+    for tile in tiles:
+        assert tile.std() > 10
+    assert np.abs(tiles[1] - tiles[2]).mean() > 1  # each epoch has its own colors
+
+
+def test_preview_refuses_other_files_before_any_work(
+    dataset: Path, cli: Callable[..., Result]
+) -> None:
+    result = cli("prepare", "--data", dataset, "--preview", "boxes.pdf")
+    assert (result.code, ".png" in result.err) == (2, True)
+    assert not (dataset / "prepared").exists()
+
+
+def test_yolo_becomes_a_dataset_that_trains(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    for i in range(6):
+        path = tmp_path / f"mine/images/{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (80, 60), (40 * i, 90, 90)).save(path)
+        label = tmp_path / f"mine/labels/{i}.txt"
+        label.parent.mkdir(exist_ok=True)
+        label.write_text("0 .5 .5 .4 .4\n1 .2 .2 .2 .2\n2 .5 .5 .1 .1\n")
+    (tmp_path / "mine/data.yaml").write_text("names: [cat, dog, bird]\n")
+    options = ["--from", "yolo", "--split", "0.67", "--classes", "dog,bird", "--json"]
+    result = cli("prepare", "--data", "mine", *options)
+    assert result.code == 0, result.err
+    train, val = json.loads(result.out)["splits"]
+    assert (train["images"], train["boxes"], train["classes"], val["images"]) == (4, 8, 2, 2)
+    words = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
+    result = cli("train", "--data", "mine", "--out", "run", *words.split())
+    assert result.code == 0, result.err
+    result = cli("prepare", "--data", "mine")
+    assert "--from yolo --split 0.67 --classes dog,bird" in result.err
+    # Only the store was written.
+    assert {p.name for p in Path("mine").iterdir()} == {"data.yaml", "images", "labels", "prepared"}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--from", "none"], 2, "voc, yolo"),
+        (["--split", "1.5"], 2, "--split"),
+        (["--split", "0.9"], 2, "has validation images already"),
+        (["--classes", "bal"], 2, "did you mean 'ball'"),
+        (["--from", "voc"], 3, "not Pascal VOC"),
+        (["--from", "yolo"], 3, "not YOLO"),
+        (["--shrink", "100"], 2, "--shrink"),
+        (["--store", "annotations.txt/x"], 6, "--store"),
+    ],
+)
+def test_mistakes(
+    dataset: Path, cli: Callable[..., Result], options: list[str], code: int, words: str
+) -> None:
+    Path("annotations.txt").write_text("")
+    result = cli("prepare", "--data", dataset, *options)
+    assert (result.code, words in result.err) == (code, True), result.err
+    assert "Traceback" not in result.err
+    assert not (dataset / "dataset.toml").exists()
+    assert not (dataset / "prepared").exists()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_75(dataset: Path, sent: signal.Signals) -> None:
+    program = """
+import time
+from ssdctl.data import image_check_jobs
+check = image_check_jobs.check_image
+def slow(*given):
+    time.sleep(0.05)
+    return check(*given)
+image_check_jobs.check_image, image_check_jobs.TASK_IMAGES = slow, 1
+print("go", flush=True)
+from ssdctl.cli.main import main
+main()
+"""
+    command = [sys.executable, "-c", program, "prepare", "--data", str(dataset), "--jobs", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lock = dataset / "prepared/.lock"
+    while not lock.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.send_signal(sent)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 75, err
+    assert "run the same command again" in err
+    assert [p.name for p in (dataset / "prepared").iterdir()] == [".lock"]
+
+
+def test_decoded_pixels_need_a_packed_store(cli: Callable[..., Result], shapes: Path) -> None:
+    result = cli("prepare", "--data", shapes, "--store", "raw", "--encoding", "raw", "--no-pack")
+    assert result.code == 2
+    assert "--no-pack" in result.err
+    result = cli("prepare", "--data", shapes, "--store", "raw", "--encoding", "raw")
+    assert result.code == 0, result.err
+    assert "GB" in result.err

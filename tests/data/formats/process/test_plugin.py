@@ -1,0 +1,109 @@
+"""A dataset format of another package: an entry point of `ssdctl.datasets`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Result
+from helpers import install_package
+from PIL import Image
+
+from ssdctl.config import DataConfig
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.store_folder import dataset_folders
+
+Cli = Callable[..., Result]
+PLUGIN = '''
+"""Read boxes.txt: lines of `file class left top width height`."""
+from PIL import Image
+from ssdctl.data.annotations import LabeledBox, LabeledImage, from_images
+
+def read(root, labels="boxes.txt"):
+    images = {}
+    for line in (root / labels).read_text().splitlines():
+        file, name, *numbers = line.split()
+        with Image.open(root / file) as image:
+            images.setdefault(file, LabeledImage(file, *image.size, []))
+        images[file].boxes.append(LabeledBox(name, *map(float, numbers)))
+    return {"train": list(images.values())}, ["bolt", "nut"]
+
+broken = 7
+
+class module:
+    @staticmethod
+    def recognise(path):
+        file = path / "boxes2.txt"
+        return file if file.is_file() else None
+
+    @staticmethod
+    def read(path):
+        return from_images(*read(path, "boxes2.txt"), folder=path, origin=path)
+
+class failing:
+    recognise = staticmethod(lambda path: 1 / 0)
+'''
+ENTRIES = "[ssdctl.datasets]\nboxes-txt = boxes_txt:read\nbroken = boxes_txt:broken\n"
+ENTRIES += "boxes-module = boxes_txt:module\nfailing = boxes_txt:failing\n"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    install_package(tmp_path / "site", monkeypatch, "boxes_txt", PLUGIN, ENTRIES)
+    folder = tmp_path / "data"
+    (folder / "photos").mkdir(parents=True)
+    pixels = np.full((60, 80, 3), 90, np.uint8)
+    for name in ("a.png", "b.png"):
+        Image.fromarray(pixels).save(folder / "photos" / name)
+    lines = [
+        "photos/a.png nut 1 2 30 40",
+        "photos/a.png bolt 5 5 20 20",
+        "photos/b.png nut 0 0 9 9",
+    ]
+    (folder / "boxes.txt").write_text("\n".join(lines))
+    return folder
+
+
+def test_a_format_of_another_package_is_prepared(data: Path, cli: Cli) -> None:
+    result = cli("prepare", "--data", data, "--from", "boxes-txt", "--no-pack", "--json")
+    assert result.code == 0, result.err
+    (split,) = json.loads(result.out)["splits"]
+    assert (split["images"], split["boxes"]) == (2, 3)
+    # The index is read without the package, which reading the labels again needs.
+    train = open_dataset(*dataset_folders(DataConfig(root=str(data))))["train"]
+    assert [c.name for c in train.classes] == ["bolt", "nut"]
+    assert cli("prepare", "--data", data, "--split", 0.5, "--from", "boxes-txt").code == 0
+
+
+def test_a_module_is_recognized_without_its_name(data: Path, cli: Cli) -> None:
+    """It has the functions of a built-in format; one that fails does not stop the others."""
+    (data / "boxes.txt").rename(data / "boxes2.txt")
+    result = cli("prepare", "--data", data, "--no-pack", "--json")
+    assert result.code == 0, result.err
+    assert "failing" in result.err
+    assert "boxes-module (boxes2.txt)" in result.err
+    (split,) = json.loads(result.out)["splits"]
+    assert (split["images"], split["boxes"]) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("lines", "source", "code", "words"),
+    [
+        ("", "other", 2, ["--from other", "boxes-txt", "yolo"]),
+        ("", "broken", 3, ["broken", "TypeError"]),
+        ("photos/a.png ring 1 2 3 4", "boxes-txt", 3, ["boxes-txt", "'ring'"]),
+        ("photos/a.png", "boxes-txt", 3, ["boxes-txt", "ValueError"]),
+        ("../up.png nut 1 2 3 4", "boxes-txt", 3, ["up.png"]),
+    ],
+)
+def test_what_a_plugin_cannot_read(
+    data: Path, cli: Cli, lines: str, source: str, code: int, words: list[str]
+) -> None:
+    (data / "boxes.txt").write_text(lines)
+    Image.new("RGB", (9, 9)).save(data.parent / "up.png")
+    result = cli("prepare", "--data", data, "--from", source, "--no-pack")
+    assert result.code == code, result.err
+    assert all(word in result.err for word in words), result.err

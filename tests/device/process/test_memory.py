@@ -1,0 +1,237 @@
+"""What fits into a device's memory: before a run, after a failure, by count."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+from tiny_network import config
+
+from ssdctl.config import resolve
+from ssdctl.device.base import Module
+from ssdctl.device.cpu import Cpu
+from ssdctl.distributed.ranks import SINGLE_PROCESS
+from ssdctl.errors import UsageError
+from ssdctl.input.batch import Batch
+from ssdctl.model.ssd300 import Architecture
+from ssdctl.training import memory
+from ssdctl.training.memory import (
+    MemoryEstimate,
+    activation_bytes,
+    estimate,
+    largest_batch,
+    out_of_memory_hints,
+)
+
+Cli = Callable[..., Result]
+R18 = Architecture("resnet18", "none", 6)
+
+
+def settled(**changes: Any) -> Any:
+    """A settled run in fp32."""
+    return SimpleNamespace(config=SimpleNamespace(train=config(**changes)), precision="fp32")
+
+
+@pytest.mark.slow(in_ci=True)
+def test_resnet50_at_256_trains_within_80_gb() -> None:
+    network = Architecture("resnet50", "batch", 81)
+    need = estimate(network, config(), "bf16")
+    assert 25e9 < 256 * need.per_image < 40e9
+    assert need.fits(80_000_000_000) >= 256
+
+
+@pytest.mark.slow(in_ci=True)
+def test_activations_are_what_backward_really_keeps() -> None:
+    """Against the storages that a real forward leaves alive."""
+    from ssdctl.input.fake import random_batch
+    from ssdctl.training.step import LossModule
+
+    held = []
+    for size in (1, 2):
+        model = R18.build().train()
+        loss_module = LossModule(model, Cpu(), "fp32")
+        batch = random_batch(size, 6)
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = loss_module(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        held.append(sum(t.untyped_storage().nbytes() for k, t in kept.items() if k not in own))
+        del loss
+    assert activation_bytes(R18, "fp32") == pytest.approx(held[1] - held[0], rel=0.02)
+
+
+class Card(Cpu):
+    """A CPU that calls itself a card with so much memory, and fails like one.
+
+    It uses 500 MB, 10 MB for each image of a step, 1 GB for each other network that still exists,
+    and in a network's first step 20 GB more, as a search for fast kernels does.
+    """
+
+    name = "card"
+    is_host = False
+
+    def __init__(self, memory: int | None) -> None:
+        super().__init__()
+        self.memory = memory
+        self.placed: list[weakref.ref[torch.nn.Module]] = []
+        self.peak = 0
+
+    def place(self, model: Module) -> Module:
+        self.placed.append(weakref.ref(model))
+        return super().place(model)
+
+    def memory_bytes(self) -> int | None:
+        return self.memory
+
+    def release_memory(self) -> None:
+        self.peak = 0
+
+    def peak_memory_bytes(self) -> int:
+        return self.peak
+
+    def take_step(self, images: int, *, is_main: bool) -> None:
+        if self.memory is not None and 10_000_000 * images > self.memory:
+            raise MemoryError
+        others = sum(model() is not None for model in self.placed) - 1
+        held = 500_000_000 + 10_000_000 * images + 1_000_000_000 * others
+        self.peak = max(self.peak, held + 20_000_000_000 * is_main)
+
+
+def auto(device: Cpu) -> int:
+    config = resolve(environment={"HOME": "/"}).config.train
+    return largest_batch(config, R18, device, SINGLE_PROCESS, "fp32")
+
+
+class Step:
+    """A step that only allocates memory; it and its network refer to each other, as compiled ones do."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def __init__(self, model: Any, config: object, device: Card, *_: object):
+        self.device, self.model, self.is_main = device, model, True
+        model.step = self
+
+    def __call__(self, batches: list[Batch], lr: float) -> None:
+        self.sizes.append(len(batches[0].images))
+        self.device.take_step(self.sizes[-1], is_main=self.is_main)
+        self.is_main = False
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
+    """Steps on a card, with automatic garbage collection turned off."""
+    monkeypatch.setattr(memory, "build_step", Step)
+    Step.sizes.clear()
+    gc.disable()
+    yield Step
+    gc.enable()
+
+
+@pytest.mark.slow(in_ci=True)
+def test_bs_auto_fills_the_memory_by_what_steps_need_once_tuned(steps: type[Step]) -> None:
+    # 0.9 x 2 GB less the 500 MB that are always held: 130 images of 10 MB, in eights.
+    assert auto(Card(2_000_000_000)) == 128
+    assert auto(Card(600_000_000)) == 4
+    with pytest.raises(UsageError, match="does not fit"):
+        auto(Card(400_000_000))
+    with pytest.raises(UsageError, match="memory"):
+        auto(Card(None))
+
+
+@pytest.mark.slow(in_ci=True)
+def test_bs_auto_probes_with_batches_that_the_memory_allows(steps: type[Step]) -> None:
+    assert auto(Card(80_000_000_000)) == 7144
+    assert steps.sizes == [16, 16, 48, 48]
+    steps.sizes.clear()
+    with pytest.raises(UsageError, match="does not fit"):  # not even the probes
+        auto(Card(50_000_000))
+    assert steps.sizes == [2, 2, 6]
+
+
+def test_bs_auto_is_refused_on_the_cpu_and_in_dry_runs(cli: Cli, shapes: Path) -> None:
+    options = ["train", "--data", shapes, "--bs", "auto", *TINY_RUN.replace("--bs 2", "").split()]
+    result = cli(*options)
+    assert result.code == 2
+    assert "--bs 8" in result.err
+    result = cli(*options, "--dry-run")
+    assert result.code == 2
+    assert "--bs 32" in result.err
+    assert "N|auto" in cli("train", "--bs", "many").err
+
+
+@pytest.mark.parametrize(
+    ("words", "is_memory"),
+    [
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", True),
+        ("could not create a memory object", True),
+        ("shapes do not match", False),
+    ],
+)
+def test_an_allocators_error_proposes_what_would_fit(words: str, is_memory: bool) -> None:
+    card = Card(4_000_000_000)
+    with (
+        pytest.raises(UsageError if is_memory else RuntimeError) as caught,
+        out_of_memory_hints(settled(batch_size=512), R18, card),
+    ):
+        raise RuntimeError(words)
+    if isinstance(caught.value, UsageError):
+        fits = MemoryEstimate.fits(estimate(R18, config(), "fp32"), 4_000_000_000)
+        assert "--bs 512" in str(caught.value)
+        assert 8 <= fits < 100
+        assert f"--bs {fits} would fit" in (caught.value.hint or "")
+        assert f"--accumulate {-(-512 // fits)}" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("memory", [40_000_000_000, None])
+def test_a_batch_that_fits_by_the_count_is_halved(memory: int | None) -> None:
+    """As on a card whose software needs more than network and activations."""
+    with (
+        pytest.raises(UsageError) as caught,
+        out_of_memory_hints(settled(accumulate=2, batch_size=100), R18, Card(memory)),
+    ):
+        raise RuntimeError("could not create a memory object")
+    hint = caught.value.hint or ""
+    assert "--bs 48" in hint
+    assert "--accumulate 5" in hint
+    assert "--bs auto" in hint
+
+
+@pytest.mark.slow
+def test_memory_that_really_runs_out_is_explained(shapes: Path, tmp_path: Path) -> None:
+    """A run under a limit on its addresses, with a batch far beyond it."""
+    code = (
+        "import resource, sys, torch, torchvision\n"
+        "from ssdctl.cli.main import main\n"
+        "import ssdctl.training.setup\n"
+        "held = [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmSize')][0]\n"
+        "limit = held * 1024 + 3_000_000_000\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "main(sys.argv[1:])\n"
+    )
+    options = TINY_RUN.replace("--bs 2", "--bs 96").split()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--data", shapes, "--out", tmp_path / "run",
+         "--steps", "1", *options],
+        capture_output=True, text=True, env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "out of memory on device cpu" in done.stderr
+    assert "would fit" in done.stderr
+    assert "Traceback" not in done.stderr
+    suggested = int(done.stderr.partition("--bs ")[2].partition("--bs ")[2].split()[0])
+    assert 1 <= suggested <= 48

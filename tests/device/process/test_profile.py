@@ -1,0 +1,70 @@
+"""`--profile FIRST,LAST`: the profiled steps, and the files in the run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import TINY_RUN, Result
+from tiny_network import batch, build_training
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
+
+from ssdctl.device import open_device
+from ssdctl.distributed.ranks import SINGLE_PROCESS
+from ssdctl.training.profile import StepProfiler, waits
+
+Cli = Callable[..., Result]
+CPU = open_device("cpu")
+
+
+def test_profile_contains_the_steps_from_first_to_last(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    result = cli(
+        "train", "--data", shapes, "--out", run, "--steps", 4, "--profile", "2,3", *TINY_RUN.split()
+    )
+    assert result.code == 0, result.err
+    assert "profile of steps 2 to 3" in result.err
+    events = json.loads((run / "profile/trace.json").read_text())["traceEvents"]
+    names = [str(event.get("name")) for event in events]
+    assert names.count("wait: next batch") == 2
+    assert names.count("wait: device, at a log point") == 2
+    assert sum("Optimizer.step#" in name for name in names) == 2
+    table = (run / "profile/table.txt").read_text()
+    assert "aten::convolution_backward" in table
+    assert "wait: next batch" in table
+
+
+def test_profile_ends_with_the_run(tmp_path: Path) -> None:
+    _, _, step = build_training(CPU)
+    profiler = StepProfiler("2,9", tmp_path, CPU, SINGLE_PROCESS)
+    messages = []
+    for number in (1, 2, 3):
+        profiler.before(number)
+        step([batch()], 1e-3)
+        messages.append(profiler.after(number, is_last=number == 3))
+    assert messages[:2] == [None, None]
+    assert "steps 2 to 3" in (messages[2] or "")
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_wait_that_the_gpu_records_too_is_listed_once() -> None:
+    rows = []
+    for where, end_us in ((DeviceType.CPU, 5000), (DeviceType.CUDA, 3000)):
+        event = FunctionEvent(
+            0, "wait: next batch", 1, 0, end_us, use_device="cuda", device_type=where,
+            is_user_annotation=True,
+        )  # fmt: skip
+        rows.append(FunctionEventAvg().add(event))
+    (line,) = waits(rows)
+    assert line.split() == ["wait:", "next", "batch", "5.000", "ms", "in", "1"]
+
+
+def test_invalid_profile_ranges_are_refused(cli: Cli) -> None:
+    for value, words in (("5,3", "step 3 is before step 5"), ("0,3", "--profile"), ("7", "7")):
+        result = cli("train", "--profile", value)
+        assert result.code == 2
+        assert words in result.err

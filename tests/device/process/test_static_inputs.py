@@ -1,0 +1,98 @@
+"""CUDA graphs need static inputs: each tensor that a compiled step changes must be one, with one
+rank and with several. Traced on the CPU by a backend that runs the graphs as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import run_ranks
+from tiny_network import batch, build_training
+
+from ssdctl.device import inductor
+from ssdctl.device.cpu import Cpu
+from ssdctl.distributed.ranks import Ranks
+
+SCRIPT = """
+import json, sys
+sys.path[:0] = [sys.argv[1]]
+import test_static_inputs as test
+from ssdctl.distributed.process_group import process_group
+from ssdctl.distributed.ranks import find_ranks
+
+device, ranks = test.TracedCpu(), find_ranks()
+with process_group(ranks, device, 60):
+    test.take_step(device, ranks, overlap_gradients=sys.argv[2] == "overlap")
+print(json.dumps(device.graphs))
+"""
+
+
+class TracedCpu(Cpu):
+    """Runs compiled steps by their traced graphs; `graphs` lists the forward graphs.
+
+    Each is [inputs, changed inputs, changed inputs that are not static].
+    """
+
+    execution = "compile"
+
+    def __init__(self) -> None:
+        super().__init__("compile")
+        self.ddp_bucket_mb = 0.0001  # type: ignore[assignment]  # several buckets
+        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1  # the compiler's bound
+        self.graphs: list[list[int]] = []
+
+    def compile(self, module: torch.nn.Module, *, overlap: bool = False) -> None:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def record(graph: torch.fx.GraphModule, inputs: object) -> Any:
+            context = torch._guards.TracingContext.try_get()
+            assert context is not None
+            assert context.fw_metadata is not None
+            infos = context.fw_metadata.input_info
+            static = set(context.fw_metadata.static_input_indices or ())
+            changed = [n for n, info in enumerate(infos) if info.mutates_data]
+            row = [len(infos), len(changed), sum(n not in static for n in changed)]
+            self.graphs.append(row)
+            return make_boxed_func(graph.forward)
+
+        def backward(graph: torch.fx.GraphModule, inputs: object) -> Any:
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=record, bw_compiler=backward)
+        inductor.compile_in_place(module, overlap=overlap, backend=backend)
+
+
+def take_step(device: TracedCpu, ranks: Ranks, *, overlap_gradients: bool) -> None:
+    _, _, step = build_training(device, ranks=ranks, overlap_gradients=overlap_gradients)
+    step([batch()], 1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_input_that_a_step_changes_is_static(count: int) -> None:
+    ranks = run_ranks(count, SCRIPT, Path(__file__).parent, "one graph")
+    assert [rank.code for rank in ranks] == [0] * count, ranks
+    for rank in ranks:
+        ((_, changed, not_static),) = json.loads(rank.out.splitlines()[-1])
+        assert changed >= 2
+        assert not_static == 0
+
+
+def test_overlapping_gradients_split_the_step() -> None:
+    ranks = run_ranks(2, SCRIPT, Path(__file__).parent, "overlap")
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert all(len(json.loads(rank.out.splitlines()[-1])) > 1 for rank in ranks)
+
+
+def test_compiled_code_is_kept_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # undone after the test
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    inductor.compile_in_place(torch.nn.Identity())
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)

@@ -1,0 +1,274 @@
+"""All ranks act alike if only one of them has a reason to act."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+from download.http_server import Server, file
+from helpers import Ended, last, run_ranks, run_script, start_script, wait_for
+
+from ssdctl.distributed.addresses import free_port
+from ssdctl.distributed.collectives import average_buffers
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.model.backbones import find_backbone
+
+# Both scenarios run in one pair of processes: starting a pair costs more than what they test.
+SCENARIOS = """
+import json, os, sys
+import tiny_network, torch
+from ssdctl.device import open_device
+from ssdctl.distributed.collectives import FlagExchange, any_rank
+from ssdctl.distributed.process_group import process_group
+from ssdctl.distributed.ranks import find_ranks
+from ssdctl.training.step import build_step
+
+ranks, device, settings = find_ranks(), open_device("cpu"), tiny_network.config()
+steps = []
+with process_group(ranks, device, 60):
+    torch.manual_seed(0)
+    model = device.place(tiny_network.Tiny()).train()
+    step = build_step(model, settings, device, "fp32", ranks)
+    for number in range(4):
+        is_bad = number == 2 and ranks.rank == 1
+        jitter = float("inf") if is_bad else 1.0
+        batch = tiny_network.batch(seed=10 * number + ranks.rank, jitter=jitter)
+        result = step([batch], 1e-3)
+        weights = [p.detach().double().sum().item() for p in model.parameters()]
+        steps.append([bool(result.is_bad), weights])
+    flags = any_rank([ranks.rank == 1, False], ranks)
+    exchange = FlagExchange(ranks)
+    later = [
+        exchange.exchange([ranks.rank == 1, False]),
+        exchange.exchange([False, ranks.rank == 0]),
+        exchange.exchange([False, False]),
+        exchange.settle([ranks.rank == 1, False]),
+        exchange.exchange([False, False]),
+    ]
+print(json.dumps({"steps": steps, "agreed": flags, "later": later}), flush=True)
+
+from ssdctl.download.pinned_files import PinnedFile
+from ssdctl.model.backbones import tiny
+
+os.environ["MASTER_PORT"], name, url, digest = sys.argv[1:5]
+tiny.WEIGHTS["v1"] = PinnedFile(name, url, digest)
+from ssdctl.cli.main import main
+
+main(sys.argv[5:])
+"""
+
+
+COMMAND = "import sys; from ssdctl.cli.main import main; main(sys.argv[1:])"
+
+
+class Pair(NamedTuple):
+    """Both ranks at their end, and the traffic of the weights."""
+
+    ranks: list[Ended]
+    weights_bytes: int
+    sent_bytes: int
+
+
+@pytest.fixture(scope="module")
+def pair(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Take four steps, one of them bad on rank 1; then train with backbone weights to download."""
+    folder = tmp_path_factory.mktemp("pair")
+    content = io.BytesIO()
+    torch.save(find_backbone("tiny").build().state_dict(), content)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    name = f"tiny-{digest[:8]}.pth"
+    options = [*TINY_RUN.split(), "--backbone-weights", "tiny-v1", "--steps", "1"]
+    with Server() as server:
+        url = server.route(f"/{name}", file(content.getvalue()))
+        command = ["train", "--data", shapes, "--out", folder / "run", *options]
+        ranks = run_ranks(
+            2, SCENARIOS, free_port(), name, url, digest, *command, TORCH_HOME=str(folder / "torch")
+        )
+    return Pair(ranks, len(content.getvalue()), server.body_bytes)
+
+
+def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(pair: Pair) -> None:
+    first, second = (json.loads(rank.out.splitlines()[0]) for rank in pair.ranks)
+    assert first == second
+    assert first["agreed"] == [True, False]
+    assert first["later"] == [
+        [False, False],
+        [True, False],
+        [False, True],
+        [True, False],  # settled: at once
+        [False, False],
+    ]
+    flags = [is_bad for is_bad, _ in first["steps"]]
+    weights = [values for _, values in first["steps"]]
+    assert flags == [False, False, True, False]
+    assert weights[2] == weights[1]  # nothing moved
+    assert weights[3] != weights[2]  # and training continues
+
+
+def test_one_rank_downloads_the_weights_for_all(pair: Pair) -> None:
+    assert [rank.code for rank in pair.ranks] == [0, 0], pair.ranks
+    assert pair.sent_bytes < 1.05 * pair.weights_bytes
+    assert sum(rank.err.count("backbone weights") for rank in pair.ranks) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", ["eager", "compile"])
+def test_batch_norm_over_two_ranks_trains_as_one_rank_with_the_joined_batch(
+    cli: Callable[..., Result], shapes: Path, tmp_path: Path, execution: str
+) -> None:
+    # A low rate: a high one increases the differences of fp32's rounding with each step.
+    options = [*TINY_RUN.split(), "--lr", "2.5e-4", "--data", str(shapes), "--steps", "3"]
+    options += ["--execution", execution]
+    losses = {}
+    for name, ranks, extra in (
+        ("joined", 1, ["--bs", "4"]),
+        ("synchronized", 2, ["--bs", "2", "--sync-bn"]),
+        ("separate", 2, ["--bs", "2"]),
+    ):
+        out = tmp_path / name
+        command = ["launch", "--cpus", str(ranks), *options, *extra, "--out", str(out)]
+        done = subprocess.run(
+            [sys.executable, "-m", "ssdctl", *command], capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        losses[name] = [record["loss"] for record in lines if record["kind"] == "train"]
+    assert len(losses["joined"]) == 3
+    assert losses["synchronized"] == pytest.approx(losses["joined"], rel=1e-5)
+    assert losses["separate"] != pytest.approx(losses["joined"], rel=1e-4)
+
+
+def test_a_signal_ends_the_wait_for_a_missing_rank(tmp_path: Path) -> None:
+    """The same signal may have stopped the other one before it started."""
+    rank = "1"
+    script = (
+        "import sys\n"
+        "from ssdctl.distributed import process_group\n"
+        "torch_rendezvous = process_group.torch_rendezvous\n"
+        "def announced(*arguments):\n"
+        "    sys.stderr.write('waiting\\n')\n"
+        "    yield from torch_rendezvous(*arguments)\n"
+        "process_group.torch_rendezvous = announced\n"
+        "from ssdctl.cli.main import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    command = ["train", "--data", "none", "--out", tmp_path / "run", "--device", "cpu"]
+    process = run_script(script, *command, **common, RANK=rank, LOCAL_RANK=rank)
+    try:
+        log = tmp_path / "run" / "logs" / f"rank-{rank}.log"
+        wait_for(lambda: log.exists() and "waiting" in log.read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 75
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
+    cli: Callable[..., Result], shapes: Path, tmp_path: Path
+) -> None:
+    """Rank 1 has the second of nine validation images."""
+    data = tmp_path / "shapes"
+    shutil.copytree(shapes, data)
+    assert cli("prepare", "--data", data, "--no-pack").code == 0
+    image = sorted((data / "val2017").iterdir())[1]
+    kept = image.stat()
+    image.write_bytes(b"\xff\xd8" + bytes(kept.st_size - 2))
+    os.utime(image, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # so that training sees no change
+    options = ["--out", tmp_path / "run", "--steps", 2, *TINY_RUN.split()]
+    ranks = run_ranks(2, COMMAND, "train", "--data", data, *options)
+    assert [rank.code for rank in ranks] == [3, 3], ranks
+    logs = [path.read_text() for path in (tmp_path / "run/logs").iterdir()]
+    texts = [*logs, *(rank.err for rank in ranks)]
+    assert any(image.name in text for text in texts), texts
+    assert not any("lost rank" in text or "Traceback" in text for text in texts)
+
+
+LOSES_ITS_STORE = """
+import os, sys
+from ssdctl.errors import DiskError
+from ssdctl.training import step_input
+
+open_input = step_input.open_input
+
+def opened(*given, **named):
+    source = open_input(*given, **named)
+    whole = source.batches
+
+    def batches(*steps):
+        for number, batch in enumerate(whole(*steps)):
+            if number == 3 and os.environ["RANK"] == "1":
+                raise DiskError("the store is gone")
+            yield batch
+
+    source.batches = batches
+    return source
+
+step_input.open_input = opened
+from ssdctl.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_rank_that_cannot_read_its_images_lets_all_save_and_end_alike(
+    shapes: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = ["--steps", 9, *TINY_RUN.split(), "--rank-timeout", 30]
+    ranks = run_ranks(2, LOSES_ITS_STORE, "train", "--data", shapes, "--out", run, *options)
+    assert [rank.code for rank in ranks] == [6, 6], ranks
+    assert last(run).step == 3
+    assert last(run).rank_statistics is not None
+    texts = [*(path.read_text() for path in (run / "logs").iterdir()), *(r.err for r in ranks)]
+    assert any("the store is gone" in text for text in texts), texts
+    assert not any("lost rank" in text or "Traceback" in text for text in texts)
+
+
+def test_buffers_are_averaged_by_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: sent.append(t.mul_(3)))
+    buffers = [torch.ones(2, 3), torch.tensor(5), torch.full((4,), 2.0)]  # the second is a counter
+    average_buffers(buffers, Ranks(0, 2, 0))
+    assert [tensor.numel() for tensor in sent] == [10]
+    assert [buffer.unique().tolist() for buffer in buffers] == [[1.5], [5], [3.0]]
+
+
+EVALUATE = """
+import json, os, sys
+import ssdctl
+from ssdctl.data import image_check, open_dataset
+
+os.environ["MASTER_PORT"], checkpoint, data = sys.argv[1:4]
+compared = []
+changed_images = open_dataset.changed_images
+open_dataset.changed_images = lambda *a: compared.append(a) or changed_images(*a)
+result = ssdctl.evaluate(checkpoint, data, device="cpu", report="page", progress=False)
+print(json.dumps([result.figures["AP"], result.about.images, len(compared)]))
+"""
+
+
+def test_every_rank_gets_the_evaluation_of_the_library(
+    checkpoint: Path, shapes: Path, tmp_path: Path
+) -> None:
+    """The first rank prepares the dataset and compares its images for all."""
+    data = tmp_path / "shapes"
+    shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
+    ranks = run_ranks(2, EVALUATE, free_port(), checkpoint, data, start=start_script)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    (ap, images, _), (other_ap, other_images, compared) = [json.loads(r.out) for r in ranks]
+    assert (ap, images) == (other_ap, other_images)
+    assert images == 9
+    assert compared == 0

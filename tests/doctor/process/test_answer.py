@@ -1,0 +1,176 @@
+"""`ssdctl doctor` as users type it: on this machine for real, and what its answer looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Result
+from doctor.machines import Cli, Machine, RunDoctor, state
+
+from ssdctl.cli.main import main
+from ssdctl.doctor import data as network
+
+
+@pytest.mark.slow
+def test_this_machine_for_real_with_the_self_test(shapes: Path) -> None:
+    before = sorted(shapes.rglob("*"))
+    code = (
+        "import sys; from ssdctl.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    arguments = ["doctor", "--data", str(shapes), "--self-test", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads(done.stdout)
+    assert all(c.keys() == {"name", "state", "detail", "remedy", "group"} for c in checks)
+    by_name = {c["name"]: c for c in checks}
+    assert {"python", "torch", "cores", "dataset", "mpirun"} <= by_name.keys()
+    assert re.search(r"write [\d,]+ MB/s, read [\d,]+ MB/s", by_name["disk rate"]["detail"])
+    assert state(by_name["all-reduce"])[0] == "ok"
+    assert re.search(r"two ranks over gloo: 4 MB in [\d.]+ ms", by_name["all-reduce"]["detail"])
+    assert re.match(r"--device auto is \w+: .*(fp32|bf16)", by_name["train step"]["detail"])
+    flags = Path("/proc/cpuinfo").read_text()
+    is_native = re.search(r"avx512_bf16|amx_bf16|\bbf16\b", flags) is not None
+    assert ("bf16 native" in by_name["cpu"]["detail"]) == is_native
+    assert "self-test: two ranks" in done.stderr
+    assert sorted(shapes.rglob("*")) == before
+
+
+DISK = '{"write": 4e8}\n{"read": 8e8}'
+RANKS = '{"all_reduce_s": 0.002, "bytes": 4194304}'
+STEP = """{"device": "cpu", "label": "Test CPU", "precision": "fp32", "execution": "eager"}
+{"loss": 9.5, "first_s": 3.0, "step_s": 0.25}"""
+EXIT_1 = "sys.stderr.write('no luck'); sys.stderr.flush(); os._exit(1)"
+
+
+def test_verdicts_of_the_self_test(run_doctor: RunDoctor, machine: Machine, tmp_path: Path) -> None:
+    """Each probe prints what it prints on a good machine, then what it prints on a bad one."""
+    arguments = ("--self-test", "--data", tmp_path, "--set", "train.device=cpu")
+    for name, text in (("disk", DISK), ("ranks", RANKS), ("step", STEP)):
+        machine.probe_prints(name, text)
+    _, checks = run_doctor(*arguments)
+    assert state(checks["disk rate"])[0] == "ok"
+    assert re.search(r"write 400 MB/s, read 800 MB/s", checks["disk rate"]["detail"])
+    assert state(checks["all-reduce"])[0] == "ok"
+    assert re.search(r"4 MB in 2\.0 ms", checks["all-reduce"]["detail"])
+    assert state(checks["train step"])[0] == "ok"
+    assert re.search(
+        r"Test CPU, fp32, eager.*first 3\.0 s.*0\.25 s", checks["train step"]["detail"]
+    )
+
+    machine.probe_prints("disk", '{"write": 4e8}\n{"read": 4e7}')
+    machine.probe_prints("ranks", "{}", EXIT_1)
+    machine.probe_prints("step", STEP.splitlines()[0], EXIT_1)
+    code, checks = run_doctor(*arguments)
+    assert code == 2
+    assert state(checks["disk rate"])[0] == "warn"
+    assert "local disk" in checks["disk rate"]["remedy"]
+    assert state(checks["all-reduce"])[0] == "fail"
+    assert "rank 1" in checks["all-reduce"]["detail"]
+    assert "no luck" in checks["all-reduce"]["detail"]
+    assert state(checks["train step"])[0] == "fail"
+    assert "no luck" in checks["train step"]["detail"]
+
+
+MARK = "[\u2713!\u2717\u2013]"
+
+
+def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    wide = cli("doctor", "-v").out
+    lines = wide.splitlines()
+    headings = [line for line in lines[1:] if re.fullmatch(r"[A-Z]\S+", line)]
+    assert headings == ["Python", "Devices", "Machine", "Launchers", "Data"]
+    starts = {len(m[0]) for line in lines if (m := re.match(rf"  {MARK} \S.*?  +", line))}
+    assert len(starts) == 1, "the details stand in one column"
+    (column,) = starts
+    further = [line for line in lines if line.startswith(" " * 8)]
+    assert {len(line) - len(line.lstrip()) for line in further} <= {column, column + 3}
+    assert "\033" not in wide
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = cli("doctor", "-v").out.splitlines()
+    assert not [line for line in narrow if line.endswith("-")], "words are whole"
+    long = [line for line in narrow if len(line) > 40 and not line.startswith("Ready")]
+    assert all(" " not in line.strip(" ->") for line in long), "only what cannot be broken"
+
+
+def test_the_first_line_is_the_verdict(cli: Cli, machine: Machine, tmp_path: Path) -> None:
+    ready = cli("doctor").out.splitlines()[0]
+    assert re.match(r"Ready to train on the CPU \(\d+ cores, bf16\)", ready)
+    assert "ssdctl demo" in ready
+    warned = cli("doctor", "--data", tmp_path / "none")
+    assert "1 warning" in warned.out.splitlines()[0]
+    broken = cli("doctor", "--set", "train.device=hpu")
+    assert broken.code == 2
+    assert "hpu" in broken.out.splitlines()[0]
+    assert "Ready" not in broken.out
+
+
+def test_quiet_shows_only_problems_and_verbose_everything(
+    cli: Cli, machine: Machine, tmp_path: Path
+) -> None:
+    assert cli("doctor", "-q") == Result(0, "", "")
+    problems = cli("doctor", "-q", "--data", tmp_path / "none").out
+    assert problems.splitlines()[0].startswith("  ! dataset")
+    usual, everything = cli("doctor").out, cli("doctor", "-v").out
+    assert not re.search(rf"^  {MARK} mpirun ", usual, re.MULTILINE)
+    assert "open files" not in usual
+    assert re.search(r"^  \u2013 mpirun ", everything, re.MULTILINE)
+    assert re.search(r"^  \u2713 open files ", everything, re.MULTILINE)
+
+
+def test_marks_in_an_encoding_without_them(machine: Machine) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with contextlib.redirect_stdout(stream), pytest.raises(SystemExit):
+        main(["doctor"])
+    stream.seek(0)
+    assert "\n  + python " in stream.read()
+
+
+def test_colors_only_on_a_terminal(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def out() -> str:
+        terminal = Terminal()
+        with contextlib.redirect_stdout(terminal), pytest.raises(SystemExit):
+            main(["doctor"])
+        return terminal.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\033[32mReady" in out()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033" not in out()
+
+
+def test_no_secrets(
+    run_doctor: RunDoctor, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LOGNAME", "alice")
+    _, checks = run_doctor("--data", tmp_path / "home" / "coco", "--store", "/scratch/alice/store")
+    assert checks["dataset"]["detail"].startswith("~/coco: no such")
+    monkeypatch.setenv("HTTPS_PROXY", "http://bob:hush@127.0.0.1:1")
+    monkeypatch.setenv("ALL_PROXY", "carol:quiet@127.0.0.1:1")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/scratch/alice/ca.pem")
+    monkeypatch.setattr(
+        network, "RETRY_POLICY", network.RETRY_POLICY._replace(connect_s=0.5, stall_s=1)
+    )
+    code, checks = run_doctor("--network")
+    assert code == 2
+    output = json.dumps(checks)
+    assert not re.search("hush|quiet|bob|carol|alice", output)
+    assert "HTTPS_PROXY=http://***@127.0.0.1:1" in output
+    assert "/scratch/$USER/ca.pem" in output

@@ -1,0 +1,178 @@
+"""Detectors by name: fetched, checked, recorded, and used wherever a checkpoint is expected."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Result
+from download.http_server import Server, file
+
+import ssdctl
+from ssdctl.checkpoint import third_party
+from ssdctl.download import detectors
+from ssdctl.model.ssd300 import SSD300
+
+Cli = Callable[..., Result]
+NAMES = ("ssd300-vgg16-coco", "nvidia-ssd300-coco")
+
+
+@pytest.fixture(scope="module")
+def nvidia_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in NVIDIA's layout, of random weights, without a table of names."""
+    torch.manual_seed(0)
+    state = SSD300("tiny", 81, "batch").state_dict()
+    payload = {
+        "epoch": 64,
+        "iteration": 7500,
+        "optimizer": {},
+        "scheduler": {},
+        "model": third_party.to_third_party(state, "nvidia"),
+    }
+    path = tmp_path_factory.mktemp("nvidia") / "nvidia_ssdpyt_amp_200703.pt"
+    torch.save(payload, path)
+    return path
+
+
+@pytest.fixture
+def published(
+    server: Server, nvidia_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Server:
+    """A loopback server that has NVIDIA's file, and an empty cache."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    url = server.route(f"/files/{nvidia_file.name}", file(nvidia_file.read_bytes()))
+    sources = [
+        d._replace(file=d.file._replace(url=url)) if d.name == "nvidia-ssd300-coco" else d
+        for d in detectors.DETECTORS
+    ]
+    monkeypatch.setattr(detectors, "DETECTORS", tuple(sources))
+    return server
+
+
+def cached(tmp_path: Path) -> Path:
+    return tmp_path / "torch/hub/checkpoints/nvidia_ssdpyt_amp_200703.pt"
+
+
+def test_a_name_is_fetched_and_exported(cli: Cli, published: Server, tmp_path: Path) -> None:
+    out = tmp_path / "x.pt"
+    result = cli("export", "nvidia-ssd300-coco", "--format", "nvidia", "--out", out)
+    assert result.code == 0, result.err
+    digest = hashlib.sha256(cached(tmp_path).read_bytes()).hexdigest()
+    assert digest in result.err  # named at the first use
+    assert digest in cached(tmp_path).with_name(cached(tmp_path).name + ".sha256").read_text()
+    # COCO's names and ids come with 81 outputs.
+    names = torch.load(out, weights_only=True)["label_map"]
+    assert (names[1], names[80]) == ("person", "toothbrush")
+
+
+def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, shapes: Path) -> None:
+    image = sorted((shapes / "val2017").iterdir())[0]
+    predictor = ssdctl.load("nvidia-ssd300-coco", device="cpu", score=0.01)
+    assert predictor.model.class_names[0] == "person"
+    common = ("--score", 0.01, "--device", "cpu", "--json")
+    result = cli("predict", "nvidia-ssd300-coco", image, *common)
+    assert result.code == 0, result.err
+    found = [d.as_json() for d in predictor.predict(image)]
+    assert json.loads(result.out)[0]["detections"] == found != []
+    result = cli("evaluate", "nvidia-ssd300-coco", "--data", shapes, "--device", "cpu")
+    assert result.code == 5  # it was read: its classes are not those of the dataset
+    assert "classes" in result.err
+    result = cli(
+        "train", "--init", "nvidia-ssd300-coco", "--data", shapes, "--out", "r", "--steps", 1,
+        "--backbone", "tiny", "--extra-norm", "batch", "--bs", 2, "--warmup", "0st",
+        "--device", "cpu", "--fp32", "--workers", 1,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "nvidia_ssdpyt_amp_200703.pt" in result.err
+
+
+def test_fetch_weights_fetches_detectors(cli: Cli, published: Server, tmp_path: Path) -> None:
+    result = cli("fetch-weights", "nvidia-ssd300-coco", "--json")
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    path = cached(tmp_path)
+    assert answer["path"] == str(path)
+    assert answer["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert answer["trust"] == "first use"
+    assert answer["sha256"] in path.with_name(path.name + ".sha256").read_text()
+    assert json.loads(cli("models", "--json").out)["models"][1]["path"] == str(path)
+
+
+def test_predict_fetches_from_the_mirror(
+    cli: Cli, published: Server, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreachable = [
+        d._replace(file=d.file._replace(url=f"http://127.0.0.1:9/{d.file.name}"))
+        for d in detectors.DETECTORS
+    ]
+    monkeypatch.setattr(detectors, "DETECTORS", tuple(unreachable))
+    image = sorted((shapes / "val2017").iterdir())[0]
+    mirror = f"download.mirror={published.url}/files"
+    result = cli("predict", "nvidia-ssd300-coco", image, "--device", "cpu", "--set", mirror)
+    assert result.code == 0, result.err
+
+
+def test_a_file_that_changes_after_its_first_use_is_refused(
+    cli: Cli, published: Server, tmp_path: Path
+) -> None:
+    arguments = ("export", "nvidia-ssd300-coco", "--format", "nvidia", "--out", tmp_path / "x.pt")
+    assert cli(*arguments).code == 0
+    old = hashlib.sha256(cached(tmp_path).read_bytes()).hexdigest()
+    with cached(tmp_path).open("ab") as stream:
+        stream.write(b"more")
+    new = hashlib.sha256(cached(tmp_path).read_bytes()).hexdigest()
+    result = cli(*arguments)
+    assert result.code == 5
+    assert old in result.err
+    assert new in result.err
+
+
+def test_a_file_that_is_not_a_checkpoint_is_not_recorded(
+    cli: Cli, published: Server, tmp_path: Path
+) -> None:
+    published.route("/files/nvidia_ssdpyt_amp_200703.pt", file(b"not a checkpoint" * 100))
+    result = cli("export", "nvidia-ssd300-coco", "--format", "nvidia", "--out", tmp_path / "x.pt")
+    assert result.code == 5
+    assert not cached(tmp_path).with_name(cached(tmp_path).name + ".sha256").exists()
+
+
+def test_without_network_the_error_names_url_and_place(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    sources = [
+        d._replace(file=d.file._replace(url="http://127.0.0.1:9/x.pth"))
+        for d in detectors.DETECTORS
+    ]
+    monkeypatch.setattr(detectors, "DETECTORS", tuple(sources))
+    monkeypatch.setenv("SSDCTL_DOWNLOAD__TIMEOUT", "1")
+    result = cli("export", "ssd300-vgg16-coco", "--format", "mlperf", "--out", tmp_path / "x.pt")
+    assert result.code == 4
+    assert "http://127.0.0.1:9/x.pth" in result.err
+    assert "ssd300_vgg16_coco-b556d3b4.pth" in result.err
+
+
+def test_a_mistyped_name_gets_the_nearest(cli: Cli, tmp_path: Path) -> None:
+    result = cli("export", "ssd300-vgg16-cocoo", "--format", "onnx", "--out", tmp_path / "x.onnx")
+    assert result.code == 2
+    assert "ssd300-vgg16-coco" in result.err
+
+
+def test_models_lists_them(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    rows = json.loads(cli("models", "--json").out)["models"]
+    assert tuple(row["name"] for row in rows) == NAMES
+    assert [row["trust"] for row in rows] == ["prefix", "first use"]
+    assert [row["path"] for row in rows] == [None, None]
+    monkeypatch.setenv("COLUMNS", "80")
+    output = cli("models").out
+    assert all(name in output for name in NAMES)
+    backbones = json.loads(cli("fetch-weights", "--list", "--json").out)["weights"]
+    output = cli("fetch-weights", "--list").out
+    assert all((row["alias"] or row["name"]) in output for row in backbones)
+    details = cli("fetch-weights", "--list", "-v").out
+    assert all(row["name"] in details for row in backbones)

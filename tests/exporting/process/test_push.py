@@ -1,0 +1,158 @@
+"""`ssdctl push`: the files, the upload to a loopback Hub, and detection without ssdctl."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import Result
+from download.hub_server import TOKEN, HubServer
+from PIL import Image
+
+import ssdctl
+
+constants = pytest.importorskip("huggingface_hub.constants")
+# huggingface_hub's, of its HTTP client.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+Cli = Callable[..., Result]
+REPOSITORY = "acme/shapes-ssd"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub without models, an empty cache, and a token. LFS instead of Xet, which needs more."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def push(cli: Cli, source: object, *options: object) -> Result:
+    return cli("push", source, f"hf://{REPOSITORY}", "--license", "mit", "--json", *options)
+
+
+def test_a_run_is_pushed_and_used_by_its_name(
+    cli: Cli, hub: HubServer, tiny_run: Path, shapes: Path
+) -> None:
+    result = push(cli, tiny_run, "--private", "--samples", 0)
+    assert result.code == 0, result.err
+    pushed = json.loads(result.out)
+    assert pushed["url"].startswith(f"{hub.url}/{REPOSITORY}/commit/")
+    repository = hub.repositories[REPOSITORY]
+    assert repository.is_private
+    assert set(repository.files) == set(pushed["files"])
+    image = sorted((shapes / "val2017").iterdir())[0]
+    mine, theirs = (
+        ssdctl.load(name, device="cpu", score=0.02).predict(image)
+        for name in (tiny_run, f"hf://{REPOSITORY}")
+    )
+    assert mine == theirs != []
+    out = Path("evaluated.json")
+    common = ("--device", "cpu", "--limit", 2, "--json", "--detections", out)
+    assert cli("evaluate", f"hf://{REPOSITORY}", "--data", shapes, *common).code == 0
+    trained = cli(
+        "train", "--init", f"hf://{REPOSITORY}", "--data", shapes, "--out", "again", "--steps", 1,
+        "--backbone", "tiny", "--bs", 2, "--warmup", "0st", "--device", "cpu", "--fp32",
+        "--workers", 1, "--set", "train.eval_every=100ep",
+    )  # fmt: skip
+    assert trained.code == 0, trained.err
+
+
+def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
+    result = push(cli, tiny_run, "--out", "card", "--data-license", "CC0 [see|here]")
+    assert result.code == 0, result.err
+    text = Path("card/README.md").read_text()
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert header["license"] == "mit"
+    record = next(
+        r
+        for r in map(json.loads, (tiny_run / "metrics.jsonl").read_text().splitlines())
+        if r["kind"] == "eval"
+    )
+    value = header["model-index"][0]["results"][0]["metrics"][0]["value"]
+    assert value == pytest.approx(record["AP"], abs=1e-4)
+    assert "CC0 \\[see\\|here\\]" in text
+    assert shapes.name in text
+    assert str(shapes.parent) not in text  # paths of this machine
+    for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+        with Image.open(Path("card") / name) as image:
+            image.verify()
+    assert {p.name for p in Path("card").iterdir()} >= {"README.md", "config.json", "model.onnx"}
+    common = ("--data", shapes, "--device", "cpu", "--limit", 2, "--json")
+    scores = [
+        json.loads(cli("evaluate", p, *common).out)
+        for p in (tiny_run / "checkpoints/last.pt", "card")
+    ]
+    assert scores[0]["detections"] == scores[1]["detections"] > 0
+    assert scores[0]["AP"] == scores[1]["AP"]
+
+
+def test_the_cards_snippet_detects_without_ssdctl(cli: Cli, tiny_run: Path, shapes: Path) -> None:
+    """The code in the card, in a process that can import neither ssdctl nor torch."""
+    assert push(cli, tiny_run, "--out", "card", "--samples", 0).code == 0
+    snippet = re.findall(r"```python\n(.*?)```", Path("card/README.md").read_text(), re.DOTALL)[0]
+    assert "score > 0.3" in snippet
+    snippet = snippet.replace("score > 0.3", "score > 0").replace("round(float(score), 3)", "score")
+    image = sorted((shapes / "val2017").iterdir())[0]
+    Path("card/street.jpg").write_bytes(image.read_bytes())
+    code = "import sys; sys.modules['ssdctl'] = sys.modules['torch'] = None\n" + snippet
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd="card", check=True, capture_output=True, text=True
+    )
+    expected = ssdctl.load(tiny_run, device="cpu", score=0.05).predict(image)
+    rows = [re.fullmatch(r"(.+) ([\d.e-]+) \[(.*)\]", line) for line in done.stdout.splitlines()]
+    actual = [(row[1], float(row[2]), *map(float, row[3].split(","))) for row in rows if row]
+    assert len(actual) == len(rows) == len(expected) > 0
+    for d in expected:  # rounding decides about the order of almost equal scores
+        assert any(
+            other[0] == d.name
+            and abs(other[1] - d.score) < 1e-3
+            and np.allclose(other[2:], d.box, atol=2)
+            for other in actual
+        ), (d, actual)
+
+
+def test_refusals_do_not_show_the_token(
+    cli: Cli, hub: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    result = push(cli, checkpoint, "--samples", 0)
+    assert result.code == 2
+    assert "HF_TOKEN" in result.err
+    assert "hf_another" not in result.err
+    assert TOKEN not in result.err
+    assert not hub.repositories
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.fails_at = "/lfs/"
+    result = push(cli, checkpoint, "--samples", 0)
+    assert result.code == 4, result.err
+    assert not hub.repositories[REPOSITORY].files
+    hub.status = 500
+    assert push(cli, checkpoint, "--samples", 0).code == 4
+    result = cli("push", checkpoint, "acme/shapes-ssd")
+    assert result.code == 2
+    assert "hf://" in result.err
+
+
+def test_export_and_back(cli: Cli, checkpoint: Path, shapes: Path) -> None:
+    """A file of `export --format safetensors` gives the detections of its checkpoint."""
+    assert cli("export", checkpoint, "--format", "safetensors", "--out", "m.safetensors").code == 0
+    image = sorted((shapes / "val2017").iterdir())[0]
+    pair = [
+        ssdctl.load(path, device="cpu", score=0.02).predict(image)
+        for path in (checkpoint, "m.safetensors")
+    ]
+    assert pair[0] == pair[1] != []
+    result = cli("train", "--data", shapes, "--out", "r", "--resume", "m.safetensors")
+    assert result.code == 2
+    assert "--init" in result.err

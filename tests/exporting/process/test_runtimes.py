@@ -1,0 +1,379 @@
+"""Files for other runtimes give PyTorch's boxes there, in a process that cannot import ssdctl."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Result
+from pages import blocks
+from PIL import Image
+
+import ssdctl
+from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.device import open_device
+from ssdctl.exporting.deployed import ExportOptions
+from ssdctl.exporting.formats import images_of
+from ssdctl.inference.detector import Detector, DetectorConfig
+from ssdctl.inference.onnx_detector import DECODED
+from ssdctl.model.postprocess import boxes_and_scores
+
+Cli = Callable[..., Result]
+THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
+DOCS = Path(__file__).parents[3] / "docs"
+SCRIPT = Path(__file__).parents[1] / "run_exported.py"
+is_old_torch = torch.__version__.startswith("2.6")
+needs_onnx_export = pytest.mark.skipif(
+    is_old_torch, reason="torch 2.6 cannot export the network to ONNX"
+)
+
+
+@pytest.fixture(scope="module")
+def images(shapes: Path) -> np.ndarray:
+    return images_of(shapes, shapes / "prepared")[0][:4]
+
+
+def exported(cli: Cli, checkpoint: Path, out: str, *options: object) -> Path:
+    kind = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2"}[Path(out).suffix]
+    result = cli("export", checkpoint, "--format", kind, "--out", out, "--score-threshold", THRESHOLD, *options)  # fmt: skip
+    assert result.code == 0, result.err
+    assert "agrees with PyTorch on 5 images" in result.err
+    return Path(out)
+
+
+def run_elsewhere(path: Path, images: np.ndarray) -> dict[str, np.ndarray]:
+    """Run a file by its runtime, in another process."""
+    np.save("images.npy", images)
+    command = [sys.executable, str(SCRIPT), str(path), "images.npy", "outputs.npz"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with np.load("outputs.npz") as outputs:
+        return dict(outputs)
+
+
+def decoded(checkpoint: Path, images: np.ndarray) -> list[np.ndarray]:
+    """Return PyTorch's boxes and scores before NMS."""
+    device = open_device("cpu")
+    detector = Detector(load_network(load_checkpoint(checkpoint)).eval(), device)
+    output = detector.forward(torch.from_numpy(images))
+    return [t.numpy() for t in boxes_and_scores(*output, default_boxes_cxcywh())]
+
+
+def check_detections(
+    checkpoint: Path, images: np.ndarray, outputs: dict[str, Any], tolerance: float = 1e-3
+) -> None:
+    """Find a counterpart of nearly every detection after NMS; the rest depends on rounding."""
+    device = open_device("cpu")
+    network = load_network(load_checkpoint(checkpoint)).eval()
+    detector = Detector(network, device, DetectorConfig(score_threshold=THRESHOLD))
+    for i, expected in enumerate(detector(torch.from_numpy(images))):
+        boxes, scores, labels = (t.numpy() for t in expected)
+        n = int(outputs["count"][i])
+        assert abs(n - len(scores)) <= 0.05 * len(scores)
+        assert (outputs["labels"][i, n:] == 0).all()
+        is_same = (
+            (np.abs(outputs["boxes"][i, :n, None] - boxes).max(axis=2) <= tolerance)
+            & (np.abs(outputs["scores"][i, :n, None] - scores) <= tolerance)
+            & (outputs["labels"][i, :n, None] == labels)
+        )
+        assert is_same.any(axis=0).mean() >= (0.95 if tolerance > 1e-3 else 0.99)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["x.pt2", pytest.param("x.onnx", marks=needs_onnx_export), pytest.param("x.xml", marks=needs_onnx_export)]
+)  # fmt: skip
+@pytest.mark.parametrize("options", [(), ("--batch", 4), ("--fp16",)])
+def test_boxes_and_scores(
+    cli: Cli, checkpoint: Path, images: np.ndarray, name: str, options: tuple[object, ...]
+) -> None:
+    """Without NMS, for any batch or a fixed one; fp16 weights take half the size."""
+    if name == "x.xml":
+        pytest.importorskip("openvino")
+    path = exported(cli, checkpoint, name, "--nms", "none", *options)
+    batches = [4] if "--batch" in options else [4, 1]
+    for batch in batches:
+        outputs = run_elsewhere(path, images[:batch])
+        names = DECODED if name != "x.pt2" else ("output0", "output1")
+        tolerance = 1e-2 if "--fp16" in options else 1e-3
+        for expected, key in zip(decoded(checkpoint, images[:batch]), names, strict=True):
+            np.testing.assert_allclose(outputs[key], expected, atol=tolerance)
+    weights = sum(t.numel() for t in load_checkpoint(checkpoint).model.values())
+    size = (path.with_suffix(".bin") if name == "x.xml" else path).stat().st_size
+    if name != "x.pt2":  # it contains the example of the input, too
+        assert (size < 3 * weights + 300_000) == ("--fp16" in options)  # a part is not weights
+
+
+@pytest.mark.slow(in_ci=True)
+@pytest.mark.parametrize("name", ["x.pt2", pytest.param("x.xml", marks=needs_onnx_export)])
+def test_the_printed_command_runs_the_file(cli: Cli, checkpoint: Path, name: str) -> None:
+    """ssdctl does not run these files: another program does."""
+    if name == "x.xml":
+        pytest.importorskip("openvino")
+    kind = "pt2" if name == "x.pt2" else "openvino"
+    result = cli("export", checkpoint, "--format", kind, "--out", name)
+    (command,) = re.findall(r"python -c .*", result.err)
+    done = subprocess.run([sys.executable, *shlex.split(command)[1:]], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.slow(in_ci=True)
+@needs_onnx_export
+def test_the_default_file(cli: Cli, checkpoint: Path, images: np.ndarray) -> None:
+    """ONNX with NMS; onnxruntime's quantization takes it: every operator set is listed once."""
+    onnx = pytest.importorskip("onnx")
+    quantization = pytest.importorskip("onnxruntime.quantization")
+    path = exported(cli, checkpoint, "x.onnx")
+    for batch in (1, 4):
+        check_detections(checkpoint, images[:batch], run_elsewhere(path, images[:batch]))
+    model = onnx.load(path)
+    facts = {entry.key: entry.value for entry in model.metadata_props}
+    assert json.loads(facts["classes"]) == ["ball", "brick", "cone", "star", "ring"]
+    domains = [entry.domain for entry in model.opset_import]
+    assert len(domains) == len(set(domains))
+    quantization.quantize_dynamic(path, "small.onnx", weight_type=quantization.QuantType.QUInt8)
+    assert Path("small.onnx").stat().st_size < path.stat().st_size / 2
+    assert run_elsewhere(Path("small.onnx"), images[:1])["boxes"].shape == (1, 200, 4)
+
+
+@pytest.mark.slow
+@needs_onnx_export
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("x.onnx", ("--batch", 4, "--fp16")), ("x.xml", ()), ("x.xml", ("--batch", 4, "--fp16"))],
+)
+def test_detections(
+    cli: Cli, checkpoint: Path, images: np.ndarray, name: str, options: tuple[object, ...]
+) -> None:
+    if name == "x.xml":
+        pytest.importorskip("openvino")
+    path = exported(cli, checkpoint, name, *options)
+    tolerance = 1e-2 if "--fp16" in options else 1e-3
+    check_detections(checkpoint, images, run_elsewhere(path, images), tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["x.pt2", *(pytest.param(n, marks=needs_onnx_export) for n in ("x.onnx", "x.xml"))]
+)
+def test_raw_heads(cli: Cli, checkpoint: Path, images: np.ndarray, name: str) -> None:
+    if name == "x.xml":
+        pytest.importorskip("openvino")
+    outputs = run_elsewhere(exported(cli, checkpoint, name, "--raw"), images)
+    device = open_device("cpu")
+    detector = Detector(load_network(load_checkpoint(checkpoint)).eval(), device)
+    expected = detector.forward(torch.from_numpy(images))
+    keys = ("output0", "output1") if name == "x.pt2" else ("offsets", "logits")
+    for key, tensor in zip(keys, expected, strict=True):
+        np.testing.assert_allclose(outputs[key], tensor.numpy(), atol=1e-3)
+
+
+@pytest.mark.slow(in_ci=True)
+@needs_onnx_export
+def test_the_documented_program_for_opencv(cli: Cli, checkpoint: Path, images: np.ndarray) -> None:
+    """OpenCV 4 opens a file without NMS, and its own NMS leaves the detections of `predict`."""
+    pytest.importorskip("cv2")
+    (program,) = (b.text for b in blocks(DOCS / "export.md") if b.mark == "file: detect.py")
+    Path("detect.py").write_text(program)
+    Image.fromarray(images[0]).save("photo.png")  # 300 x 300, so that no resizing differs
+    model = exported(cli, checkpoint, "x.onnx", "--nms", "none")
+    command = [sys.executable, "detect.py", model, "photo.png", str(THRESHOLD)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = np.array([line.split() for line in done.stdout.splitlines()], float)
+    expected = ssdctl.load(checkpoint, device="cpu", score=THRESHOLD).predict("photo.png")
+    assert len(expected) == 200  # the best of the image; OpenCV keeps those of each class
+    same = (
+        (found[:, None, 0] == expected.labels)
+        & (np.abs(found[:, None, 1] - expected.scores) < 1e-3)
+        & (np.abs(found[:, None, 2:] - expected.boxes).max(axis=2) < 0.3)
+    )
+    assert same.any(axis=0).mean() >= 0.97  # at an overlap of almost 0.5, rounding decides
+    assert (found[:, 1] > expected.scores.min()).sum() <= 1.02 * len(expected)
+
+
+@pytest.mark.slow(in_ci=True)
+@needs_onnx_export
+def test_the_agreement_of_openvino_with_and_without_a_hint(cli: Cli, checkpoint: Path) -> None:
+    pytest.importorskip("openvino")
+    out = ("--format", "openvino", "--out", "x.xml", "--score-threshold", THRESHOLD)
+    result = cli("export", checkpoint, *out, "--nms", "none", "--json")
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    assert answer["default_precision"] in result.err.split("(")[-1]
+    if answer["default_precision"] == "f32":
+        assert answer["default_score_difference"] == answer["score_difference"]
+    else:  # this CPU computes in less
+        assert answer["default_score_difference"] > 10 * answer["score_difference"]
+
+
+# The attributes, inputs and outputs that the documentation of TensorRT's plugin lists.
+PLUGIN_ATTRIBUTES = {
+    "score_threshold": float,
+    "iou_threshold": float,
+    "max_output_boxes": int,
+    "background_class": int,
+    "score_activation": int,
+    "class_agnostic": int,
+    "box_coding": int,
+    "plugin_version": bytes,
+}
+PLUGIN_OUTPUTS = {  # type, dimensions after the batch
+    "num_detections": ("INT32", [1]),
+    "detection_boxes": ("FLOAT", [200, 4]),
+    "detection_scores": ("FLOAT", [200]),
+    "detection_classes": ("INT32", [200]),
+}
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
+    """The node of EfficientNMS_TRT is as documented; with ONNX's NMS in its place, the rest of the
+    graph gives the detections of `--nms onnx`."""
+    onnx = pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from ssdctl.exporting import onnx as onnx_export
+
+    source = load_checkpoint(checkpoint)
+    size = str(batch or "batch")
+    decoder = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 18]> decoder '
+        f"(float[{size}, 8732, 4] b, float[{size}, 5, 8732] s) => "
+        f"(float[{size}, 8732, 4] all_boxes, float[{size}, 5, 8732] all_scores) "
+        "{ all_boxes = Identity (b) all_scores = Identity (s) }"
+    )
+    options = ExportOptions("efficientnms", batch, score_threshold=0.3, nms_iou=0.4)
+    model = onnx_export.with_nms(decoder, source, options)
+    node = next(node for node in model.graph.node if node.op_type == "EfficientNMS_TRT")
+    assert {a.name: type(onnx.helper.get_attribute_value(a)) for a in node.attribute} == (
+        PLUGIN_ATTRIBUTES
+    )
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    assert values["score_threshold"] == pytest.approx(0.3)
+    assert values["iou_threshold"] == pytest.approx(0.4)
+    assert (values["background_class"], values["box_coding"]) == (-1, 0)
+    assert (values["score_activation"], values["class_agnostic"]) == (0, 0)
+    assert {opset.domain for opset in model.opset_import} == {"", node.domain}
+    for output, name in zip(model.graph.output, node.output, strict=True):
+        tensor = output.type.tensor_type
+        kind = onnx.TensorProto.DataType.Name(tensor.elem_type)
+        assert output.name == name
+        assert (kind, [d.dim_value for d in tensor.shape.dim[1:]]) == PLUGIN_OUTPUTS[name]
+        assert tensor.shape.dim[0].dim_value == (batch or 0)
+
+    generator = np.random.default_rng(0)
+    corners = generator.random((2, 8732, 2, 2)).astype(np.float32)
+    boxes = np.concatenate([corners.min(axis=2), corners.max(axis=2)], axis=2)
+    scores = generator.random((2, 5, 8732)).astype(np.float32) ** 8
+    expected, actual = (
+        onnxruntime.InferenceSession(m.SerializeToString()).run(None, {f"{prefix}b": boxes, f"{prefix}s": scores})
+        for m, prefix in (
+            (onnx_export.with_nms(decoder, source, options._replace(nms="onnx")), ""),
+            (with_onnx_nms(model, source, options), "plugin/"),
+        )
+    )  # fmt: skip
+    assert expected[3].min() > 0
+    for a, b in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def with_onnx_nms(model: Any, source: Checkpoint, options: ExportOptions) -> Any:
+    """Return a graph with ONNX's NMS in place of the plugin, on the plugin's inputs."""
+    import onnx
+
+    from ssdctl.exporting import onnx as onnx_export
+
+    size = options.batch or "batch"
+    model = onnx.compose.add_prefix(model, "plugin/")
+    node = next(node for node in model.graph.node if node.op_type == "EfficientNMS_TRT")
+    model.graph.node.remove(node)
+    model.opset_import.remove(next(o for o in model.opset_import if o.domain == node.domain))
+    del model.graph.output[:]
+    for name, last in zip(node.input, (4, 5), strict=True):  # boxes (B, N, 4), scores (B, N, C)
+        model.graph.output.append(
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [size, 8732, last])
+        )
+    substitute = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 18]> substitute '
+        f"(float[{size}, 8732, 4] x, float[{size}, 8732, 5] y) => "
+        f"(float[{size}, 8732, 4] all_boxes, float[{size}, 5, 8732] all_scores) "
+        "{ all_boxes = Identity (x) all_scores = Transpose <perm = [0, 2, 1]> (y) }"
+    )
+    joined = onnx.compose.merge_models(
+        model, substitute, io_map=list(zip(node.input, ("x", "y"), strict=True))
+    )
+    onnx_export.clean_opsets(joined)
+    return onnx_export.with_nms(joined, source, options._replace(nms="onnx"))
+
+
+@pytest.mark.slow
+@needs_onnx_export
+def test_a_file_for_tensorrt(cli: Cli, checkpoint: Path, images: np.ndarray) -> None:
+    """There is no TensorRT here: its node is replaced by ONNX's NMS, and onnxruntime runs the rest."""
+    onnx = pytest.importorskip("onnx")
+    path = exported(cli, checkpoint, "x.onnx", "--nms", "efficientnms", "--batch", 4)
+    result = cli("predict", path, SCRIPT)
+    assert result.code == 2
+    assert "--nms onnx" in result.err.splitlines()[-1]
+    options = ExportOptions("efficientnms", 4, score_threshold=THRESHOLD)
+    model = with_onnx_nms(onnx.load(path), load_checkpoint(checkpoint), options)
+    model.graph.input[0].name = "images"
+    for node in model.graph.node:
+        node.input[:] = ["images" if n == "plugin/images" else n for n in node.input]
+    onnx.save(model, "replaced.onnx")
+    check_detections(checkpoint, images, run_elsewhere(Path("replaced.onnx"), images))
+
+
+@pytest.mark.parametrize(
+    ("options", "subject"),
+    [
+        (["--format", "safetensors", "--nms", "none"], "--nms"),
+        (["--format", "nvidia", "--fp16"], "--fp16"),
+        (["--format", "mlperf", "--batch", 2], "--batch"),
+        (["--format", "onnx", "--batch", 0], "--batch 0"),
+        (["--format", "onnx", "--batch", "two"], "two"),
+        (["--format", "onnx", "--nms", "soft"], "soft"),
+        (["--format", "mlperf", "--raw"], "--raw"),
+        (["--format", "onnx", "--nms", "none", "--raw"], "--raw"),
+        (["--format", "pt2", "--nms", "onnx"], "none"),
+        (["--format", "openvino", "--nms", "efficientnms"], "openvino"),
+        (["--format", "pt2", "--int8"], "--int8"),
+        (["--format", "onnx", "--calibrate", 5], "--int8"),
+    ],
+)
+def test_options_that_do_not_apply(
+    cli: Cli, checkpoint: Path, options: list[object], subject: str
+) -> None:
+    result = cli("export", checkpoint, "--out", "x.out", *options)
+    assert result.code == 2, result.err
+    assert subject in result.err
+    assert not Path("x.out").exists()
+
+
+def test_the_name_of_an_ir(cli: Cli, checkpoint: Path) -> None:
+    result = cli("export", checkpoint, "--format", "openvino", "--out", "ssd.ir")
+    assert result.code == 2, result.err
+    assert ".xml" in result.err
+
+
+@pytest.mark.parametrize(("kind", "out"), [("openvino", "ssd.xml"), ("onnx", "ssd.onnx")])
+def test_without_the_extra(
+    cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str, out: str
+) -> None:
+    monkeypatch.setitem(sys.modules, kind, None)
+    result = cli("export", checkpoint, "--format", kind, "--out", out)
+    assert result.code == 2, result.err
+    assert f"pip install {kind}" in result.err
+    assert not Path(out).exists()

@@ -1,0 +1,184 @@
+"""Videos: every frame or every Nth one, annotated, with memory that does not grow."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Result
+from PIL import Image
+
+import ssdctl
+from ssdctl.errors import DataError
+from ssdctl.inference import video as video_module
+from ssdctl.inference.video import open_video
+
+av = pytest.importorskip("av")
+Cli = Callable[..., Result]
+SIZE = (160, 120)
+COMMON = ("--score", 0.02, "--device", "cpu")
+
+
+def write_video(path: Path, image_files: list[Path], count: int, *, rate: int = 10) -> None:
+    """Write images in turn, each as one key frame, nearly without loss."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(
+            "mpeg4", rate=rate, options={"qmin": "1", "qmax": "1", "g": "1"}
+        )
+        stream.width, stream.height, stream.pix_fmt = *SIZE, "yuv420p"
+        for n in range(count):
+            with Image.open(image_files[n % len(image_files)]) as image:
+                pixels = np.asarray(image.convert("RGB").resize(SIZE))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+@pytest.fixture
+def image_files(shapes: Path) -> list[Path]:
+    return sorted((shapes / "val2017").iterdir())
+
+
+def test_all_frames_and_every_second(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:
+    write_video(Path("a.mp4"), image_files, 11)
+    result = cli("predict", checkpoint, "a.mp4", "--json", "--bs", 4, *COMMON)
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in result.out.splitlines()]
+    assert [row["frame"] for row in rows] == list(range(11))
+    assert [row["time_s"] for row in rows] == pytest.approx([n / 10 for n in range(11)], abs=1e-3)
+    with open_video("a.mp4") as video:
+        third = list(video.frames())[3]
+    expected = ssdctl.load(checkpoint, device="cpu", score=0.02).predict(third.pixels)
+    assert rows[3]["detections"] == [d.as_json() for d in expected] != []
+    with Image.open(image_files[3]) as image:
+        original = np.asarray(image.convert("RGB").resize(SIZE)).astype(float)
+    assert np.abs(third.pixels - original).mean() < 12  # the image that was written, in RGB
+    skipped = cli(
+        "predict", checkpoint, "a.mp4", "--json", "--every", 3, "--max-frames", 3, *COMMON
+    )
+    assert [json.loads(line)["frame"] for line in skipped.out.splitlines()] == [0, 3, 6]
+    assert json.loads(skipped.out.splitlines()[1])["detections"] == rows[3]["detections"]
+
+
+def test_an_annotated_file(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:
+    write_video(Path("a.mkv"), image_files, 9)
+    result = cli("predict", checkpoint, "a.mkv", "--out", "drawn", "--every", 2, *COMMON)
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in Path("drawn/detections.jsonl").read_text().splitlines()]
+    assert [row["frame"] for row in rows] == [0, 2, 4, 6, 8]
+    with open_video("a.mkv") as video:
+        plain = list(video.frames(every=2))
+    with open_video("drawn/a.mp4") as video:
+        drawn = list(video.frames())
+    assert [f.time_s for f in drawn] == pytest.approx([f.time_s for f in plain], abs=2e-3)
+    assert [f.pixels.shape for f in drawn] == [f.pixels.shape for f in plain]
+    changed = [
+        np.abs(a.pixels.astype(float) - b.pixels).mean() for a, b in zip(drawn, plain, strict=True)
+    ]
+    assert min(changed) > 5  # there are boxes
+
+
+def test_tiles_and_json_only(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:
+    write_video(Path("a.avi"), image_files, 2)
+    result = cli(
+        "predict", checkpoint, "a.avi", "--tile", 100, "--save", "json", "--out", "o", *COMMON
+    )
+    assert result.code == 0, result.err
+    assert [p.name for p in Path("o").iterdir()] == ["detections.jsonl"]
+    with open_video("a.avi") as video:
+        first = next(video.frames())
+    tiled = ssdctl.load(checkpoint, device="cpu", score=0.02, tile=100).predict(first.pixels)
+    row = json.loads(Path("o/detections.jsonl").read_text().splitlines()[0])
+    assert row["detections"] == [d.as_json() for d in tiled]
+
+
+def test_a_damaged_end_keeps_what_came_before(
+    cli: Cli, checkpoint: Path, image_files: list[Path]
+) -> None:
+    write_video(Path("a.mpg"), image_files, 6)
+    Path("b.mkv").write_bytes(b"no video")
+    write_video(Path("c.mkv"), image_files, 2)
+    result = cli("predict", checkpoint, "b.mkv", "c.mkv", "--out", "o", "--json", *COMMON)
+    assert result.code == 3
+    assert "b.mkv" in result.err
+    assert {json.loads(line)["image"] for line in result.out.splitlines()} == {"c.mkv"}
+    assert Path("o/c.mp4").is_file()
+    assert not Path("o/b.mp4").exists()
+
+
+def test_a_playlist_is_not_a_video() -> None:
+    """FFmpeg would open the files and URLs in it."""
+    Path("x.mp4").write_text(
+        "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n"
+    )
+    with pytest.raises(DataError, match=r"x\.mp4"), open_video("x.mp4") as video:
+        next(video.frames())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "subject"),
+    [
+        (("none.mp4",), "none.mp4"),
+        (("/dev/video97",), "camera"),
+        (("https://host/a.mp4",), "URL"),
+        (("a.mp4", "a.jpg"), "a.jpg"),
+        (("a.mp4", "--save", "coco", "--out", "o"), "coco"),
+        (("a.mp4", "d/a.mkv"), "name"),
+        (("a.mp4", "--out", "."), "replace"),
+    ],
+)
+def test_usage_errors(cli: Cli, checkpoint: Path, arguments: tuple[str, ...], subject: str) -> None:
+    Path("d").mkdir()
+    for name in ("a.mp4", "a.jpg", "d/a.mkv"):
+        Path(name).touch()
+    result = cli("predict", checkpoint, *arguments)
+    assert result.code == 2
+    assert subject in result.err
+
+
+def test_large_frames_are_refused(image_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_video(Path("a.mp4"), image_files, 1)
+    monkeypatch.setattr(video_module, "MAX_PIXELS", 160 * 120 - 1)
+    with pytest.raises(DataError, match="160"), open_video("a.mp4"):
+        pass
+
+
+@pytest.mark.parametrize("quarters", [1, 2, 3])
+def test_phone_videos_are_put_upright(
+    image_files: list[Path], quarters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rotation that a container states is undone."""
+    write_video(Path("a.mp4"), image_files, 1)
+    with open_video("a.mp4") as video:
+        upright = next(video.frames()).pixels
+
+    class Rotated:
+        def __init__(self, frame: object) -> None:
+            self._frame = frame
+            self.rotation = 90 * quarters
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._frame, name)
+
+    decoded = video_module.Video._decoded
+    monkeypatch.setattr(video_module.Video, "_decoded", lambda video: map(Rotated, decoded(video)))
+    with open_video("a.mp4") as video:
+        rotated = next(video.frames()).pixels
+    np.testing.assert_array_equal(np.rot90(rotated, -quarters), upright)
+
+
+@pytest.mark.slow
+def test_memory_is_steady_over_2000_frames(
+    cli: Cli, checkpoint: Path, image_files: list[Path]
+) -> None:
+    write_video(Path("short.mp4"), image_files, 100)
+    write_video(Path("long.mp4"), image_files, 2000)
+    peaks = []
+    for name in ("short.mp4", "long.mp4"):
+        result = cli("predict", checkpoint, name, "--out", "o", *COMMON)
+        assert result.code == 0, result.err
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert peaks[1] - peaks[0] < 30_000  # KiB

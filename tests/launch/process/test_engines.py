@@ -1,0 +1,272 @@
+"""`ssdctl launch` on real engines: the same images, no conflict, no remains, named failures.
+
+Ranks that train are ssdctl's own; if only their start and end matter, they are a small program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY_RUN, Result
+from helpers import wait_for
+from launch.open_mpi import INSTALLED, MPIRUNS, environment_for
+
+Cli = Callable[..., Result]
+OPTIONS = [word for word in TINY_RUN.split() if word not in ("--device", "cpu", "--bs", "2")]
+LAUNCHERS = ["torchrun", *MPIRUNS]
+# Takes the place of `python -m ssdctl`: the first launch is real.
+PROBE = """
+import json, os, signal, sys, time
+from pathlib import Path
+from ssdctl.distributed.rank_process import recorded_exit
+with recorded_exit():
+    asked = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda n, _: asked.append(n))
+    rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+    Path(rank + ".up").touch()
+    how = os.environ.get("RANK_" + rank, "")
+    if how == "fails once":
+        if not Path("failed").exists():
+            Path("failed").touch()
+            sys.exit(8)
+        sys.exit(0)
+    if how == "lost":
+        time.sleep(1)
+        sys.exit(8)
+    while how == "hangs" or not asked:
+        time.sleep(0.05)
+    Path(rank + ".saving").touch()
+    time.sleep(60)
+"""
+DRIVER = """
+import sys
+import ssdctl.launch._run as module
+module.HANG_S = 3.0
+real = module.subprocess.Popen
+module.subprocess.Popen = lambda argv, **more: real(
+    ["probe" if word == "ssdctl" else word for word in argv], **more
+)
+sys.argv = ["ssdctl", *sys.argv[1:]]
+from ssdctl.cli.main import main
+main()
+"""
+
+
+def start(folder: Path, *words: object, driver: str = "", **environment: str) -> Any:
+    program = ["-c", driver] if driver else ["-m", "ssdctl"]
+    argv = [sys.executable, *program, "launch", "--cpus", "2", *map(str, words)]
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        argv,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextlib.contextmanager
+def probed(folder: Path, launcher: str, **environment: str) -> Iterator[tuple[Any, str]]:
+    """A launch of two probes; every process of it carries the mark."""
+    (folder / "probe.py").write_text(PROBE)
+    mark = uuid.uuid4().hex
+    name, variables = environment_for(launcher)
+    more = ["--launcher", name, "--bind-to", "none"]
+    with start(folder, *more, driver=DRIVER, MARK=mark, **variables, **environment) as process:
+        try:
+            yield process, mark
+        finally:
+            process.kill()
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes of a launch, whoever their parents are by now."""
+    ranks = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                ranks.append(int(path.parent.name))
+    return ranks
+
+
+def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
+    return {p.name: json.loads(p.read_text())["image_ids"] for p in run.glob("nonfinite/*.json")}
+
+
+@pytest.mark.slow
+def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Train on one rank, and at once with each launcher on two.
+
+    The runs go bad on purpose, and name the images of each such step.
+    """
+    launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
+    bad = ["--data", shapes, *OPTIONS, "--lr", "1e9", "--clip-grad", 0, "--steps", 4]
+    with contextlib.ExitStack() as running:
+        launches = []
+        for name in launchers:
+            option, variables = environment_for(name)
+            more = ["--bs", 2, "--out", tmp_path / name, "--launcher", option, "--bind-to", "none"]
+            launches.append(running.enter_context(start(tmp_path, *bad, *more, **variables)))
+        cli("train", *bad, "--bs", 4, "--out", tmp_path / "single", "--device", "cpu")
+        for process in launches:
+            _, words = process.communicate(timeout=240)
+            assert process.returncode == 7, words  # such a network is not scored
+    images = images_of_bad_steps(tmp_path / "single")
+    assert len(images) >= 2
+    for name in launchers:
+        assert images_of_bad_steps(tmp_path / name) == images
+        assert "NaN" in (tmp_path / name / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("phase", ["starting", "training", "saving"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_launch_leaves_nothing(launcher: str, phase: str, tmp_path: Path) -> None:
+    with probed(tmp_path, launcher) as (process, mark):
+        wait_for(lambda: len(marked(mark)) > 3)  # itself, the launcher, ranks without a record
+        if phase != "starting":
+            wait_for(lambda: len(list(tmp_path.glob("*.up"))) == 2)
+        if phase == "saving":
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: len(list(tmp_path.glob("*.saving"))) == 2)
+        process.kill()
+        wait_for(lambda: not marked(mark), timeout_s=5)
+
+
+@pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow(in_ci=True))])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_lost_rank_ends_the_job_and_is_named(launcher: str, end: str, tmp_path: Path) -> None:
+    """The other rank exits with 8 when it notices the loss, as training does."""
+    with probed(tmp_path, launcher, RANK_0="lost", RANK_1=end) as (process, mark):
+        if end == "dies":
+            wait_for(lambda: len(list(tmp_path.glob("*.up"))) == 2)
+            variables = (b"\0RANK=1\0", b"\0OMPI_COMM_WORLD_RANK=1\0")
+            for pid in marked(mark):
+                with contextlib.suppress(OSError):
+                    environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+                    if any(variable in environment for variable in variables):
+                        os.kill(pid, signal.SIGKILL)
+        _, words = process.communicate(timeout=60)
+        assert process.returncode == 8
+        assert not marked(mark)
+    assert "error: rank 1 died or hung" in words
+
+
+@pytest.mark.parametrize("launcher", MPIRUNS)
+@pytest.mark.parametrize(("restarts", "code"), [(0, 8), (1, 0)])
+def test_restarts_are_counted(launcher: str, restarts: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "ssdctl.toml").write_text(f"[launch]\nrestarts = {restarts}\n")
+    how = "fails once"
+    with probed(tmp_path, launcher, RANK_0=how, RANK_1=how) as (process, _):
+        _, words = process.communicate(timeout=60)
+        assert process.returncode == code, words
+    assert words.count("mpirun -n 2") == restarts + 1
+    assert ("--resume=auto" in words) == bool(restarts)
+
+
+@pytest.mark.slow
+def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
+    """The second attempt continues where the first was saved."""
+    run = tmp_path / "run"
+    more = ["--data", shapes, "--out", run, *OPTIONS, "--bs", 1, "--steps", 6]
+    more += ["--save-every", "2st", "--restarts", 1, "--resume", "never"]
+    mark = uuid.uuid4().hex
+    with start(tmp_path, *more, MARK=mark) as process:
+        wait_for(lambda: (run / "checkpoints" / "last.pt").exists())
+        for pid in marked(mark):
+            with contextlib.suppress(OSError):
+                if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+        _, words = process.communicate(timeout=240)
+    assert process.returncode == 0, words
+    assert "rank 1 died" in words
+    assert "restarting after exit code 8" in words
+    assert "resuming from" in words
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    steps = [r["step"] for r in map(json.loads, lines) if r["kind"] == "train"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+AGENT = """#!/bin/bash
+host=$1; shift
+exec ip netns exec "{prefix}${{host##*.}}" bash -c "$*"
+"""
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Two network namespaces with a wire between them, and what takes ssh's place."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs iproute2 and root")
+    prefix = f"t{uuid.uuid4().hex[:6]}-"
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for number in ("1", "2"):
+            ip("netns", "add", prefix + number)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    try:
+        ip(*f"link add wire netns {prefix}1 type veth peer name wire netns {prefix}2".split())
+        for number in ("1", "2"):
+            space = ("-n", prefix + number)
+            ip(*space, "addr", "add", f"10.77.0.{number}/24", "dev", "wire")
+            ip(*space, "link", "set", "wire", "up")
+            ip(*space, "link", "set", "lo", "up")
+        agent = tmp_path / "agent"
+        agent.write_text(AGENT.format(prefix=prefix))
+        agent.chmod(0o755)
+        hosts = tmp_path / "hosts"
+        # The launching host is not the first, and has slots for both ranks.
+        hosts.write_text("10.77.0.2 slots=2\n10.77.0.1 slots=2\n")
+        yield f"{prefix}1", agent, hosts
+    finally:
+        for number in ("1", "2"):
+            subprocess.run(["ip", "netns", "del", prefix + number], capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_open_mpi_on_two_hosts(
+    launcher: str, two_hosts: tuple[str, Path, Path], shapes: Path, tmp_path: Path
+) -> None:
+    """Train with one rank on each host; after a SIGTERM to the launch both save and stop.
+
+    The launching host is listed second: version 4 starts rank 0 there, version 5 on the first.
+    Both hosts resolve their own name to the loopback, where neither would reach the other.
+    """
+    name, variables = environment_for(launcher)
+    space, agent, hosts = two_hosts
+    run = tmp_path / "run"
+    argv = ["ip", "netns", "exec", space, sys.executable, "-m", "ssdctl", "launch", "--cpus", "2"]
+    argv += ["--nodes", "2", "--launcher", name, "--hostfile", str(hosts), "--bind-to", "none"]
+    argv += ["--data", str(shapes), "--out", str(run), "--steps", "500", *OPTIONS, "--bs", "1"]
+    environment = {**os.environ, **variables, "OMPI_MCA_plm_rsh_agent": str(agent)}
+    environment["PRTE_MCA_plm_ssh_agent"] = str(agent)
+    with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for((run / "metrics.jsonl").exists)
+            process.send_signal(signal.SIGTERM)  # `ip netns exec` has become the launch
+            _, words = process.communicate(timeout=90)
+        finally:
+            process.kill()
+    assert process.returncode == 75, words
+    assert f"-x MASTER_ADDR=10.77.0.{1 if launcher == 'mpirun-4' else 2} " in words
+    # Rank 0 learns it from its own signal, or earlier from the other rank.
+    assert re.search("stopped by (SIGUSR1|another rank)", words)
+    assert (run / "checkpoints" / "last.pt").exists()

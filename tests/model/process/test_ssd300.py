@@ -1,0 +1,232 @@
+"""The network: shapes, size, cost, the third-party names, and equality with plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import reference
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ssdctl.checkpoint.third_party import backbone_of, from_third_party, source_of, to_third_party
+from ssdctl.model.backbone import without_weights
+from ssdctl.model.backbones import find_backbone
+from ssdctl.model.ssd300 import SSD300
+
+WEIGHTS = ("weight", "bias")
+NORM = {"mlperf": "none", "nvidia": "batch"}
+BLOCKS = {"resnet18": (2, 2, 2), "resnet34": (3, 4, 6), "resnet50": (3, 4, 6)}
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+BATCH_NORM = (*WEIGHTS, "running_mean", "running_var", "num_batches_tracked")
+
+
+def on_meta(backbone: str, extra_norm: str, num_classes: int = 81) -> SSD300:
+    """A network without memory: enough for names, shapes and counts."""
+    with without_weights():
+        return SSD300(backbone, num_classes, extra_norm).eval()
+
+
+def with_lively_weights(backbone: str, extra_norm: str, num_classes: int = 6) -> SSD300:
+    """fp64, with biases and statistics that no two layers share, so that a mix-up shows."""
+    torch.manual_seed(0)
+    model = SSD300(backbone, num_classes, extra_norm)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, 0, 0.1)
+        elif isinstance(module, nn.Conv2d) and module.bias is not None:
+            nn.init.normal_(module.bias, 0, 0.1)
+    return model.double().eval()
+
+
+def norm_names(name: str) -> Iterator[str]:
+    return (f"{name}.{field}" for field in BATCH_NORM)
+
+
+def peers_names(backbone: str, peer: str) -> set[str]:
+    """Every key of a third-party state dict, as that system and torchvision name them."""
+    root = "model." if peer == "mlperf" else "feature_extractor.feature_extractor."
+    parts = {
+        "mlperf": ("layer1.0", "layer1.1", "layer1.4", "layer1.5", "layer2.0"),
+        "nvidia": ("0", "1", "4", "5", "6"),
+    }[peer]
+    names = {f"{root}{parts[0]}.weight", *norm_names(f"{root}{parts[1]}")}
+    is_bottleneck = backbone == "resnet50"
+    for layer, count in enumerate(BLOCKS[backbone]):
+        for i in range(count):
+            block = f"{root}{parts[2 + layer]}.{i}"
+            for n in (1, 2, 3) if is_bottleneck else (1, 2):
+                names |= {f"{block}.conv{n}.weight", *norm_names(f"{block}.bn{n}")}
+            if i == 0 and (layer > 0 or is_bottleneck):
+                names |= {f"{block}.downsample.0.weight", *norm_names(f"{block}.downsample.1")}
+    for i in range(5):
+        for n in (0, 2) if peer == "mlperf" else (0, 3):
+            names.add(f"additional_blocks.{i}.{n}.weight")
+            if peer == "mlperf":
+                names.add(f"additional_blocks.{i}.{n}.bias")
+            else:
+                names |= set(norm_names(f"additional_blocks.{i}.{n + 1}"))
+    heads = {f"{head}.{i}.{f}" for head in ("loc", "conf") for i in range(6) for f in WEIGHTS}
+    return names | heads
+
+
+@pytest.mark.parametrize("extra_norm", ["none", "batch"])
+@pytest.mark.parametrize("backbone", [*RESNETS, "tiny"])
+def test_output_and_feature_shapes(backbone: str, extra_norm: str) -> None:
+    model = on_meta(backbone, extra_norm, 7)
+    shapes: list[tuple[int, ...]] = []
+    for part in (model.backbone, *model.extra):
+        part.register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape)))
+    offsets, logits = model(torch.empty(2, 3, 300, 300, device="meta"))
+    assert offsets.shape == (2, 4, 8732)
+    assert logits.shape == (2, 7, 8732)
+    channels = model.backbone.channels
+    sizes = (38, 19, 10, 5, 3, 1)
+    assert shapes == [(2, c, s, s) for c, s in zip(channels, sizes, strict=True)]
+
+
+def test_feature_channels_equal_the_third_party_systems() -> None:
+    for backbone, first, last in (
+        ("resnet18", 256, 128),
+        ("resnet34", 256, 256),
+        *((deep, 1024, 256) for deep in RESNETS[2:]),
+    ):
+        channels = on_meta(backbone, "none").backbone.channels
+        assert channels == (first, 512, 512, 256, 256, last)
+
+
+@pytest.mark.parametrize("backbone", [*RESNETS, "tiny", "vgg16"])
+def test_number_of_parameters(backbone: str) -> None:
+    file = find_backbone(backbone)
+    shared, per_class = file.PARAMETERS
+    for num_classes in (2, 81):
+        parameters = on_meta(backbone, file.EXTRA_NORMS[0], num_classes).parameters()
+        assert sum(p.numel() for p in parameters) == shared + num_classes * per_class
+    if backbone == "resnet34":
+        assert shared + 81 * per_class == 19_972_534
+
+
+def test_the_frozen_stem_ends_with_the_first_3x3_convolution() -> None:
+    """As in Habana-TF; of VGG16 it is conv1, as in torchvision's recipe."""
+    basic = ("conv1", "bn1", "layer1.0.conv1", "layer1.0.bn1")
+    assert on_meta("resnet18", "none").backbone.stem == basic
+    bottleneck = (*basic, "layer1.0.conv2", "layer1.0.bn2")
+    assert on_meta("resnet50", "none").backbone.stem == bottleneck
+    model = on_meta("vgg16", "none")
+    model.freeze_stem()
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {f"backbone.{layer}.{field}" for layer in (0, 2) for field in WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("backbone", "extra_norm", "forward_gflop", "training_gflop"),
+    [("resnet34", "none", 31.7, 94.7), ("resnet50", "batch", 40.3, 120.5)],
+)
+def test_cost(backbone: str, extra_norm: str, forward_gflop: float, training_gflop: float) -> None:
+    """A multiplication and an addition count as two: 2 * MAC."""
+    model = on_meta(backbone, extra_norm)
+    images = torch.empty(2, 3, 300, 300, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        offsets, logits = model(images)
+        forward = counter.get_total_flops()
+        (offsets.sum() + logits.sum()).backward()
+    assert forward / 2e9 == pytest.approx(forward_gflop, abs=0.05)
+    assert counter.get_total_flops() / 2e9 == pytest.approx(training_gflop, abs=0.05)
+    with FlopCounterMode(display=False) as counter:
+        nn.functional.conv2d(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+    assert counter.get_total_flops() == 2
+
+
+@pytest.mark.parametrize(
+    ("backbone", "peer"),
+    [
+        *(("resnet18", "mlperf"), ("resnet34", "mlperf")),
+        pytest.param("resnet50", "nvidia", marks=pytest.mark.slow(in_ci=True)),
+        pytest.param("resnet18", "nvidia", marks=pytest.mark.slow(in_ci=True)),
+        pytest.param("resnet34", "nvidia", marks=pytest.mark.slow(in_ci=True)),
+        pytest.param("resnet50", "mlperf", marks=pytest.mark.slow(in_ci=True)),
+    ],
+)
+def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
+    model = with_lively_weights(backbone, NORM[peer])
+    image = torch.randn(1, 3, 300, 300, dtype=torch.float64)
+    with torch.inference_mode():
+        actual = model(image)
+        expected = reference.Network(to_third_party(model.state_dict(), peer), peer)(image)
+    for own, other in zip(actual, expected, strict=True):
+        assert own.std() > 1e-3  # the output is not constant
+        assert (own - other).abs().max() <= 1e-10 * other.abs().max()
+
+
+@pytest.mark.slow(in_ci=True)
+def test_equal_to_the_functional_network_in_training() -> None:
+    """With the batch's statistics."""
+    model = with_lively_weights("resnet18", "batch").train()
+    images = torch.randn(2, 3, 300, 300, dtype=torch.float64)
+    state = {k: v.clone() for k, v in to_third_party(model.state_dict(), "nvidia").items()}
+    with torch.inference_mode():
+        actual = model(images)
+        expected = reference.Network(state, "nvidia", training=True)(images)
+    for own, other in zip(actual, expected, strict=True):
+        assert (own - other).abs().max() <= 1e-10 * other.abs().max()
+
+
+def test_outputs_have_the_order_of_the_default_boxes() -> None:
+    """A head's bias of one shape shows up at the places of that shape, over rows and columns."""
+    model = SSD300("resnet18", 3, "none").eval()
+    with torch.no_grad():
+        for head in (*model.box_heads, *model.class_heads):
+            head.weight.zero_()
+            head.bias.zero_()
+        model.box_heads[1].bias[2 * 6 + 3] = 1.0  # second map; width of the fourth shape
+        model.class_heads[1].bias[1 * 6 + 5] = 2.0  # label 1 of the sixth shape
+        offsets, logits = model(torch.zeros(1, 3, 300, 300))
+    first = 4 * 38 * 38
+    expected = torch.zeros(4, 8732)
+    expected[2, first + 3 * 361 : first + 4 * 361] = 1.0
+    assert torch.equal(offsets[0], expected)
+    expected = torch.zeros(3, 8732)
+    expected[1, first + 5 * 361 : first + 6 * 361] = 2.0
+    assert torch.equal(logits[0], expected)
+
+
+@pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
+@pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
+def test_names_equal_the_third_party_systems(backbone: str, peer: str) -> None:
+    expected = to_third_party(on_meta(backbone, NORM[peer]).state_dict(), peer)
+    assert set(expected) == peers_names(backbone, peer)
+    assert source_of({"model": expected}) == peer
+    assert backbone_of(from_third_party(expected, peer)) == backbone
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
+def test_third_party_round_trip_is_exact(peer: str, prefix: str) -> None:
+    torch.manual_seed(1)
+    actual = SSD300("resnet18", 4, NORM[peer]).state_dict()
+    expected = {prefix + name: tensor for name, tensor in to_third_party(actual, peer).items()}
+    assert source_of({"model": expected}) == peer
+    back = from_third_party(expected, peer)
+    assert list(back) == list(actual)
+    assert all(torch.equal(back[name], tensor) for name, tensor in actual.items())
+    SSD300("resnet18", 4, NORM[peer]).load_state_dict(back)
+
+
+@pytest.mark.parametrize("backbone", [*RESNETS, "tiny"])
+def test_the_backbone_follows_from_the_names(backbone: str) -> None:
+    state = on_meta(backbone, "batch").state_dict()
+    assert backbone_of(state) == backbone
+    fewer = {k: v for k, v in state.items() if not k.startswith("backbone.layer3.1.")}
+    assert backbone_of(fewer) == backbone, "loading it reports what is missing"
+    assert backbone_of({"backbone.features.0.weight": torch.empty(1)}) is None
+
+
+def test_not_a_third_party_checkpoint() -> None:
+    assert source_of(None) is None
+    assert source_of({"state": 1}) is None
+    assert source_of({"model": [1]}) is None
+    assert source_of({"model": on_meta("resnet18", "none").state_dict()}) is None

@@ -1,0 +1,205 @@
+"""SSD300-VGG16 against torchvision's own class, with random weights in its layout."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ssdctl.boxes.default_boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
+from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.device.cpu import Cpu
+from ssdctl.inference.detector import Detector, DetectorConfig
+from ssdctl.model.backbones.vgg16 import CONSTANTS as TORCHVISION_VGG16
+from ssdctl.model.loss import MultiboxLoss
+from ssdctl.model.normalize import Normalize
+
+NUM_CLASSES = 91
+
+
+@pytest.fixture(scope="module")
+def theirs() -> nn.Module:
+    """torchvision's model, with weights that give confident detections."""
+    from torchvision.models import detection
+
+    torch.manual_seed(3)
+    model = detection.ssd300_vgg16(weights=None, weights_backbone=None, num_classes=NUM_CLASSES)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def file(theirs: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("torchvision") / "ssd300_vgg16.pth"
+    torch.save(theirs.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def raw_images() -> Tensor:
+    """(2, 300, 300, 3) uint8."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randint(0, 256, (2, 3, 20, 20), generator=generator).float()
+    smooth = nn.functional.interpolate(coarse, size=300, mode="bilinear")
+    return smooth.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def our_order(values_BNK: Tensor) -> Tensor:
+    """Their boxes, row-column-shape within a map, in our order shape-row-column: (B, K, N)."""
+    parts, start = [], 0
+    for size, shapes in zip(FEATURE_SIZES, BOXES_PER_CELL, strict=True):
+        count = size * size * shapes
+        part = values_BNK[:, start : start + count].unflatten(1, (size * size, shapes))
+        parts.append(part.transpose(1, 2).flatten(1, 2))
+        start += count
+    assert start == NUM_BOXES
+    return torch.cat(parts, dim=1).transpose(1, 2)
+
+
+def their_outputs(model: nn.Module, raw_images: Tensor) -> tuple[Tensor, Tensor]:
+    """Raw (B, N, 4) offsets and (B, N, C) logits of torchvision's model."""
+    images, _ = model.transform(list(raw_images.permute(0, 3, 1, 2) / 255))
+    output = model.head(list(model.backbone(images.tensors).values()))
+    return output["bbox_regression"], output["cls_logits"]
+
+
+@pytest.mark.slow(in_ci=True)
+def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, raw_images: Tensor) -> None:
+    checkpoint = load_checkpoint(file)
+    assert checkpoint.architecture.backbone == "vgg16"
+    actual, theirs = load_network(checkpoint).eval().double(), deepcopy(theirs).double()
+    with torch.no_grad():
+        raw_images = raw_images[:1]
+        pixels = Normalize(TORCHVISION_VGG16.mean, TORCHVISION_VGG16.std, torch.float64)(raw_images)
+        offsets, logits = actual(pixels)
+        expected = [our_order(t) for t in their_outputs(theirs, raw_images.double())]
+    torch.testing.assert_close(offsets, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow(in_ci=True)
+def test_detections_are_torchvisions_one_to_one(
+    theirs: nn.Module, file: Path, raw_images: Tensor
+) -> None:
+    actual = load_network(load_checkpoint(file)).eval()
+    rules = TORCHVISION_VGG16
+    thresholds = DetectorConfig("fp32", rules.score_threshold, rules.nms_iou)
+    detector = Detector(actual, Cpu("eager"), thresholds)
+    raw_images = raw_images[:1]
+    with torch.no_grad():
+        expected = theirs(list(raw_images.permute(0, 3, 1, 2) / 255))
+    for result, target in zip(detector(raw_images), expected, strict=True):
+        assert len(result.scores) == len(target["scores"]) >= 1
+        order = [
+            torch.argsort(s, descending=True, stable=True)
+            for s in (result.scores, target["scores"])
+        ]
+        torch.testing.assert_close(
+            result.scores[order[0]], target["scores"][order[1]], atol=1e-5, rtol=0
+        )
+        assert torch.equal(result.labels[order[0]], target["labels"][order[1]])
+        torch.testing.assert_close(
+            result.boxes[order[0]] * 300, target["boxes"][order[1]], atol=2e-3, rtol=0
+        )
+
+
+def targets() -> tuple[Tensor, Tensor]:
+    """Ground truth of two images: (2, 3, 4) ltrb fractions and (2, 3) labels, one padded."""
+    boxes = torch.tensor(
+        [
+            [[0.1, 0.1, 0.5, 0.6], [0.3, 0.2, 0.9, 0.9], [0.6, 0.6, 0.64, 0.7]],
+            [[0.0, 0.0, 1.0, 1.0], [0.2, 0.5, 0.3, 0.7], [0.0, 0.0, 0.0, 0.0]],
+        ]
+    )
+    return boxes.double(), torch.tensor([[1, 17, 90], [3, 44, 0]])
+
+
+def their_losses(model: nn.Module, raw_images: Tensor) -> dict[str, Tensor]:
+    boxes, labels = targets()
+    expected = [
+        {"boxes": b[label > 0] * 300, "labels": label[label > 0]}
+        for b, label in zip(boxes, labels, strict=True)
+    ]
+    losses: dict[str, Tensor] = model(list(raw_images.permute(0, 3, 1, 2) / 255), expected)
+    return losses
+
+
+@pytest.mark.slow
+def test_six_training_steps_are_torchvisions(
+    theirs: nn.Module, file: Path, raw_images: Tensor
+) -> None:
+    theirs = deepcopy(theirs).train().double()
+    actual = load_network(load_checkpoint(file)).train().double()
+    loss = MultiboxLoss(torch.float64, constants=TORCHVISION_VGG16)
+    normalize = Normalize(TORCHVISION_VGG16.mean, TORCHVISION_VGG16.std, torch.float64)
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
+        for m in (theirs, actual)
+    ]
+    for _ in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = their_losses(theirs, raw_images.double())
+        result = loss(*actual(normalize(raw_images)), *targets())
+        torch.testing.assert_close(result.box, expected["bbox_regression"], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            result.classification, expected["classification"], rtol=1e-6, atol=1e-6
+        )
+        sum(expected.values()).backward()  # type: ignore[union-attr]
+        result.total.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.slow(in_ci=True)
+def test_losses_are_torchvisions(theirs: nn.Module) -> None:
+    """The loss of given outputs, without the network's cost."""
+    from torchvision.models.detection.image_list import ImageList
+    from torchvision.ops import box_iou
+
+    generator = torch.Generator().manual_seed(1)
+    offsets = torch.randn(2, NUM_BOXES, 4, generator=generator, dtype=torch.float64)
+    logits = torch.randn(2, NUM_BOXES, NUM_CLASSES, generator=generator, dtype=torch.float64)
+    maps = [torch.zeros(2, 1, size, size) for size in FEATURE_SIZES]
+    anchors = theirs.anchor_generator(
+        ImageList(torch.zeros(2, 3, 300, 300), [(300, 300)] * 2), maps
+    )
+    boxes, labels = targets()
+    target = [
+        {"boxes": b[label > 0] * 300, "labels": label[label > 0]}
+        for b, label in zip(boxes, labels, strict=True)
+    ]
+    matched = [
+        theirs.proposal_matcher(box_iou(w["boxes"], a.double()))
+        for w, a in zip(target, anchors, strict=True)
+    ]
+    outputs = {"bbox_regression": offsets, "cls_logits": logits}
+    expected = theirs.compute_loss(target, outputs, [a.double() for a in anchors], matched)
+    loss = MultiboxLoss(torch.float64, constants=TORCHVISION_VGG16)
+    actual = loss(our_order(offsets), our_order(logits), boxes, labels)
+    torch.testing.assert_close(actual.box, expected["bbox_regression"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        actual.classification, expected["classification"], rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.slow(in_ci=True)
+def test_classes_are_cocos_with_gaps(file: Path) -> None:
+    classes = load_checkpoint(file).classes
+    assert len(classes) == 90
+    assert (classes[0].id, classes[0].name) == (1, "person")
+    assert (classes[89].id, classes[89].name) == (90, "toothbrush")
+    assert classes[11].id is None  # 12 is a gap
+
+
+@pytest.mark.slow(in_ci=True)
+def test_outputs_of_gaps_are_left_out_of_an_evaluation(file: Path) -> None:
+    from ssdctl.data.classes import COCO_CLASSES, ClassName
+    from ssdctl.evaluation.checkpoint import dataset_category_ids
+
+    renumbered = [ClassName(id_ + 1000, name) for id_, name in reversed(COCO_CLASSES)]
+    ids = dataset_category_ids(load_checkpoint(file), renumbered, Path("coco"))
+    assert (ids[0], ids[89], ids[11]) == (1001, 1090, -1)
+    assert (ids > 0).sum() == 80

@@ -1,0 +1,255 @@
+"""The Python API: the same work, settings and errors as the commands."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from conftest import Result
+
+import ssdctl
+from ssdctl.data.shapes import generate
+from ssdctl.errors import UsageError
+
+Cli = Callable[..., Result]
+
+
+TINY: dict[str, Any] = {
+    "backbone": "tiny", "backbone_weights": "none", "batch_size": 2, "warmup": "1st",
+    "workers": 1, "precision": "fp32", "device": "cpu", "preset": "stable-r34", "progress": False,
+}  # fmt: skip
+
+
+OFTEN: dict[str, Any] = {"train": {"log_every": 1}}  # as conftest.TINY_RUN
+
+
+def test_the_package_is_light_and_its_names_are_listed() -> None:
+    code = (
+        "import sys, ssdctl; before = set(sys.modules); assert callable(ssdctl.train);"
+        "assert not {'torch', 'numpy', 'msgspec', 'PIL'} & before, 'heavy import';"
+        "assert dir(ssdctl) == sorted(ssdctl.__all__);"
+        "[getattr(ssdctl, name) for name in ('Config', 'Result', 'Run', 'Evaluation', 'train')];"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="nothing"):
+        ssdctl.nothing  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_export_writes_what_load_reads(tiny_run: Path, shapes: Path, cli: Cli) -> None:
+    result = ssdctl.export(tiny_run, "ssd.safetensors", format="safetensors")
+    assert result["file"] == "ssd.safetensors"
+    image = shapes / "val2017/000000000001.jpg"
+    options: dict[str, Any] = {"device": "cpu", "score": 0.02}
+    expected = ssdctl.load(tiny_run, **options).predict(image)
+    assert ssdctl.load("ssd.safetensors", **options).predict(image) == expected
+    evaluation = ssdctl.evaluate("ssd.safetensors", shapes, device="cpu", limit=1, progress=False)
+    assert evaluation.about.step == 3
+    own = cli("export", tiny_run, "--format", "safetensors", "--out", "own.safetensors", "--json")
+    assert json.loads(own.out) == {**result, "file": "own.safetensors"}
+    assert ssdctl.load("own.safetensors", **options).predict(image) == expected
+
+
+def test_train_and_evaluate(
+    shapes: Path, tmp_path: Path, tiny_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ssdctl")
+    handlers = signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers
+    config = ssdctl.configure(**OFTEN)
+    run = ssdctl.train(shapes, out=tmp_path / "run", steps=1, config=config, **TINY)
+    assert (signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers) == handlers
+    (step,) = (record for record in run.metrics if record["kind"] == "train")
+    reference = ssdctl.Run(tiny_run)  # of the command line, with the same settings
+    assert step["loss"] == next(r["loss"] for r in reference.metrics if r["kind"] == "train")
+    assert any("loss" in record.getMessage() for record in caplog.records)
+    assert run.config.train == msgspec.structs.replace(
+        reference.config.train, out=str(tmp_path / "run"), steps=1
+    )
+    assert run.best == tmp_path / "run/checkpoints/best.pt"
+    assert repr(run).startswith(f"Run({run.path}: 1 steps, AP 0.")
+    shown = run._repr_html_()
+    assert "data:image/png" in shown
+    assert "AP50" in shown
+    assert run.plot().size[0] > run.plot().size[1]
+    assert (repr(ssdctl.Run("none")), "none" in ssdctl.Run("none")._repr_html_()) == (
+        "Run(none)",
+        True,
+    )
+    evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
+    assert run.figures is not None
+    assert evaluation.figures["AP"] == pytest.approx(run.figures["AP"], abs=1e-4)
+    assert f"AP={evaluation.figures['AP']:.3f}" in repr(evaluation)
+    assert len(repr(evaluation)) < 500
+    assert evaluation.per_class[0].name in evaluation._repr_html_()
+    rescored = ssdctl.evaluate("rows.json", shapes)
+    assert rescored.figures == evaluation.figures
+
+
+@pytest.mark.slow
+def test_reports_and_a_finished_run(shapes: Path, tmp_path: Path, cli: Cli, tiny_run: Path) -> None:
+    run = ssdctl.Run(tiny_run)
+    for page in (run.report(tmp_path / "run.html"), ssdctl.report(run, out="page.html")):
+        assert "<html" in page.read_text(encoding="utf-8")
+    evaluation = ssdctl.evaluate(run, device="cpu", workers=1, report="page")
+    assert Path("page/report.html").is_file()
+    scored = json.loads(cli("evaluate", run.best, "--device", "cpu", "--workers", 1, "--json").out)
+    assert scored["AP"] == evaluation.figures["AP"]
+    again = ssdctl.train(shapes, out=tmp_path / "run", steps=1, **TINY)
+    metrics = again.metrics
+    again = ssdctl.train(shapes, out=again, steps=1, **TINY)
+    assert [r for r in again.metrics if r["kind"] == "train"] == [
+        r for r in metrics if r["kind"] == "train"
+    ]
+
+
+def test_training_with_a_config_keeps_presets_and_rules(shapes: Path) -> None:
+    tiny = {"steps": 1, "workers": 1, "device": "cpu", "log_every": 1}
+    small = {"backbone": "tiny", "weights": "none", "extra_norm": "none"}
+    config = ssdctl.configure(train={**tiny, "preset": "nvidia-r50"}, model=small)
+    run = ssdctl.train(shapes, config=config, out="preset", progress=False)
+    assert run.config.train.precision in ("bf16", "fp32")  # the CPU lacks the preset's fp16
+    config = ssdctl.configure(train=tiny, model=small)
+    run = ssdctl.train(shapes, config=config, out="rule", progress=False)
+    assert run.config.train.optimizer == "adamw"  # by the rule for few images
+    assert "--steps" in (run.path / "config.toml").read_text()
+
+
+def test_evaluating_with_a_config_uses_its_dataset(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    generate(other, num_train=2, num_val=3, seed=1)
+    config = ssdctl.configure(data={"root": str(other)}, evaluate={"device": "cpu"})
+    evaluation = ssdctl.evaluate(checkpoint, config=config, progress=False)
+    assert evaluation.about.data == str(other)
+    assert evaluation.about.images == 3
+
+
+def test_training_leaves_no_global_state(shapes: Path) -> None:
+    """In a process without torch.compile's modules."""
+    code = f"""
+import inspect, os, torch, ssdctl
+def state():
+    methods = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
+    plain = [inspect.unwrap(getattr(torch.optim.Optimizer, m)) for m in methods]
+    patched = [getattr(function, "__dynamo_disable", None) is function for function in plain]
+    flags = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    return patched, flags, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+before = state()
+for is_on in (False, True):  # deterministic algorithms import torch._dynamo
+    ssdctl.train({str(shapes)!r}, out=f"run-{{is_on}}", steps=1, config=ssdctl.configure(train={{"deterministic": is_on}}), **{TINY!r})
+    assert state() == before, (before, state())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_stepped_run_is_the_run_of_the_command(shapes: Path, cli: Cli) -> None:
+    """Bit by bit: a config file, keywords, a loop that is left and entered again, the command."""
+    Path("settings.toml").write_text("[train]\naugment = 'ssd'\nema = 0.9\nlog_every = 1\n")
+    options = [w for name, v in TINY.items() if name not in ("progress", "precision") for w in
+               (f"--{ {'batch_size': 'bs'}.get(name, name.replace('_', '-')) }", v)]  # fmt: skip
+    command = (
+        "train",
+        "--config",
+        "settings.toml",
+        "--data",
+        shapes,
+        "--steps",
+        4,
+        "--fp32",
+        *options,
+    )
+    assert cli(*command, "--out", "command").code == 0
+    common = {**TINY, "steps": 4, "config": "settings.toml"}
+    ssdctl.train(shapes, out="function", **common)
+    trainer = ssdctl.Trainer(shapes, out="stepped", **common)
+    assert repr(trainer) == "Trainer(stepped: step 0 of 4)"
+    for step in trainer:
+        if step == 2:
+            break
+    assert trainer.step == 2
+    trainer.save()
+    assert list(trainer) == [3, 4]
+    runs = ("command", "function", "stepped")
+    first, *others = (torch.load(f"{run}/checkpoints/last.pt", weights_only=True) for run in runs)
+    for other in others:
+        for part in ("model", "trained"):
+            for name, value in first[part].items():
+                assert torch.equal(value, other[part][name]), (part, name)
+    losses = [[r["loss"] for r in ssdctl.Run(run).metrics if r["kind"] == "train"] for run in runs]
+    assert losses[0] == losses[1] == losses[2]
+    assert len(losses[0]) == 4
+    with pytest.raises(UsageError, match="closed"):
+        trainer.run()
+    with pytest.raises(UsageError, match="batch_size"):
+        ssdctl.Trainer(shapes, bs=4)  # type: ignore[call-arg]
+    with ssdctl.Trainer(shapes, out="left", **common) as left:
+        next(iter(left))
+        assert left.model.training
+    assert ssdctl.Trainer(shapes, out="left", **common).run().best.is_file()  # the lock is free
+
+
+@pytest.mark.slow(in_ci=True)
+def test_a_typed_program_that_uses_every_public_name(shapes: Path) -> None:
+    pytest.importorskip("mypy")
+    client = Path(__file__).parents[1] / "typed_client.py"
+    used = set(re.findall(r"ssdctl\.(\w+)", client.read_text(encoding="utf-8")))
+    assert set(ssdctl.__all__) <= used
+    subprocess.run([sys.executable, client, shapes], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(client)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+TWO_RANKS = """
+import json, sys
+import ssdctl
+data, folder = sys.argv[1:]
+config = ssdctl.configure(train={"log_every": 1})
+run = ssdctl.train(data, out=f"{folder}/run", steps=2, config=config, batch_size=1, warmup="1st",
+                   backbone="resnet18", backbone_weights="none", device="cpu", workers=1, progress=False)
+evaluation = ssdctl.evaluate(run, device="cpu", workers=1, progress=False)
+found = ssdctl.load(run, device="cpu", score=0.02)(f"{data}/val2017/000000000001.jpg")
+from ssdctl.distributed.ranks import find_ranks
+with open(f"{folder}/{find_ranks().rank}.json", "w") as file:
+    json.dump([evaluation.figures, found.to_coco(), repr(run)], file)
+"""
+
+
+def test_two_ranks(shapes: Path, tmp_path: Path) -> None:
+    """torchrun of a program: the ranks train together and get the same results."""
+    Path("program.py").write_text(TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*command, "program.py", str(shapes), str(tmp_path)], check=True)
+    first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (0, 1))
+    assert first == second
+    assert first[0]["AP"] >= 0
+    assert first[1]
+    assert "2 steps" in first[2]
+    evaluation = ssdctl.evaluate(tmp_path / "run", device="cpu", workers=1, progress=False)
+    assert evaluation.figures == pytest.approx(first[0], abs=1e-9)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_networks_of_checkpoints(checkpoint: Path, tiny_run: Path) -> None:
+    saved = torch.load(checkpoint, weights_only=True)["model"]
+    hub = torch.hub.load(str(ROOT), "ssd300", source="local", checkpoint=str(checkpoint))
+    for network in (ssdctl.SSD300.from_checkpoint(checkpoint), hub):
+        assert isinstance(network, ssdctl.SSD300)
+        assert not network.training
+        assert len(network.class_names) == network.num_classes - 1
+        for name, value in network.state_dict().items():
+            assert torch.equal(value, saved[name]), name
+    assert ssdctl.SSD300.from_checkpoint(tiny_run).num_classes == hub.num_classes
+    with pytest.raises(UsageError, match="no-such-detector"):
+        ssdctl.SSD300.from_checkpoint("no-such-detector")

@@ -1,0 +1,92 @@
+"""The marked blocks of the pages run, and their launches can be planned."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Result
+from pages import ROOT, blocks, every_page, whole_commands, words_of
+
+
+@every_page
+def test_launches_can_be_planned(page: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
+    """For real, but for Kubernetes, where the reader's own settings are missing."""
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
+    for text in whole_commands(page):
+        words = words_of(text)
+        if words[0] == "launch" and not {"kubernetes", "voyager"} & set(words):
+            result = cli("launch", "--dry-run", *words[1:])
+            assert result.code == 0, (text, result.err)
+            assert "ssdctl" in result.out
+
+
+def run_page(page: Path, folder: Path, cli: Callable[..., Result]) -> None:
+    """Run and write the marked blocks of a page, in order."""
+    marked = [block for block in blocks(page) if block.mark]
+    assert marked
+    for block in marked:
+        if block.mark != "run":
+            path = folder / block.mark.partition(": ")[2]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+        elif block.kind == "python":
+            exec(compile(block.text, str(page), "exec"), {})
+        else:
+            for line in filter(None, block.lines()):
+                if line.startswith("ssdctl "):
+                    result = cli(*words_of(line))
+                    # doctor exits 2 where this machine lacks something.
+                    allowed = (0, 2) if line == "ssdctl doctor" else (0,)
+                    assert result.code in allowed, (line, result.err)
+                else:
+                    subprocess.run(["bash", "-ec", line], check=True, cwd=folder)
+
+
+@pytest.mark.slow(in_ci=True)
+def test_quick_start(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    run_page(ROOT / "docs" / "quickstart.md", tmp_path, cli)
+    assert (tmp_path / "runs/shapes/report.html").is_file()
+    assert (tmp_path / "shapes.safetensors").is_file()
+    assert len(list((tmp_path / "drawn").glob("*.jpg"))) == 8
+
+
+@pytest.mark.slow(in_ci=True)
+def test_custom_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    run_page(ROOT / "docs" / "custom-dataset.md", tmp_path, cli)
+    assert (tmp_path / "boxes.png").is_file()
+    assert (tmp_path / "runs/parts/report.html").is_file()
+    assert (tmp_path / "drawn/detections.json").is_file()
+
+
+@pytest.mark.slow
+def test_python(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    run_page(ROOT / "docs" / "python.md", tmp_path, cli)
+    assert (tmp_path / "run/report.html").is_file()
+    assert (tmp_path / "drawn.png").is_file()
+
+
+def test_pytorch(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    pytest.importorskip("accelerate")
+    run_page(ROOT / "docs" / "pytorch.md", tmp_path, cli)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # they are not committed
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    data = [output["data"] for output in outputs if "data" in output]
+    images = [entry for entry in data if "image/png" in entry]
+    assert len(images) == 2  # the loss and the detections
+    assert any("'val': " in entry.get("text/plain", "") for entry in data)
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "40/40" in text + str(data)  # a progress bar, of text without ipywidgets
+    assert "Warning" not in text

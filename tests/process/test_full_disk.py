@@ -1,0 +1,155 @@
+"""Every file that a command writes may meet a full disk: exit 6, nothing half written, and the same
+command goes on once there is space.
+
+The k-th file that is opened for writing is /dev/full, where the kernel refuses each byte.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import TINY_RUN, Result
+
+from ssdctl import files
+from ssdctl.checkpoint.file import load_checkpoint
+from ssdctl.runs.layout import RunDir
+
+Cli = Callable[..., Result]
+WRITES = os.O_EXCL | os.O_APPEND | os.O_TRUNC  # else it is a lock file, which stays empty
+SIZES_KB = (16, 64, 256, 1024, 2048, 4096)
+
+
+class FullDisk:
+    """Replaces one of the files that are opened for writing; counts them."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.paths: list[Path] = []
+        self.open = files.no_follow
+
+    def no_follow(self, path: str | Path, flags: int) -> int:
+        descriptor = self.open(path, flags)
+        if flags & WRITES:
+            self.paths.append(Path(path))
+            if len(self.paths) == self.at:
+                full = os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC)
+                os.dup2(full, descriptor)
+                os.close(full)
+        return descriptor
+
+
+@contextmanager
+def full_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FullDisk]:
+    disk = FullDisk(number)
+    original = files.no_follow
+    with monkeypatch.context() as patch:
+        for module in list(sys.modules.values()):
+            if vars(module).get("no_follow") is original:
+                patch.setattr(module, "no_follow", disk.no_follow)
+        yield disk
+
+
+def check_each_write(
+    run: Callable[[], Result], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[Path]:
+    """Fail each write in turn; return the paths of an undisturbed run."""
+    at = 0
+    while True:
+        at += 1
+        shutil.rmtree(output, ignore_errors=True)
+        with full_at(at, monkeypatch) as disk:
+            result = run()
+        if len(disk.paths) < at:
+            assert result.code == 0, result.err
+            return disk.paths
+        where = (at, disk.paths[at - 1].name, result.err)
+        assert result.code == 6, where
+        assert "no space left" in result.err, where
+        assert "Traceback" not in result.err, where
+        temporaries = [p for p in output.rglob("*") if p.name.endswith(files.TEMPORARY_SUFFIX)]
+        assert not temporaries, where
+        if at == 1 or output.exists():  # else it begins as the first one did
+            again = run()
+            assert again.code == 0, (where, again.err)
+
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "mlperf"])
+def test_export(
+    kind: str, checkpoint: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    paths = check_each_write(
+        lambda: cli("export", checkpoint, "--format", kind, "--out", out / "a"), out, monkeypatch
+    )
+    assert paths
+
+
+@pytest.mark.slow(in_ci=True)
+def test_report(tiny_run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    paths = check_each_write(
+        lambda: cli("report", tiny_run, "--out", out / "page.html"), out, monkeypatch
+    )
+    assert paths
+
+
+def test_prepare(shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    prepare = ("prepare", "--data", shapes, "--store", out, "--jobs", 1)
+    assert len(check_each_write(lambda: cli(*prepare), out, monkeypatch)) > 4
+
+
+@pytest.mark.slow
+def test_train(shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of a run of two steps with an evaluation; what was saved is continued."""
+    out = tmp_path / "out"
+    train = ("train", "--data", shapes, "--out", out, "--steps", 2, *TINY_RUN.split())
+    assert cli(*train).code == 0  # the index of the dataset is written once
+    paths = check_each_write(lambda: cli(*train), out, monkeypatch)
+    assert {p.name for p in paths} >= {"metrics.jsonl"}
+    assert load_checkpoint(RunDir(out).last).step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
+@pytest.mark.parametrize("command", ["train", "export", "report"])
+def test_a_small_file_system(
+    command: str, shapes: Path, checkpoint: Path, tiny_run: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """A tmpfs of growing size: exit 6 until everything fits, then 0."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    commands = {
+        "train": ("train", "--data", shapes, "--out", disk / "run", "--steps", 2, *TINY_RUN.split()),
+        "export": ("export", checkpoint, "--format", "safetensors", "--out", disk / "a.safetensors"),
+        "report": ("report", tiny_run, "--out", disk / "page.html"),
+    }  # fmt: skip
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZES_KB[0]}k", "none", disk], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("this container may not mount")
+    codes = []
+    try:
+        for size in (*SIZES_KB, 200_000):
+            subprocess.run(["mount", "-o", f"remount,size={size}k", disk], check=True)
+            result = cli(*commands[command])
+            codes.append(result.code)
+            assert "Traceback" not in result.err
+            assert result.code in (0, 6), result.err
+            temporaries = [p for p in disk.rglob("*") if p.name.endswith(files.TEMPORARY_SUFFIX)]
+            assert not temporaries
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert codes[0] == 6
+    assert codes[-1] == 0

@@ -1,0 +1,161 @@
+"""The set-up scripts: what a newcomer sees if something is missing on the machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = [
+    "bash",
+    "cat",
+    "cksum",
+    "cut",
+    "df",
+    "dirname",
+    "env",
+    "getconf",
+    "grep",
+    "head",
+    "kill",
+    "mktemp",
+    "printf",
+    "rm",
+    "sed",
+    "sleep",
+    "tail",
+]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The files that the scripts read, in a path with a blank."""
+    folder = tmp_path / "a clone"
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "ssdctl").mkdir()
+    shutil.copy(ROOT / "ssdctl" / "_version.py", folder / "ssdctl")
+    return folder
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder for PATH with the programs that the scripts use, without any Python or uv."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in TOOLS:
+        if found := shutil.which(name):
+            (folder / name).symlink_to(found)
+    return folder
+
+
+def add_python(tools: Path, *before: str) -> None:
+    """Add a `python3` that runs this Python after the shell commands."""
+    base = getattr(sys, "_base_executable", sys.executable)
+    (tools / "python3").write_text("\n".join(["#!/bin/sh", *before, f'exec "{base}" "$@"', ""]))
+    (tools / "python3").chmod(0o755)
+
+
+def run(clone: Path, tools: Path, *command: str, **variables: str) -> tuple[int, list[str]]:
+    """Run scripts/demo from another folder; return its exit code and the lines of stderr."""
+    home = clone.parent / "home"
+    home.mkdir()
+    done = subprocess.run(
+        [*command, str(clone / "scripts" / "demo")],
+        cwd=home,
+        env={"HOME": str(home), "PATH": str(tools), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_no_python(clone: Path, tools: Path) -> None:
+    code, lines = run(clone, tools)
+    assert code == 2
+    assert len(lines) == 1
+    assert "3.10 to 3.13" in lines[0]
+    assert "PYTHON" in lines[0]
+
+
+def test_too_old_python(clone: Path, tools: Path) -> None:
+    (tools / "python3").write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18\nexit 1\n'
+    )
+    (tools / "python3").chmod(0o755)
+    code, lines = run(clone, tools)
+    assert code == 2
+    assert len(lines) == 1
+    assert "Python 3.9.18" in lines[0]
+
+
+def test_no_venv_module(clone: Path, tools: Path, tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "ensurepip.py").write_text("raise ImportError")
+    add_python(tools, f'export PYTHONPATH="{tmp_path / "hidden"}"')
+    code, lines = run(clone, tools)
+    assert code == 2
+    assert len(lines) == 1
+    assert "python3-venv" in lines[0]
+
+
+def test_no_network(clone: Path, tools: Path) -> None:
+    add_python(tools)
+    index = {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/",
+        "PIP_RETRIES": "0",
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    code, lines = run(clone, tools, **index)
+    assert code == 2
+    assert lines[0].startswith("Installing")
+    assert len(lines) == 2
+    assert "PIP_INDEX_URL" in lines[1]
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a small disk"
+)
+def test_full_disk(clone: Path, tools: Path, tmp_path: Path) -> None:
+    add_python(tools)
+    script = (
+        'mount -t tmpfs -o size=2m none "$1" || exit 77; cp -r "$0"/* "$1"; exec "$1/scripts/demo"'
+    )
+    small = tmp_path / "small disk"
+    small.mkdir()
+    arguments = ["unshare", "--mount", "bash", "-c", script, str(clone), str(small)]
+    done = subprocess.run(
+        arguments,
+        env={"HOME": str(tmp_path), "PATH": f"{tools}:/usr/bin:/bin:/usr/sbin:/sbin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode in (1, 77) and "scripts/demo" not in done.stderr:
+        pytest.skip(f"no private mount here: {done.stderr}")
+    assert done.returncode == 2
+    assert "disk is full" in done.stderr.splitlines()[-1]
+    assert str(small) in done.stderr.splitlines()[-1]
+
+
+def test_a_second_start_installs_nothing(clone: Path, tools: Path) -> None:
+    add_python(tools)
+    subprocess.run([tools / "python3", "-m", "venv", "--without-pip", clone / ".venv"], check=True)
+    sum_of = "cat pyproject.toml constraints.txt | cksum"
+    wanted = subprocess.run(
+        ["bash", "-c", sum_of], cwd=clone, capture_output=True, text=True
+    ).stdout
+    (clone / ".venv" / "ssdctl-installed").write_text(f"{wanted}extra \n")
+    program = clone / ".venv" / "bin" / "ssdctl"
+    program.write_text('#!/bin/sh\necho "$PWD: $*" >&2\n')
+    program.chmod(0o755)
+    code, lines = run(clone, tools)
+    assert code == 0
+    assert lines == [f"{clone.parent / 'home'}: demo"]

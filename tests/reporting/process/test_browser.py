@@ -1,0 +1,261 @@
+"""The report in a real browser: no script error, no network request, nothing cut off at
+1280 and 390 pixels."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import run_cli
+from PIL import Image
+
+from ssdctl.runs.metrics import MetricsFile
+
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--allow-file-access-from-files",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=5000",
+]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+
+# A page around the report that measures it: a headless window is never narrower than 500 pixels.
+FRAME = """<!doctype html><body style="margin:0">
+<iframe id="page" src="{page}" style="width:{width}px;height:900px;border:0"></iframe>
+<script>
+document.getElementById("page").onload = event => {{
+  const page = event.target.contentDocument, window_ = event.target.contentWindow;
+  document.title = JSON.stringify((() => {{ {script} }})());
+}};
+</script>"""
+MEASURE = """
+const broken = [...page.images].filter(i => !i.naturalWidth).length;
+return [page.documentElement.scrollWidth, page.images.length, broken];
+"""
+USE = """
+const result = {};
+const all = selector => [...page.querySelectorAll(selector)];
+const key = (node, name) => node.dispatchEvent(new window_.KeyboardEvent("keydown", {key: name}));
+
+const slider = page.querySelector(".controls input");
+const threshold = value => {
+  slider.value = value;
+  slider.dispatchEvent(new window_.Event("input"));
+};
+const lines = selector => all(`figure .edge${selector}`).length;
+result.boxes = ["0.3", "0.05", "0.9", "1"].map(value => {
+  threshold(value);
+  return [page.querySelector(".controls output").textContent, lines(".hit"), lines(".wrong"), lines(".missed")];
+});
+result.caption = page.querySelector(".counts").textContent;
+
+// Labels do not cover each other.
+threshold("0.05");
+result.overlaps = all("figure svg").map(svg => {
+  const tags = [...svg.querySelectorAll(".tag")].map(tag => tag.getBBox());
+  return tags.filter((a, i) => tags.some((b, k) => k < i && a.x < b.x + b.width - 0.01 &&
+    b.x < a.x + a.width - 0.01 && a.y < b.y + b.height - 0.01 && b.y < a.y + a.height - 0.01)).length;
+});
+
+const visible = () => all("figure:not([hidden])").length;
+const chip = kind => page.querySelector(`.chips [data-kind="${kind}"]`);
+result.duplicates = [chip("duplicate").textContent, (chip("duplicate").click(), visible()), (chip("duplicate").click(), visible())];
+const select = page.querySelector(".controls select");
+select.value = "0";
+select.dispatchEvent(new window_.Event("change"));
+result.ofClass = [select.selectedOptions[0].textContent, visible()];
+select.value = "-1";
+select.dispatchEvent(new window_.Event("change"));
+threshold("0.9");
+
+const zoom = page.getElementById("zoom"), title = () => zoom.querySelector("p").textContent;
+page.querySelector("figure button").click();
+const opened = [zoom.open, title()];
+key(zoom, "ArrowRight");
+const second = title();
+key(zoom, "ArrowLeft"); key(zoom, "ArrowLeft");
+result.zoom = [...opened, second, title(), zoom.querySelectorAll(".pane rect.edge").length];
+zoom.querySelector("[data-close]").click();
+result.closed = !zoom.open;
+
+page.querySelector('[data-kind="Miss"]').closest("tr").click();
+result.row = [chip("missed").ariaPressed, visible()];
+page.querySelector(".chips button").click();
+
+const names = () => all(".classes tbody tr").map(row => row.cells[0].textContent);
+const OBJECTS = all(".classes th").findIndex(th => th.textContent === "objects");
+const sort = title => {
+  const button = all(".classes th button").find(b => b.textContent === title);
+  button.click();
+  return button.closest("th").ariaSort;
+};
+result.byClass = [sort("class"), names(), sort("class"), names()];
+result.byObjects = [sort("objects"), all(".classes tbody tr").map(row => Number(row.cells[OBJECTS].textContent))];
+result.sorted = all("th[aria-sort]").length;
+
+const map = page.querySelector(".confusion svg");
+result.cells = all(".confusion rect.right, .confusion rect.confused").length;
+map.focus();
+const first = page.querySelector(".confusion output").textContent;
+key(map, "ArrowDown"); key(map, "ArrowRight");
+result.confusion = [first, page.querySelector(".confusion output").textContent];
+
+threshold("0.05");
+key(map, "Enter");
+result.pair = [page.querySelector(".chips button:last-child").textContent, visible()];
+page.querySelector(".chips button").click();
+
+all(".classes tbody tr")[0].click();
+result.selected = all(".line.selected").length;
+all(".classes tbody tr")[0].click();
+
+const chart = all("[data-chart]").find(c => c.textContent.includes("Loss")), tip = chart.querySelector(".tip");
+result.hidden = tip.hidden;
+chart.dispatchEvent(new window_.Event("focus"));
+const last = tip.textContent;
+key(chart, "Home");
+result.tips = [last, tip.textContent, page.querySelectorAll(".guide circle").length];
+
+const color = () => window_.getComputedStyle(page.body).backgroundColor;
+const before = color();
+page.getElementById("theme").click();
+result.colors = [before, color(), page.documentElement.dataset.theme];
+return result;
+"""
+
+
+def browse(page: Path, profile: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    assert BROWSER is not None
+    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", *flags, page.resolve().as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def in_frame(page: Path, profile: Path, script: str, width: int = 1280) -> Any:
+    """Return what a script returns that runs around the page."""
+    frame = page.with_name(f"frame{width}.html")
+    frame.write_text(FRAME.format(page=page.name, width=width, script=script))
+    done = browse(frame, profile, "--window-size=1400,1000", "--dump-dom")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
+    assert title is not None, done.stderr
+    return json.loads(html.unescape(title[1]))
+
+
+@pytest.fixture(scope="module")
+def page(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the page of a run: every object is detected with another score, and some twice."""
+    folder = tmp_path_factory.mktemp("browser") / "run"
+    truth = json.loads((shapes / "annotations/instances_val2017.json").read_text())
+    detections = [
+        {k: a[k] for k in ("image_id", "category_id", "bbox")} | {"score": 0.1 + 0.88 * n / len(truth["annotations"])}
+        for n, a in enumerate(truth["annotations"])
+    ]  # fmt: skip
+    results = folder.parent / "d.json"
+    results.write_text(json.dumps(detections + [d | {"score": 0.08} for d in detections[:5]]))
+    folder.mkdir()
+    metrics = MetricsFile(folder / "metrics.jsonl", start_step=0)
+    for step in range(1, 300):
+        metrics.write({"kind": "train", "step": step, "epoch": step / 10, "loss": 3 / step})
+    (folder / "config.toml").write_text("[train]\nepochs = 1\n")
+    result = run_cli("evaluate", results, "--data", shapes, "--report", folder)
+    assert result.code == 0, result.err
+    return folder / "report.html"
+
+
+@pytest.mark.slow(in_ci=True)
+def test_no_error_and_no_request(page: Path, tmp_path: Path) -> None:
+    done = browse(page, tmp_path / "profile", "--window-size=1280,1600", "--screenshot=page.png")
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr
+    with Image.open("page.png") as image_file:
+        assert image_file.size == (1280, 1600)
+        assert len(image_file.convert("RGB").getcolors(1 << 24) or []) > 500  # it shows something
+    # The same watch sees what it should: a request and a script that the page forbids itself.
+    bad = tmp_path / "bad.html"
+    extra = '<img src="http://127.0.0.1:9/x.png"><script>document.title = "x"</script>'
+    bad.write_text(page.read_text().replace("</body>", extra))
+    done = browse(bad, tmp_path / "profile", "--screenshot=bad.png")
+    assert len(re.findall(r"CONSOLE.*Content Security Policy", done.stderr)) == 2, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_off(page: Path, tmp_path: Path, width: int) -> None:
+    scroll_width, images, broken = in_frame(page, tmp_path / "profile", MEASURE, width)
+    assert scroll_width <= width
+    assert (images, broken) == (11, 2)  # those of the dialog are empty until it opens
+
+
+@pytest.mark.slow(in_ci=True)
+def test_what_the_page_offers(page: Path, tmp_path: Path, shapes: Path) -> None:
+    """The slider changes the boxes, tables are sorted, keys move through charts and the matrix."""
+    result = in_frame(page, tmp_path / "profile", USE)
+    truth = json.loads((shapes / "annotations/instances_val2017.json").read_text())["annotations"]
+    scores = [0.1 + 0.88 * n / len(truth) for n in range(len(truth))]
+    middle, low, high, nothing = result["boxes"]
+    assert (middle[0], low[0]) == ("0.30", "0.05")
+    shown = [sum(s >= t for s in scores) for t in (0.3, 0.05, 0.9)]
+    assert [middle[1], low[1], high[1]] == shown
+    assert [middle[2], low[2], high[2]] == [0, 5, 0]  # detected twice
+    assert [m[3] for m in (middle, low, high, nothing)] == [len(truth) - n for n in (*shown, 0)]
+    assert "0 predictions" in result["caption"]
+    assert result["overlaps"] == [0] * 9
+
+    twice = len({a["image_id"] for a in truth[:5]})
+    label, filtered, again = result["duplicates"]
+    assert label.endswith(str(twice))
+    assert (filtered, again) == (twice, 9)
+    name, images = result["ofClass"]
+    categories = json.loads((shapes / "annotations/instances_val2017.json").read_text())[
+        "categories"
+    ]
+    (category,) = [c["id"] for c in categories if c["name"] == name]
+    assert images == len({a["image_id"] for a in truth if a["category_id"] == category})
+
+    is_open, first, second, last, boxes = result["zoom"]
+    assert is_open
+    assert len({first, second, last}) == 3
+    assert "(1 of 9)" in first
+    assert "(9 of 9)" in last
+    assert boxes >= 1
+    assert result["closed"]
+    missed = {a["image_id"] for a, score in zip(truth, scores, strict=True) if score < 0.9}
+    assert result["row"] == ["true", len(missed)]
+    assert result["pair"][0].count(result["confusion"][1].split()[0]) == 2  # detected as itself
+    assert 1 <= result["pair"][1] <= 9
+    assert result["selected"] == 2  # in precision and recall, and in F1
+
+    ascending, names, descending, reverse = result["byClass"]
+    assert (ascending, descending) == ("ascending", "descending")
+    assert names == sorted(names)
+    assert reverse == names[::-1]
+    assert result["byObjects"][0] == "descending"
+    assert result["byObjects"][1] == sorted(result["byObjects"][1], reverse=True)
+    assert result["sorted"] == 1
+
+    assert result["cells"] >= 5  # the diagonal
+    assert result["confusion"][0] != result["confusion"][1]
+    assert result["hidden"] is True
+    last, first, points = result["tips"]
+    assert "step 299" in last
+    assert re.search(r"step 1(?!\d).*training 3(?!\d)", first)
+    assert points == 1
+    light, dark, theme = result["colors"]
+    assert light != dark
+    assert theme == "dark"

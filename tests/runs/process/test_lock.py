@@ -1,0 +1,117 @@
+"""A run folder has one run at a time; the lock of a dead run does not block a new one."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import TINY_RUN, Result
+
+from ssdctl.errors import DiskError, UsageError
+from ssdctl.runs import lock
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.lock import exclusive_run
+
+Cli = Callable[..., Result]
+
+
+def test_a_second_run_is_refused(
+    cli: Cli, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "WAIT_S", 0.1)
+    out = tmp_path / "run"
+    train = ["train", "--data", shapes, "--out", out, "--steps", 1, *TINY_RUN.split()]
+    with exclusive_run(out):
+        refused = cli(*train)
+        assert refused.code == 2, refused.err
+        assert str(out) in refused.err
+        assert "Traceback" not in refused.err
+        assert list(out.iterdir()) == [RunDir(out).lock]
+    assert not out.exists()  # removed, since it is empty
+    assert cli(*train, "--resume", "never").code == 0
+    assert not RunDir(out).lock.exists()
+
+
+def test_a_refused_start_leaves_no_folder(cli: Cli, shapes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--init", tmp_path / "none.pt", "--steps", 1, *TINY_RUN.split()]
+    assert cli("train", "--data", shapes, "--out", out, *options).code != 0
+    assert not out.exists()
+
+
+def test_an_owner_that_is_refused_removes_the_folder_of_one_that_waits(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            with exclusive_run(out):
+                (out / "mine").touch()
+        except BaseException as error:
+            errors.append(error)
+
+    with exclusive_run(out):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        waiter.join(3 * lock.POLL_S)
+    waiter.join()
+    assert not errors
+    assert [p.name for p in out.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_is_gone_does_not_hide_why_the_run_ended(tmp_path: Path) -> None:
+    """As of a file system that disconnects: the lock can no longer be removed."""
+    out = tmp_path / "run"
+
+    def disconnect() -> None:
+        out.rename(tmp_path / "gone")
+        out.touch()
+        raise DiskError("the reason")
+
+    with pytest.raises(DiskError, match="the reason"), exclusive_run(out):
+        disconnect()
+    with exclusive_run(tmp_path / "gone"):  # it is not locked either
+        pass
+
+
+def test_waits_for_a_run_that_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = (
+        "import time; from pathlib import Path; from ssdctl.runs.lock import exclusive_run\n"
+        f"with exclusive_run(Path({str(tmp_path)!r})): print('in', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "in\n"
+    waits = threading.Event()
+    killer = threading.Thread(target=lambda: (waits.wait(30), holder.kill()))
+    killer.start()
+    caplog.set_level(logging.INFO, "ssdctl")
+    caplog.handler.addFilter(lambda record: waits.set() is None)
+    with exclusive_run(tmp_path):
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert RunDir(tmp_path).lock.read_text().endswith(f" on {socket.gethostname()}")
+    killer.join()
+    holder.communicate()
+
+
+def test_another_machines_lock_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its node may have failed, and the run must be able to continue elsewhere."""
+    monkeypatch.setattr(lock, "WAIT_S", 0.1)
+    path = RunDir(tmp_path).lock
+    with exclusive_run(tmp_path):
+        path.write_text("7 on elsewhere")
+        with exclusive_run(tmp_path):
+            (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+            assert "process 7 on elsewhere" in warning
+        assert path.exists()
+        path.write_text(f"7 on {socket.gethostname()}")
+        with pytest.raises(UsageError), exclusive_run(tmp_path):
+            pass

@@ -1,0 +1,445 @@
+"""What a run must survive: kills at any moment, a full disk, lost ranks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import TINY_RUN, Result
+from helpers import assert_same_state, is_mountable, last, records, run_script, start, wait_for
+
+from ssdctl import files
+from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.distributed.addresses import free_port
+from ssdctl.errors import DiskError
+from ssdctl.evaluation import score
+from ssdctl.inference.detector import Detector
+from ssdctl.runs import metrics
+from ssdctl.training import evaluator
+from ssdctl.training.step import TrainStep
+
+Cli = Callable[..., Result]
+OPTIONS = TINY_RUN.split()
+DAY_S = 24 * 60 * 60
+
+
+class Mirror(NamedTuple):
+    """A folder, where it is mounted a second time, and the process that serves the mount."""
+
+    source: Path
+    mount: Path
+    server: subprocess.Popen[bytes]
+
+
+def killed_at_random(command: list[object], number: signal.Signals, within_s: float) -> int:
+    """Start a command, send it a signal at a random moment, return its exit code."""
+    process = start(*command)
+    time.sleep(random.uniform(0.05, within_s))
+    process.send_signal(number)
+    _, words = process.communicate(timeout=120)
+    assert "Traceback" not in words
+    return process.returncode
+
+
+def survive(
+    shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals], steps: int
+) -> None:
+    """Kill a run repeatedly, let it end, and compare it with an uninterrupted one."""
+    uninterrupted, run = tmp_path / "whole", tmp_path / "run"
+    command = ["train", "--data", shapes, *OPTIONS, "--steps", steps]
+    command += ["--save-every", "2st", "--eval-every", "5st"]
+    begin = time.monotonic()
+    process = start(*command, "--out", uninterrupted)
+    _, words = process.communicate(timeout=600)
+    assert process.returncode == 0, words
+    alone_s = time.monotonic() - begin
+    for number, sent in enumerate(signals):
+        more = ["--workers", str(1 + number % 3)]
+        code = killed_at_random([*command, "--out", run, *more], sent, 1.1 * alone_s)
+        expected = {0, -sent} if sent == signal.SIGKILL else {0, 75, -sent}
+        assert code in expected
+        if code == 0:  # it came to its end before the signal: begin again
+            assert_same_state(last(run), last(uninterrupted))
+            shutil.rmtree(run)
+    result = cli(*command, "--out", run)
+    assert result.code == 0, result.err
+    assert_same_state(last(run), last(uninterrupted))
+    for kind in ("train", "eval"):
+        actual, reference = records(run, kind), records(uninterrupted, kind)
+        assert [r["step"] for r in actual] == [r["step"] for r in reference]
+        key = "loss" if kind == "train" else "AP"
+        assert [r[key] for r in actual] == [r[key] for r in reference]
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_killed_runs_end_bit_equal(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    random.seed(1)
+    survive(shapes, tmp_path, cli, [signal.SIGKILL, signal.SIGTERM], steps=6)
+
+
+def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["train", "--data", shapes, *OPTIONS, "--steps", 4, "--eval-every", "2st"]
+    detect = evaluator.detect
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm and mpirun do
+        return detect(*given, **options)
+
+    def looks_on(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the other images are left out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluator, "detect", interrupted)
+        patch.setattr(Detector, "forward", looks_on)
+        result = cli(*command, "--out", tmp_path / "run")
+    assert result.code == 75, result.err
+    assert last(tmp_path / "run").step == 2  # not a step further
+    assert cli(*command, "--out", tmp_path / "run").code == 0
+    assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
+
+
+def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the system when memory runs out."""
+    killed = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        killed.append(command)
+        return subprocess.run(["sh", "-c", "kill -KILL $$"], **options)
+
+    monkeypatch.setattr(score, "subprocess", SimpleNamespace(run=run))
+    result = cli("train", "--data", shapes, "--out", tmp_path / "run", "--steps", 3, *OPTIONS)
+    assert result.code == 0, result.err
+    assert len(killed) == 1
+    assert "SIGKILL" in result.err
+    assert records(tmp_path / "run", "eval") == records(tiny_run, "eval")
+
+
+def test_a_clock_that_jumps_back_by_a_day_changes_nothing(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, clock, clock_ns = TrainStep.__call__, time.time, time.time_ns
+
+    def jumping(*given: Any) -> Any:
+        monkeypatch.setattr(time, "time", lambda: clock() - DAY_S)
+        monkeypatch.setattr(time, "time_ns", lambda: clock_ns() - DAY_S * 10**9)
+        return step(*given)
+
+    monkeypatch.setattr(TrainStep, "__call__", jumping)
+    run = tmp_path / "run"
+    often = ["--save-every", "0.00001min", "--keep", 9]
+    result = cli("train", "--data", shapes, "--out", run, "--steps", 3, *OPTIONS, *often)
+    assert result.code == 0, result.err
+    assert_same_state(last(run), last(tiny_run))
+    assert all(r["images_per_second"] > 0 for r in records(run, "train"))
+    assert all(r.get("total_s", 0) >= 0 for r in records(run, "event"))
+    assert len(CheckpointFolder(run, keep=9).steps()) > 1  # saved by the time since the last save
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
+def test_a_store_that_is_cut_in_mid_run_ends_it_with_its_newest_state_saved(
+    shapes: Path, tmp_path: Path, cli: Cli, encoding: str
+) -> None:
+    """Reading mapped memory beyond the end of a file would kill the process (SIGBUS)."""
+    store, run = tmp_path / "store", tmp_path / "run"
+    prepare = ["prepare", "--data", shapes, "--store", store, "--encoding", encoding, "--force"]
+    assert cli(*prepare).code == 0
+    command = ["train", "--data", shapes, "--store", store, *OPTIONS, "--out", run]
+    process = start(*command, "--steps", 1000)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process)
+    files = [*store.glob("*.arrow")]
+    assert len(files) == 4
+    for path in files:
+        os.truncate(path, 5000 if path.name.startswith("images-train") else 0)
+    _, words = process.communicate()
+    assert process.returncode == 6, words
+    assert "images-train" in words
+    assert "Traceback" not in words
+    stopped = last(run).step
+    assert stopped >= records(run, "train")[-1]["step"] > 0
+    assert cli(*prepare).code == 0
+    assert cli(*command, "--steps", stopped + 1).code == 0
+
+
+@pytest.mark.parametrize("lasts", [2, 99])
+@pytest.mark.parametrize("where", ["checkpoint", "metrics"])
+def test_a_refusal_of_the_file_system_is_tried_again_before_the_run_stops(
+    shapes: Path,
+    tmp_path: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    lasts: int,
+) -> None:
+    """As of a network file system whose server restarts."""
+    run = tmp_path / "run"
+    command = ["train", "--data", shapes, *OPTIONS, "--steps", 3, "--save-every", "1st"]
+    opened, left = files.no_follow, lasts
+
+    def stale(path: str | Path, flags: int) -> int:
+        nonlocal left
+        name = "step-00000002" if where == "checkpoint" else "metrics.jsonl"
+        if name in str(path) and left:
+            left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return opened(path, flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "RETRY_AFTER_S", (0, 0, 0))
+        patch.setattr(files, "no_follow", stale)
+        patch.setattr(metrics, "no_follow", stale)
+        result = cli(*command, "--out", run)
+    if lasts == 2:
+        assert result.code == 0, result.err
+    else:
+        assert result.code == 6
+        assert os.strerror(errno.ESTALE) in result.err
+        assert ("step-00000002.pt" if where == "checkpoint" else "metrics.jsonl") in result.err
+        assert cli(*command, "--out", run).code == 0
+    assert [r["step"] for r in records(run, "train")] == [1, 2, 3]
+    assert last(run).step == 3
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[Mirror]:
+    """Mount a folder a second time through a process, without which the mount is disconnected."""
+    source, mount = tmp_path / "source", tmp_path / "mount"
+    if shutil.which("bindfs") is None or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("needs bindfs and /dev/fuse")
+    source.mkdir()
+    mount.mkdir()
+    server = subprocess.Popen(["bindfs", "-f", "--no-allow-other", source, mount])
+    try:
+        while not mount.is_mount():
+            if server.poll() is not None:
+                pytest.skip("this container may not mount")
+            time.sleep(0.01)
+        yield Mirror(source, mount, server)
+    finally:
+        server.kill()
+        server.wait()
+        subprocess.run(["fusermount", "-u", "-z", mount], capture_output=True)
+
+
+def test_a_run_folder_whose_file_system_disconnects(mirror: Mirror, shapes: Path, cli: Cli) -> None:
+    source, mounted = (folder / "run" for folder in mirror[:2])
+    command = ["train", "--data", shapes, *OPTIONS, "--save-every", "2st"]
+    process = start(*command, "--out", mounted, "--steps", 10_000)
+    wait_for((source / "checkpoints" / "last.pt").exists, process)
+    mirror.server.kill()
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 6, words
+    assert os.strerror(errno.ENOTCONN) in words
+    assert any(f"{mounted}/{name}" in words for name in ("metrics.jsonl", "checkpoints")), words
+    assert "Traceback" not in words
+    done = cli(*command, "--out", source, "--steps", last(source).step + 1)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signal.Signals) -> None:
+    survive(shapes, tmp_path, cli, [sent] * 20, steps=12)
+
+
+CRASH = """
+import json, os, pathlib, sys
+import torch
+from ssdctl.checkpoint.folder import CheckpointFolder
+
+run = pathlib.Path(sys.argv[1])
+payload = torch.load(run / "checkpoints/last.pt", weights_only=True)
+payload["step"] += 1
+operations, crash_at = 0, 0
+
+
+def crashing(function):
+    def operate(*arguments, **named):
+        global operations
+        operations += 1
+        if operations == crash_at:
+            os._exit(9)
+        return function(*arguments, **named)
+
+    return operate
+
+
+def save():
+    for owner, names in (
+        (os, ["open", "fsync", "link", "close"]),
+        (pathlib.Path, ["open", "replace", "unlink", "mkdir"]),
+        (torch, ["save"]),
+    ):
+        for name in names:
+            setattr(owner, name, crashing(getattr(owner, name)))
+    CheckpointFolder(run, keep=2).write(payload)
+    os._exit(0)
+
+
+for crash_at in range(1, 40):
+    child = os.fork() or save()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    folder = CheckpointFolder(run, keep=2)
+    folder.clean()
+    newest, warnings = folder.newest_intact()
+    hidden = [p.name for p in folder.path.iterdir() if p.name.startswith(".")]
+    print(json.dumps([code, newest.step, warnings, hidden, len(folder.steps())]))
+    if code == 0:
+        break
+"""
+
+
+def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path: Path) -> None:
+    """A process that dies at the Nth operation, for every N: the newest intact one loads."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    output, errors = run_script(CRASH, run).communicate(300)
+    outcomes = [json.loads(line) for line in output.splitlines()]
+    assert outcomes, errors
+    codes, steps = [f[0] for f in outcomes], [f[1] for f in outcomes]
+    assert codes == [9] * (len(codes) - 1) + [0]
+    assert len(codes) > 8  # there were that many operations
+    assert steps[0] == 3  # it died before the new one was there
+    assert steps[-1] == 4
+    assert steps == sorted(steps)
+    for _, _, warnings, hidden, kept in outcomes:
+        assert not warnings
+        assert not hidden
+        assert kept <= 3
+
+
+def in_small_disk(
+    place: Path, megabytes: int, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Run ssdctl where `place` is a disk of that size."""
+    words = " ".join(map(str, arguments))
+    script = (
+        f"mount -t tmpfs -o size={megabytes}m none {place} && {sys.executable} -m ssdctl {words}"
+    )
+    script += f"; code=$?; ls -A {place}/run/checkpoints; exit $code"
+    return subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
+    """The write fails during training; the next step raises it, and the older checkpoint is intact."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if not is_mountable(place):
+        pytest.skip("mounting needs rights that this user lacks")
+    command = ["train", "--data", shapes, "--out", place / "run", *OPTIONS, "--steps", 6]
+    done = in_small_disk(place, 3, *command, "--save-every", "2st", "--keep", 5)
+    assert done.returncode == 6, done.stderr
+    assert "no space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    files = done.stdout.split()
+    assert "step-00000002.pt" in files
+    assert "last.pt" in files
+    assert not [name for name in files if name.endswith(".tmp")]
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise DiskError("no space left")
+
+    monkeypatch.setattr(CheckpointFolder, "write", full)
+    run = tmp_path / "run"
+    command = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "3st"]
+    result = cli(*command, "--steps", 9)
+    assert result.code == 6, result.err
+    assert 3 <= records(run, "train")[-1]["step"] < 6  # before the next save
+
+
+def test_what_a_signal_could_not_save_is_not_called_saved(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = TrainStep.__call__
+
+    def interrupted(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(*given)
+
+    def full(*_: object) -> None:
+        raise DiskError("no space left")
+
+    monkeypatch.setattr(TrainStep, "__call__", interrupted)
+    monkeypatch.setattr(CheckpointFolder, "write", full)
+    command = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 3]
+    result = cli(*command)
+    assert result.code == 6, result.err
+    assert "no space left" in result.err
+    assert "saved" not in result.err
+
+
+@pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, how: str) -> None:
+    """Without a launcher's help: the ranks notice by themselves."""
+    run = tmp_path / "run"
+    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 10_000]
+    options += ["--rank-timeout", 6, "--bs", 1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [start(*options, RANK=str(r), LOCAL_RANK=str(r), **common) for r in (0, 1)]
+    try:
+        wait_for(
+            lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 2, ranks[0]
+        )
+        ranks[1].send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        _, words = ranks[0].communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[0].returncode == 8, words
+    assert "rank 0 lost rank 1" in words
+    assert "GLHF" not in words
+    assert "Traceback" not in words
+
+
+@pytest.mark.slow(in_ci=True)
+def test_a_rank_that_is_suspended_for_some_seconds_continues(shapes: Path, tmp_path: Path) -> None:
+    """As by SIGSTOP, or with its virtual machine; the others wait for it."""
+    options = ["train", "--data", shapes, *OPTIONS, "--bs", 1, "--steps", 12]
+    for run, suspended in ((tmp_path / "whole", ()), (tmp_path / "run", (0, 1))):
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        command = [*options, "--out", run]
+        ranks = [start(*command, RANK=str(r), LOCAL_RANK=str(r), **common) for r in (0, 1)]
+        try:
+            for rank in suspended:
+                seen = 3 * rank + 2
+                wait_for(
+                    lambda run=run, seen=seen: (
+                        (run / "metrics.jsonl").exists() and len(records(run, "train")) > seen
+                    ),
+                    ranks[0],
+                )
+                ranks[rank].send_signal(signal.SIGSTOP)
+                time.sleep(3)
+                ranks[rank].send_signal(signal.SIGCONT)
+            words = [process.communicate(timeout=120)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+        assert [process.returncode for process in ranks] == [0, 0], words
+    assert_same_state(last(tmp_path / "run"), last(tmp_path / "whole"))

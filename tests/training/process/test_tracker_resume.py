@@ -1,0 +1,158 @@
+"""A run that is killed and resumed has one run in each tracker, with the figures of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY_RUN
+from helpers import start, wait_for
+
+from ssdctl.training.trackers.base import metrics_of
+from ssdctl.training.trackers.mlflow import _key
+
+pytestmark = pytest.mark.slow
+Figures = dict[tuple[str, int], float]  # (group/name, step) -> value
+BLOCK = 32768
+
+
+def recorded(run: Path) -> Figures:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {
+        (f"{m.group}/{name}", m.step): value
+        for m in map(metrics_of, lines)
+        if m is not None
+        for name, value in m.values.items()
+    }
+
+
+def killed_and_resumed(shapes: Path, run: Path, *options: object, **variables: str) -> str:
+    """Kill a run of 8 steps after its fifth, end it, and return what its second start printed."""
+    command = ["train", "--data", shapes, *TINY_RUN.split(), "--steps", 8, "--out", run]
+    command += ["--save-every", "2st", "--eval-every", "3st", *options]
+    process = start(*command, **variables)
+    metrics = run / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and '"train", "step": 5' in metrics.read_text(), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    process = start(*command, **variables)
+    _, words = process.communicate(timeout=300)
+    assert process.returncode == 0, words
+    return words
+
+
+def test_mlflow(shapes: Path, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    store = f"file:{tmp_path / 'mlruns'}"
+    variables = {"MLFLOW_TRACKING_URI": store, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    run = tmp_path / "run"
+    words = killed_and_resumed(
+        shapes, run, "--tracker", "mlflow", "--upload-checkpoints", **variables
+    )
+    assert "warning" not in words.lower(), words
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    client = mlflow.tracking.MlflowClient(store)
+    experiment = client.get_experiment_by_name("ssdctl").experiment_id
+    (tracked,) = client.search_runs([experiment])
+    assert tracked.info.status == "FINISHED"
+    assert tracked.data.params["train.steps"] == "8"
+    assert tracked.data.params["environment.device"]
+    expected = recorded(run)
+    actual: Figures = {}
+    for name in tracked.data.metrics:
+        # Of the steps that were trained twice the last value counts.
+        history = sorted(client.get_metric_history(tracked.info.run_id, name), key=lambda m: m.timestamp)  # fmt: skip
+        actual |= {(name, m.step): m.value for m in history}
+    keyed = {(_key(*name.split("/", 1)), step): v for (name, step), v in expected.items()}
+    assert actual == pytest.approx(keyed)
+    files = {f.path for f in client.list_artifacts(tracked.info.run_id, "checkpoints")}
+    assert files == {"checkpoints/best.pt", "checkpoints/last.pt"}
+    assert len(client.list_artifacts(tracked.info.run_id, "pictures")) == 4
+
+
+def log_records(path: Path) -> Iterator[Any]:
+    """Read the records of W&B's file: LevelDB's log format after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, position, parts = path.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if BLOCK - position % BLOCK < 7:
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        if kind == 0:
+            break
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # complete, or its last part
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def wandb_figures(path: Path) -> Figures:
+    figures: Figures = {}
+    for record in log_records(path):
+        items = record.history.item
+        row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+        for name, value in row.items():
+            group, _, key = name.partition("/")
+            if key and key != "step" and group != "pictures":
+                figures[name, row[f"{group}/step"]] = value
+    return figures
+
+
+def test_wandb_offline(shapes: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = tmp_path / "run"
+    words = killed_and_resumed(shapes, run, "--tracker", "wandb", "--upload-checkpoints", WANDB_MODE="offline")  # fmt: skip
+    assert "warning" not in words.lower(), words
+    identity = (run / "tracker-id").read_text().strip()
+    files = sorted((run / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
+    assert len(files) == 2  # one for each start, of one run
+    assert sorted((run / "wandb").glob("offline-run-*/*.wandb")) == files
+    assert wandb_figures(files[-1]) == pytest.approx(recorded(run))
+    texts = [str(record) for record in log_records(files[-1])]
+    assert any('"train.steps"' in text or "train.steps" in text for text in texts)
+    assert any("checkpoint-" in text and "best" in text for text in texts)
+    images = list((run / "wandb").rglob("media/images/**/*.png"))
+    assert images
+
+
+def test_a_wandb_server_that_does_not_answer_does_not_delay_the_exit(tmp_path: Path) -> None:
+    """W&B's exit hook would wait for its own process, which waits for the server."""
+    pytest.importorskip("wandb")
+    script = """
+        import sys
+        from pathlib import Path
+        from ssdctl.training.trackers.background import BackgroundTracker
+        from ssdctl.training.trackers.base import TrackedRun
+        from ssdctl.training.trackers.wandb import WeightsAndBiases
+        run = TrackedRun("0" * 32, "run", Path(sys.argv[1]), 0, {}, {}, [])
+        tracker = BackgroundTracker("wandb", WeightsAndBiases, run)
+        import time; time.sleep(20)  # until it is connected to its own process
+        tracker.close(is_success=True, timeout_s=1)
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        variables = {**os.environ, "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": url}
+        begin = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+            env=variables,
+            timeout=120,
+            check=True,
+        )
+    assert time.monotonic() - begin < 50  # W&B's own limit is 90 s after its start
