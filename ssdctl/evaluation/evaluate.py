@@ -89,7 +89,7 @@ def _check_target(target: Path, files: Sequence[Path], *, is_results: bool) -> N
 
 
 def _evaluate_results(path: Path, resolved: Resolved) -> Evaluation:
-    """Score detections by the annotations alone; no image is read.
+    """Score detections against the annotations only; no image is read.
 
     The split of an annotation file is the file, unless the call chooses one.
     """
