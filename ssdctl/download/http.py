@@ -121,10 +121,8 @@ def open_session(
 ) -> requests.Session:
     """Open a session that follows redirects to http(s) only, through the environment's proxies.
 
-    Args:
-        connections: How many the pool keeps.
-        policy: How often a request is sent again; None: once.
-        pause: Waits so many seconds between two attempts; true if the server asked for it.
+    Without a policy, a request is sent once. `pause` waits so many seconds between two attempts,
+    with True if the server asked for it.
     """
     retry = _Retry(0)
     if policy is not None:
@@ -152,9 +150,7 @@ def get(
 ) -> requests.Response:
     """Request `wanted` bytes (None: all) of a known version; the body is not read yet.
 
-    Raises:
-        NetworkError: The server refuses, or fails repeatedly.
-        IntegrityError: It answers with a web page.
+    NetworkError: the server refuses, or fails repeatedly. IntegrityError: it sends a web page.
     """
     headers = request_headers(wanted, validator)
     timeout = (policy.connect_s, policy.read_s)
