@@ -83,14 +83,14 @@ def download(
         if file.unpack:
             result = _get_archive(file, dest, keep_archives, get, progress)
         else:
-            before = _time(safe_join(dest, file.name))
-            result = {"state": "present" if _time(get(file)) == before else "fetched"}
+            before = _modified_ns(safe_join(dest, file.name))
+            result = {"state": "present" if _modified_ns(get(file)) == before else "fetched"}
         head = {"name": file.name, "bytes": file.bytes, "sha256": file.sha256}
         results.append(head | result)
     return results
 
 
-def _time(path: Path) -> int | None:
+def _modified_ns(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.is_file() else None
 
 

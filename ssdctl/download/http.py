@@ -24,14 +24,7 @@ from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
 MAX_REDIRECTS = 10
 TEMPORARY = (408, 429, 500, 502, 503, 504)
 ABSENT = (403, 404, 410)  # S3 answers 403 for a missing file
-PERMANENT = (
-    requests.TooManyRedirects,
-    requests.exceptions.InvalidSchema,
-    requests.exceptions.InvalidURL,
-    requests.exceptions.MissingSchema,
-    requests.exceptions.InvalidHeader,
-    requests.exceptions.InvalidProxyURL,
-)
+PERMANENT = (requests.TooManyRedirects, ValueError)  # also: an invalid URL, header or proxy
 
 
 class RetryPolicy(NamedTuple):

@@ -25,7 +25,6 @@ MIN_PIECE_BYTES = 256 * 1024
 MAX_PIECE_BYTES = 16 * 1024 * 1024
 MAX_STATE_BYTES = 1 << 20
 RECORD_S = 0.02  # between two records of the state: what a kill loses
-LONGEST_VALIDATOR = 300  # what is longer is not remembered
 
 
 def boot_id() -> str:
@@ -91,7 +90,7 @@ class Part:
 
     def adopt(self, validator: str) -> None:
         """Store the server's name of the file version, to detect a later change."""
-        self.validator = validator if len(validator) <= LONGEST_VALIDATOR else ""
+        self.validator = validator
         self._record()
 
     def take(self) -> Piece | None:

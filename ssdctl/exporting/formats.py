@@ -7,14 +7,14 @@ import itertools
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from PIL import Image
 
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
@@ -195,56 +195,49 @@ def pt2_program(
     return file.getvalue(), comparison
 
 
-def images_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
+def images_of(root: Path, store: Path) -> tuple[Images, str]:
     """Return images to compare two programs on, and their source."""
-    images = _of_dataset(root, store)
+    images = [*itertools.islice(dataset_images(root, store, NUM_IMAGES), NUM_IMAGES)]
     if len(images) == NUM_IMAGES:
-        return np.stack(images), str(root)
+        return np.stack([resized(image) for image in images]), str(root)
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
         generated = Path(folder)
         shapes.generate(generated, num_train=1, num_val=NUM_IMAGES)
-        return np.stack(_opened(sorted((generated / "val2017").iterdir()))), "generated shapes"
+        files = sorted((generated / "val2017").iterdir())
+        return np.stack([resized(open_image(file)) for file in files]), "generated shapes"
 
 
-def training_images(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
+def training_images(root: Path, store: Path, count: int) -> Images:
     """Return (P, 300, 300, 3) images of the training split, evenly spaced; at most `count`."""
-    images = _of_dataset(root, store, count, ("train", "val"))
-    if not images:
+    images = dataset_images(root, store, count, ("train", "val"))
+    if not (pixels := [resized(image) for image in itertools.islice(images, count)]):
         raise DataError(
             f"{root}: no images for the calibration of int8",
             hint="name the dataset: --data DIR; `ssdctl prepare` checks it",
         )
-    return np.stack(images)
+    return np.stack(pixels)
 
 
-def _of_dataset(
-    root: Path, store: Path, count: int = NUM_IMAGES, names: tuple[str, ...] = ("val", "train")
-) -> list[NDArray[np.uint8]]:
-    """Return images that open: the store's or, without a store, those of the annotations."""
+def dataset_images(
+    root: Path, store: Path, count: int, names: tuple[str, ...] = ("val", "train")
+) -> Iterator[Image.Image]:
+    """Yield images that open, of the store (about `count`, evenly spaced) or the annotations."""
     try:
         try:
             splits = open_splits(root, store)
         except DataError:
             read = annotations_of(root, store)
             part = next(read[name] for name in names if name in read)
-            return _opened((part.folder / name for name in sorted(part.file_names)), count)
-        split = next(splits[name] for name in names if name in splits)
-        rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))
-        return _opened((io.BytesIO(split.read(row)) for row in rows), count)
+            sources: Iterator[Any] = (part.folder / name for name in sorted(part.file_names))
+        else:
+            split = next(splits[name] for name in names if name in splits)
+            rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))
+            sources = (io.BytesIO(split.read(row)) for row in rows)
+        for source in itertools.islice(sources, MAX_TRIED * count):
+            try:
+                image = open_image(source)
+            except DataError:
+                continue
+            yield image
     except (DataError, OSError, StopIteration):
-        return []
-
-
-def _opened(
-    sources: Iterable[Path | IO[bytes]], count: int = NUM_IMAGES
-) -> list[NDArray[np.uint8]]:
-    """Return the first images that open."""
-    images: list[NDArray[np.uint8]] = []
-    for source in itertools.islice(sources, MAX_TRIED * count):
-        try:
-            images.append(resized(open_image(source)))
-        except DataError:
-            continue
-        if len(images) == count:
-            break
-    return images
+        return

@@ -9,11 +9,10 @@ samples/1.jpg ...    images of the dataset with detections
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ssdctl._version import __version__
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.contents import FORMAT, Checkpoint
-from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.download.hub import (
     CONFIG,
@@ -34,16 +32,16 @@ from ssdctl.download.hub import (
     hub_package,
     no_progress_bars,
 )
-from ssdctl.errors import DataError, NetworkError, SsdctlError
+from ssdctl.errors import NetworkError, SsdctlError
 from ssdctl.evaluation.checkpoint import data_of
 from ssdctl.evaluation.coco_ap import FIGURES
 from ssdctl.exporting.deployed import ExportOptions
-from ssdctl.exporting.formats import images_of, safetensors_bytes
+from ssdctl.exporting.formats import dataset_images, images_of, safetensors_bytes
 from ssdctl.exporting.onnx import onnx_model, require_onnx
 from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.drawing import one_line
-from ssdctl.inference.image_detector import ImageDetector, open_image
+from ssdctl.inference.image_detector import ImageDetector
 from ssdctl.inference.predict import Predictor, class_names, open_detector
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
@@ -158,17 +156,14 @@ def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]
 
 def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> list[str]:
     """Draw detections on images of the dataset; return the names of the files."""
-    if not count:
+    if not count or not checkpoint.is_of_run:
         return []
     config = DetectorConfig(score_threshold=SAMPLE_SCORE)
     detector = open_detector(checkpoint, open_device("cpu"), config)
     predictor = Predictor(ImageDetector(detector, class_names(checkpoint)), checkpoint.path.name)
     names: list[str] = []
-    for content in itertools.islice(_images(checkpoint), MAX_TRIED):
-        try:
-            found = predictor.predict(open_image(content))
-        except DataError:
-            continue
+    images = dataset_images(*data_of(checkpoint), MAX_TRIED)
+    for found in map(predictor.predict, itertools.islice(images, MAX_TRIED)):
         if found:
             names.append(f"samples/{len(names) + 1}.jpg")
             image = found.plot()
@@ -178,20 +173,6 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> list[str]:
         if len(names) == count:
             break
     return names
-
-
-def _images(checkpoint: Checkpoint) -> Iterator[io.BytesIO]:
-    """Yield the encoded images of the validation split that the checkpoint names."""
-    if not checkpoint.is_of_run:
-        return
-    try:
-        root, store = data_of(checkpoint)
-        splits = open_splits(root, store)
-        split = splits.get("val") or next(iter(splits.values()))
-        for row in range(len(split.image_ids)):
-            yield io.BytesIO(split.read(row))
-    except (DataError, OSError):
-        return
 
 
 def upload_folder(

@@ -184,17 +184,6 @@ def test_a_complete_part_without_its_state_is_checked_by_the_hash(tmp_path: Path
     part.close()
 
 
-def test_a_version_too_long_to_store_is_not_stored(tmp_path: Path) -> None:
-    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
-    part = opened(tmp_path / "a.bin")
-    part.adopt('"' + 2000 * "x" + '"')
-    assert part.validator == ""
-    part.close()
-    part = opened(tmp_path / "a.bin")
-    assert (part.inherited, part.validator) == (1000, "")
-    part.close()
-
-
 def test_a_part_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
     part_paths(tmp_path / "a.bin")[1].mkdir()  # the place of the state
     with pytest.raises(DiskError, match=r"a\.bin\.part"):

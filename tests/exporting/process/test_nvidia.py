@@ -23,7 +23,7 @@ BATCH = 2
 TRAIN = [
     "train", "--preset", "nvidia-r50", "--backbone", "tiny", "--backbone-weights", "none",
     "--fp32", "--device", "cpu", "--bs", BATCH, "--workers", 1, "--limit-train", 4,
-    "--epochs", 6, "--warmup", "1st", "--decay-epochs", "1,4", "--steps", 5, "--out", "run",
+    "--epochs", 6, "--warmup", "1st", "--decay-epochs", "2,4", "--steps", 5, "--out", "run",
 ]  # fmt: skip
 
 
