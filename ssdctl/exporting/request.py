@@ -62,7 +62,8 @@ def export_checkpoint(
     names = request.out.name, request.out.with_suffix(".bin").name
     remove_stale_temporaries(request.out.parent, *names)
     content = load_checkpoint(source)
-    result = {"file": str(request.out), "format": request.format, "source": str(source)}
+    result: dict[str, Any] = {"file": str(request.out), "format": request.format}
+    result["source"] = str(source)
     if request.format not in GRAPH_FORMATS:
         formats.export(content, request.format, request.out)
         return result
