@@ -126,6 +126,8 @@ class Programs:
         except subprocess.TimeoutExpired:
             return ProgramOutput(_kill(process), f"no answer within {timeout_s:g} s")
         finally:
+            if process.returncode is None:  # a signal interrupts the main thread
+                _signal(process)
             with self._lock:
                 self._running.discard(process)
         return ProgramOutput(out, _failure(process.returncode, stderr, out))

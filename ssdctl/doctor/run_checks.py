@@ -168,8 +168,8 @@ def _ranks(programs: Programs) -> Check:
             "-m", PROBES, "ranks", timeout_s=RANKS_S, environment=environment
         )
 
-    first = run_in_daemon_thread(partial(run, "0"))
-    answers = [run("1"), first.result()][::-1]
+    started = [run_in_daemon_thread(partial(run, rank)) for rank in "01"]
+    answers = [future.result() for future in started]
     if problems := [f"rank {i}: {a.problem}" for i, a in enumerate(answers) if a.problem]:
         remedy = (
             "the machine's own name must resolve (/etc/hosts) and loopback must be open; "

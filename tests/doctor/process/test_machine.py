@@ -17,6 +17,7 @@ from doctor.machines import Machine, RunDoctor, expect
 from helpers import is_alive, wait_for
 
 from ssdctl.doctor import machine as doctor_machine
+from ssdctl.doctor.check import Programs
 from ssdctl.runtime import hardware
 
 
@@ -113,6 +114,25 @@ def test_a_program_that_hangs_is_killed_with_its_children(
     assert time.monotonic() - start < 20
     child = int((tmp_path / "child").read_text())
     wait_for(lambda: not is_alive(child), timeout_s=5)
+
+
+def test_a_program_ends_with_an_exception_of_the_main_thread(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+
+    def interrupt(*_: object) -> None:
+        if child.is_file() and child.read_text().endswith("\n"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise RuntimeError("stopped")
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(RuntimeError, match="stopped"):
+            Programs().run(["/bin/sh", "-c", f"echo $$ > {child}; exec /bin/sleep 60"], 50)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+    wait_for(lambda: not is_alive(int(child.read_text())), timeout_s=30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
