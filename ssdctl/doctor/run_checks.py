@@ -291,5 +291,5 @@ def _table(
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Wrap text without breaking paths and commands, so that they can be copied."""
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, max(width, 12), **options) or [""]
+    width = max(width, 12)
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
