@@ -65,9 +65,10 @@ def check_gpus(
         except Xml.ParseError as error:
             problem = f"nvidia-smi's answer cannot be read: {error}"
     facts, is_wanted = torch.result().facts(), config.train.device == "cuda"
-    driver, cuda = state.findtext("driver_version", ""), facts.get("cuda_build")
+    driver = state.findtext("driver_version", "")
+    cuda: Any = facts.get("cuda_build")
     if facts.get("gpus"):
-        yield from _usable_gpus(facts["gpus"], facts.get("gpu_compile"), cuda, driver)
+        yield from _usable_gpus(facts["gpus"], facts.get("gpu_compile") or (), cuda, driver)
         yield from _gpu_states(state)
         yield from _xids(programs)
         return
