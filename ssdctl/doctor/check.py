@@ -125,9 +125,10 @@ class Programs:
             out, stderr = process.communicate(text, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return ProgramOutput(_kill(process), f"no answer within {timeout_s:g} s")
+        except BaseException:  # a signal interrupts the main thread
+            _kill(process)
+            raise
         finally:
-            if process.returncode is None:  # a signal interrupts the main thread
-                _signal(process)
             with self._lock:
                 self._running.discard(process)
         return ProgramOutput(out, _failure(process.returncode, stderr, out))
