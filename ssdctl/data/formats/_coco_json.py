@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -90,23 +90,11 @@ class AnnotationColumns(NamedTuple):
     is_crowd: NDArray[np.bool_]  # M
 
 
-class Tables(NamedTuple):
+class Tables(msgspec.Struct, Generic[T]):
     """What training and scoring need of an annotation file."""
 
     images: list[ImageEntry]
-    annotations: AnnotationColumns
-    categories: list[Category]
-
-
-class _File(msgspec.Struct):
-    images: list[ImageEntry]
-    annotations: msgspec.Raw
-    categories: list[Category]
-
-
-class _WholeFile(msgspec.Struct):
-    images: list[ImageEntry]
-    annotations: list[Annotation]
+    annotations: T
     categories: list[Category]
 
 
@@ -134,9 +122,9 @@ def decode(content: Content, kind: type[T]) -> T:
             raise msgspec.DecodeError("nested too deeply") from None
 
 
-def decode_tables(content: Content) -> Tables:
+def decode_tables(content: Content) -> Tables[AnnotationColumns]:
     """Decode an annotation file; the exceptions are those of `decode`."""
-    file = decode(content, _File)
+    file = decode(content, Tables[msgspec.Raw])
     release(content)
     parts = []
     with without_gc():
@@ -145,7 +133,9 @@ def decode_tables(content: Content) -> Tables:
                 parts.append(to_columns(rows))
                 release(content)
         except DECODE_ERRORS:
-            decode(content, _WholeFile)  # names the place in the file, not in the slice
+            decode(
+                content, Tables[list[Annotation]]
+            )  # names the place in the file, not in the slice
             raise
     columns = AnnotationColumns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
     return Tables(file.images, columns, file.categories)
@@ -178,7 +168,7 @@ def repeated_table(content: Content) -> tuple[str, list[int]] | None:
 
     Decoding takes the last of equal keys and drops the others without a word.
     """
-    keys = [b'"%s"' % name.encode() for name in Tables._fields]
+    keys = [b'"%s"' % name.encode() for name in Tables.__struct_fields__]
     occurs_once = [content.find(key, content.find(key) + 1) < 0 for key in keys]
     release(content)
     if all(occurs_once):
@@ -215,14 +205,8 @@ def to_columns(annotations: Sequence[Annotation]) -> AnnotationColumns:
         area = np.array([_number(entry.area) for entry in annotations])
     for values in (bbox, area):
         values[np.isinf(values)] = np.nan  # the text "inf"
-    return AnnotationColumns(
-        column(annotations, "id"),
-        column(annotations, "image_id"),
-        column(annotations, "category_id"),
-        bbox,
-        area,
-        column(annotations, "iscrowd", np.bool_),
-    )
+    ids = (column(annotations, name) for name in ("id", "image_id", "category_id"))
+    return AnnotationColumns(*ids, bbox, area, column(annotations, "iscrowd", np.bool_))
 
 
 def _number(value: Any) -> float:
