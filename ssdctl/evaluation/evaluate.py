@@ -14,8 +14,7 @@ import numpy as np
 
 from ssdctl.config import Resolved
 from ssdctl.data.dataset import require_split
-from ssdctl.data.formats._coco_json import Int64, column, decode
-from ssdctl.data.formats.coco import read_content
+from ssdctl.data.formats._coco_json import Int64, column, decode, read_content
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import find_ranks

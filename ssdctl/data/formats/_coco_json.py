@@ -1,4 +1,4 @@
-"""Decode COCO annotation files, `decode_tables(open_content(path))`, in little memory.
+"""Decode COCO annotation files, `decode_tables(read_content(path))`, in little memory.
 
 Large files are decoded in slices of some MB, which become columns: 14.6 million annotations take
 1 GB, as Python objects 5. A slice is right if `[slice]` is valid JSON, which is only so if it ends
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.classes import Name
-from ssdctl.files import DECODE_ERRORS, open_regular, refuse_utf16
+from ssdctl.files import DECODE_ERRORS, open_regular, read_errors, refuse_utf16
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAPPED_BYTES = 1 << 30  # larger files are mapped into memory instead of read
@@ -98,9 +98,9 @@ class Tables(msgspec.Struct, Generic[T]):
     categories: list[Category]
 
 
-def open_content(path: Path) -> Content:
+def read_content(path: Path) -> Content:
     """Return the bytes of a file; a large file is mapped, so it must not be truncated meanwhile."""
-    with open_regular(path) as file:
+    with read_errors(path), open_regular(path) as file:
         if os.fstat(file.fileno()).st_size >= MAPPED_BYTES:
             with contextlib.suppress(OSError):  # a file system without memory maps
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

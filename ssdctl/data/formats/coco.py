@@ -31,16 +31,15 @@ from ssdctl.data.annotations import (
 from ssdctl.data.classes import ClassName
 from ssdctl.data.formats._coco_json import (
     AnnotationColumns,
-    Content,
     Tables,
     column,
     decode_tables,
-    open_content,
+    read_content,
     repeated_table,
 )
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below
 from ssdctl.errors import DataError
-from ssdctl.files import open_regular, read_errors
+from ssdctl.files import open_regular
 
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
 TABLES = (b'"images"', b'"annotations"', b'"categories"')
@@ -95,12 +94,6 @@ def read_files(splits: Mapping[str, SplitFiles]) -> dict[str, Annotations]:
     return result
 
 
-def read_content(path: Path) -> Content:
-    """Return the content of an annotation file; a large one is mapped into memory."""
-    with read_errors(path):
-        return open_content(path)
-
-
 def _decode(path: Path) -> Tables[AnnotationColumns]:
     content = read_content(path)
     try:
@@ -144,8 +137,9 @@ def _columns(
     classes = [ClassName(c.id, str(c.name)) for c in tables.categories if c.id not in left_out]
     image_ids = column(tables.images, "id")
     category_ids = np.array([c.id for c in classes], np.int64)
-    _refuse_duplicates(path, "image ids", image_ids)
-    _refuse_duplicates(path, "category ids", column(tables.categories, "id"))
+    for what, ids in (("image", image_ids), ("category", column(tables.categories, "id"))):
+        duplicates = np.unique(ids[_repeated(ids)]).tolist()
+        refuse(path, f"duplicate {what} ids", duplicates, "each must occur once")
     rows = positions(image_ids, columns.image_id)
     absent = np.flatnonzero(rows < 0)
     refuse(
@@ -188,8 +182,7 @@ def _unique_ids(
     ids: NDArray[np.int64], image_ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], list[Finding]]:
     """Give annotations that repeat an id, as merging tools write them, ids that are free."""
-    order = np.argsort(ids, kind="stable")  # np.unique takes many times as long
-    repeated = np.sort(order[1:][ids[order[1:]] == ids[order[:-1]]])
+    repeated = _repeated(ids)
     if not len(repeated):
         return ids, []
     taken = set(ids.tolist())
@@ -213,10 +206,10 @@ def positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[n
     return np.where(ranked[rank] == wanted, order[rank], -1)
 
 
-def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
-    ranked = np.sort(ids)
-    twice = ranked[1:][ranked[1:] == ranked[:-1]]
-    refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must occur once")
+def _repeated(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the places of ids that occurred before."""
+    order = np.argsort(ids, kind="stable")  # np.unique takes many times as long
+    return np.sort(order[1:][ids[order[1:]] == ids[order[:-1]]])
 
 
 def splits_of(path: Path) -> dict[str, SplitFiles]:

@@ -131,10 +131,10 @@ def _find_files(root: Path) -> _Files:
     files = _Files(root, {}, {}, {})
     for name in sorted(files_below(root), key=lambda n: (n.count("/"), n)):
         folder, _, stem = _without_suffix(name).rpartition("/")
-        if is_image(PurePosixPath(name)):
+        if is_image(path := PurePosixPath(name)):
             files.images.setdefault(_join(folder, stem), []).append(name)
             files.folders.setdefault(stem, []).append(folder)
-        elif name.endswith(".xml") and not stem.startswith("._"):  # metadata from macOS
+        elif path.suffix == ".xml" and not stem.startswith("._"):  # metadata from macOS
             files.xml.setdefault(folder, []).append(stem)
     for folder, stems in list(files.xml.items()):
         if root_element(root / folder / f"{stems[0]}.xml") not in ("annotation", ""):

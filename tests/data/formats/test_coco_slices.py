@@ -52,10 +52,10 @@ def encode(content: Any, **options: Any) -> bytes:
 
 
 def assert_same(content: bytes, *, min_slices: int = 1) -> coco_json.AnnotationColumns:
-    raw = memoryview(coco_json.decode(content, coco_json._File).annotations)
+    raw = memoryview(coco_json.decode(content, coco_json.Tables[msgspec.Raw]).annotations)
     assert len(list(coco_json._annotation_slices(raw))) >= min_slices
     ours = coco_json.decode_tables(content)
-    whole = coco_json.decode(content, coco_json._WholeFile)
+    whole = coco_json.decode(content, coco_json.Tables[list[coco_json.Annotation]])
     assert (ours.images, ours.categories) == (whole.images, whole.categories)
     expected = coco_json.to_columns(whole.annotations)
     for name, column in expected._asdict().items():
@@ -111,7 +111,9 @@ def test_unusual_documents(change: dict[str, Any]) -> None:
 def test_the_last_of_equal_keys_counts() -> None:
     first, second = encode(document(count=50)), encode(document(count=70))
     assert len(assert_same(first[:-1] + b"," + second[1:]).id) == 70
-    start = '"id": 5, "image_id": 7, "bbox": [1, 1, 1, 1], "category_id": 3, "area": 2, "iscrowd": 1'
+    start = (
+        '"id": 5, "image_id": 7, "bbox": [1, 1, 1, 1], "category_id": 3, "area": 2, "iscrowd": 1'
+    )
     end = '"image_id": 9, "bbox": [%d, 8, 9, 10], "category_id": 2, "area": 5, "iscrowd": 0'
     rows = ", ".join(f'{{{start}, {end % i}, "id": {i}}}' for i in range(90))
     text = encode(document() | {"annotations": "ROWS"}).replace(b'"ROWS"', f"[{rows}]".encode())
@@ -124,7 +126,7 @@ def test_the_last_of_equal_keys_counts() -> None:
 def error_of(content: bytes, slice_bytes: int = SLICE_BYTES) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coco_json, "SLICE_BYTES", slice_bytes)
-        patch.setattr(coco, "open_content", lambda path: content)
+        patch.setattr(coco, "read_content", lambda path: content)
         try:
             coco.read_files({"train": SplitFiles(Path(), Path("x.json"))})
         except DataError as error:
@@ -159,7 +161,7 @@ def test_any_damage_has_the_same_result(place: int, inserted: bytes, removed: in
     error = error_of(damaged)
     assert error == error_of(damaged, 1 << 30)
     try:
-        coco_json.decode(damaged, coco_json._WholeFile)
+        coco_json.decode(damaged, coco_json.Tables[list[coco_json.Annotation]])
     except (msgspec.DecodeError, UnicodeDecodeError):
         assert error is not None
     else:
@@ -171,7 +173,7 @@ def test_a_large_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path.write_bytes(encode(document()))
     in_memory = coco.read(path)["train"]
     monkeypatch.setattr(coco_json, "MAPPED_BYTES", 1)
-    assert isinstance(coco_json.open_content(path), mmap.mmap)
+    assert isinstance(coco_json.read_content(path), mmap.mmap)
     mapped = coco.read(path)["train"]
     assert mapped.file_names == in_memory.file_names
     assert mapped.boxes.tolist() == in_memory.boxes.tolist()
