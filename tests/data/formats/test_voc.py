@@ -110,6 +110,7 @@ def test_xml_next_to_the_images_in_a_folder_per_split(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("<annotation>", "a.xml: broken XML"),
+        ('<?xml version="1.0" encoding="none"?><annotation/>', "a.xml: broken XML"),
         ("", "a.xml: not plain XML"),
         ('<!DOCTYPE a [<!ENTITY b "bb">]><annotation>&b;</annotation>', "not plain XML"),
         (xml(thing("", 1, 1, 2, 2)), "a.xml: object 1 has no name"),
