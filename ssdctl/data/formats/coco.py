@@ -80,15 +80,13 @@ def read_files(splits: Mapping[str, SplitFiles]) -> dict[str, Annotations]:
     """
     tables = {split: _decode(files.annotations) for split, files in splits.items()}
     unused = {split: _unused_supercategories(part) for split, part in tables.items()}
-    used = {
-        (split, c.name)
+    kept = {
+        split: {c.name for c in part.categories} - set(unused[split].values())
         for split, part in tables.items()
-        for c in part.categories
-        if c.name not in unused[split].values()
     }
     result = {}
     for split, files in splits.items():
-        elsewhere = {name for other, name in used if other != split}
+        elsewhere = {name for other in kept if other != split for name in kept[other]}
         left_out = {i: name for i, name in unused[split].items() if name not in elsewhere}
         result[split] = _columns(tables.pop(split), left_out, files)
     return result
