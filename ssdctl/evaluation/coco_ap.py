@@ -64,16 +64,8 @@ class Detections(NamedTuple):
 
     def to_coco(self) -> list[dict[str, Any]]:
         """Return COCO's results format."""
-        return [
-            {"image_id": i, "category_id": c, "bbox": b, "score": s}
-            for i, c, b, s in zip(
-                self.image_ids.tolist(),
-                self.category_ids.tolist(),
-                self.boxes.tolist(),
-                self.scores.tolist(),
-                strict=True,
-            )
-        ]
+        rows = zip(*(column.tolist() for column in self), strict=True)
+        return [{"image_id": i, "category_id": c, "bbox": b, "score": s} for i, b, s, c in rows]
 
 
 class ClassScore(NamedTuple):
