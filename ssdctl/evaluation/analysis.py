@@ -244,7 +244,8 @@ def _by_image(
 ) -> list[NDArray[np.int64]]:
     """Group what has these image ids; within an image, the order stays."""
     order = np.argsort(ids, kind="stable")
-    first, end = (np.searchsorted(ids[order], image_ids, side) for side in ("left", "right"))
+    first = np.searchsorted(ids[order], image_ids, "left")
+    end = np.searchsorted(ids[order], image_ids, "right")
     return [chosen[order[a:b]] for a, b in zip(first, end, strict=True)]
 
 

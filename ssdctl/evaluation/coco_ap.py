@@ -147,7 +147,7 @@ def run_scoring(
     classes = sorted(truth.classes, key=lambda c: c.id or 0)
     category_ids = np.array([c.id for c in classes], np.int64)
     scored = all_ids if image_ids is None else np.unique(image_ids)
-    objects = {
+    objects: dict[str, Any] = {
         "image_ids": positions(all_ids, truth.object_image_ids),
         "category_ids": 1 + positions(category_ids, truth.object_category_ids),
         "boxes": truth.boxes,

@@ -67,15 +67,17 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
         if not name:
             raise DataError(f"{path}: an image without a name")
         place = f"{path}: image {name}"
-        boxes = []
+        boxes: list[LabeledBox] = []
         for element in image:
             if element.tag not in SHAPES:
                 counts[f"{element.tag} shapes"] += 1
             else:
                 boxes += _boxes(element, element.get("label"), place, counts)
         split = split_of(image.get("subset") or "") or "train"
-        sides = [whole_number(image.get(s, "0"), f"{place}: {s}") for s in ("width", "height")]
-        frames.append((split, LabeledImage(name, *sides, boxes)))
+        width, height = (
+            whole_number(image.get(side, "0"), f"{place}: {side}") for side in ("width", "height")
+        )
+        frames.append((split, LabeledImage(name, width, height, boxes)))
     return frames
 
 
@@ -93,13 +95,14 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
                 frame = whole_number(element.get("frame", ""), f"{place}: frame")
                 boxes = _boxes(element, track.get("label"), place, counts)
                 by_frame.setdefault(frame, []).extend(boxes)
-    sides = [0, 0]
-    for size in tree.iterfind("meta//original_size"):
-        place = f"{path}: original_size"
-        sides = [whole_number(size.findtext(s, "0"), f"{place}/{s}") for s in ("width", "height")]
-        break
+    size = next(tree.iterfind("meta//original_size"), None)
+    place = f"{path}: original_size"
+    width, height = (
+        0 if size is None else whole_number(size.findtext(side, "0"), f"{place}/{side}")
+        for side in ("width", "height")
+    )
     return [
-        ("train", LabeledImage(f"frame_{number:06d}", *sides, boxes))
+        ("train", LabeledImage(f"frame_{number:06d}", width, height, boxes))
         for number, boxes in sorted(by_frame.items())
     ]
 
