@@ -152,7 +152,7 @@ def _annotation_slices(array: memoryview) -> Iterator[list[Annotation]]:
     start, search, tries = 1, SLICE_BYTES, 0
     while tries < MAX_SLICE_TRIES and (match := boundary.search(array, search)):
         try:
-            rows = decoder.decode(b"[%b]" % array[start : match.start(1)])
+            rows = decoder.decode(b"[" + array[start : match.start(1)] + b"]")
         except msgspec.ValidationError:
             raise
         except DECODE_ERRORS:  # it ends within an element
@@ -160,7 +160,7 @@ def _annotation_slices(array: memoryview) -> Iterator[list[Annotation]]:
         else:
             yield rows
             start, search, tries = match.end(1), match.end(1) + SLICE_BYTES, 0
-    yield decoder.decode(b"[%b" % array[start:])
+    yield decoder.decode(b"[" + array[start:])
 
 
 def repeated_table(content: Content) -> tuple[str, list[int]] | None:
@@ -205,8 +205,14 @@ def to_columns(annotations: Sequence[Annotation]) -> AnnotationColumns:
         area = np.array([_number(entry.area) for entry in annotations])
     for values in (bbox, area):
         values[np.isinf(values)] = np.nan  # the text "inf"
-    ids = (column(annotations, name) for name in ("id", "image_id", "category_id"))
-    return AnnotationColumns(*ids, bbox, area, column(annotations, "iscrowd", np.bool_))
+    return AnnotationColumns(
+        column(annotations, "id"),
+        column(annotations, "image_id"),
+        column(annotations, "category_id"),
+        bbox,
+        area,
+        column(annotations, "iscrowd", np.bool_),
+    )
 
 
 def _number(value: Any) -> float:

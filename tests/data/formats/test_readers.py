@@ -36,9 +36,10 @@ def supervised(kind: str, *paths: str) -> Callable[[Path], Iterator[Box]]:
 
         (root / "names.yaml").write_text(f"names: {list(exports.NAMES)}\nnc: 2\n")  # for YOLO
         read = getattr(supervision.DetectionDataset, f"from_{kind}")
-        for path, _, found in read(*(str(root / p) for p in paths)):
+        dataset = read(*(str(root / p) for p in paths))
+        for path, _, found in dataset:
             for box, label in zip(found.xyxy, found.class_id, strict=True):
-                yield Path(path).name, exports.NAMES[label], *box.tolist()
+                yield Path(path).name, dataset.classes[label], *box.tolist()
         (root / "names.yaml").unlink()
 
     return read
