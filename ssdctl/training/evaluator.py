@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping:
-    """Tracks the best AP of a run. A negative AP is not defined (COCO's -1) and does not count.
-
-    Args:
-        ap: The best AP of earlier starts; None if there was none.
-        target: End the run at this AP.
-        patience: End the run after this many evaluations without a better AP.
-    """
+    """Tracks the best AP of a run. A negative AP is not defined (COCO's -1) and does not count."""
 
     def __init__(self, ap: float | None, target: float | None, patience: int | None) -> None:
         self.ap = None if ap is not None and ap < 0 else ap
@@ -49,8 +43,7 @@ class EarlyStopping:
         if self.ap is not None and ap <= self.ap:
             self._without_improvement += 1
             return False
-        self.ap = ap
-        self._without_improvement = 0
+        self.ap, self._without_improvement = ap, 0
         return True
 
     def reason_to_end(self) -> str | None:
@@ -77,24 +70,15 @@ class Evaluator:
         self._at = set(at_steps(config.eval_at, plan))
         self._scoring: BackgroundScoring | None = None
         best_ap = None if past else best_ap
-        self._early_stopping = EarlyStopping(best_ap, config.target_ap, config.patience)
+        self.early_stopping = EarlyStopping(best_ap, config.target_ap, config.patience)
         for record in past:
-            self._early_stopping.update(float(record["AP"]))
+            self.early_stopping.update(float(record["AP"]))
         self.rewind(past)
         self.losses: dict[str, float] = {}  # last detection's, on the first rank
 
     def rewind(self, past: Sequence[Record]) -> None:
-        """Continue after the last of these evaluations."""
         last = max((record["step"] for record in past), default=None)
         self.evaluated_step: int | None = collectives.broadcast(last, self._setup.ranks)
-
-    @property
-    def best_ap(self) -> float | None:
-        return self._early_stopping.ap
-
-    def reason_to_end(self) -> str | None:
-        """Return why the run ends before its last step, on the first rank; None if it continues."""
-        return self._early_stopping.reason_to_end()
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after this step and was not made yet."""
@@ -154,4 +138,4 @@ class Evaluator:
             return None
         scoring, self._scoring = self._scoring, None
         evaluation = scoring.result()
-        return evaluation, self._early_stopping.update(evaluation.figures["AP"])
+        return evaluation, self.early_stopping.update(evaluation.figures["AP"])

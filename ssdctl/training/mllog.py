@@ -25,11 +25,7 @@ PACKAGE_PARENT = Path(__file__).parents[2]
 
 
 class MLLog:
-    """Appends MLPerf log lines to the file of `--mllog`.
-
-    Args:
-        is_resumed: Whether it continues: the log of its first part then continues too.
-    """
+    """Appends MLPerf log lines to the file of `--mllog`; a resumed run's log continues."""
 
     def __init__(self, setup: Setup, *, is_resumed: bool = False) -> None:
         self._config, self._plan = setup.run.config.train, setup.run.plan
@@ -44,7 +40,6 @@ class MLLog:
             self._header(setup)
 
     def record(self, record: Record) -> None:
-        """Log what a record of the run means (ssdctl/training/run_log.py)."""
         kind, step = record["kind"], record["step"]
         if kind == "begin":
             self._begin(step)
@@ -93,7 +88,6 @@ class MLLog:
         self._start("run")
 
     def _begin(self, step: int) -> None:
-        """Log the start of a block and of an epoch if one starts with the step after `step`."""
         epoch = self._plan.epochs_ended(step) + 1
         if self._block is None:
             self._block = epoch

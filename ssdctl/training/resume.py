@@ -44,7 +44,6 @@ def find_checkpoint(setup: Setup) -> Checkpoint | None:
 
 
 def _find(setup: Setup) -> Checkpoint | None:
-    """Return the checkpoint to resume from, after checking that it belongs to this run."""
     config, out = setup.run.config.train, setup.run.out
     resume = config.resume
     if resume == "never":
@@ -72,19 +71,14 @@ def _find(setup: Setup) -> Checkpoint | None:
     _check_changes(setup, checkpoint)
     before, now = checkpoint.config.get("data.root"), setup.run.config.data.root
     if before and now and before != now:  # not an error: datasets are moved
-        log.warning(
-            "%s was trained on %s, this run continues with %s", checkpoint.path, before, now
-        )
+        text = "%s was trained on %s, this run continues with %s"
+        log.warning(text, checkpoint.path, before, now)
     _check_classes(checkpoint, setup.train.classes)
     return checkpoint
 
 
 def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
-    """Compare the classes by name; warn if only the category ids differ.
-
-    Raises:
-        IntegrityError: The names differ, or come in another order.
-    """
+    """Compare the classes by name and order; warn if only the category ids differ."""
     if not same_classes(checkpoint, classes):
         difference = class_differences(checkpoint.classes, classes)
         raise IntegrityError(
@@ -93,9 +87,8 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
             hint="--init takes its weights into a new run, those of the classes by name",
         )
     if [c.id for c in checkpoint.classes] != [c.id for c in classes]:
-        log.warning(
-            "the category ids differ from those of %s: classes matched by name", checkpoint.path
-        )
+        text = "the category ids differ from those of %s: classes matched by name"
+        log.warning(text, checkpoint.path)
 
 
 def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
@@ -104,11 +97,8 @@ def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
     Raises:
         UsageError: One differs, without --resume-changed; or the network is another one.
     """
-    changed, plan, now = (
-        _changed_settings(setup, checkpoint),
-        setup.run.plan,
-        values(setup.run.config),
-    )
+    changed, plan = _changed_settings(setup, checkpoint), setup.run.plan
+    now = values(setup.run.config)
     texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
     if is_other_batch := checkpoint.global_batch != plan.global_batch_size:
         texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
@@ -139,13 +129,11 @@ def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
 
 
 def _changed_settings(setup: Setup, checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the checkpoint's values of the settings that affect results and differ from it."""
     now = values(setup.run.config)
-    # A longer run may have another schedule, as after another --epochs.
-    schedule = ("warmup", "lr_decay", "decay_epochs")
     sources = setup.run.resolved.sources
-    keys = [f"train.{name}" for name in schedule]
-    derived = {key for key in keys if sources[key].kind is Kind.RULE}
+    # A longer run may have another schedule, as after another --epochs.
+    schedule = ("train.warmup", "train.lr_decay", "train.decay_epochs")
+    derived = {key for key in schedule if sources[key].kind is Kind.RULE}
     before = with_current_keys(checkpoint.config)
     return {
         path: saved
@@ -157,11 +145,8 @@ def _changed_settings(setup: Setup, checkpoint: Checkpoint) -> dict[str, object]
 
 
 def _saved(setting: Setting, before: Mapping[str, Any], now: Any) -> Any:
-    """Return a checkpoint's value, or what its version did if it did not have the setting.
-
-    That is the setting's default; for one of the recipe, which has none, its earlier value if it is
-    known.
-    """
+    """Return a checkpoint's value, or what its version did if it did not have the setting: the
+    default; for a setting of the recipe, which has none, its earlier value if it is known."""
     if setting.path in before or not setting.is_recipe:
         return before.get(setting.path, setting.default)
     return EARLIER_VALUES.get(setting.path, now)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from ssdctl.config.render import to_snapshot_toml
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
@@ -39,8 +40,6 @@ SHOWN = (*WRITTEN, "start", "position")
 
 
 class RunLog:
-    """Passes the records of a run to its observers."""
-
     def __init__(self, setup: Setup, start_step: int, emit: Observer) -> None:
         run = setup.run
         self._setup = setup
@@ -57,7 +56,8 @@ class RunLog:
     def _observe(self, start_step: int, emit: Observer) -> None:
         setup, config = self._setup, self._setup.run.config.train
         facts = environment(setup.device.label, setup.ranks.world_size)
-        metrics = open_run(self._folder, setup.run.recorded_toml(), facts, start_step)
+        snapshot = to_snapshot_toml(setup.run.resolved)
+        metrics = open_run(self._folder, snapshot, facts, start_step)
         self._metrics = metrics
 
         def write(record: Record) -> None:
@@ -74,15 +74,14 @@ class RunLog:
         if config.tracker or config.tensorboard:
             from ssdctl.training.trackers.background import open_trackers  # late: Pillow
 
-            past = metrics.past_records
-            self._observers.append(open_trackers(setup, start_step, facts, past).record)
+            trackers = open_trackers(setup, start_step, facts, metrics.past_records)
+            self._observers.append(trackers.record)
         if config.mllog is not None:
             from ssdctl.training.mllog import MLLog
 
             self._observers.append(MLLog(setup, is_resumed=start_step > 0).record)
 
     def start(self, step: int, description: dict[str, Any]) -> None:
-        """Record what the run is about to do, as `describe_run` describes it."""
         setup, plan = self._setup, self._setup.run.plan
         past = [r for r in self.past_evaluations() if float(r["AP"]) >= 0]
         best = max(past, key=lambda r: float(r["AP"]), default=None)
@@ -107,12 +106,10 @@ class RunLog:
         return [] if self._metrics is None else self._metrics.past_evaluations()
 
     def step_begins(self, step: int, batches: Sequence[Batch]) -> None:
-        """Note the images of the step after `step`."""
         self._bad_images.watch(batches)
         self._record("begin", step)
 
     def step_ended(self, step: int) -> None:
-        """Count a step. Costs no time on the device."""
         self.throughput.step_done()
         self._record("position", step, is_evaluating=False)
 
@@ -141,11 +138,8 @@ class RunLog:
             )
 
     def bad_images(self, step: int) -> None:
-        """Record the images that were replaced since the last call, on any rank.
-
-        Raises:
-            DataError: There are too many of them.
-        """
+        """Record the images that were replaced since the last call, on any rank; raise DataError
+        if there are too many."""
         for bad in self._bad_images.collect(self._setup.ranks):
             self.event("bad_image", step, **bad._asdict())
             log.warning("image %s was replaced: %s: %s", bad.image_id, bad.file, bad.problem)
@@ -161,16 +155,13 @@ class RunLog:
             if self._setup.ranks.is_main:
                 content = json.dumps({"step": entry.step, "image_ids": ids})
                 write_text(folder / f"step-{entry.step:08d}.json", content)
-        log.warning(
+        text = (
             "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
-            "their images are in %s",
-            len(bad),
-            bad[-1].step,
-            folder,
+            "their images are in %s"
         )
+        log.warning(text, len(bad), bad[-1].step, folder)
 
     def epoch(self, step: int) -> None:
-        """Record the duration and the rate of an epoch if `step` was its last step."""
         if (figures := self._epochs.ended(step)) is not None:
             self._record("epoch", step, **figures)
 
@@ -178,11 +169,9 @@ class RunLog:
         self._record("event", step, event=name, **facts)
 
     def evaluation_began(self, step: int) -> None:
-        """Record that the network detects on the validation split."""
         self._record("position", step, is_evaluating=True)
 
     def evaluation_ended(self, step: int, detections: Detections | None) -> None:
-        """Record the detections, which are None on ranks other than the first."""
         self._record("position", step, is_evaluating=False)
         self._record("detections", step, split=self._setup.val, detections=detections)
 
@@ -202,7 +191,6 @@ class RunLog:
             self._best_step = None
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`: those steps are trained again."""
         self._record("rewind", step)
         self._epochs.rewind(step)
 

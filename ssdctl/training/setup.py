@@ -65,7 +65,6 @@ InitReader = Callable[[], Checkpoint]  # reads the checkpoint of --init
 def run_training(
     resolved: Resolved, *, emit: Callable[[Record], None], progress: Progress
 ) -> Summary:
-    """Train to the end of the run; see `open_trainer` and `Trainer.run`."""
     with open_trainer(resolved, emit=emit, progress=progress) as trainer:
         return trainer.run()
 
@@ -120,7 +119,6 @@ def open_trainer(
 
 
 def _init_reader(config: Config) -> InitReader:
-    """Return a function that reads the checkpoint of `--init` once: for network and weights."""
 
     @functools.cache
     def read() -> Checkpoint:
@@ -131,11 +129,7 @@ def _init_reader(config: Config) -> InitReader:
 
 
 def prepare_run(
-    resolved: Resolved,
-    device: Device,
-    ranks: Ranks,
-    progress: Progress,
-    init: InitReader,
+    resolved: Resolved, device: Device, ranks: Ranks, progress: Progress, init: InitReader
 ) -> Setup:
     """Open the dataset, settle the run, build the network with random weights."""
     config = resolved.config
@@ -154,29 +148,21 @@ def prepare_run(
         architecture, precision = architecture_of(settled), settled.train.precision
         return largest_batch(settled.train, architecture, device, ranks, precision)
 
-    run = finalize(
-        resolved,
-        device,
-        ranks,
-        len(train.trainable),
-        network=_network_of_init(resolved, init, ranks),
-        largest_batch=measured,
-    )
+    network, images = _network_of_init(resolved, init, ranks), len(train.trainable)
+    run = finalize(resolved, device, ranks, images, network=network, largest_batch=measured)
     check_shares(run.plan.batch_size, device)
     for notice in run.notices:
         log.warning("%s", notice)
     train = train._replace(trainable=train.trainable[: run.plan.images])
-    val_rows = None
-    if config.train.overfit is not None:  # train and evaluate on the same few images
-        val, val_rows = train, train.trainable
+    is_overfit = config.train.overfit is not None  # trains and evaluates on the same few images
     architecture, settled = architecture_of(run.config), run.config.train
     return Setup(
         run=run,
         device=device,
         ranks=ranks,
         train=train,
-        val=val,
-        val_rows=val_rows,
+        val=train if is_overfit else val,
+        val_rows=train.trainable if is_overfit else None,
         architecture=architecture,
         model=device.place(_new_model(architecture, settled, device, ranks)),
         threads=config.train.workers or usable_cores(ranks.world_size),
@@ -187,7 +173,6 @@ def prepare_run(
 def _new_model(
     architecture: Architecture, config: TrainConfig, device: Device, ranks: Ranks
 ) -> SSD300:
-    """Return the network with random weights, the same on every rank."""
     torch.manual_seed(config.seed)
     model = architecture.build()
     if config.freeze_stem:
@@ -216,7 +201,6 @@ def planned_network(resolved: Resolved) -> Network | None:
 
 
 def _network_of_init(resolved: Resolved, init: InitReader, ranks: Ranks) -> Network | None:
-    """Return the network of the checkpoint of `--init`, or of the run to resume."""
     config = resolved.config
     if config.train.init is None or resolved.is_chosen("train.preset"):
         return None
@@ -224,7 +208,6 @@ def _network_of_init(resolved: Resolved, init: InitReader, ranks: Ranks) -> Netw
 
 
 def _network_of(config: Config, init: InitReader) -> Network:
-    """Return the network of the run to resume, else of the checkpoint of `--init`."""
     checkpoint, _ = CheckpointFolder(run_dir(config).path, config.train.keep).newest_intact()
     architecture = (checkpoint or init()).architecture
     return Network(architecture.backbone, architecture.extra_norm)
@@ -267,7 +250,7 @@ def deterministic_kernels(is_on: bool) -> Iterator[None]:
 
 
 def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Split, Split | None]:
-    """Return the splits to train and to validate on; with fake data, only their sizes."""
+    """Return the splits to train and to validate on, whose classes agree."""
     root, folder = dataset_folders(config.data)
     if config.train.fake_data and not root.exists():
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
@@ -276,11 +259,6 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
-    return _checked_splits(splits, root)
-
-
-def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split | None]:
-    """Return the splits to train and to validate on, after checking that their classes agree."""
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
@@ -295,11 +273,7 @@ def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split 
 
 
 def load_first_weights(setup: Setup, init: InitReader) -> None:
-    """Load the weights of a new run: those of `--init`, or pretrained backbone weights.
-
-    Raises:
-        UsageError, NetworkError, IntegrityError: They are not available, or do not fit.
-    """
+    """Load the weights of a new run: those of `--init`, or pretrained backbone weights."""
     config, model, classes = setup.run.config, setup.model, setup.train.classes
     if config.train.init is not None:
         checkpoint = init()

@@ -36,7 +36,6 @@ class StepInput:
         self._error: DataError | DiskError | None = None
 
     def start(self, samples_seen: int, steps: int) -> None:
-        """Open the input at a position of the stream of samples, for that many steps."""
         setup, config, plan = self._setup, self._setup.run.config.train, self._setup.run.plan
         loaded = LoaderConfig.of(
             config,
@@ -73,12 +72,7 @@ class StepInput:
         return self._error is not None
 
     def check(self) -> None:
-        """Raise the error of the input, if it failed.
-
-        Raises:
-            DataError: Too many images in a row cannot be decoded.
-            DiskError: The store cannot be read.
-        """
+        """Raise the DataError or DiskError of the input, if it failed."""
         if self._error is not None:
             raise self._error
 
@@ -119,11 +113,7 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
 
 
 def check_pipeline(pipeline: str) -> None:
-    """Check that a pipeline is installed.
-
-    Raises:
-        UsageError: DALI is not installed.
-    """
+    """Raise UsageError if a pipeline is not installed."""
     if pipeline != "dali":
         return
     try:
@@ -151,9 +141,6 @@ def open_input(
         fake: Random batches instead; no image is read.
         decoder: The device on which DALI decodes; None: the host.
         buffer: Allocates the pixels of a batch: `Device.host_buffer`.
-
-    Raises:
-        UsageError: DALI is not installed.
     """
     if fake:
         return FakeLoader(split, config)

@@ -73,14 +73,13 @@ class Trainer:
         self.saver = Saver(setup.run, ranks)
         self.saver.start(self.step, checkpoint)
         self.run_log = RunLog(setup, self.step, emit)
-        best_ap = None if checkpoint is None else checkpoint.best_ap
+        best_ap = checkpoint and checkpoint.best_ap
         self.evaluator = Evaluator(setup, self.run_log.past_evaluations(), best_ap)
         self.input = StepInput(setup)
         self.flags = collectives.FlagExchange(ranks)
         self.guard = NonFiniteGuard(config.on_nonfinite)
-        self.profiler = StepProfiler(
-            config.profile, RunDir(setup.run.out).profile, setup.device, ranks
-        )
+        profile = RunDir(setup.run.out).profile
+        self.profiler = StepProfiler(config.profile, profile, setup.device, ranks)
         self._evaluated_before = self.evaluator.evaluated_step
 
     def run(self) -> Summary:
@@ -103,11 +102,13 @@ class Trainer:
             if is_over := self._agree_with_other_ranks():
                 break
             result = self._take_step(batches)
-            if self._is_log_point():
+            is_last = self.step == self.plan.total_steps
+            if is_last or self.step % self.setup.run.config.train.log_every == 0:
                 self._log(result)
             self.run_log.epoch(self.step)
             with self.run_log.throughput.paused():
-                self._end_profile()
+                if message := self.profiler.after(self.step, is_last=is_last):
+                    log.info("%s", message)
                 if self.saver.is_due(self.step):
                     self.save()
                 if self.evaluator.is_due(self.step):
@@ -124,10 +125,8 @@ class Trainer:
         trained = self.model.state_dict()
         return {
             "format": FORMAT,
-            # to evaluate and deploy
-            "model": trained if self.ema is None else dict(self.ema.state()),
+            "model": trained if self.ema is None else dict(self.ema.state()),  # to evaluate
             "trained": None if self.ema is None else trained,  # to resume from, if it differs
-            # the network to build before loading the weights
             "architecture": self.setup.architecture._asdict(),
             # label = index + 1; ids are COCO's
             "classes": msgspec.to_builtins(self.setup.train.classes),
@@ -136,7 +135,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "images": self.plan.images,  # per epoch
             "global_batch": self.plan.global_batch_size,  # samples per step
-            "best_ap": self.evaluator.best_ap,
+            "best_ap": self.evaluator.early_stopping.ap,
             "optimizer": self.optimizer.state_dict(),  # momentum and the like
         }
 
@@ -188,13 +187,12 @@ class Trainer:
             self.evaluator.start_scoring(detections, self.step)
 
     def summary(self) -> Summary:
-        """Return the position of the run, its speed so far and its best AP."""
         throughput = self.run_log.throughput
         return Summary(
             out=str(self.setup.run.out),
             step=self.step,
             images_per_second=round(throughput.images_per_second, 2),
-            best_ap=self.evaluator.best_ap,
+            best_ap=self.evaluator.early_stopping.ap,
             peak_memory_bytes=self.setup.device.peak_memory_bytes(),
             total_s=round(throughput.total_s, 1),
             data_wait=round(throughput.data_wait, 4),
@@ -225,7 +223,6 @@ class Trainer:
             return self.input.next()
 
     def _take_step(self, batches: Sequence[Batch]) -> StepResult:
-        """Take the next optimizer step. Does not wait for the device."""
         self.run_log.step_begins(self.step, batches)
         with self.setup.memory_hints():
             result = self.train_step(batches, self.plan.lr(self.step))
@@ -241,12 +238,8 @@ class Trainer:
     def _has_trained(self) -> bool:
         return self.run_log.throughput.images > 0
 
-    def _is_log_point(self) -> bool:
-        log_every = self.setup.run.config.train.log_every
-        return self.step % log_every == 0 or self.step == self.plan.total_steps
-
     def _log(self, result: StepResult) -> None:
-        """Wait for the device, record the values of its last step, and handle skipped ones."""
+        """Record the step's values, which waits for the device, and handle skipped steps."""
         with (
             torch.profiler.record_function("wait: device, at a log point"),
             self.setup.memory_hints(),
@@ -260,22 +253,12 @@ class Trainer:
             if self.guard.should_roll_back(bad, str(RunDir(self.setup.run.out).nonfinite)):
                 self._roll_back()
 
-    def _end_profile(self) -> None:
-        is_last = self.step == self.plan.total_steps
-        if message := self.profiler.after(self.step, is_last=is_last):
-            log.info("%s", message)
-
     def _agree_with_other_ranks(self, *, wait: bool = False) -> bool:
         """Do what any rank asks for: stop, save; return whether the run ends early.
 
         Args:
             wait: Whether to wait for the other ranks' requests. Otherwise those of the previous
                 call are handled, which costs no time.
-
-        Raises:
-            Stopped: A signal came to any of the ranks.
-            DataError: The input of a rank failed; the steps before are saved.
-            DiskError: The same; or the last save failed.
         """
         self.saver.check()
         self._record_evaluation(wait=False)
@@ -284,7 +267,7 @@ class Trainer:
             signal_name is not None,
             self.input.has_failed,
             self._has_trained() and self.saver.is_due_by_clock(),
-            self.evaluator.reason_to_end() is not None,
+            self.evaluator.early_stopping.reason_to_end() is not None,
         )
         agree = self.flags.settle if wait else self.flags.exchange
         stop, has_failed, save, is_over = agree(flags)
@@ -341,7 +324,6 @@ class Trainer:
         log.info("rolled back to %s (step %d); the next images follow", checkpoint.path, self.step)
 
     def _record_evaluation(self, *, wait: bool) -> None:
-        """Record the evaluation that was scored in the background, if one is done."""
         if (scored := self.evaluator.scored(wait=wait)) is None:
             return
         evaluation, is_best = scored
@@ -351,7 +333,7 @@ class Trainer:
         self.run_log.evaluation(evaluation, self.evaluator.losses, is_best=is_best)
 
     def _finish(self) -> None:
-        if reason := self.evaluator.reason_to_end():
+        if reason := self.evaluator.early_stopping.reason_to_end():
             log.info("%s", reason)
         self._agree_with_other_ranks(wait=True)  # handle a signal that came in the meantime
         self._record_evaluation(wait=True)
