@@ -16,28 +16,28 @@ from ssdctl.training.run import value_text
 from ssdctl.training.schedule import TrainSchedule, next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 MAX_CLASSES = 8  # that are named
 NEARLY_DECAYED = 0.1  # fraction of the peak, at the end of a cosine
 MAX_EVALUATIONS = 10_000  # that are counted
 
 
-def describe_run(setup: Setup, step: int) -> dict[str, Any]:
+def describe_run(opened: OpenedRun, step: int) -> dict[str, Any]:
     """Return what the display shows before the first step (ssdctl/runs/display.py)."""
-    run, plan = setup.run, setup.run.plan
+    run, plan = opened.run, opened.run.plan
     root, _ = dataset_folders(run.config.data)
     val_images = 0
-    if setup.val is not None:
-        val_images = len(setup.val.image_ids if setup.val_rows is None else setup.val_rows)
+    if opened.val is not None:
+        val_images = len(opened.val.image_ids if opened.val_rows is None else opened.val_rows)
     evaluations = evaluations_after(run.resolved, plan, step) if val_images else []
-    devices = f"{setup.ranks.world_size} x " if setup.ranks.world_size > 1 else ""
-    threads = f", {counted(setup.threads, 'decode thread')}"
-    names = [c.name for c in setup.train.classes]
+    devices = f"{opened.ranks.world_size} x " if opened.ranks.world_size > 1 else ""
+    threads = f", {counted(opened.threads, 'decode thread')}"
+    names = [c.name for c in opened.train.classes]
     facts = [
         ("data", data_line(root, plan.images, val_images, names)),
         ("network", network_line(run.config, step=step)),
-        ("device", f"{devices}{setup.device.label}, {run.precision}{threads}"),
+        ("device", f"{devices}{opened.device.label}, {run.precision}{threads}"),
         ("length", length_line(plan, len(evaluations))),
         ("recipe", recipe_line(run.resolved, plan)),
         ("run", str(run.out)),

@@ -71,7 +71,7 @@ class SettledRun(NamedTuple):
         return snapshot(self.config)
 
 
-class Setup(NamedTuple):
+class OpenedRun(NamedTuple):
     """The parts of a run before its first step."""
 
     run: SettledRun

@@ -53,7 +53,7 @@ from ssdctl.training.description import describe_run, warning_of_cut
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.run import Network, Setup, check_without_data, finalize
+from ssdctl.training.run import Network, OpenedRun, check_without_data, finalize
 from ssdctl.training.step_input import check_pipeline
 from ssdctl.training.trackers.base import find_trackers
 from ssdctl.training.trainer import Summary, Trainer
@@ -99,21 +99,21 @@ def open_trainer(
         with signals.ending_at_once():
             init = _init_reader(resolved.config)
             shown = progress if ranks.is_main else without_progress
-            setup = prepare_run(resolved, device, ranks, shown, init)
+            opened = prepare_run(resolved, device, ranks, shown, init)
             if ranks.is_main:
-                exit_stack.enter_context(exclusive_run(setup.run.out))
-            checkpoint = find_checkpoint(setup)
+                exit_stack.enter_context(exclusive_run(opened.run.out))
+            checkpoint = find_checkpoint(opened)
             if checkpoint is None:
-                load_first_weights(setup, init)
+                load_first_weights(opened, init)
             del init  # its memory
-            trainer = Trainer(setup, checkpoint, emit)
+            trainer = Trainer(opened, checkpoint, emit)
             exit_stack.callback(trainer.close)
-            trainer.run_log.start(trainer.step, describe_run(setup, trainer.step))
+            trainer.run_log.start(trainer.step, describe_run(opened, trainer.step))
             del checkpoint
-        if warning := warning_of_cut(setup.run.resolved, setup.run.plan):
+        if warning := warning_of_cut(opened.run.resolved, opened.run.plan):
             log.warning("%s", warning)
-        if setup.val is None and not setup.run.config.train.fake_data:
-            root, _ = dataset_folders(setup.run.config.data)
+        if opened.val is None and not opened.run.config.train.fake_data:
+            root, _ = dataset_folders(opened.run.config.data)
             log.warning("%s", warning_without_validation(root))
         yield trainer
 
@@ -130,7 +130,7 @@ def _init_reader(config: Config) -> InitReader:
 
 def prepare_run(
     resolved: Resolved, device: Device, ranks: Ranks, progress: Progress, init: InitReader
-) -> Setup:
+) -> OpenedRun:
     """Open the dataset, settle the run, build the network with random weights."""
     config = resolved.config
     check_pipeline(config.train.pipeline)
@@ -156,7 +156,7 @@ def prepare_run(
     train = train._replace(trainable=train.trainable[: run.plan.images])
     is_overfit = config.train.overfit is not None  # trains and evaluates on the same few images
     architecture, settled = architecture_of(run.config), run.config.train
-    return Setup(
+    return OpenedRun(
         run=run,
         device=device,
         ranks=ranks,
@@ -272,12 +272,12 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
     return train, val
 
 
-def load_first_weights(setup: Setup, init: InitReader) -> None:
+def load_first_weights(opened: OpenedRun, init: InitReader) -> None:
     """Load the weights of a new run: those of `--init`, or pretrained backbone weights."""
-    config, model, classes = setup.run.config, setup.model, setup.train.classes
+    config, model, classes = opened.run.config, opened.model, opened.train.classes
     if config.train.init is not None:
         checkpoint = init()
-        _refuse_another_network(checkpoint, setup.architecture)
+        _refuse_another_network(checkpoint, opened.architecture)
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
         if not same_classes(checkpoint, classes):
@@ -297,9 +297,9 @@ def load_first_weights(setup: Setup, init: InitReader) -> None:
         path = Path(name)
         check_hash_of_name(path)
     else:
-        if setup.ranks.is_main:
+        if opened.ranks.is_main:
             _fetch_weights(name, config)
-        wait_for_main(setup.ranks, "weights")
+        wait_for_main(opened.ranks, "weights")
         # It is in the cache now; on another node that node's first process fetches it.
         path = _fetch_weights(name, config)
     load_backbone(model, path)

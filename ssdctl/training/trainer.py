@@ -33,7 +33,7 @@ from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.contents import Checkpoint
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 log = logging.getLogger(__name__)
 
@@ -55,31 +55,31 @@ class Trainer:
     stream of samples.
 
     Args:
-        setup: The parts of the run; without a checkpoint, its network has the first weights.
+        opened: The parts of the run; without a checkpoint, its network has the first weights.
         checkpoint: To continue from.
         emit: Called with every record that is shown (ssdctl/runs/display.py).
     """
 
-    def __init__(self, setup: Setup, checkpoint: Checkpoint | None, emit: Observer) -> None:
-        config, ranks = setup.run.config.train, setup.ranks
-        self.setup, self.plan, self.model = setup, setup.run.plan, setup.model
+    def __init__(self, opened: OpenedRun, checkpoint: Checkpoint | None, emit: Observer) -> None:
+        config, ranks = opened.run.config.train, opened.ranks
+        self.opened, self.plan, self.model = opened, opened.run.plan, opened.model
         self.step = self.samples_seen = 0
-        self.train_step = build_step(self.model, config, setup.device, setup.run.precision, ranks)
+        self.train_step = build_step(self.model, config, opened.device, opened.run.precision, ranks)
         self.optimizer = self.train_step.optimizer
         self.ema = EMA(self.model, config.ema) if config.ema else None
         self.statistics = RankStatistics(self.model, self.ema, ranks)
         if checkpoint is not None:
             self.load_state(checkpoint)
-        self.saver = Saver(setup.run, ranks)
+        self.saver = Saver(opened.run, ranks)
         self.saver.start(self.step, checkpoint)
-        self.run_log = RunLog(setup, self.step, emit)
+        self.run_log = RunLog(opened, self.step, emit)
         best_ap = checkpoint and checkpoint.best_ap
-        self.evaluator = Evaluator(setup, self.run_log.past_evaluations(), best_ap)
-        self.input = StepInput(setup)
+        self.evaluator = Evaluator(opened, self.run_log.past_evaluations(), best_ap)
+        self.input = StepInput(opened)
         self.flags = collectives.FlagExchange(ranks)
         self.guard = NonFiniteGuard(config.on_nonfinite)
-        profile = RunDir(setup.run.out).profile
-        self.profiler = StepProfiler(config.profile, profile, setup.device, ranks)
+        profile = RunDir(opened.run.out).profile
+        self.profiler = StepProfiler(config.profile, profile, opened.device, ranks)
         self._evaluated_before = self.evaluator.evaluated_step
 
     def run(self) -> Summary:
@@ -103,7 +103,7 @@ class Trainer:
                 break
             result = self._take_step(batches)
             is_last = self.step == self.plan.total_steps
-            if is_last or self.step % self.setup.run.config.train.log_every == 0:
+            if is_last or self.step % self.opened.run.config.train.log_every == 0:
                 self._log(result)
             self.run_log.epoch(self.step)
             with self.run_log.throughput.paused():
@@ -127,10 +127,10 @@ class Trainer:
             "format": FORMAT,
             "model": trained if self.ema is None else dict(self.ema.state()),  # to evaluate
             "trained": None if self.ema is None else trained,  # to resume from, if it differs
-            "architecture": self.setup.architecture._asdict(),
+            "architecture": self.opened.architecture._asdict(),
             # label = index + 1; ids are COCO's
-            "classes": msgspec.to_builtins(self.setup.train.classes),
-            "config": self.setup.run.recorded_settings(),
+            "classes": msgspec.to_builtins(self.opened.train.classes),
+            "config": self.opened.run.recorded_settings(),
             "step": self.step,
             "samples_seen": self.samples_seen,
             "images": self.plan.images,  # per epoch
@@ -177,7 +177,7 @@ class Trainer:
         average = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
         with self._saved_before_an_error(), average:
             detections = self.evaluator.detect()
-        if any(collectives.any_rank([signals.stop_requested() is not None], self.setup.ranks)):
+        if any(collectives.any_rank([signals.stop_requested() is not None], self.opened.ranks)):
             # Stops: not all images were evaluated; the resumed run evaluates again.
             self._agree_with_other_ranks(wait=True)
         self.run_log.evaluation_ended(self.step, detections)
@@ -189,11 +189,11 @@ class Trainer:
     def summary(self) -> Summary:
         throughput = self.run_log.throughput
         return Summary(
-            out=str(self.setup.run.out),
+            out=str(self.opened.run.out),
             step=self.step,
             images_per_second=round(throughput.images_per_second, 2),
             best_ap=self.evaluator.early_stopping.ap,
-            peak_memory_bytes=self.setup.device.peak_memory_bytes(),
+            peak_memory_bytes=self.opened.device.peak_memory_bytes(),
             total_s=round(throughput.total_s, 1),
             data_wait=round(throughput.data_wait, 4),
         )
@@ -224,13 +224,13 @@ class Trainer:
 
     def _take_step(self, batches: Sequence[Batch]) -> StepResult:
         self.run_log.step_begins(self.step, batches)
-        with self.setup.memory_hints():
+        with self.opened.memory_hints():
             result = self.train_step(batches, self.plan.lr(self.step))
         self.step += 1
         self.samples_seen += self.plan.global_batch_size
         if self.ema is not None:
             self.ema.update()
-        ids = self.setup.train.image_ids
+        ids = self.opened.train.image_ids
         self.guard.watch(self.step, result.is_bad, [int(i) for b in batches for i in ids[b.rows]])
         self.run_log.step_ended(self.step)
         return result
@@ -242,15 +242,15 @@ class Trainer:
         """Record the step's values, which waits for the device, and handle skipped steps."""
         with (
             torch.profiler.record_function("wait: device, at a log point"),
-            self.setup.memory_hints(),
+            self.opened.memory_hints(),
         ):
-            values = result.read(self.setup.ranks)
+            values = result.read(self.opened.ranks)
         self.run_log.losses(self.step, values, self.plan.lr(self.step - 1))
         with self._saved_before_an_error():
             self.run_log.bad_images(self.step)
         if bad := self.guard.check():
             self.run_log.bad_steps(self.step, bad)
-            if self.guard.should_roll_back(bad, str(RunDir(self.setup.run.out).nonfinite)):
+            if self.guard.should_roll_back(bad, str(RunDir(self.opened.run.out).nonfinite)):
                 self._roll_back()
 
     def _agree_with_other_ranks(self, *, wait: bool = False) -> bool:
@@ -275,7 +275,7 @@ class Trainer:
             self._stop(signal_name)
         if has_failed:
             with self._saved_before_an_error():
-                collectives.run_and_gather(self.input.check, self.setup.ranks)
+                collectives.run_and_gather(self.input.check, self.opened.ranks)
         if save:
             with self.run_log.throughput.paused():
                 self.save(is_scheduled=False)
@@ -289,10 +289,10 @@ class Trainer:
         self.run_log.event("stopped", self.step, signal=signal_name, total_s=total_s)
         self.run_log.close(self.step, is_success=False)
         # mpirun ends the other ranks soon after the first exits: not during a save.
-        collectives.barrier(self.setup.ranks)
+        collectives.barrier(self.opened.ranks)
         raise Stopped(
             f"stopped by {signal_name or 'another rank'} at step {self.step}/"
-            f"{self.plan.total_steps}; progress saved in {self.setup.run.out}",
+            f"{self.plan.total_steps}; progress saved in {self.opened.run.out}",
             hint="run the same command again to continue",
         )
 

@@ -28,7 +28,7 @@ from ssdctl.runtime.threads import run_in_daemon_thread
 from ssdctl.training.trackers.base import TrackedRun, Tracker, find_trackers, metrics_of
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 log = logging.getLogger(__name__)
 
@@ -105,15 +105,15 @@ def _reason(error: BaseException) -> str:
 
 
 def open_trackers(
-    setup: Setup, start_step: int, environment: dict[str, Any], records: Sequence[Record]
+    opened: OpenedRun, start_step: int, environment: dict[str, Any], records: Sequence[Record]
 ) -> Trackers:
-    run, config = RunDir(setup.run.out), setup.run.config.train
+    run, config = RunDir(opened.run.out), opened.run.config.train
     tracked = TrackedRun(
         id=tracker_id(run),
         name=run.path.resolve().name,
         folder=run.path,
         start_step=start_step,
-        config=setup.run.recorded_settings(),
+        config=opened.run.recorded_settings(),
         environment=environment,
         records=records,
     )
