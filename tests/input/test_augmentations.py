@@ -124,29 +124,6 @@ def assert_equal(a: View, b: View, order: np.ndarray) -> None:
     np.testing.assert_array_equal(a.boxes.labels, b.boxes.labels[order])
 
 
-def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
-    rng = np.random.default_rng(0)
-    corner = rng.uniform(0, 0.6, (64, 4, 2))
-    ltrb = np.concatenate([corner, corner + rng.uniform(0.05, 0.4, (64, 4, 2))], -1)
-    labels = rng.integers(0, 5, (64, 4))
-    labels[:, 0] = 1
-    ltrb[labels == 0] = 0
-    epoch, row = rng.integers(0, 3, 64), rng.permutation(64)
-    together = sampled(5, epoch, row, Boxes(ltrb, labels))
-    for order in (np.array([0]), np.array([63]), rng.permutation(64)):
-        part = sampled(5, epoch[order], row[order], Boxes(ltrb[order], labels[order]))
-        assert_equal(part, together, order)
-
-
-def test_seed_epoch_and_row_each_change_the_crop() -> None:
-    boxes, rows, zeros = padded(SCENES["large"], 200), np.arange(200), np.zeros(200, np.int64)
-    keys = [(0, zeros, rows), (1, zeros, rows), (0, zeros + 1, rows), (0, zeros, rows + 200)]
-    draws = [sampled(*key, boxes).rect for key in keys]
-    for i, a in enumerate(draws):
-        for b in draws[:i]:
-            assert (a != b).any(axis=1).mean() > 0.5
-
-
 UNIT = st.floats(0, 1)
 
 

@@ -121,26 +121,6 @@ def test_the_loss_equals_the_golden_value(dtype: torch.dtype, rtol: float) -> No
             assert float(getattr(actual, name)) == pytest.approx(value, rel=rtol), name
 
 
-def test_the_loss_equals_the_loop_on_random_boxes() -> None:
-    rng = np.random.default_rng(3)
-    corner, size = rng.uniform(0, 0.8, (3, 2)), rng.uniform(0.01, 0.7, (3, 2))
-    truths = np.concatenate([corner, corner + size], 1)  # one leaves the image
-    names = rng.integers(1, 7, 3)
-    offsets, logits = rng.normal(0, 2, (2, 4, 8732)), rng.normal(0, 2, (2, 7, 8732))
-    boxes, labels = np.zeros((2, 6, 4)), np.zeros((2, 6), np.int64)
-    boxes[0, :3], labels[0, :3] = truths, names
-    actual = exact_loss()(*(torch.from_numpy(a) for a in (offsets, logits, boxes, labels)))
-    expected = reference.multibox_loss(
-        offsets,
-        logits,
-        [truths.tolist(), []],
-        [names.tolist(), []],
-        reference.default_boxes(),
-        "mlperf",
-    )
-    np.testing.assert_allclose([float(v) for v in actual], expected, rtol=1e-10)
-
-
 def test_each_image_is_divided_by_its_own_positives() -> None:
     case = random_case(5, 0.1, torch.float64)
     single = [Case(*(t[i : i + 1] for t in case)).loss().total for i in range(3)]
