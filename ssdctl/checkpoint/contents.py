@@ -246,7 +246,7 @@ class _Inert:
     def ignore(self, *_: object) -> None:
         """Take what a pickle fills an object with."""
 
-    __init__ = __setstate__ = __setitem__ = append = extend = add = ignore  # type: ignore[assignment]
+    __init__ = __setstate__ = __setitem__ = append = extend = add = ignore
 
 
 class _StorageReader(pickle._Unpickler):  # C's would allocate a memo of any size
