@@ -130,8 +130,8 @@ def draw(
         if text:
             pen.rectangle(place, fill=color, outline=OUTLINE, width=_halo(line))
             middle = (place[1] + place[3]) / 2
-            left = place[0] + _padding(line)
-            pen.text((left, middle), text, fill=ink_on(color), font=font, anchor="lm")
+            start = (place[0] + line + 1, middle)
+            pen.text(start, text, fill=ink_on(color), font=font, anchor="lm")
     return result
 
 
@@ -164,15 +164,11 @@ def _halo(line: int) -> int:
     return max(line // 3, 1)
 
 
-def _padding(line: int) -> int:
-    return line + 1
-
-
 def _text_size(
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont, text: str, line: int
 ) -> tuple[float, float]:
     """Return width and height of the rectangle of a label; all have the same height."""
-    return font.getlength(text) + 2 * _padding(line), font.getbbox("Ag|")[3] + line
+    return font.getlength(text) + 2 * (line + 1), font.getbbox("Ag|")[3] + line
 
 
 def _free_places(
