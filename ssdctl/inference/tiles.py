@@ -57,10 +57,9 @@ def cut_flags(boxes: Boxes, window: Window, width: int, height: int) -> NDArray[
     """Return (K,) flags: the box touches an edge of its window that is not the image's."""
     low, high = np.array(window[:2]), np.array(window[2:])
     margin = CUT_MARGIN * (high - low)
-    is_cut: NDArray[np.bool_] = (boxes[:, :2] <= low + margin) & np.greater(low, 0)
+    is_cut: NDArray[np.bool_] = (boxes[:, :2] <= low + margin) & (low > 0)
     is_cut |= (boxes[:, 2:] >= high - margin) & (high < [width, height])
-    flags: NDArray[np.bool_] = is_cut.any(axis=1)
-    return flags
+    return is_cut[:, 0] | is_cut[:, 1]
 
 
 def merge(

@@ -68,7 +68,11 @@ class MetricsFile:
 
     def write(self, record: Record) -> Record:
         """Append one line and return what it contains. A power cut may lose the last lines."""
-        record = _without_nan(record)
+        # JSON has no NaN: -1, as in pycocotools.
+        record = {
+            key: -1 if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
         retry_transient(lambda: self._append(_line(record)))
         return record
 
@@ -151,14 +155,7 @@ def is_number(value: object) -> bool:
 
 
 def _line(record: Record) -> str:
-    return json.dumps(_without_nan(record), allow_nan=False) + "\n"
-
-
-def _without_nan(record: Record) -> Record:
-    """Return a record for JSON, which has no NaN: -1 for such values, as in pycocotools."""
-    return {
-        k: -1 if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
-    }
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def environment(device_label: str, world_size: int) -> Record:

@@ -49,6 +49,7 @@ WHOLE, PART, SIDE = (0, 0, 100, 40), (0, 0, 30, 40), (11, 10, 51, 50)
           ((200, 10, 240, 50), 0.95, 1, False)], [3, 1, 2]),
         ([(PART, 0.9, 1, True), (WHOLE, 0.4, 1, False)], [1]),  # not part of an object for all
         ([(PART, 0.9, 1, False), (WHOLE, 0.4, 1, False)], [0, 1]),  # a small one before it
+        ([(WHOLE, 0.9, 1, False), (PART, 0.4, 1, False)], [0, 1]),
         ([(PART, 0.9, 1, True), (WHOLE, 0.4, 2, False)], [0, 1]),  # of another class
     ],
 )  # fmt: skip
