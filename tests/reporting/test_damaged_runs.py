@@ -201,7 +201,9 @@ def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli)
     evaluated(folder, shapes, cli, hostile)
     page = (folder / "report.html").read_text()
     assert page.count("</script>") == 2
-    (data,) = script_data(page)["runs"]
+    (text,) = re.findall(r'id="data">(.*?)</script>', page)
+    assert not set("<>&") & set(text)
+    (data,) = json.loads(text)["runs"]
     assert sorted(data["classes"]) == sorted(one_line(name) for name in hostile)
 
 
