@@ -74,8 +74,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         splits = open_dataset(*dataset_folders(config.data))
         if split not in splits:
             raise UsageError(
-                f"{os.fspath(data)}: it has no split {split!r}",
-                hint=f"it has {', '.join(splits)}",
+                f"{os.fspath(data)}: it has no split {split!r}", hint=f"it has {', '.join(splits)}"
             )
         self._split = splits[split]
         usable = np.flatnonzero(self._split.usable)

@@ -8,32 +8,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from ssdctl.cli.app import app
-from ssdctl.cli.command import Call, command
-from ssdctl.cli.help import HelpGroup
+from ssdctl.cli.command import Call, command, command_group
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.benchmark.data import Figures
     from ssdctl.data.store import Split
 
-group = typer.Typer(
-    cls=HelpGroup, no_args_is_help=True, help="Benchmark data loading, training, and evaluation."
+group = command_group(
+    "benchmark", "This machine", "Benchmark data loading, training, and evaluation."
 )
-app.add_typer(group, name="benchmark", rich_help_panel="This machine")
 
 TRAIN_IMAGES, VAL_IMAGES = 256, 64  # generated if there is no --data
 Seconds = Annotated[
-    float,
-    typer.Option("--seconds", help="Seconds per measurement", metavar="S", min=0.1),
+    float, Option("--seconds", help="Seconds per measurement", metavar="S", min=0.1)
 ]
 
 
 @command(
-    group,
     "data",
+    group,
     settings=[
         "data.*",
         "train.workers",
@@ -54,17 +50,16 @@ def data(
     seconds: Seconds = 5.0,
     gpu_rate: Annotated[
         float | None,
-        typer.Option(
+        Option(
             "--gpu-rate",
             help="Training speed of one GPU (img/s), to compute the cores it needs",
             metavar="R",
             min=0.1,
             max=1e9,
-            show_default=False,
         ),
     ] = None,
     gpus: Annotated[
-        int, typer.Option("--gpus", help="Number of GPUs, for --gpu-rate", metavar="N", min=1)
+        int, Option("--gpus", help="Number of GPUs, for --gpu-rate", metavar="N", min=1)
     ] = 1,
 ) -> None:
     """Benchmark data loading on the CPU.
@@ -97,8 +92,8 @@ def data(
 
 
 @command(
-    group,
     "train",
+    group,
     settings=[
         "data.*",
         "model.*",
@@ -121,7 +116,7 @@ def train(
     call: Call,
     seconds: Seconds = 20.0,
     fake_data: Annotated[
-        bool, typer.Option("--fake-data", help="Measure only the device, without images")
+        bool, Option("--fake-data", help="Measure only the device, without images")
     ] = False,
 ) -> None:
     """Benchmark training: speed, memory, and hours of a run.
@@ -140,8 +135,8 @@ def train(
 
 
 @command(
-    group,
     "evaluate",
+    group,
     settings=[
         "data.*",
         "model.backbone",

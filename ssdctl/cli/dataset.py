@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
-from ssdctl.cli.command import Call, command
-from ssdctl.cli.help import HelpGroup
+from ssdctl.cli.command import Call, command, command_group, stoppable
 from ssdctl.files import refuse_url
 
-group = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Export a dataset in another format.")
-app.add_typer(group, name="dataset", rich_help_panel="Data")
+group = command_group("dataset", "Data", "Export a dataset in another format.")
 
 
 class Target(str, Enum):
@@ -29,8 +26,8 @@ class Target(str, Enum):
 
 
 @command(
-    group,
     "export",
+    group,
     settings=["data.store"],
     examples=[
         "ssdctl dataset export /data/parts --to yolo --out parts-yolo",
@@ -39,24 +36,15 @@ class Target(str, Enum):
 )
 def export(
     call: Call,
-    root: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="Dataset folder or file", show_default=False),
-    ],
-    to: Annotated[
-        Target,
-        typer.Option("--to", metavar="coco|yolo|voc|hf", help="Format (hf: Parquet)"),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="New folder", show_default=False)
-    ],
+    root: Annotated[str, Argument(metavar="DIR", help="Dataset folder or file")],
+    to: Annotated[Target, Option("--to", metavar="coco|yolo|voc|hf", help="Format (hf: Parquet)")],
+    out: Annotated[Path, Option("--out", metavar="DIR", help="New folder")],
 ) -> None:
     """Write a dataset in another format.
 
     All splits are written, with the images and boxes that `prepare` checked. Images that it
     downscaled stay smaller.
     """
-    from ssdctl.cli.app import stoppable
     from ssdctl.data.export_dataset import export_dataset
     from ssdctl.data.open_dataset import open_dataset
     from ssdctl.data.store_folder import dataset_folders

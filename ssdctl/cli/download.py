@@ -6,10 +6,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from ssdctl.cli.app import app, stoppable
-from ssdctl.cli.command import Call, command
+from ssdctl.cli.command import Call, command, stoppable
 from ssdctl.cli.download_progress import fetching, retry_policy
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import free_bytes, refuse_url
@@ -24,7 +23,6 @@ MAX_LISTED_FILES = 10  # in an error message
 
 
 @command(
-    app,
     "download",
     short="--dest --dataset --part --mirror --verify --dry-run",
     panel="Data",
@@ -40,19 +38,13 @@ def download(
     call: Call,
     dest: Annotated[
         Path | None,
-        typer.Option(
-            "--dest",
-            metavar="DIR",
-            help=f"Dataset folder [default: {COCO_DIR} or {SHAPES_DIR}]",
-            show_default=False,
+        Option(
+            "--dest", metavar="DIR", help=f"Dataset folder [default: {COCO_DIR} or {SHAPES_DIR}]"
         ),
     ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Check the files in DIR, offline"),
-    ] = False,
+    verify: Annotated[bool, Option("--verify", help="Check the files in DIR, offline")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the files without downloading them")
+        bool, Option("--dry-run", help="List the files without downloading them")
     ] = False,
 ) -> None:
     """Download COCO 2017, or generate a small dataset.

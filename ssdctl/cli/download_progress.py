@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ssdctl.cli.app import stoppable
+from ssdctl.cli.command import stoppable
 from ssdctl.cli.console import rich_console
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
 from ssdctl.distributed.ranks import MainRankFilter, find_ranks
@@ -28,7 +27,6 @@ RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
 
 @command(
-    app,
     "evaluate",
     short=("--data --split --bs --bf16 --fp32 --device --limit --score-threshold --report --all"),
     panel="Results",
@@ -47,27 +45,21 @@ def evaluate(
     call: Call,
     what: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="CKPT|RUN|DETECTIONS.json",
             help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
             "[default: the newest run]",
-            show_default=False,
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Score every checkpoint of a run, in one table")
+        bool, Option("--all", help="Score every checkpoint of a run, in one table")
     ] = False,
     detections: Annotated[
         str | None,
-        typer.Option("--detections", metavar="FILE", help="Write the detections as COCO results"),
+        Option("--detections", metavar="FILE", help="Write the detections as COCO results"),
     ] = None,
     report: Annotated[
-        str | None,
-        typer.Option(
-            "--report",
-            metavar="DIR",
-            help="Write an HTML report to DIR",
-        ),
+        str | None, Option("--report", metavar="DIR", help="Write an HTML report to DIR")
     ] = None,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.

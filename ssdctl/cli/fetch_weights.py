@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import is_encodable
 from ssdctl.cli.download_progress import fetching, retry_policy
@@ -27,7 +26,6 @@ def _names() -> list[str]:
 
 
 @command(
-    app,
     "fetch-weights",
     panel="Data",
     settings=["download.mirror", "download.timeout"],
@@ -42,23 +40,17 @@ def fetch_weights(
     call: Call,
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="NAME",
             help="Weights to download [default: those of the preset]",
             autocompletion=lambda incomplete: [n for n in _names() if n.startswith(incomplete)],
-            show_default=False,
         ),
     ] = None,
     dest: Annotated[
         Path | None,
-        typer.Option(
-            "--dest",
-            metavar="DIR",
-            help="Folder [default: ~/.cache/torch/hub/checkpoints]",
-            show_default=False,
-        ),
+        Option("--dest", metavar="DIR", help="Folder [default: ~/.cache/torch/hub/checkpoints]"),
     ] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="List all names")] = False,
+    list_all: Annotated[bool, Option("--list", help="List all names")] = False,
 ) -> None:
     """Download pretrained weights into the cache.
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from ssdctl import files
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
@@ -28,13 +28,12 @@ OUTCOMES: dict[int, str] = {
 
 def _count_parameter(device: DeviceType) -> inspect.Parameter:
     """Return the option that counts the devices of one type, for the signature of `launch`."""
-    option: typer.models.OptionInfo = typer.Option(
+    option: typer.models.OptionInfo = Option(
         device.count_option,
         min=1,
         metavar="N",
         help=f"Number of {device.description} over all nodes ({device.launcher})",
         rich_help_panel="Launch",
-        show_default=False,
     )
     return inspect.Parameter(
         device.name,
@@ -45,11 +44,10 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
 
 
 @command(
-    app,
     "launch",
     panel="Train",
     settings=["launch.*"],
-    settings_of=("train", ["data.*", "model.*", "train.*"]),
+    takes_train_options=True,
     short="--hpus --gpus --tpus --cpus --nodes --launcher --dry-run",
     more_options=[_count_parameter(device) for device in DEVICE_TYPES.values()],
     examples=[
@@ -65,13 +63,11 @@ def launch(
     call: Call,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Print the command without running it", rich_help_panel="Launch"
-        ),
+        Option("--dry-run", help="Print the command without running it", rich_help_panel="Launch"),
     ] = False,
     write: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--write",
             metavar="FILE",
             help="Write the script or manifest instead of running it",
@@ -80,15 +76,11 @@ def launch(
     ] = None,
     wait: Annotated[
         bool,
-        typer.Option(
-            "--wait", help="Follow the submitted job until it ends", rich_help_panel="Launch"
-        ),
+        Option("--wait", help="Follow the submitted job until it ends", rich_help_panel="Launch"),
     ] = False,
     rest: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[-- COMMAND ...]", help="ssdctl command to launch [default: train]"
-        ),
+        Argument(metavar="[-- COMMAND ...]", help="ssdctl command to launch [default: train]"),
     ] = None,
     **counts: int | None,
 ) -> None:

@@ -9,8 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from ssdctl.cli.app import app, click_root
-from ssdctl.cli.command import Call
+from ssdctl.cli.command import Call, app, click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES

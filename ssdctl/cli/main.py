@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,8 +29,7 @@ from ssdctl.cli import (
     shell_completion,
     train,
 )
-from ssdctl.cli.app import app, click_root
-from ssdctl.cli.command import exit_as_bug
+from ssdctl.cli.command import app, click_root, exit_as_bug
 from ssdctl.cli.console import STDOUT, Console
 from ssdctl.cli.help import usage
 from ssdctl.errors import DiskError, ExitCode, Interrupted, UsageError
@@ -65,6 +64,49 @@ def _position(info: typer.models.CommandInfo | typer.models.TyperInfo) -> int:
 
 app.registered_commands.sort(key=_position)
 app.registered_groups.sort(key=_position)
+
+
+def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
+    """Print the versions and the device that `--device auto` finds, without importing torch.
+
+    The commit is that of a git checkout from which ssdctl runs; a wheel has none.
+    """
+    if not is_requested or ctx.resilient_parsing:
+        return
+    import platform
+    from pathlib import Path
+
+    from ssdctl._version import __version__
+    from ssdctl.runs.metrics import git_commit
+    from ssdctl.runtime.cores import usable_cores
+    from ssdctl.runtime.hardware import device_names
+    from ssdctl.runtime.packages import package_version
+
+    rows = {
+        "Python": platform.python_version(),
+        "torch": package_version("torch") or "not installed",
+        "device": ", ".join(device_names()) or f"cpu, {usable_cores()} cores",
+    }
+    checkout = Path(__file__).parents[2]
+    if (checkout / ".git").exists() and (commit := git_commit(checkout)):
+        rows = {"commit": commit[:12], **rows}
+    typer.echo("\n".join([f"ssdctl {__version__}", *(f"{n:<8}{v}" for n, v in rows.items())]))
+    raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_versions,
+            is_eager=True,
+            help="Show versions and the device",
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 
 TRUST = {
@@ -15,7 +14,6 @@ TRUST = {
 
 
 @command(
-    app,
     "models",
     panel="Results",
     settings=[],

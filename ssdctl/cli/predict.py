@@ -10,9 +10,8 @@ import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
 from ssdctl.errors import DataError, NetworkError, UsageError
@@ -31,7 +30,6 @@ MAX_NAMED = 3  # failed images in the error
 
 
 @command(
-    app,
     "predict",
     short="--out --save --score --classes --tile --recursive --bf16 --fp32 --device",
     panel="Results",
@@ -52,17 +50,16 @@ def predict(
     call: Call,
     arguments: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="[CKPT|RUN] IMAGE...",
             help="Checkpoint, ONNX file, run folder, detector, or hf://org/name [default: the "
             "newest run]; then images, folders, glob patterns (** matches subfolders), URLs, - for "
             "a list on stdin; or videos, or a camera (/dev/video0)",
-            show_default=False,
         ),
     ],
     out: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--out",
             metavar="DIR",
             help="Output folder: annotated images (or the --save format) and detections.json",
@@ -70,17 +67,16 @@ def predict(
     ] = None,
     line_width: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--line-width",
             metavar="PX",
             min=1,
             max=200,
             help="Line width of drawn boxes [default: from the image's size]",
-            show_default=False,
         ),
     ] = None,
-    hide_labels: Annotated[bool, typer.Option("--hide-labels", help="Draw no class names")] = False,
-    hide_scores: Annotated[bool, typer.Option("--hide-scores", help="Draw no scores")] = False,
+    hide_labels: Annotated[bool, Option("--hide-labels", help="Draw no class names")] = False,
+    hide_scores: Annotated[bool, Option("--hide-scores", help="Draw no scores")] = False,
 ) -> None:
     """Detect objects in images and videos.
 

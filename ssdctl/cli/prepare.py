@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import typer
+from typer import Option
 
-from ssdctl.cli.app import app
-from ssdctl.cli.command import Call, command
+from ssdctl.cli.command import Call, command, stoppable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -22,7 +21,6 @@ MAX_EXAMPLES = 5  # per kind of finding in the table
 
 
 @command(
-    app,
     "prepare",
     short="--data --from --split --classes --shrink --preview --force",
     panel="Data",
@@ -38,17 +36,10 @@ MAX_EXAMPLES = 5  # per kind of finding in the table
 )
 def prepare(
     call: Call,
-    force: Annotated[
-        bool, typer.Option("--force", help="Prepare again even if nothing changed")
-    ] = False,
+    force: Annotated[bool, Option("--force", help="Prepare again even if nothing changed")] = False,
     preview: Annotated[
         Path | None,
-        typer.Option(
-            "--preview",
-            metavar="FILE",
-            help="Draw training images with their boxes",
-            show_default=False,
-        ),
+        Option("--preview", metavar="FILE", help="Draw training images with their boxes"),
     ] = None,
 ) -> None:
     """Check images and annotations, and pack them for training.
@@ -56,7 +47,6 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
-    from ssdctl.cli.app import stoppable
     from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
 
 
 @command(
-    app,
     "report",
     panel="Results",
     examples=["ssdctl report runs/coco-resnet34", "ssdctl report runs/a runs/b --out both.html"],
@@ -21,20 +19,11 @@ from ssdctl.cli.runs import newest_run
 def report(
     call: Call,
     runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN...",
-            help="Run folders [default: the newest run]",
-            show_default=False,
-        ),
+        list[str] | None, Argument(metavar="RUN...", help="Run folders [default: the newest run]")
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE.html",
-            help="File to write [default: RUN/report.html]",
-        ),
+        Option("--out", metavar="FILE.html", help="File to write [default: RUN/report.html]"),
     ] = None,
 ) -> None:
     """Write an HTML report of one or more runs."""

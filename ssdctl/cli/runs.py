@@ -6,9 +6,8 @@ import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console
 from ssdctl.runs.layout import RUNS
@@ -19,10 +18,9 @@ if TYPE_CHECKING:
     from ssdctl.runs.reader import RunSummary
 
 
-@command(app, "runs", panel="Results", examples=["ssdctl runs", "ssdctl runs experiments --json"])
+@command("runs", panel="Results", examples=["ssdctl runs", "ssdctl runs experiments --json"])
 def runs(
-    call: Call,
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of runs")] = str(RUNS),
+    call: Call, folder: Annotated[str, Argument(metavar="DIR", help="Folder of runs")] = str(RUNS)
 ) -> None:
     """List runs, the newest first: date, data, network, steps and best AP.
 

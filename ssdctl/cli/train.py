@@ -7,9 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import aligned
 from ssdctl.distributed.rank_process import start_rank_log
@@ -35,7 +34,6 @@ MAX_SIMILAR = 10  # runs whose speed may be known
 
 
 @command(
-    app,
     "train",
     panel="Train",
     settings=["data.*", "model.*", "train.*"],
@@ -54,8 +52,7 @@ MAX_SIMILAR = 10  # runs whose speed may be known
 def train(
     call: Call,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print the plan without training", rich_help_panel="Run"),
+        bool, Option("--dry-run", help="Print the plan without training", rich_help_panel="Run")
     ] = False,
 ) -> None:
     """Train a detector, or resume a stopped run.
