@@ -70,7 +70,7 @@ class Call(NamedTuple):
 
 def command_group(name: str, panel: str, text: str) -> typer.Typer:
     """Return a group of commands, such as `config show` and `config init`."""
-    group = typer.Typer(cls=HelpGroup, no_args_is_help=True, help=text)
+    group = typer.Typer(name=name, cls=HelpGroup, no_args_is_help=True, help=text)
     app.add_typer(group, name=name, rich_help_panel=panel)
     return group
 
@@ -136,7 +136,7 @@ def command(
 
         run.__name__ = function.__name__
         _set_signature(run, [])
-        _without_options.append((function.__module__.rpartition(".")[2], add_options))
+        _without_options.append((name if group is app else group.info.name, add_options))
         group.command(
             name,
             cls=Command,
@@ -156,15 +156,15 @@ def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
     run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
-# Commands without options so far: (module, function that adds them). Creating the hundreds of
-# options would take half of the time of `ssdctl --help`, which shows none of them.
-_without_options: list[tuple[str, Callable[[], None]]] = []
+# Commands without options so far: (command or group, function that adds them). Creating the
+# hundreds of options would take half of the time of `ssdctl --help`, which shows none of them.
+_without_options: list[tuple[str | None, Callable[[], None]]] = []
 
 
-def click_root(module: str | None = None) -> typer.core.TyperGroup:
-    """Return the click command of `app`; only `module`'s commands get their options, if given."""
+def click_root(command: str | None = None) -> typer.core.TyperGroup:
+    """Return the click command of `app`; only this command or group gets its options, if given."""
     for entry in list(_without_options):
-        if module in (None, entry[0]):
+        if command in (None, entry[0]):
             entry[1]()
             _without_options.remove(entry)
     root = typer.main.get_command(app)

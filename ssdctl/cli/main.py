@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ssdctl.cli import (
+from ssdctl.cli import (  # noqa: F401 - importing a module registers its commands
     benchmark,
     config,
-    dataset,
     demo,
     doctor,
     download,
@@ -20,11 +19,9 @@ from ssdctl.cli import (
     export,
     fetch_weights,
     launch,
-    models,
     predict,
     prepare,
     push,
-    report,
     runs,
     shell_completion,
     train,
@@ -35,35 +32,14 @@ from ssdctl.cli.help import usage
 from ssdctl.errors import DiskError, ExitCode, Interrupted, UsageError
 from ssdctl.runtime.packages import library_error, memory_limit_error
 
-# In the order of `ssdctl --help`. Importing a module registers its command with `app`.
-MODULES = (
-    demo,
-    download,
-    prepare,
-    dataset,
-    fetch_weights,
-    train,
-    launch,
-    runs,
-    models,
-    evaluate,
-    predict,
-    export,
-    push,
-    report,
-    doctor,
-    config,
-    benchmark,
+# In the order of `ssdctl --help`.
+COMMANDS = (
+    *("demo", "download", "prepare", "dataset", "fetch-weights", "train", "launch"),
+    *("runs", "models", "evaluate", "predict", "export", "push", "report"),
+    *("doctor", "config", "benchmark"),
 )
-COMMANDS = tuple(module.__name__.rpartition(".")[2] for module in MODULES)
-
-
-def _position(info: typer.models.CommandInfo | typer.models.TyperInfo) -> int:
-    return COMMANDS.index(str(info.name).replace("-", "_"))
-
-
-app.registered_commands.sort(key=_position)
-app.registered_groups.sort(key=_position)
+app.registered_commands.sort(key=lambda info: COMMANDS.index(str(info.name)))
+app.registered_groups.sort(key=lambda info: COMMANDS.index(str(info.name)))
 
 
 def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
@@ -125,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments = ["--version"]
     try:
         command = next((a for a in arguments if not a.startswith("-")), "")
-        root = click_root(module=command.replace("-", "_"))
-        code = root.main(args=arguments, prog_name="ssdctl", standalone_mode=False)
+        code = click_root(command).main(args=arguments, prog_name="ssdctl", standalone_mode=False)
         raise SystemExit(code or 0)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # typer's exit code for it is 1

@@ -110,14 +110,13 @@ def predict(
     detector = _load(call, checkpoint)
     failures = _predict(call, detector, sources, folder, targets, style)
     if failures:
-        labels = [printable_line(failure.item.label) for failure in failures]
-        more = ", ..." if len(labels) > MAX_NAMED else ""
-        counted = (
-            f"{len(labels)} of {len(sources)} images failed: {', '.join(labels[:MAX_NAMED])}{more}"
+        named = ", ".join(printable_line(failure.item.label) for failure in failures[:MAX_NAMED])
+        more = ", ..." if len(failures) > MAX_NAMED else ""
+        is_network = any(isinstance(failure.error, NetworkError) for failure in failures)
+        raise (NetworkError if is_network else DataError)(
+            f"{len(failures)} of {len(sources)} images failed: {named}{more}",
+            hint="the warnings name the reasons",
         )
-        if any(isinstance(failure.error, NetworkError) for failure in failures):
-            raise NetworkError(counted, hint="the warnings name the reasons")
-        raise DataError(counted, hint="the warnings name the reasons")
 
 
 def _load(call: Call, checkpoint: str) -> ImageDetector:
@@ -129,7 +128,7 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
 
     settings = call.config.predict
     iou = call.config.evaluate.nms_iou if settings.nms_iou is None else settings.nms_iou
-    detector, _ = load_detector(
+    return load_detector(
         checkpoint,
         device=settings.device,
         config=DetectorConfig(settings.precision, settings.score, iou),
@@ -137,8 +136,7 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
             settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
         ),
         mirror=call.config.download.mirror,
-    )
-    return detector
+    )[0]
 
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
@@ -153,8 +151,8 @@ def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
         targets.append(out / f"{free_stem(source.path.name, stems)}{kept}")
     images = {s.path.resolve(): s.path for s in sources if not s.url}
     for target in targets:
-        if target.resolve() in images:
-            refuse_replacing(images[target.resolve()], target, "--out")
+        if (image := images.get(target.resolve())) is not None:
+            refuse_replacing(image, target, "--out")
     return targets
 
 

@@ -1,15 +1,16 @@
-"""`ssdctl prepare`."""
+"""`ssdctl prepare` and `ssdctl dataset export`."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from typer import Option
+from typer import Argument, Option
 
-from ssdctl.cli.command import Call, command, stoppable
+from ssdctl.cli.command import Call, command, command_group, stoppable
+from ssdctl.files import refuse_url
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ssdctl.data.annotations import Finding
     from ssdctl.data.prepare import Outcome
 
+group = command_group("dataset", "Data", "Export a dataset in another format.")
 MAX_EXAMPLES = 5  # per kind of finding in the table
 
 
@@ -127,3 +129,43 @@ def _example(item: Finding) -> str:
     """Return one finding with the ids of its image and annotation."""
     annotation = "" if item.annotation_id is None else f", annotation {item.annotation_id}"
     return f"image {item.image_id}{annotation}: {item.detail}"
+
+
+@command(
+    "export",
+    group,
+    settings=["data.store"],
+    examples=[
+        "ssdctl dataset export /data/parts --to yolo --out parts-yolo",
+        "ssdctl dataset export /data/parts --to hf --out parts-hf   # for datasets.load_dataset",
+    ],
+)
+def export(
+    call: Call,
+    root: Annotated[str, Argument(metavar="DIR", help="Dataset folder or file")],
+    to: Annotated[
+        Literal["coco", "yolo", "voc", "hf"],
+        Option("--to", metavar="coco|yolo|voc|hf", help="Format (hf: Parquet)"),
+    ],
+    out: Annotated[Path, Option("--out", metavar="DIR", help="New folder")],
+) -> None:
+    """Write a dataset in another format.
+
+    All splits are written, with the images and boxes that `prepare` checked. Images that it
+    downscaled stay smaller.
+    """
+    from ssdctl.data.export_dataset import export_dataset
+    from ssdctl.data.open_dataset import open_dataset
+    from ssdctl.data.store_folder import dataset_folders
+
+    refuse_url(str(out), "--out")
+    data = msgspec.structs.replace(call.config.data, root=root)
+    folder, store = dataset_folders(data)
+    with stoppable("nothing was exported"):
+        splits = open_dataset(folder, store, progress=call.console.progress)
+        counts = export_dataset(splits, out, to, call.console.progress)
+    result: dict[str, Any] = {"out": str(out), "to": to, "images": counts}
+    written = ", ".join(f"{split} {count:,}" for split, count in counts.items())
+    call.console.result(result, f"{out}: {written} images")
+    if to != "hf":
+        call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(out))}"])

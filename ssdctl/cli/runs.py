@@ -1,4 +1,4 @@
-"""`ssdctl runs`, and the run that other commands use if none is named."""
+"""`ssdctl runs` and `ssdctl report`, and the run that commands use if none is named."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
+from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console
-from ssdctl.runs.layout import RUNS
+from ssdctl.runs.layout import RUNS, RunDir
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -44,6 +44,33 @@ def newest_run(console: Console, *, has_checkpoint: bool = True) -> str:
     path = reader.newest_run(has_checkpoint=has_checkpoint)
     console.info(f"using the newest run: {path}")
     return str(path)
+
+
+@command(
+    "report",
+    panel="Results",
+    examples=["ssdctl report runs/coco-resnet34", "ssdctl report runs/a runs/b --out both.html"],
+)
+def report(
+    call: Call,
+    runs: Annotated[
+        list[str] | None, Argument(metavar="RUN...", help="Run folders [default: the newest run]")
+    ] = None,
+    out: Annotated[
+        str | None,
+        Option("--out", metavar="FILE.html", help="File to write [default: RUN/report.html]"),
+    ] = None,
+) -> None:
+    """Write an HTML report of one or more runs."""
+    from ssdctl.reporting.page import write_report
+    from ssdctl.runs.reader import read_runs
+
+    named = runs or [newest_run(call.console, has_checkpoint=False)]
+    contents = read_runs([Path(run) for run in named])
+    target = Path(out) if out else RunDir(Path(named[0])).report
+    write_report(contents, target)
+    call.console.result({"file": str(target)}, f"report: {target}")
+    call.console.closing([], [f"ssdctl predict {named[0]} photo.jpg --out drawn"])
 
 
 def _table(found: list[RunSummary]) -> Group:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.cli.main import MODULES
+from ssdctl.cli.main import COMMANDS
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -28,7 +28,7 @@ def write_pages(folder: Path) -> list[Path]:
 @pytest.mark.skipif(shutil.which("man") is None, reason="man is not installed")
 def test_each_command_has_a_page_without_warnings(tmp_path: Path) -> None:
     pages = write_pages(tmp_path)
-    assert len(pages) > len(MODULES)
+    assert len(pages) > len(COMMANDS)
     done = subprocess.run(
         ["man", "--warnings", "-l", "-Tutf8", *map(str, pages)], capture_output=True, text=True
     )
