@@ -30,14 +30,7 @@ Seconds = Annotated[
 @command(
     "data",
     group,
-    settings=[
-        "data.*",
-        "train.workers",
-        "train.augment",
-        "train.seed",
-        "train.pipeline",
-        "train.execution",
-    ],
+    settings="data.* train.workers train.augment train.seed train.pipeline train.execution",
     examples=[
         "ssdctl benchmark data",
         "ssdctl benchmark data --data /data/coco --workers 8",
@@ -80,13 +73,10 @@ def data(
     )
     if gpu_rate is not None:
         figures |= required_cores(figures, gpu_rate, gpus)
+        remedy = "; or a smaller or decoded store: ssdctl prepare --shrink 512 --encoding raw"
         call.console.info(
             f"{gpus} x {gpu_rate:,} img/s need {figures['required_cores']} such cores"
-            + (
-                ""
-                if figures["is_sufficient"]
-                else "; or a smaller or decoded store: ssdctl prepare --shrink 512 --encoding raw"
-            )
+            f"{'' if figures['is_sufficient'] else remedy}"
         )
     _print_figures(call, figures)
 
@@ -94,18 +84,10 @@ def data(
 @command(
     "train",
     group,
-    settings=[
-        "data.*",
-        "model.*",
-        "train.preset",
-        "train.batch_size",
-        "train.precision",
-        "train.device",
-        "train.execution",
-        "train.tf32",
-        "train.workers",
-        "train.pipeline",
-    ],
+    settings=(
+        "data.* model.* train.preset train.batch_size train.precision train.device "
+        "train.execution train.tf32 train.workers train.pipeline"
+    ),
     examples=[
         "ssdctl benchmark train --bs 8 --fp32",
         "ssdctl benchmark train --backbone resnet50 --bs auto --fake-data",
@@ -137,22 +119,10 @@ def train(
 @command(
     "evaluate",
     group,
-    settings=[
-        "data.*",
-        "model.backbone",
-        *(
-            f"evaluate.{name}"
-            for name in (
-                "split",
-                "batch_size",
-                "precision",
-                "device",
-                "workers",
-                "score_threshold",
-                "nms_iou",
-            )
-        ),
-    ],
+    settings=(
+        "data.* model.backbone evaluate.split evaluate.batch_size evaluate.precision "
+        "evaluate.device evaluate.workers evaluate.score_threshold evaluate.nms_iou"
+    ),
     examples=["ssdctl benchmark evaluate", "ssdctl benchmark evaluate --data /data/coco"],
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:

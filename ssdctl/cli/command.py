@@ -1,6 +1,6 @@
 """Register commands, with options generated from the settings of the schema.
 
-    @command("train", panel="Train", settings=["data.*", "train.*"], examples=[...])
+    @command("train", panel="Train", settings="data.* train.*", examples=[...])
     def train(call: Call, dry_run: Annotated[bool, Option(...)] = False) -> None:
         call.config.train.lr ...
 
@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -80,7 +80,7 @@ def command(
     group: typer.Typer = app,
     *,
     panel: str | None = None,
-    settings: Sequence[str] = (),
+    settings: str = "",
     short: str = "",
     examples: Sequence[str] = (),
     more_options: Sequence[inspect.Parameter] = (),
@@ -91,7 +91,7 @@ def command(
 
     Args:
         panel: The heading under which `ssdctl --help` lists it.
-        settings: The settings that become its options (`train.*`, `data.root`).
+        settings: The settings that become its options: `data.root train.*`.
         short: The options that `-h` shows, in this order; none: all of them.
         examples: Command lines for `--help`.
         more_options: Options generated from a table; the function takes them as `**options`.
@@ -113,7 +113,7 @@ def command(
                 )
 
         def add_options() -> None:
-            shown = select(*settings)
+            shown = select(*settings.split())
             selected.extend(shown)
             if takes_train_options:
                 selected.extend(s for s in select(*TRAIN_SETTINGS) if s not in shown)
@@ -324,7 +324,7 @@ def _preset_values(name: str) -> dict[str, Any]:
     return {override.path: override.value for override in preset_overrides(name)}
 
 
-def exit_as_bug() -> None:
+def exit_as_bug() -> NoReturn:
     _print_traceback()
     sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
     raise SystemExit(1)

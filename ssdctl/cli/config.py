@@ -153,7 +153,7 @@ def _preset_table(recipes: dict[str, dict[str, object]]) -> str:
     "init",
     group,
     is_isolated=True,
-    settings=["train.preset"],
+    settings="train.preset",
     examples=["ssdctl config init", "ssdctl config init --preset mlperf-r34 mlperf.toml"],
 )
 def init(

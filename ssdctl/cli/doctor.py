@@ -19,7 +19,7 @@ DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that i
 @command(
     "doctor",
     panel="This machine",
-    settings=["data.*", "download.mirror"],
+    settings="data.* download.mirror",
     examples=[
         "ssdctl doctor",
         "ssdctl doctor -v   # every check",

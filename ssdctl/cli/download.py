@@ -35,7 +35,7 @@ LINE_INTERVAL_S = 30.0  # between two lines of progress if there is no terminal
     "download",
     short="--dest --dataset --part --mirror --verify --dry-run",
     panel="Data",
-    settings=["download.*"],
+    settings="download.*",
     examples=[
         "ssdctl download --dest data/coco",
         "ssdctl download --dest data/coco --part val --connections 16",

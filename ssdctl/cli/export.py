@@ -27,7 +27,7 @@ from ssdctl.exporting.request import (
     "export",
     short="--format --out --nms --batch --fp16 --int8 --data",
     panel="Results",
-    settings=["data.root", "evaluate.score_threshold", "evaluate.nms_iou", "evaluate.limit"],
+    settings="data.root evaluate.score_threshold evaluate.nms_iou evaluate.limit",
     examples=[
         "ssdctl export --format onnx --out ssd.onnx   # the newest run of runs/",
         "ssdctl export best.pt --format onnx --nms none --out opencv.onnx",

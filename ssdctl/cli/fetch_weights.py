@@ -34,7 +34,7 @@ def _names() -> list[str]:
 @command(
     "fetch-weights",
     panel="Data",
-    settings=["download.mirror", "download.timeout"],
+    settings="download.mirror download.timeout",
     examples=[
         "ssdctl fetch-weights resnet34-imagenet-v1",
         "ssdctl fetch-weights resnet34-333f7ec4 --dest weights",
@@ -133,7 +133,6 @@ def _list(call: Call, dest: Path | None) -> None:
 @command(
     "models",
     panel="Results",
-    settings=[],
     examples=["ssdctl models", "ssdctl predict ssd300-vgg16-coco street.jpg"],
 )
 def models(call: Call) -> None:

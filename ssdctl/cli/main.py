@@ -29,7 +29,7 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
 from ssdctl.cli.command import app, click_root, exit_as_bug
 from ssdctl.cli.console import STDOUT, Console
 from ssdctl.cli.help import usage
-from ssdctl.errors import DiskError, ExitCode, Interrupted, UsageError
+from ssdctl.errors import DiskError, ExitCode, Interrupted, SsdctlError, UsageError
 from ssdctl.runtime.packages import library_error, memory_limit_error
 
 # In the order of `ssdctl --help`.
@@ -107,25 +107,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(end.__context__, BrokenPipeError):  # typer's exit code for it is 1
             raise SystemExit(ExitCode.DISK) from None
         raise
-    except KeyboardInterrupt:  # before a command runs
-        raise SystemExit(Interrupted.exit_code) from None
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if _is_interrupt(error):
             raise SystemExit(Interrupted.exit_code) from None
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error, err=True)  # the help of a group
             raise SystemExit(ExitCode.USAGE) from None
-        if (problem := _as_usage_error(error)) is not None:
-            Console().error(problem)
-            raise SystemExit(problem.exit_code) from None
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            # typer itself writes --help and --version
-            Console().error(DiskError(f"no space left while writing {error.filename or STDOUT}"))
-            raise SystemExit(DiskError.exit_code) from None
-        if (problem := memory_limit_error(error) or library_error(error)) is not None:
-            Console().error(problem)
-            raise SystemExit(problem.exit_code) from None
-        exit_as_bug()
+        if (problem := _expected_error(error)) is None:
+            exit_as_bug()
+        Console().error(problem)
+        raise SystemExit(problem.exit_code) from None
+
+
+def _expected_error(error: BaseException) -> SsdctlError | None:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        # typer itself writes --help and --version
+        return DiskError(f"no space left while writing {error.filename or STDOUT}")
+    return _as_usage_error(error) or memory_limit_error(error) or library_error(error)
 
 
 def _as_usage_error(error: Any) -> UsageError | None:

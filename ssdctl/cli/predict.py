@@ -33,7 +33,7 @@ MAX_NAMED = 3  # failed images in the error
     "predict",
     short="--out --save --score --classes --tile --recursive --bf16 --fp32 --device",
     panel="Results",
-    settings=["predict.*"],
+    settings="predict.*",
     examples=[
         "ssdctl predict street.jpg   # with the newest run of runs/",
         "ssdctl predict runs/coco-resnet34 street.jpg --out drawn",

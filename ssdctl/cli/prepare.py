@@ -26,7 +26,7 @@ MAX_EXAMPLES = 5  # per kind of finding in the table
     "prepare",
     short="--data --from --split --classes --shrink --preview --force",
     panel="Data",
-    settings=["data.*", "prepare.*"],
+    settings="data.* prepare.*",
     examples=[
         "ssdctl prepare --data /data/coco",
         "ssdctl prepare --data /data/coco --no-pack   # only the index, images are not copied",
@@ -134,7 +134,7 @@ def _example(item: Finding) -> str:
 @command(
     "export",
     group,
-    settings=["data.store"],
+    settings="data.store",
     examples=[
         "ssdctl dataset export /data/parts --to yolo --out parts-yolo",
         "ssdctl dataset export /data/parts --to hf --out parts-hf   # for datasets.load_dataset",

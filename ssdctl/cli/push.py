@@ -16,7 +16,7 @@ from ssdctl.errors import UsageError
 @command(
     "push",
     panel="Results",
-    settings=["download.mirror"],
+    settings="download.mirror",
     examples=[
         "ssdctl push runs/coco-resnet34 hf://org/name --license apache-2.0",
         "ssdctl push best.pt hf://org/name --license apache-2.0 --private",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.console import Console
+from ssdctl.cli.console import Console, table
 from ssdctl.runs.layout import RUNS, RunDir
 
 if TYPE_CHECKING:
@@ -75,21 +75,19 @@ def report(
 
 def _table(found: list[RunSummary]) -> Group:
     from rich.console import Group
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("run", overflow="fold")
-    table.add_column("date", no_wrap=True)
-    table.add_column("data", overflow="fold")
-    table.add_column("network", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("AP", justify="right", no_wrap=True)
+    rows = table("run", "date", "data", "network", "steps", "AP", left=range(4))
+    for column in rows.columns:
+        if column.header in ("run", "data"):
+            column.overflow = "fold"
+        else:
+            column.no_wrap = True
     for run in found:
         ap = "-" if run.ap is None or run.ap < 0 else f"{run.ap:.3f}"
         steps = f"{run.steps:,}"
-        table.add_row(str(run.path), _date(run), run.data, run.network, steps, ap)
+        rows.add_row(str(run.path), _date(run), run.data, run.network, steps, ap)
     notes = [f"{run.path}: {run.state}" for run in found if run.state]
-    return Group(table, *notes)
+    return Group(rows, *notes)
 
 
 def _date(run: RunSummary) -> str:
