@@ -189,8 +189,8 @@ class ByteProgress:
         self._received = dict.fromkeys(self._expected, 0)
         self._label = ""
         self._bars: Progress | None = None
-        self._all: TaskID | None = None
-        self._current: TaskID | None = None
+        self._all: TaskID
+        self._current: TaskID
         self._first = self._last_line = (0.0, 0)
 
     def __call__(self, label: str, done: int, total: int) -> None:
@@ -214,23 +214,19 @@ class ByteProgress:
         """Remove the display."""
         if self._bars is not None:
             self._bars.stop()
-        self._bars = self._all = self._current = None
-        self._label = ""
+        self._bars, self._label = None, ""
 
     def _draw(self, label: str, done: int, total: int, is_new: bool) -> None:
         if self._bars is None:
             self._bars = _byte_bars()
-            if len(self._expected) > 1:
-                self._all = self._bars.add_task("all files", total=sum(self._expected.values()))
+            expected, has_several = sum(self._expected.values()), len(self._expected) > 1
+            self._all = self._bars.add_task("all files", total=expected, visible=has_several)
+            self._current = self._bars.add_task(label)
             self._bars.start()
-        if is_new or self._current is None:
-            if self._current is not None:
-                self._bars.remove_task(self._current)
-            # Bytes of an earlier attempt do not count for the rate.
-            self._current = self._bars.add_task(label, total=total, completed=done)
+        if is_new:  # bytes of an earlier attempt do not count for the rate
+            self._bars.reset(self._current, description=label, total=total, completed=done)
         self._bars.update(self._current, completed=done)
-        if self._all is not None:
-            self._bars.update(self._all, completed=sum(self._received.values()))
+        self._bars.update(self._all, completed=sum(self._received.values()))
 
     def _print_line(self, label: str, done: int, total: int) -> None:
         start, done_at_start = self._first
