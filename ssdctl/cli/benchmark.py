@@ -44,16 +44,13 @@ def data(
     gpu_rate: Annotated[
         float | None,
         Option(
-            "--gpu-rate",
             help="Training speed of one GPU (img/s), to compute the cores it needs",
             metavar="R",
             min=0.1,
             max=1e9,
         ),
     ] = None,
-    gpus: Annotated[
-        int, Option("--gpus", help="Number of GPUs, for --gpu-rate", metavar="N", min=1)
-    ] = 1,
+    gpus: Annotated[int, Option(help="Number of GPUs, for --gpu-rate", metavar="N", min=1)] = 1,
 ) -> None:
     """Benchmark data loading on the CPU.
 

@@ -61,10 +61,8 @@ class Stage(NamedTuple):
 )
 def demo(
     call: Call,
-    out: Annotated[str, Option("--out", metavar="DIR", help="Output folder")] = "demo",
-    seed: Annotated[
-        int, Option("--seed", metavar="N", min=0, help="Seed of data and training")
-    ] = 0,
+    out: Annotated[str, Option(metavar="DIR", help="Output folder")] = "demo",
+    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of data and training")] = 0,
 ) -> None:
     """Run the full pipeline in minutes, offline.
 

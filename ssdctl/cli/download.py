@@ -47,9 +47,7 @@ def download(
     call: Call,
     dest: Annotated[
         Path | None,
-        Option(
-            "--dest", metavar="DIR", help=f"Dataset folder [default: {COCO_DIR} or {SHAPES_DIR}]"
-        ),
+        Option(metavar="DIR", help=f"Dataset folder [default: {COCO_DIR} or {SHAPES_DIR}]"),
     ] = None,
     verify: Annotated[bool, Option("--verify", help="Check the files in DIR, offline")] = False,
     dry_run: Annotated[

@@ -55,12 +55,9 @@ def evaluate(
         bool, Option("--all", help="Score every checkpoint of a run, in one table")
     ] = False,
     detections: Annotated[
-        str | None,
-        Option("--detections", metavar="FILE", help="Write the detections as COCO results"),
+        str | None, Option(metavar="FILE", help="Write the detections as COCO results")
     ] = None,
-    report: Annotated[
-        str | None, Option("--report", metavar="DIR", help="Write an HTML report to DIR")
-    ] = None,
+    report: Annotated[str | None, Option(metavar="DIR", help="Write an HTML report to DIR")] = None,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 

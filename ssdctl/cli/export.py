@@ -50,7 +50,7 @@ def export(
             autocompletion=completer(FORMATS),
         ),
     ],
-    out: Annotated[str, Option("--out", metavar="FILE", help="File to write")],
+    out: Annotated[str, Option(metavar="FILE", help="File to write")],
     checkpoint: Annotated[
         str | None,
         Argument(
@@ -61,7 +61,6 @@ def export(
     nms: Annotated[
         str | None,
         Option(
-            "--nms",
             metavar="NMS",
             help="onnx, efficientnms (TensorRT), or none [default: onnx, pt2: none]",
             autocompletion=completer(NMS),
@@ -71,7 +70,7 @@ def export(
         bool, Option("--raw", help="Export raw outputs, without decoding and NMS")
     ] = False,
     batch: Annotated[
-        str, Option("--batch", metavar="N|dynamic", help="Batch size of the exported model")
+        str, Option(metavar="N|dynamic", help="Batch size of the exported model")
     ] = "dynamic",
     fp16: Annotated[bool, Option("--fp16", help="Store weights in fp16, compute in fp32")] = False,
     int8: Annotated[
@@ -80,20 +79,13 @@ def export(
     calibrate: Annotated[
         int | None,
         Option(
-            "--calibrate",
-            metavar="N",
-            min=1,
-            help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]",
+            metavar="N", min=1, help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]"
         ),
     ] = None,
     max_ap_loss: Annotated[
         float | None,
         Option(
-            "--max-ap-loss",
-            metavar="X",
-            min=0,
-            max=1,
-            help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]",
+            metavar="X", min=0, max=1, help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]"
         ),
     ] = None,
 ) -> None:

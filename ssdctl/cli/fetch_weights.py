@@ -53,8 +53,7 @@ def fetch_weights(
         ),
     ] = None,
     dest: Annotated[
-        Path | None,
-        Option("--dest", metavar="DIR", help="Folder [default: ~/.cache/torch/hub/checkpoints]"),
+        Path | None, Option(metavar="DIR", help="Folder [default: ~/.cache/torch/hub/checkpoints]")
     ] = None,
     list_all: Annotated[bool, Option("--list", help="List all names")] = False,
 ) -> None:

@@ -61,9 +61,7 @@ def launch(
     ] = False,
     write: Annotated[
         str | None,
-        option(
-            "--write", metavar="FILE", help="Write the script or manifest instead of running it"
-        ),
+        option(metavar="FILE", help="Write the script or manifest instead of running it"),
     ] = None,
     wait: Annotated[bool, option("--wait", help="Follow the submitted job until it ends")] = False,
     rest: Annotated[

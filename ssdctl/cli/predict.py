@@ -60,7 +60,6 @@ def predict(
     out: Annotated[
         str | None,
         Option(
-            "--out",
             metavar="DIR",
             help="Output folder: annotated images (or the --save format) and detections.json",
         ),
@@ -68,7 +67,6 @@ def predict(
     line_width: Annotated[
         int | None,
         Option(
-            "--line-width",
             metavar="PX",
             min=1,
             max=200,

@@ -40,8 +40,7 @@ def prepare(
     call: Call,
     force: Annotated[bool, Option("--force", help="Prepare again even if nothing changed")] = False,
     preview: Annotated[
-        Path | None,
-        Option("--preview", metavar="FILE", help="Draw training images with their boxes"),
+        Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
     ] = None,
 ) -> None:
     """Check images and annotations, and pack them for training.
@@ -147,7 +146,7 @@ def export(
         Literal["coco", "yolo", "voc", "hf"],
         Option("--to", metavar="coco|yolo|voc|hf", help="Format (hf: Parquet)"),
     ],
-    out: Annotated[Path, Option("--out", metavar="DIR", help="New folder")],
+    out: Annotated[Path, Option(metavar="DIR", help="New folder")],
 ) -> None:
     """Write a dataset in another format.
 

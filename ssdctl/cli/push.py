@@ -36,20 +36,17 @@ def push(
         str, Option("--license", metavar="ID", help="License of the weights, e.g. apache-2.0")
     ] = "other",
     data_license: Annotated[
-        str | None, Option("--data-license", metavar="TEXT", help="License of the dataset")
+        str | None, Option(metavar="TEXT", help="License of the dataset")
     ] = None,
     samples: Annotated[
-        int,
-        Option(
-            "--samples", min=0, max=50, metavar="N", help="Number of sample images with detections"
-        ),
+        int, Option(min=0, max=50, metavar="N", help="Number of sample images with detections")
     ] = 4,
     private: Annotated[bool, Option("--private", help="Create a private repository")] = False,
     message: Annotated[
-        str, Option("--message", metavar="TEXT", help="Commit message")
+        str, Option(metavar="TEXT", help="Commit message")
     ] = "Upload an SSD300 trained with ssdctl",
     out: Annotated[
-        str | None, Option("--out", metavar="DIR", help="Write the files to DIR without uploading")
+        str | None, Option(metavar="DIR", help="Write the files to DIR without uploading")
     ] = None,
 ) -> None:
     """Publish a model on the Hugging Face Hub.

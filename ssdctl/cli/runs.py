@@ -57,8 +57,7 @@ def report(
         list[str] | None, Argument(metavar="RUN...", help="Run folders [default: the newest run]")
     ] = None,
     out: Annotated[
-        str | None,
-        Option("--out", metavar="FILE.html", help="File to write [default: RUN/report.html]"),
+        str | None, Option(metavar="FILE.html", help="File to write [default: RUN/report.html]")
     ] = None,
 ) -> None:
     """Write an HTML report of one or more runs."""
