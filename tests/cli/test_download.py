@@ -142,7 +142,8 @@ def test_a_file_in_the_way_is_a_disk_error(server: Server, cli: Cli) -> None:
 )
 def test_contradictory_options_are_refused(cli: Cli, arguments: list[str]) -> None:
     result = cli("download", "--dest", "data", *arguments)
-    assert (result.code, arguments[0] in result.err) == (2, True)
+    assert result.code == 2
+    assert any(argument in result.err for argument in arguments)
     assert list(Path().iterdir()) == []
 
 
