@@ -32,7 +32,7 @@ option = functools.partial(Option, rich_help_panel="Launch")
 def _count_parameter(device: DeviceType) -> inspect.Parameter:
     """Return the option that counts the devices of one type, for the signature of `launch`."""
     text = f"Number of {device.description} over all nodes ({device.launcher})"
-    kind = Annotated[int | None, option(device.count_option, min=1, metavar="N", help=text)]  # type: ignore[valid-type]
+    kind = Annotated[int | None, option(device.count_option, min=1, metavar="N", help=text)]
     return inspect.Parameter(
         device.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind
     )
