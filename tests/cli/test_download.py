@@ -64,6 +64,7 @@ def test_verify(server: Server, cli: Cli) -> None:
     options = ["--dest", "data", "--manifest", file_list]
     code, _, err = cli("download", *options, "--verify")
     assert (code, "val.zip" in err) == (5, True)
+    assert cli("download", "--dest", "nothing", "--verify").code == 5  # not a part of COCO
     answer(cli, *options)
     before = len(server.requests)
     assert answer(cli, *options, "--verify")["files"][0]["state"] == "intact"
