@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ssdctl.call_config import TRAIN_KEYWORDS, refuse_others, resolve_call, settings_of
+from ssdctl.call_config import TRAIN_KEYWORDS, overrides_of, refuse_others, resolve_call
 from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.distributed import collectives
 from ssdctl.errors import UsageError, hints_in_messages
@@ -78,7 +78,7 @@ class Trainer:
         **settings: Unpack[TrainSettings],
     ) -> None:
         refuse_others("Trainer", "train", settings, TRAIN_KEYWORDS)
-        resolved = resolve_call(config, settings_of("train", {"data": data, **settings}))
+        resolved = resolve_call(config, overrides_of("train", {"data": data, **settings}))
         with contextlib.ExitStack() as stack, signals.handled():
             is_live = progress and can_redraw()
             display = RunDisplay(_log_facts, _log_line, is_live=is_live, has_steps=True)
