@@ -64,6 +64,7 @@ def measure(
     run: Path, variant: str, data: tuple[str, ...], base: Path, samples: int
 ) -> dict[str, Any]:
     """Train one variant with as many samples in all of them."""
+    options: tuple[str, ...]
     if variant == "tuned":
         options, batch = ("--init", str(base)), 8
     elif variant == "random":
