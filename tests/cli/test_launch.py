@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from conftest import Result, run_cli
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data.prepare import prepare
 from ssdctl.data.shapes import generate
 from ssdctl.launch import _run
@@ -229,7 +230,7 @@ def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused() -> None
     generate(Path("data"), num_train=6, num_val=1)
     job = ("--cpus", "2", "--data", "data", "--bs", "2", "--epochs", "2", "--dry-run")
     assert launch(*job, "--warmup", "100st").code == 0  # the number of images is not known yet
-    prepare(Path("data"), Path("data/prepared"), pack=False)
+    prepare(Path("data"), Path("data/prepared"), PrepareConfig(pack=False))
     result = launch(*job, "--warmup", "100st")
     assert (result.code, "100 steps" in result.err) == (2, True)
     assert launch(*job, "--warmup", "1st").code == 0
