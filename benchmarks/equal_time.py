@@ -7,9 +7,10 @@
 DATASET is a folder that `ssdctl prepare` recognizes, with a training and a validation split. Both
 start from random weights and use their own defaults, each in its own processes: `ssdctl train
 --backbone-weights none`, and ultralytics' `YOLO("yolo11n.yaml").train(...)`, whose `time` sets its
-length. Both score the validation images while they train and keep their best weights, so that
-time is part of the minutes. pycocotools then scores the detections of the best weights on the
-validation images: down to a score of 0.001 for yolo11n, to the default of `evaluate` for ssdctl.
+length; it runs on all cores (its default leaves one out). Both score the validation images while
+they train and keep their best weights, so that time is part of the minutes. pycocotools then scores
+the detections of the best weights on the validation images: down to a score of 0.001 for yolo11n,
+to the default of `evaluate` for ssdctl.
 
 Without --minutes, ssdctl trains as long as its own rule says; with them, a trial of 15 steps tells
 how many of its epochs fit. yolo11n then gets the time that ssdctl took. --together trains both at
@@ -35,16 +36,20 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from ssdctl.data.annotations import coco_document
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
+from ssdctl.evaluation.coco_ap import read_ground_truth
 
 SSDCTL = (sys.executable, "-m", "ssdctl")
 TRIAL_STEPS = 15
 TRIAL_SHARE = 0.85  # of the minutes; start-up and evaluations need the rest
 TOGETHER = 0.5  # of the speed, if the other program runs at the same time
 YOLO_TRAIN = """
-import sys
+import os, sys
 from ultralytics import YOLO
+from ultralytics.utils import torch_utils
+torch_utils.NUM_THREADS = len(os.sched_getaffinity(0))  # its default leaves a core unused
 data, hours, project = sys.argv[1:]
 YOLO("yolo11n.yaml").train(
     data=data, time=float(hours), device="cpu", pretrained=False, project=project, name="run",
@@ -235,8 +240,15 @@ def score(val: Split, detections: Path) -> tuple[float, float]:
 
     if not json.loads(detections.read_text()):
         return 0.0, 0.0
+    found = read_ground_truth(val.index_file)
+    sizes = found.sizes.tolist()
+    images = [(i, "", *size) for i, size in zip(found.image_ids.tolist(), sizes, strict=True)]
+    columns = (found.object_image_ids, found.object_category_ids, found.boxes, found.areas)
+    objects = zip(*(c.tolist() for c in columns), found.is_crowd.astype(int).tolist(), strict=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(str(val.annotations))
+        truth = COCO()
+        truth.dataset = coco_document(images, [(c.id, c.name) for c in val.classes], objects)
+        truth.createIndex()
         scoring = COCOeval(truth, truth.loadRes(str(detections)), "bbox")
         scoring.evaluate()
         scoring.accumulate()
