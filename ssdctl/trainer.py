@@ -92,7 +92,7 @@ class Trainer:
             )
             self._resources = stack.pop_all()
         self._is_open = True
-        self.path = Path(self._trainer.setup.run.out)
+        self.path = Path(self._trainer.opened.run.out)
         self.model: SSD300 = self._trainer.model
         self.optimizer: torch.optim.Optimizer = self._trainer.optimizer
         self.total_steps: int = self._trainer.plan.total_steps
@@ -120,7 +120,7 @@ class Trainer:
                 with signals.handled():
                     yield from self._trainer
                 # The others may evaluate the checkpoint that the first rank writes.
-                collectives.barrier(self._trainer.setup.ranks)
+                collectives.barrier(self._trainer.opened.ranks)
             except GeneratorExit:  # the loop was left
                 raise
             except BaseException:
@@ -143,7 +143,7 @@ class Trainer:
         """
         self._trainer.save(is_scheduled=False)
         self._trainer.saver.wait()
-        collectives.barrier(self._trainer.setup.ranks)
+        collectives.barrier(self._trainer.opened.ranks)
 
     def close(self) -> None:
         """Release the run folder and the process group; what was not saved is lost."""

@@ -164,7 +164,7 @@ def _predict(
 ) -> list[UnreadableImage]:
     """Print, draw and save the detections; return the images that cannot be read."""
     from ssdctl.inference.image_detector import (
-        OpenedImage,
+        PreparedImage,
         UnreadableImage,
         detect_ahead,
         open_image,
@@ -177,12 +177,12 @@ def _predict(
         make_dir(out)  # before the detection, which may take hours
         writer = WRITERS[settings.save or "json"](out, detector.selected_classes)
 
-    def opened(source: ImageSource, cancelled: threading.Event) -> OpenedImage:
+    def prepare(source: ImageSource, cancelled: threading.Event) -> PreparedImage:
         content = source.open(cancelled)
-        return OpenedImage(source, content, open_image(content))
+        return detector.prepare(source, content, open_image(content))
 
     results = detect_ahead(
-        detector, sources, opened, batch_size=settings.batch_size, threads=usable_cores()
+        detector, sources, prepare, batch_size=settings.batch_size, threads=usable_cores()
     )
     records, failures, objects = [], list[UnreadableImage](), 0
     shown = console.progress(results, total=len(sources), label="predicting", unit="img")
