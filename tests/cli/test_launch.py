@@ -231,3 +231,10 @@ def test_an_absent_launcher_is_a_usage_error(
     result = launch(*arguments)
     assert result.code == 2
     assert all(word in " ".join(result.err.split()) for word in words)
+
+
+def test_variables_of_this_machine_travel_to_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSDCTL_TRAIN__SEED", "3")
+    result = launch("--gpus", "8", "--launcher", "kubernetes", *POD, "--dry-run")
+    assert result.code == 0, result.err
+    assert "SSDCTL_TRAIN__SEED" in result.out
