@@ -16,9 +16,10 @@ from ssdctl.call_config import (
     TRAIN_KEYWORDS,
     ConfigLike,
     PathLike,
+    override_of,
+    overrides_of,
     public,
     resolve_call,
-    settings_of,
 )
 from ssdctl.config.schema import Config
 from ssdctl.errors import UsageError, hints_in_messages
@@ -54,8 +55,12 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
                 f"configure: {table!r} is not a table of settings",
                 hint=f'write train={{"{table}": ...}}, or the name of its table for train',
             )
-    given = {f"{table}.{k}": value for table, t in tables.items() for k, value in t.items()}
-    return resolve_call(config, given, keep_none=True).config
+    given = [
+        override_of(f"{table}.{key}", value, f"{table}.{key}")
+        for table, settings in tables.items()
+        for key, value in settings.items()
+    ]
+    return resolve_call(config, given).config
 
 
 @public("predict")
@@ -96,8 +101,7 @@ def load(
         ssdctl.errors.NetworkError: The detector or model cannot be fetched.
         ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
     """
-    given = settings_of("predict", locals())
-    settings = resolve_call(None, given, keep_none=True).config.predict
+    settings = resolve_call(None, overrides_of("predict", locals())).config.predict
     from ssdctl.inference.detector import DetectorConfig  # late: torch takes seconds
     from ssdctl.inference.image_detector import Options
     from ssdctl.inference.predict import Predictor, load_detector
@@ -149,7 +153,7 @@ def prepare(
         ssdctl.errors.DataError: The dataset cannot be used.
         ssdctl.errors.DiskError: The store cannot be written.
     """
-    resolved = resolve_call(config, settings_of("prepare", locals()))
+    resolved = resolve_call(config, overrides_of("prepare", locals()))
     from ssdctl.data.open_dataset import prepare_dataset
 
     return prepare_dataset(resolved.config, force=force, progress=_progress(progress))
@@ -218,7 +222,7 @@ def train(
     return Trainer(data, config=config, progress=progress, **keywords).run()
 
 
-@public("evaluate", what="checkpoint")
+@public("evaluate")
 def evaluate(
     checkpoint: PathLike,
     data: PathLike | None = None,
@@ -263,7 +267,7 @@ def evaluate(
         ssdctl.errors.DataError: The dataset or the detections cannot be read.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
-    resolved = resolve_call(config, settings_of("evaluate", locals()))
+    resolved = resolve_call(config, overrides_of("evaluate", locals()))
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
     from ssdctl.inference.model_source import locate_checkpoint
@@ -332,7 +336,7 @@ def export(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
         ssdctl.errors.DiskError: The file cannot be written.
     """
-    resolved = resolve_call(config, settings_of("evaluate", locals()))
+    resolved = resolve_call(config, overrides_of("evaluate", locals()))
     from ssdctl.exporting.request import ExportRequest, export_checkpoint
 
     return export_checkpoint(

@@ -9,8 +9,7 @@ import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from ssdctl.config.render import values
@@ -37,12 +36,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def public(section: str, **renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def public(section: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function refuse keywords that it does not have, and raise errors with their hints.
 
     Args:
         section: The table of its settings.
-        renamed: Old keywords, and the new ones.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -51,7 +49,7 @@ def public(section: str, **renamed: str) -> Callable[[Callable[P, R]], Callable[
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             with hints_in_messages():
-                refuse_others(function.__name__, section, kwargs, keywords, renamed)
+                refuse_others(function.__name__, section, kwargs, keywords)
                 return function(*args, **kwargs)
 
         return call
@@ -60,17 +58,12 @@ def public(section: str, **renamed: str) -> Callable[[Callable[P, R]], Callable[
 
 
 def refuse_others(
-    caller: str,
-    section: str,
-    given: Iterable[str],
-    keywords: Collection[str],
-    renamed: Mapping[str, str] = MappingProxyType({}),
+    caller: str, section: str, given: Iterable[str], keywords: Collection[str]
 ) -> None:
     """Raise UsageError for a keyword that does not exist; the hint says what to write instead."""
     for name in given:
         if name not in keywords:
-            hint = f"write {renamed[name]}=" if name in renamed else None
-            hint = hint or _instead_of(name, section, keywords)
+            hint = _instead_of(name, section, keywords)
             raise UsageError(f"{caller}: it has no keyword {name!r}", hint=hint)
 
 
@@ -88,10 +81,23 @@ def _instead_of(name: str, section: str, keywords: Collection[str]) -> str:
     return f"did you mean {near[0]}?" if near else "help(ssdctl) lists the functions"
 
 
-def settings_of(section: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that are settings, by path."""
+def overrides_of(section: str, arguments: Mapping[str, Any]) -> list[Override]:
+    """Return the arguments of a call that are settings; None leaves a setting to the config."""
     paths = {name: KEYWORDS.get(name, f"{section}.{name}") for name in arguments}
-    return {path: arguments[name] for name, path in paths.items() if path in all_settings()}
+    return [
+        override_of(path, arguments[name], name)
+        for name, path in paths.items()
+        if path in all_settings() and arguments[name] is not None
+    ]
+
+
+def override_of(path: str, value: Any, label: str) -> Override:
+    """Return a setting's value, which errors name by `label`."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor
+        value = value.tolist()
+    return Override(path, list(value) if isinstance(value, tuple) else value, of_call(label))
 
 
 class TrainSettings(TypedDict, total=False):
@@ -117,34 +123,15 @@ class TrainSettings(TypedDict, total=False):
 TRAIN_KEYWORDS = frozenset(TrainSettings.__annotations__)
 
 
-def resolve_call(
-    config: ConfigLike | None, given: Mapping[str, Any], *, keep_none: bool = False
-) -> Resolved:
-    """Resolve the config of a call from `config` and `given` (by path); nothing else is read."""
-    overrides = []
-    if isinstance(config, Config):
-        sources = sources_of(config)
-        overrides = [
-            Override(path, value, sources[path])
-            for path, value in values(config).items()
-            if sources[path].kind >= Kind.FILE  # the call may name another preset
-        ]
-        config = None
-    overrides += [
-        _override(path, value) for path, value in given.items() if keep_none or value is not None
+def resolve_call(config: ConfigLike | None, given: Sequence[Override]) -> Resolved:
+    """Resolve the config of a call from `config` and `given`; nothing else is read."""
+    if not isinstance(config, Config):
+        file = None if config is None else os.fspath(config)
+        return resolve(file=file, overrides=given, environment={}, default_file=False)
+    sources = sources_of(config)
+    chosen = [
+        Override(path, value, sources[path])
+        for path, value in values(config).items()
+        if sources[path].kind >= Kind.FILE  # the call may name another preset
     ]
-    file = None if config is None else os.fspath(config)
-    return resolve(file=file, overrides=overrides, environment={}, default_file=False)
-
-
-def _override(path: str, value: Any) -> Override:
-    """Return a value with the option that it stands for as its source, as on the command line."""
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor
-        value = value.tolist()
-    if isinstance(value, tuple):
-        value = list(value)
-    setting = all_settings().get(path)
-    flag = f"--{path}" if setting is None else setting.flags[0]
-    return Override(path, value, of_call(flag))
+    return resolve(overrides=[*chosen, *given], environment={}, default_file=False)

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.config.resolve import Override, resolve
-from ssdctl.config.sources import of_call
+from ssdctl.call_config import overrides_of, resolve_call
 from ssdctl.data.classes import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.open_dataset import open_dataset
@@ -63,19 +62,13 @@ class Dataset(torch.utils.data.Dataset[Item]):
         store: str | os.PathLike[str] | None = None,
     ) -> None:
         self._arguments = (os.fspath(data), split, augment, store and os.fspath(store))
-        given = {"data.root": data, "data.store": store, "train.augment": augment}
-        overrides = [
-            Override(key, os.fspath(value), of_call(key.partition(".")[2]))
-            for key, value in given.items()
-            if value is not None
-        ]
-        config = resolve(overrides=overrides, environment={}, default_file=False).config
+        given = overrides_of("train", {"data": data, "store": store, "augment": augment})
+        config = resolve_call(None, given).config
         require_dataset(config.data)
         splits = open_dataset(*dataset_folders(config.data))
         if split not in splits:
             raise UsageError(
-                f"{os.fspath(data)}: it has no split {split!r}",
-                hint=f"it has {', '.join(splits)}",
+                f"{os.fspath(data)}: it has no split {split!r}", hint=f"it has {', '.join(splits)}"
             )
         self._split = splits[split]
         usable = np.flatnonzero(self._split.usable)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ssdctl.call_config import TRAIN_KEYWORDS, refuse_others, resolve_call, settings_of
+from ssdctl.call_config import TRAIN_KEYWORDS, overrides_of, refuse_others, resolve_call
 from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.distributed import collectives
 from ssdctl.errors import UsageError, hints_in_messages
@@ -78,7 +78,7 @@ class Trainer:
         **settings: Unpack[TrainSettings],
     ) -> None:
         refuse_others("Trainer", "train", settings, TRAIN_KEYWORDS)
-        resolved = resolve_call(config, settings_of("train", {"data": data, **settings}))
+        resolved = resolve_call(config, overrides_of("train", {"data": data, **settings}))
         with contextlib.ExitStack() as stack, signals.handled():
             is_live = progress and can_redraw()
             display = RunDisplay(_log_facts, _log_line, is_live=is_live, has_steps=True)
@@ -92,7 +92,7 @@ class Trainer:
             )
             self._resources = stack.pop_all()
         self._is_open = True
-        self.path = Path(self._trainer.setup.run.out)
+        self.path = Path(self._trainer.opened.run.out)
         self.model: SSD300 = self._trainer.model
         self.optimizer: torch.optim.Optimizer = self._trainer.optimizer
         self.total_steps: int = self._trainer.plan.total_steps
@@ -120,7 +120,7 @@ class Trainer:
                 with signals.handled():
                     yield from self._trainer
                 # The others may evaluate the checkpoint that the first rank writes.
-                collectives.barrier(self._trainer.setup.ranks)
+                collectives.barrier(self._trainer.opened.ranks)
             except GeneratorExit:  # the loop was left
                 raise
             except BaseException:
@@ -143,7 +143,7 @@ class Trainer:
         """
         self._trainer.save(is_scheduled=False)
         self._trainer.saver.wait()
-        collectives.barrier(self._trainer.setup.ranks)
+        collectives.barrier(self._trainer.opened.ranks)
 
     def close(self) -> None:
         """Release the run folder and the process group; what was not saved is lost."""

@@ -61,6 +61,9 @@ class Result(NamedTuple):
     err: str
 
 
+Cli = Callable[..., Result]
+
+
 def run_cli(*arguments: object) -> Result:
     """Run `ssdctl ARGUMENTS` in this process."""
     from ssdctl.cli.main import main
@@ -122,7 +125,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cli() -> Callable[..., Result]:
+def cli() -> Cli:
     return run_cli
 
 

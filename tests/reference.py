@@ -135,11 +135,7 @@ def smooth_l1(difference: float) -> float:
 
 
 def loss_from_targets(
-    offsets: np.ndarray,
-    logits: np.ndarray,
-    targets: np.ndarray,
-    labels: np.ndarray,
-    flavour: str,
+    offsets: np.ndarray, logits: np.ndarray, targets: np.ndarray, labels: np.ndarray, flavour: str
 ) -> Loss:
     """(B, 4, N) offsets and targets, (B, C, N) logits, (B, N) labels -> the loss.
 

@@ -14,6 +14,7 @@ from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import read_text
 
 DEEP = 100_000
+UTF16 = ("utf-16-le", "utf-16-be")
 TOML = "[train]\nlr = 0.5\n"
 JSON = '{"images": [], "annotations": [], "categories": []}'
 
@@ -28,40 +29,30 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     assert not read(path)["train"].file_names
 
 
-@pytest.mark.parametrize(
-    ("reader", "text", "kind"),
-    [(read_toml, TOML, UsageError), (read_manifest, TOML, UsageError), (read, JSON, DataError)],
-)
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf16_is_named(
-    reader: Callable[[Path], object],
-    text: str,
-    kind: type[SsdctlError],
-    encoding: str,
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "file"
-    path.write_text("\ufeff" + text, encoding=encoding)
-    with pytest.raises(kind, match="UTF-16") as caught:
-        reader(path)
-    assert str(path) in str(caught.value)
-    assert "UTF-8" in str(caught.value)
+NESTED = f"a = {'[' * DEEP}{']' * DEEP}"
 
 
 @pytest.mark.parametrize(
-    ("reader", "text", "kind"),
+    ("reader", "content", "kind"),
     [
-        (read_toml, f"a = {'[' * DEEP}{']' * DEEP}", UsageError),
-        (read_manifest, f"a = {'[' * DEEP}{']' * DEEP}", UsageError),
-        (read, '{"images": [], "x": ' + "[" * DEEP + "]" * DEEP + "}", DataError),
-        (read, "[" * DEEP, DataError),
+        *((read_toml, f"\ufeff{TOML}".encode(code), UsageError) for code in UTF16),
+        *((read_manifest, f"\ufeff{TOML}".encode(code), UsageError) for code in UTF16),
+        *((read, f"\ufeff{JSON}".encode(code), DataError) for code in UTF16),
+        (read_toml, NESTED.encode(), UsageError),
+        (read_manifest, NESTED.encode(), UsageError),
+        (read, b'{"images": [], "x": ' + b"[" * DEEP + b"]" * DEEP + b"}", DataError),
+        (read, b"[" * DEEP, DataError),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_deep_nesting_is_one_error(
-    reader: Callable[[Path], object], text: str, kind: type[SsdctlError], tmp_path: Path
+def test_utf16_and_deep_nesting_are_one_error(
+    reader: Callable[[Path], object], content: bytes, kind: type[SsdctlError], tmp_path: Path
 ) -> None:
     path = tmp_path / "file"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(kind) as caught:
         reader(path)
     assert str(path) in str(caught.value)
+    if b"\0" in content:
+        assert "UTF-16" in str(caught.value)
+        assert "UTF-8" in str(caught.value)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ssdctl"
@@ -23,17 +26,22 @@ def test_no_public_class_name_has_two_meanings() -> None:
     assert not repeated
 
 
-def _imports(path: Path, modules: set[str]) -> set[str]:
-    """The modules of the package that a module imports, anywhere in it, TYPE_CHECKING included."""
+PATHS = {
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+    for p in PACKAGE.rglob("*.py")
+}
+
+
+def _imports(nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules of the package that import statements name."""
     imported: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                imported.add(name if name in modules else node.module)
-    return imported & modules
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= {name if name in PATHS else node.module for name in names}
+    return imported & set(PATHS)
 
 
 def _circles(graph: dict[str, set[str]]) -> list[set[str]]:
@@ -50,15 +58,25 @@ def _circles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_no_import_circle() -> None:
-    paths = {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in PACKAGE.rglob("*.py")
-    }
-    graph = {name: _imports(path, set(paths)) - {name} for name, path in paths.items()}
+    """Of all imports, those in functions and TYPE_CHECKING included."""
+    texts = {name: path.read_text(encoding="utf-8") for name, path in PATHS.items()}
+    graph = {n: _imports(ast.walk(ast.parse(text))) - {n} for n, text in texts.items()}
     assert not _circles(graph)
-    for name, path in paths.items():
-        text = path.read_text(encoding="utf-8")
+    for name, text in texts.items():
         assert not re.search(r"import_module\(\s*f?\"ssdctl", text), name
+
+
+@pytest.mark.parametrize(("module", "most"), [("step", 30), ("trainer", 90)])
+def test_a_reader_of_the_step_and_the_loop_needs_few_modules(module: str, most: int) -> None:
+    """The modules that importing it leads to; packages count only where they are imported from."""
+    start = f"ssdctl.training.{module}"
+    found, waiting = set[str](), [start]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _imports(ast.parse(PATHS[name].read_text(encoding="utf-8")).body)
+    assert 10 < len(found - {start}) <= most
 
 
 def test_the_circle_search_finds_one() -> None:

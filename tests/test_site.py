@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 def hook(name: str) -> Any:
     pytest.importorskip("mkdocs")
     pytest.importorskip("nbclient")
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(SCRIPTS / f"{name}.py")))
 
 
 def test_the_reference_has_every_command_and_option() -> None:
@@ -71,17 +67,14 @@ def test_outputs_of_the_notebook_are_shown() -> None:
 
 
 def test_an_image_for_light_and_dark_follows_the_switch_of_the_site() -> None:
-    class Page:
-        class file:  # noqa: N801 - mkdocs names it so
-            src_uri = "project.md"
-
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="project.md"))
     markdown = (
         '<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="docs/images/a-dark.png">\n'
         '  <img alt="A" src="docs/images/a-light.png" width="800">\n</picture>\n'
         "[Data](docs/data.md#formats) [Docs](docs/README.md) [Paper](https://example.org) [License](LICENSE)"
     )
     text = hook("site_pages").on_page_markdown(
-        markdown, page=Page, config={"repo_url": "https://example.org/r"}
+        markdown, page=page, config={"repo_url": "https://example.org/r"}
     )
     assert '<img alt="A" src="../images/a-light.png#only-light" width="800">' in text
     assert '<img alt="A" src="../images/a-dark.png#only-dark" width="800">' in text

@@ -7,9 +7,10 @@ any size. Here everything is bound to the bytes that the file really has.
 from __future__ import annotations
 
 import errno
-import pickletools
+import io
+import pickle
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -65,6 +66,7 @@ class Payload(msgspec.Struct):
     global_batch: AtLeastOne
     best_ap: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None
     optimizer: OptimizerFields
+    rank_statistics: list[list[Any]] | None = None
 
 
 class Checkpoint(NamedTuple):
@@ -93,22 +95,19 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_of_run(self) -> bool:
-        """Return whether it has the state and the settings of a run of ssdctl."""
         return self.third_party is None and not self.weights_only
 
 
 def read_fields(payload: Any) -> Payload:
-    """Return the fields of a checkpoint, checked.
-
-    Raises:
-        ValueError: One is missing, has another type or is out of bounds.
-    """
+    """Return the fields of a checkpoint; raise ValueError if one is missing or out of bounds."""
     fields = msgspec.convert(payload, Payload)
     for key in ("data.root", "data.store"):
         value = fields.config.get(key)
         if value is not None and (not isinstance(value, str) or "\0" in value):
             raise ValueError(f"config: {key} is not a path")
     check_classes(fields.classes, fields.architecture.num_classes)
+    if not all(is_plain_tensor(t) for rank in fields.rank_statistics or () for t in rank):
+        raise ValueError("rank_statistics: not dense tensors")
     for values in fields.optimizer.state.values():
         if not all(is_plain_tensor(v) for v in values.values() if isinstance(v, Tensor)):
             raise ValueError("optimizer: a tensor is not dense numbers")
@@ -126,14 +125,6 @@ def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
         raise ValueError("classes: an id is out of bounds")
 
 
-def is_statistics(value: object) -> bool:
-    """Return whether a value is None, or a list of plain tensors for each rank."""
-    return value is None or (
-        isinstance(value, list)
-        and all(isinstance(rank, list) and all(map(is_plain_tensor, rank)) for rank in value)
-    )
-
-
 def is_state(value: object) -> bool:
     """Return whether a value is a state dict of plain tensors."""
     return isinstance(value, Mapping) and all(
@@ -144,8 +135,7 @@ def is_state(value: object) -> bool:
 def is_plain_tensor(value: object) -> bool:
     """Return whether a value is a dense tensor of real numbers that are all in the file.
 
-    Sparse, quantized, complex and meta tensors are not; nor are those that repeat few numbers by
-    a stride of 0 and would grow when they are copied.
+    Tensors that repeat few numbers by a stride of 0 are not: they would grow when copied.
     """
     return (
         isinstance(value, Tensor)
@@ -221,8 +211,6 @@ ITEM_BYTES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
     "ComplexDouble": 16,
 }
-MARK = object()
-OPAQUE = object()  # any value that is not part of a storage's description
 
 
 def check_storages(archive: zipfile.ZipFile) -> None:
@@ -235,92 +223,42 @@ def check_storages(archive: zipfile.ZipFile) -> None:
             does it; a name occurs twice.
         Exception: Of any kind, if the pickle is damaged.
     """
-    names = [info.filename for info in archive.infolist()]
-    if len({name.lower() for name in names}) < len(names):  # PyTorch ignores the case
-        raise zipfile.BadZipFile("a name occurs twice in it")
-    prefix = names[0].partition("/")[0]
     sizes = {info.filename: info.file_size for info in archive.infolist()}
-    for description in _storages(archive.read(f"{prefix}/data.pkl")):
-        kind, storage, key, _, length = description
-        item_bytes = ITEM_BYTES.get(storage.rpartition(" ")[2].removesuffix("Storage"))
+    if len({name.lower() for name in sizes}) < len(archive.infolist()):  # as PyTorch compares them
+        raise zipfile.BadZipFile("a name occurs twice in it")
+    prefix = next(iter(sizes)).partition("/")[0]
+    reader = _StorageReader(archive.read(f"{prefix}/data.pkl"))
+    reader.load()
+    for kind, storage, key, _, length in reader.storages:
+        is_described = isinstance(storage, type) and type(key) is str and type(length) is int
+        item_bytes = ITEM_BYTES.get(storage.__name__.removesuffix("Storage")) if is_described else 0
         size = sizes.get(f"{prefix}/data/{key}")
-        if kind != "storage" or item_bytes is None or size is None or length * item_bytes > size:
-            raise zipfile.BadZipFile(f"its tensor {key!r} is not in the file as it is described")
+        if kind != "storage" or not item_bytes or size is None or length * item_bytes > size:
+            raise zipfile.BadZipFile(f"its tensor {key!r:.80} is not in the file as described")
 
 
-def _storages(pickle: bytes) -> list[tuple[Any, Any, Any, Any, Any]]:
-    """Return the storages that a pickle refers to, without building any of its objects."""
-    found = []
-    stack: list[Any] = []
-    memo: dict[Any, Any] = {}
-    for opcode, argument, _ in pickletools.genops(pickle):
-        name = opcode.name
-        if name in ("PROTO", "STOP"):
-            continue
-        if name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name in LITERALS:
-            stack.append(argument)
-        elif name in CONSTANTS:
-            stack.append(OPAQUE)
-        elif name == "BINPERSID":
-            description = stack.pop()
-            _, storage, key, _, length = description
-            if type(storage) is not str or type(key) is not str or type(length) is not int:
-                raise zipfile.BadZipFile("it has a storage without a name or a length")
-            found.append(description)
-            stack.append(OPAQUE)
-        elif name in STACK_EFFECTS:
-            STACK_EFFECTS[name](stack)
-        else:
-            raise zipfile.BadZipFile(f"its pickle has the operation {name}; torch.save has not")
-    return found
+class _Inert:
+    """Stands for any object of a pickle: it can be made and filled, and does nothing."""
+
+    def __new__(cls, *_: object) -> _Inert:
+        return super().__new__(cls)
+
+    def ignore(self, *_: object) -> None:
+        """Take what a pickle fills an object with."""
+
+    __init__ = __setstate__ = __setitem__ = append = extend = add = ignore
 
 
-def _pop_to_mark(stack: list[Any]) -> list[Any]:
-    values = []
-    while (value := stack.pop()) is not MARK:
-        values.append(value)
-    return values[::-1]
+class _StorageReader(pickle._Unpickler):  # C's would allocate a memo of any size
+    """Lists the storages that a pickle refers to, without building any of its objects."""
 
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self.storages: list[Any] = []
 
-def _tuple_of(count: int) -> Callable[[list[Any]], None]:
-    def build(stack: list[Any]) -> None:
-        values = [stack.pop() for _ in range(count)][::-1]
-        stack.append(tuple(values))
+    def find_class(self, module: str, name: str) -> type[_Inert]:
+        return type(name, (_Inert,), {})
 
-    return build
-
-
-def _pops(count: int, *, results: int = 0) -> Callable[[list[Any]], None]:
-    def pop(stack: list[Any]) -> None:
-        for _ in range(count):
-            stack.pop()
-        stack.extend([OPAQUE] * results)
-
-    return pop
-
-
-# The operations that torch's own restricted unpickler has.
-LITERALS = {"BINUNICODE", "GLOBAL", "BININT", "BININT1", "BININT2", "LONG1"}
-CONSTANTS = {
-    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_SET"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT", "SHORT_BINSTRING"),
-}
-# What the other operations take from the stack and put on it.
-STACK_EFFECTS: dict[str, Callable[[list[Any]], object]] = {
-    "MARK": lambda stack: stack.append(MARK),
-    "TUPLE": lambda stack: stack.append(tuple(_pop_to_mark(stack))),
-    "TUPLE1": _tuple_of(1),
-    "TUPLE2": _tuple_of(2),
-    "TUPLE3": _tuple_of(3),
-    "APPEND": _pops(1),
-    "APPENDS": _pop_to_mark,
-    "SETITEM": _pops(2),
-    "SETITEMS": _pop_to_mark,
-    "BUILD": _pops(1),
-    "REDUCE": _pops(2, results=1),
-    "NEWOBJ": _pops(2, results=1),
-}
+    def persistent_load(self, description: Any) -> _Inert:
+        self.storages.append(description)
+        return _Inert()

@@ -7,7 +7,7 @@ or in `config.json` in the same folder. A description has one JSON value for eac
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,6 @@ from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.model.ssd300 import Architecture
 
 MAX_BYTES = (2 << 30) - 1  # protobuf's limit for a message
-MAX_DEPTH = 8  # graphs inside of nodes
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")  # operators inside of onnxruntime
 PACKAGES = ("onnx", "onnxruntime")
 CONFIG_FILE = "config.json"
@@ -124,8 +123,9 @@ def _refuse_references(model: Any, path: Path) -> None:
         raise ValueError("it has no graph")
     if model.functions or model.training_info:
         raise ValueError("it has functions or training information")
-    domains = {entry.domain for entry in model.opset_import}
-    domains |= {node.domain for node in _nodes(model.graph)}
+    parts = list(_messages(model))
+    nodes = [part for part in parts if part.DESCRIPTOR.name == "NodeProto"]
+    domains = {entry.domain for entry in (*model.opset_import, *nodes)}
     if others := sorted(domains.difference(DOMAINS)):
         if "TRT" in others:
             raise UsageError(
@@ -133,47 +133,25 @@ def _refuse_references(model: Any, path: Path) -> None:
                 hint="run the file with TensorRT, or export the checkpoint with --nms onnx",
             )
         raise ValueError(f"operators of {', '.join(others)[:200]!r} are not onnxruntime's")
-    if any(tensor.data_location or tensor.external_data for tensor in _tensors(model.graph)):
+    tensors = (part for part in parts if part.DESCRIPTOR.name == "TensorProto")
+    if any(tensor.data_location or tensor.external_data for tensor in tensors):
         raise ValueError("weights in another file are not read")
 
 
-def _nodes(graph: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the nodes of a graph and of the graphs in its attributes."""
-    if depth > MAX_DEPTH:
-        raise ValueError("graphs are nested too deeply")
-    for node in graph.node:
-        yield node
-        for inner in _graphs(node):
-            yield from _nodes(inner, depth + 1)
+def _messages(message: Any) -> Iterator[Any]:
+    """Yield a message of protobuf and those in it: nodes, tensors and graphs inside of nodes.
 
-
-def _graphs(node: Any) -> Iterator[Any]:
-    for attribute in node.attribute:
-        yield from attribute.graphs
-        if attribute.HasField("g"):
-            yield attribute.g
-
-
-def _tensors(graph: Any) -> Iterator[Any]:
-    """Yield the constants of a graph and of the graphs in its attributes."""
-    nodes = list(_nodes(graph))
-    for inner in (graph, *(inner for node in nodes for inner in _graphs(node))):
-        yield from inner.initializer
-        yield from _dense_parts(inner.sparse_initializer)
-    for node in nodes:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            yield from _dense_parts((attribute.sparse_tensor, *attribute.sparse_tensors))
-
-
-def _dense_parts(tensors: Iterable[Any]) -> Iterator[Any]:
-    for tensor in tensors:
-        yield from (tensor.values, tensor.indices)
+    A parsed file is at most 100 levels deep.
+    """
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in [value] if hasattr(value, "ListFields") else value:
+                yield from _messages(inner)
 
 
 def _onnx_description(path: Path, metadata: dict[str, str]) -> OnnxDescription:
-    missing = [name for name in OnnxDescription.__struct_fields__ if name not in metadata]
-    if missing:
+    if missing := [name for name in OnnxDescription.__struct_fields__ if name not in metadata]:
         raise IntegrityError(
             f"{path}: its metadata (metadata_props) lacks {', '.join(missing)}",
             hint="`ssdctl export CKPT --format onnx` writes them; ONNX files of other programs and "

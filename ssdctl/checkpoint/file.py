@@ -24,7 +24,6 @@ from ssdctl.checkpoint.contents import (
     Checkpoint,
     check_zip,
     is_state,
-    is_statistics,
     read_fields,
     refuse_differences,
     shape_differences,
@@ -108,12 +107,9 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
         raise _not_readable(path, payload, number)
     try:
         facts = read_fields(payload)
-        trained, statistics = payload.get("trained"), payload.get("rank_statistics")
-        states = [payload["model"]] if trained is None else [payload["model"], trained]
-        if not all(map(is_state, states)):
+        trained = payload.get("trained")
+        if not (is_state(payload["model"]) and (trained is None or is_state(trained))):
             raise TypeError("model")
-        if not is_statistics(statistics):
-            raise TypeError("rank_statistics")
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r:.300}") from None
     return Checkpoint(
@@ -130,7 +126,7 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
         best_ap=facts.best_ap,
         optimizer=payload["optimizer"],
         trained=trained,
-        rank_statistics=statistics,
+        rank_statistics=facts.rank_statistics,
     )
 
 
@@ -142,20 +138,14 @@ def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
             f"{FORMAT}",
             hint="update ssdctl",
         )
+    from ssdctl.checkpoint.third_party import looks_like
+
     names = ", ".join(str(key)[:40] for key in keys[:MAX_NAMED_KEYS])
     has = f" (keys: {names})" if names else ""
     return IntegrityError(
-        f"{path}: not a checkpoint that this version of ssdctl reads{has}{_look(payload)}",
+        f"{path}: not a checkpoint that this version of ssdctl reads{has}{looks_like(payload)}",
         hint="expected a .pt file of ssdctl train, or of MLPerf, Habana or NVIDIA",
     )
-
-
-def _look(payload: Any) -> str:
-    """Return the program that wrote a file, as the end of a sentence; empty if it is unknown."""
-    from ssdctl.checkpoint.third_party import looks_like
-
-    program = looks_like(payload)
-    return f"; it looks like a checkpoint of {program}" if program else ""
 
 
 def same_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> bool:
@@ -232,15 +222,17 @@ def read_payload(path: Path) -> Any:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise unreadable(path, error) from None
         raise IntegrityError(
-            f"{path}: not a checkpoint (nothing was executed): {_reason(error)}",
+            f"{path}: not a checkpoint (nothing was executed): {_reason(error)}"
         ) from None
 
 
 def _reason(error: Exception) -> str:
     """Return the cause from an error of torch.load, without its advice to load it unsafely."""
+    from ssdctl.checkpoint.third_party import looks_like
+
     text = str(error).strip() or repr(error)
     if match := re.search(r"GLOBAL (\S+)", text):
-        return f"it names {match[1]}{_look(match[1])}"
+        return f"it names {match[1]}{looks_like(match[1])}"
     if "weights_only" in text:
         return "torch.save did not write it"
     return text.splitlines()[0]
@@ -259,17 +251,12 @@ def load_network(checkpoint: Checkpoint) -> SSD300:
 
 
 def _check_class_heads(checkpoint: Checkpoint) -> None:
-    """Check that the file has the class heads that its number of classes needs.
-
-    The rest of the network has a fixed size: `load_state` compares it.
-
-    Raises:
-        IntegrityError: A head is missing or has another shape.
-    """
+    """Check that the file has the class heads that its number of classes needs, before they are
+    allocated. The rest of the network has a fixed size: `load_state` compares it."""
     shapes = checkpoint.architecture.shapes()
     expected = {k: shape for k, shape in shapes.items() if k.startswith("class_heads.")}
-    state = {k: tuple(v.shape) for k, v in checkpoint.model.items() if k in expected}
-    refuse_differences(shape_differences(expected, state), checkpoint.path)
+    heads = {k: v for k, v in checkpoint.model.items() if k in expected}
+    refuse_differences(shape_differences(expected, shapes_of(heads)), checkpoint.path)
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
@@ -280,9 +267,12 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
 
 def check_shapes(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Check that weights have the names and shapes of a module's, or raise IntegrityError."""
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    refuse_differences(shape_differences(expected, shapes), path)
+    differences = shape_differences(shapes_of(module.state_dict()), shapes_of(state))
+    refuse_differences(differences, path)
+
+
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def load_backbone(model: SSD300, path: Path) -> None:

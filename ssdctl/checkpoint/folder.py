@@ -40,9 +40,7 @@ class CheckpointFolder:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._save: Future[None] | None = None  # in progress
 
-    @property
-    def path(self) -> Path:
-        return self._run.checkpoints
+        self.path = self._run.checkpoints
 
     def steps(self) -> list[Path]:
         return self._run.step_checkpoints()
@@ -66,11 +64,7 @@ class CheckpointFolder:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save in progress is written.
-
-        Raises:
-            DiskError: It could not be written.
-        """
+        """Wait until the save in progress is written; raise DiskError if it could not be."""
         save, self._save = self._save, None
         if save is not None:
             save.result()
@@ -85,8 +79,7 @@ class CheckpointFolder:
         Raises:
             DiskError: It cannot be written; the earlier ones are unchanged.
         """
-        target = self._run.step_checkpoint(payload["step"])
-        later = self._later()
+        target, later = self._run.step_checkpoint(payload["step"]), self._later()
         if target in later:
             retry_transient(partial(link_or_copy, target, _retired(target)))
             later.remove(target)

@@ -82,26 +82,24 @@ def source_of(payload: Any) -> str | None:
     return None
 
 
-def looks_like(payload: Any) -> str | None:
-    """Return the program that wrote a file that is not read, by its keys; None if unknown.
+def looks_like(payload: Any) -> str:
+    """Return the program that wrote a file that is not read, by its keys, as a sentence's end.
 
     Args:
         payload: The content of the file, or the module of a class in it.
     """
-    if isinstance(payload, str):
-        names = [payload]
-    elif isinstance(payload, Mapping):
+    looks = "; it looks like a checkpoint of"
+    names = [payload] if isinstance(payload, str) else []
+    if isinstance(payload, Mapping):
         states = (payload.get(key) for key in ("model", "state_dict", "model_state_dict", "ema"))
         keys = [*payload, *(key for s in states if isinstance(s, Mapping) for key in s)]
         names = [WRAPPERS.sub("", str(key)) for key in keys]
         if "fc.weight" in names and "layer1.0.conv1.weight" in names:
-            return "torchvision's ResNet (a backbone: --backbone-weights FILE reads it)"
-    else:
-        return None
+            return f"{looks} torchvision's ResNet (a backbone: --backbone-weights FILE reads it)"
     for program, marks in OTHER_PROGRAMS.items():
         if any(name.startswith(marks) for name in names):
-            return program
-    return None
+            return f"{looks} {program}"
+    return ""
 
 
 def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> Checkpoint:
@@ -212,9 +210,8 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 def label_map(classes: list[ClassName]) -> dict[int, str]:
     """Return a third-party table of class names; 0 is the background. Empty if they are unknown."""
-    if not classes:
-        return {}
-    return {0: "background", **{label: c.name for label, c in enumerate(classes, start=1)}}
+    names = ["background", *(c.name for c in classes)]
+    return dict(enumerate(names)) if classes else {}
 
 
 def backbone_of(state: Mapping[str, Tensor]) -> str | None:
@@ -234,6 +231,6 @@ def backbone_of(state: Mapping[str, Tensor]) -> str | None:
             expected = find_backbone(backbone).build().state_dict()
         return len(shapes ^ {(k, v.shape) for k, v in expected.items() if not k.endswith(counter)})
 
-    differences = {name: difference(name) for name in get_args(BackboneName)}
-    nearest = min(differences, key=lambda name: differences[name])
-    return nearest if differences[nearest] < len(shapes) else None
+    difference_of = {name: difference(name) for name in get_args(BackboneName)}
+    nearest = min(difference_of, key=difference_of.__getitem__)
+    return nearest if difference_of[nearest] < len(shapes) else None

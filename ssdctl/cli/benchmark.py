@@ -8,40 +8,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from ssdctl.cli.app import app
-from ssdctl.cli.command import Call, command
-from ssdctl.cli.help import HelpGroup
+from ssdctl.cli.command import Call, command, command_group
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.benchmark.data import Figures
     from ssdctl.data.store import Split
 
-group = typer.Typer(
-    cls=HelpGroup, no_args_is_help=True, help="Benchmark data loading, training, and evaluation."
+group = command_group(
+    "benchmark", "This machine", "Benchmark data loading, training, and evaluation."
 )
-app.add_typer(group, name="benchmark", rich_help_panel="This machine")
 
 TRAIN_IMAGES, VAL_IMAGES = 256, 64  # generated if there is no --data
 Seconds = Annotated[
-    float,
-    typer.Option("--seconds", help="Seconds per measurement", metavar="S", min=0.1),
+    float, Option("--seconds", help="Seconds per measurement", metavar="S", min=0.1)
 ]
 
 
 @command(
-    group,
     "data",
-    settings=[
-        "data.*",
-        "train.workers",
-        "train.augment",
-        "train.seed",
-        "train.pipeline",
-        "train.execution",
-    ],
+    group,
+    settings="data.* train.workers train.augment train.seed train.pipeline train.execution",
     examples=[
         "ssdctl benchmark data",
         "ssdctl benchmark data --data /data/coco --workers 8",
@@ -54,18 +43,14 @@ def data(
     seconds: Seconds = 5.0,
     gpu_rate: Annotated[
         float | None,
-        typer.Option(
-            "--gpu-rate",
+        Option(
             help="Training speed of one GPU (img/s), to compute the cores it needs",
             metavar="R",
             min=0.1,
             max=1e9,
-            show_default=False,
         ),
     ] = None,
-    gpus: Annotated[
-        int, typer.Option("--gpus", help="Number of GPUs, for --gpu-rate", metavar="N", min=1)
-    ] = 1,
+    gpus: Annotated[int, Option(help="Number of GPUs, for --gpu-rate", metavar="N", min=1)] = 1,
 ) -> None:
     """Benchmark data loading on the CPU.
 
@@ -85,32 +70,21 @@ def data(
     )
     if gpu_rate is not None:
         figures |= required_cores(figures, gpu_rate, gpus)
+        remedy = "; or a smaller or decoded store: ssdctl prepare --shrink 512 --encoding raw"
         call.console.info(
             f"{gpus} x {gpu_rate:,} img/s need {figures['required_cores']} such cores"
-            + (
-                ""
-                if figures["is_sufficient"]
-                else "; or a smaller or decoded store: ssdctl prepare --shrink 512 --encoding raw"
-            )
+            f"{'' if figures['is_sufficient'] else remedy}"
         )
     _print_figures(call, figures)
 
 
 @command(
-    group,
     "train",
-    settings=[
-        "data.*",
-        "model.*",
-        "train.preset",
-        "train.batch_size",
-        "train.precision",
-        "train.device",
-        "train.execution",
-        "train.tf32",
-        "train.workers",
-        "train.pipeline",
-    ],
+    group,
+    settings=(
+        "data.* model.* train.preset train.batch_size train.precision train.device "
+        "train.execution train.tf32 train.workers train.pipeline"
+    ),
     examples=[
         "ssdctl benchmark train --bs 8 --fp32",
         "ssdctl benchmark train --backbone resnet50 --bs auto --fake-data",
@@ -121,7 +95,7 @@ def train(
     call: Call,
     seconds: Seconds = 20.0,
     fake_data: Annotated[
-        bool, typer.Option("--fake-data", help="Measure only the device, without images")
+        bool, Option("--fake-data", help="Measure only the device, without images")
     ] = False,
 ) -> None:
     """Benchmark training: speed, memory, and hours of a run.
@@ -140,24 +114,12 @@ def train(
 
 
 @command(
-    group,
     "evaluate",
-    settings=[
-        "data.*",
-        "model.backbone",
-        *(
-            f"evaluate.{name}"
-            for name in (
-                "split",
-                "batch_size",
-                "precision",
-                "device",
-                "workers",
-                "score_threshold",
-                "nms_iou",
-            )
-        ),
-    ],
+    group,
+    settings=(
+        "data.* model.backbone evaluate.split evaluate.batch_size evaluate.precision "
+        "evaluate.device evaluate.workers evaluate.score_threshold evaluate.nms_iou"
+    ),
     examples=["ssdctl benchmark evaluate", "ssdctl benchmark evaluate --data /data/coco"],
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
@@ -176,6 +138,7 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 @contextlib.contextmanager
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
     """Yield the splits of the config's dataset, else of a generated one."""
+    from ssdctl.config import PrepareConfig
     from ssdctl.data import shapes
     from ssdctl.data.open_dataset import open_dataset
     from ssdctl.data.prepare import prepare
@@ -189,7 +152,7 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
         call.console.info("no --data: measuring on generated shapes")
         root = Path(temporary)
         shapes.generate(root, num_train=TRAIN_IMAGES, num_val=VAL_IMAGES)
-        prepare(root, root / "prepared", pack=False)
+        prepare(root, root / "prepared", PrepareConfig(pack=False))
         yield open_dataset(root, root / "prepared")
 
 

@@ -1,7 +1,7 @@
 """Register commands, with options generated from the settings of the schema.
 
-    @command(app, "train", panel="Train", settings=["data.*", "train.*"], examples=[...])
-    def train(call: Call, dry_run: Annotated[bool, typer.Option(...)] = False) -> None:
+    @command("train", panel="Train", settings="data.* train.*", examples=[...])
+    def train(call: Call, dry_run: Annotated[bool, Option(...)] = False) -> None:
         call.config.train.lr ...
 
 The options of the settings and the common ones (--config, --set, --json, -q, -v) are added to the
@@ -11,18 +11,21 @@ message and exit with their code.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
 from ssdctl.cli.console import Console
-from ssdctl.cli.help import COMMON, EXAMPLES, show_short_help
+from ssdctl.cli.help import COMMON, EXAMPLES, HelpGroup, show_short_help
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.cli.shell_completion import completer, is_requested
 from ssdctl.config.render import plain_value
@@ -30,11 +33,25 @@ from ssdctl.config.resolve import Override, Resolved, parse_assignments, preset_
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, all_settings, select
 from ssdctl.config.sources import of_call
-from ssdctl.errors import Interrupted, SsdctlError, UsageError
+from ssdctl.errors import Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
 from ssdctl.runtime.safe_text import printable, redact_urls
 
+TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
 LONGEST_METAVAR = 24
+
+
+app = typer.Typer(
+    name="ssdctl",
+    cls=HelpGroup,
+    help="Train an object detector on your own images, or SSD300 on COCO across a cluster.",
+    epilog="New here? Run `ssdctl demo`. `ssdctl COMMAND -h` shows the most important options of a "
+    "command, `ssdctl help COMMAND` all of them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 class Call(NamedTuple):
@@ -51,44 +68,44 @@ class Call(NamedTuple):
         return self.resolved.config
 
 
+def command_group(name: str, panel: str, text: str) -> typer.Typer:
+    """Return a group of commands, such as `config show` and `config init`."""
+    group = typer.Typer(name=name, cls=HelpGroup, no_args_is_help=True, help=text)
+    app.add_typer(group, name=name, rich_help_panel=panel)
+    return group
+
+
 def command(
-    app: typer.Typer,
     name: str,
+    group: typer.Typer = app,
     *,
     panel: str | None = None,
-    settings: Sequence[str] = (),
+    settings: str = "",
     short: str = "",
     examples: Sequence[str] = (),
     more_options: Sequence[inspect.Parameter] = (),
-    settings_of: tuple[str, Sequence[str]] = ("", ()),
+    takes_train_options: bool = False,
     is_isolated: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command.
 
     Args:
-        app: The application or group.
-        name: The command's name.
         panel: The heading under which `ssdctl --help` lists it.
-        settings: The settings that become its options (`train.*`, `data.root`).
+        settings: The settings that become its options: `data.root train.*`.
         short: The options that `-h` shows, in this order; none: all of them.
         examples: Command lines for `--help`.
         more_options: Options generated from a table; the function takes them as `**options`.
-        settings_of: Another command, and settings of it that become options too, but are shown
-            only in the help of that one.
+        takes_train_options: The options of `train` work, too; only its help shows them.
         is_isolated: Ignore ./ssdctl.toml and SSDCTL_* variables: for commands that repair them.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         selected: list[Setting] = []
-        explained_by, patterns = settings_of
 
         def run(**values: Any) -> None:
             values.pop("short_help")
-            console = Console(
-                as_json=values.pop("as_json"),
-                quiet=values.pop("quiet"),
-                verbose=values.pop("verbose"),
-            )
+            switches = {name: values.pop(name) for name in ("as_json", "quiet", "verbose")}
+            console = Console(**switches)
             with console.show_log():
                 with_exit_codes(
                     console,
@@ -96,15 +113,15 @@ def command(
                 )
 
         def add_options() -> None:
-            shown = select(*settings) if settings else []
-            hidden = [s for s in select(*patterns) if s not in shown] if patterns else []
-            selected.extend([*shown, *hidden])
+            shown = select(*settings.split())
+            selected.extend(shown)
+            if takes_train_options:
+                selected.extend(s for s in select(*TRAIN_SETTINGS) if s not in shown)
             _, *own = inspect.signature(function, eval_str=True).parameters.values()
             parameters = [
                 *more_options,
                 *(p for p in own if p.kind is not p.VAR_KEYWORD),
-                *_setting_parameters(shown),
-                *_setting_parameters(hidden, is_hidden=True),
+                *(p for s in selected for p in _parameters(s, is_hidden=s not in shown)),
                 *_common_parameters(),
             ]
             for parameter in parameters:
@@ -115,12 +132,12 @@ def command(
         class Command(AliasCommand):
             settings = selected
             short_options = short.split()
-            takes_options_of = explained_by
+            takes_options_of = "train" if takes_train_options else ""
 
         run.__name__ = function.__name__
         _set_signature(run, [])
-        _without_options.append((function.__module__.rpartition(".")[2], add_options))
-        app.command(
+        _without_options.append((name if group is app else group.info.name, add_options))
+        group.command(
             name,
             cls=Command,
             # Paragraphs without line breaks: the terminal wraps them.
@@ -139,17 +156,36 @@ def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
     run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
-# Commands without options so far: (module, function that adds them). Creating the hundreds of
-# options would take half of the time of `ssdctl --help`, which shows none of them.
-_without_options: list[tuple[str, Callable[[], None]]] = []
+# Commands without options so far: (command or group, function that adds them). Creating the
+# hundreds of options would take half of the time of `ssdctl --help`, which shows none of them.
+_without_options: list[tuple[str | None, Callable[[], None]]] = []
 
 
-def make_options(module: str | None = None) -> None:
-    """Add the options of a module's commands (None: of all), before typer reads them."""
+def click_root(command: str | None = None) -> typer.core.TyperGroup:
+    """Return the click command of `app`; only this command or group gets its options, if given."""
     for entry in list(_without_options):
-        if module in (None, entry[0]):
+        if command in (None, entry[0]):
             entry[1]()
             _without_options.remove(entry)
+    root = typer.main.get_command(app)
+    assert isinstance(root, typer.core.TyperGroup)
+    return root
+
+
+@contextlib.contextmanager
+def stoppable(kept: str) -> Iterator[None]:
+    """End the block with exit code 75 on Ctrl-C and SIGTERM; `kept` says what remains."""
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; {kept}", hint="run the same command again to continue") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
@@ -220,35 +256,29 @@ def _options(setting: Setting) -> list[tuple[str, str, str | None]]:
     return [(setting.flags[0], base, None)]
 
 
-def _setting_parameters(
-    settings: Sequence[Setting], *, is_hidden: bool = False
-) -> list[inspect.Parameter]:
-    parameters = []
-    for setting in settings:
-        for flag, name, constant in _options(setting):
-            flags = "/".join(setting.flags) if setting.is_flag else flag
-            choices = setting.choices
-            option = typer.Option(
-                flags,
-                help=setting.help + _choices_note(setting) + _default_note(setting),
-                metavar=_metavar(setting),
-                rich_help_panel=setting.panel,
-                show_default=False,
-                hidden=is_hidden and not is_requested(),
-                autocompletion=completer(choices) if choices and not constant else None,
-            )
-            if constant:
-                parameters.append(_parameter(name, bool, option, default=False))
-                continue
+def _parameters(setting: Setting, *, is_hidden: bool) -> Iterator[inspect.Parameter]:
+    """Yield the options of a setting."""
+    joined = "|".join(setting.choices)
+    is_long = len(joined) > LONGEST_METAVAR
+    choices = f": {', '.join(setting.choices)}" if is_long else ""
+    for flag, name, constant in _options(setting):
+        option = typer.Option(
+            "/".join(setting.flags) if setting.is_flag else flag,
+            help=setting.help + choices + _default_note(setting),
+            metavar="NAME" if is_long else joined or setting.metavar,
+            rich_help_panel=setting.panel,
+            hidden=is_hidden and not is_requested(),
+            autocompletion=completer(setting.choices) if setting.choices and not constant else None,
+        )
+        if constant:
+            yield _parameter(name, bool, option, default=False)
+        else:
             kind: Any = bool if setting.is_flag else list[str] if setting.is_list else str
-            parameters.append(_parameter(name, kind | None, option, default=None))
-    return parameters
+            yield _parameter(name, kind | None, option)
 
 
 def _common_parameters() -> list[inspect.Parameter]:
-    def option(*flags: str, help: str, **more: Any) -> Any:
-        return typer.Option(*flags, help=help, rich_help_panel=COMMON, show_default=False, **more)
-
+    option = functools.partial(typer.Option, rich_help_panel=COMMON)
     config = option(
         "--config", help="Config file [default: ./ssdctl.toml if it exists]", metavar="FILE"
     )
@@ -262,8 +292,8 @@ def _common_parameters() -> list[inspect.Parameter]:
         callback=show_short_help,
     )
     return [
-        _parameter("config_file", str | None, config, default=None),
-        _parameter("assignments", list[str] | None, assign, default=None),
+        _parameter("config_file", str | None, config),
+        _parameter("assignments", list[str] | None, assign),
         _parameter("as_json", bool, option("--json", help="Print the result as JSON"), False),
         _parameter("quiet", bool, quiet, False),
         _parameter("verbose", bool, verbose, False),
@@ -271,22 +301,10 @@ def _common_parameters() -> list[inspect.Parameter]:
     ]
 
 
-def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
-
-
-def _metavar(setting: Setting) -> str | None:
-    joined = "|".join(setting.choices)
-    if len(joined) > LONGEST_METAVAR:
-        return "NAME"
-    return joined or setting.metavar
-
-
-def _choices_note(setting: Setting) -> str:
-    is_long = len("|".join(setting.choices)) > LONGEST_METAVAR
-    return f": {', '.join(setting.choices)}" if is_long else ""
 
 
 def _default_note(setting: Setting) -> str:
@@ -294,22 +312,19 @@ def _default_note(setting: Setting) -> str:
         return ""
     value, source = setting.default, "default"
     if setting.is_recipe:
-        value, source = preset_values()[setting.path], default_preset()
+        source = str(all_settings()["train.preset"].default)
+        value = _preset_values(source)[setting.path]
     elif value is None or value is False or value == ():
         return ""
     return f" [{source}: {plain_value(value)}]"
 
 
-def default_preset() -> str:
-    return str(all_settings()["train.preset"].default)
-
-
 @functools.cache
-def preset_values() -> dict[str, Any]:
-    return {override.path: override.value for override in preset_overrides(default_preset())}
+def _preset_values(name: str) -> dict[str, Any]:
+    return {override.path: override.value for override in preset_overrides(name)}
 
 
-def exit_as_bug() -> None:
+def exit_as_bug() -> NoReturn:
     _print_traceback()
     sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
     raise SystemExit(1)

@@ -7,12 +7,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
-from ssdctl.cli.command import Call, command
+from ssdctl.cli.command import Call, command, command_group
 from ssdctl.cli.console import aligned
-from ssdctl.cli.help import HelpGroup
 from ssdctl.config import render
 from ssdctl.config.resolve import (
     DEFAULT_FILE,
@@ -31,16 +29,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FEWEST_COLUMNS = 60  # for the table of presets
-group = typer.Typer(
-    cls=HelpGroup, no_args_is_help=True, help="Show settings, check and write config files."
-)
-app.add_typer(group, name="config", rich_help_panel="This machine")
+group = command_group("config", "This machine", "Show settings, check and write config files.")
 
 
 @command(
-    group,
     "show",
-    settings_of=("train", ["data.*", "model.*", "train.*"]),
+    group,
+    takes_train_options=True,
     examples=[
         "ssdctl config show --preset nvidia-r50",
         "ssdctl config show train.lr train.warmup   # only these, with their meaning",
@@ -52,7 +47,7 @@ def show(
     call: Call,
     keys: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             help="Settings or tables to show with their meaning [default: all]",
             metavar="KEY...",
             show_default=False,
@@ -90,11 +85,11 @@ def _table(data: dict[str, dict[str, Any]], *, with_help: bool) -> Table:
     return table
 
 
-@command(group, "validate", is_isolated=True, examples=["ssdctl config validate ssdctl.toml"])
+@command("validate", group, is_isolated=True, examples=["ssdctl config validate ssdctl.toml"])
 def validate(
     call: Call,
     file: Annotated[
-        str, typer.Argument(help="Config file", metavar="FILE", show_default=False)
+        str, Argument(help="Config file", metavar="FILE", show_default=False)
     ] = DEFAULT_FILE,
 ) -> None:
     """Check the keys and values of a config file."""
@@ -103,7 +98,7 @@ def validate(
     call.console.result({"file": file, "valid": True, "keys": keys}, f"{file}: {keys} keys, valid")
 
 
-@command(group, "schema", is_isolated=True, examples=["ssdctl config schema > ssdctl.schema.json"])
+@command("schema", group, is_isolated=True, examples=["ssdctl config schema > ssdctl.schema.json"])
 def schema(call: Call) -> None:
     """Print the JSON schema of config files."""
     import json
@@ -113,8 +108,8 @@ def schema(call: Call) -> None:
 
 
 @command(
-    group,
     "presets",
+    group,
     is_isolated=True,
     examples=["ssdctl config presets", "ssdctl config presets --json"],
 )
@@ -155,18 +150,18 @@ def _preset_table(recipes: dict[str, dict[str, object]]) -> str:
 
 
 @command(
-    group,
     "init",
+    group,
     is_isolated=True,
-    settings=["train.preset"],
+    settings="train.preset",
     examples=["ssdctl config init", "ssdctl config init --preset mlperf-r34 mlperf.toml"],
 )
 def init(
     call: Call,
     file: Annotated[
-        str, typer.Argument(help="File to write", metavar="FILE", show_default=False)
+        str, Argument(help="File to write", metavar="FILE", show_default=False)
     ] = DEFAULT_FILE,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
+    force: Annotated[bool, Option("--force", help="Overwrite the file")] = False,
 ) -> None:
     """Write a commented config file with every setting.
 

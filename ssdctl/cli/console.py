@@ -20,6 +20,7 @@ from ssdctl.runtime.safe_text import printable, printable_line, printable_messag
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+    from rich.table import Table
     from rich.text import Text
 
     from ssdctl.errors import SsdctlError
@@ -218,6 +219,16 @@ def wrapped(text: str, stream: IO[str], indent: int = 0) -> str:
         break_on_hyphens=False,
         drop_whitespace=True,
     )
+
+
+def table(*columns: str, left: Sequence[int] = (0,)) -> Table:
+    """Return a table without lines; the columns other than `left` hold numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number in left else "right")
+    return table
 
 
 def _json(data: Any) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import typer
+from typer import Option
 
-from ssdctl.cli.app import app, run_command
-from ssdctl.cli.command import Call, command
+from ssdctl.cli.command import Call, click_root, command
 from ssdctl.config import Resolved
 from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time
@@ -56,17 +57,12 @@ class Stage(NamedTuple):
 
 
 @command(
-    app,
-    "demo",
-    panel="Start here",
-    examples=["ssdctl demo", "ssdctl demo --out /tmp/demo --seed 1"],
+    "demo", panel="Start here", examples=["ssdctl demo", "ssdctl demo --out /tmp/demo --seed 1"]
 )
 def demo(
     call: Call,
-    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Output folder")] = "demo",
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Seed of data and training")
-    ] = 0,
+    out: Annotated[str, Option(metavar="DIR", help="Output folder")] = "demo",
+    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of data and training")] = 0,
 ) -> None:
     """Run the full pipeline in minutes, offline.
 
@@ -94,7 +90,9 @@ def demo(
         console.info(f"\n{len(commands) + 1}/{len(stages)} {stage.name}", "bold")
         console.info("\n".join(echoed(arguments)), "dim")
         try:
-            run_command([*arguments, *_common_options(call)], stdout_to_stderr=console.as_json)
+            with contextlib.redirect_stdout(sys.stderr if console.as_json else sys.stdout):
+                line = [*arguments, *_common_options(call)]
+                click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
         except SystemExit as end:
             if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
                 console.info(f"To continue the demo: {shlex.join(own_command)}")

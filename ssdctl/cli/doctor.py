@@ -7,10 +7,9 @@ import shutil
 import sys
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from ssdctl.cli.app import app, stoppable
-from ssdctl.cli.command import Call, command
+from ssdctl.cli.command import Call, command, stoppable
 from ssdctl.cli.console import is_encodable
 from ssdctl.errors import UsageError
 
@@ -18,10 +17,9 @@ DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that i
 
 
 @command(
-    app,
     "doctor",
     panel="This machine",
-    settings=["data.*", "download.mirror"],
+    settings="data.* download.mirror",
     examples=[
         "ssdctl doctor",
         "ssdctl doctor -v   # every check",
@@ -33,17 +31,13 @@ DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that i
 def doctor(
     call: Call,
     network: Annotated[
-        bool, typer.Option("--network", help="Also connect to the download hosts")
+        bool, Option("--network", help="Also connect to the download hosts")
     ] = False,
     self_test: Annotated[
-        bool,
-        typer.Option(
-            "--self-test",
-            help="Also test the disk, two ranks and a step",
-        ),
+        bool, Option("--self-test", help="Also test the disk, two ranks and a step")
     ] = False,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="Only test all ranks of a launch")
+        bool, Option("--collectives", help="Only test all ranks of a launch")
     ] = False,
 ) -> None:
     """Check this machine and suggest fixes.
@@ -75,9 +69,9 @@ def doctor(
         text = to_text(
             checks,
             width,
-            next_command=f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo",
+            f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo",
+            paint,
             verbose=call.console.verbose,
-            paint=paint,
             marks=MARKS if is_encodable("".join(MARKS.values()), sys.stdout) else ASCII_MARKS,
         )
     if text or call.console.as_json:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.console import table
 from ssdctl.cli.runs import newest_run
-from ssdctl.distributed.ranks import MainRankFilter, find_ranks
+from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
 from ssdctl.runtime.packages import check_memory_limit
@@ -18,7 +18,6 @@ from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
     from ssdctl.runs.evaluation import Evaluation
 
@@ -28,11 +27,10 @@ RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
 
 @command(
-    app,
     "evaluate",
     short=("--data --split --bs --bf16 --fp32 --device --limit --score-threshold --report --all"),
     panel="Results",
-    settings=["data.*", "evaluate.*"],
+    settings="data.* evaluate.*",
     examples=[
         "ssdctl evaluate   # the newest run of runs/",
         "ssdctl evaluate runs/coco-resnet34/checkpoints/best.pt",
@@ -47,28 +45,19 @@ def evaluate(
     call: Call,
     what: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="CKPT|RUN|DETECTIONS.json",
             help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
             "[default: the newest run]",
-            show_default=False,
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Score every checkpoint of a run, in one table")
+        bool, Option("--all", help="Score every checkpoint of a run, in one table")
     ] = False,
     detections: Annotated[
-        str | None,
-        typer.Option("--detections", metavar="FILE", help="Write the detections as COCO results"),
+        str | None, Option(metavar="FILE", help="Write the detections as COCO results")
     ] = None,
-    report: Annotated[
-        str | None,
-        typer.Option(
-            "--report",
-            metavar="DIR",
-            help="Write an HTML report to DIR",
-        ),
-    ] = None,
+    report: Annotated[str | None, Option(metavar="DIR", help="Write an HTML report to DIR")] = None,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 
@@ -121,7 +110,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     tune_process()
     ranks = find_ranks()
-    call.console.handler.addFilter(MainRankFilter(ranks))
+    call.console.handler.addFilter(lambda _: ranks.is_main)
     evaluations = []
     try:
         for evaluation in evaluate_files(
@@ -157,7 +146,7 @@ def tables(evaluation: Evaluation) -> Group:
 
     about, figures = evaluation.about, evaluation.figures
     sizes = _present(evaluation, SIZES)
-    classes = _table("class", "AP", "AP50", *(SIZE_NAMES[name] for name in sizes), "objects")
+    classes = table("class", "AP", "AP50", *(SIZE_NAMES[name] for name in sizes), "objects")
     for entry in evaluation.per_class:
         values = [entry.AP, entry.AP50, *(getattr(entry, name) for name in sizes)]
         classes.add_row(entry.name, *map(format_score, values), f"{entry.objects:,}")
@@ -167,8 +156,7 @@ def tables(evaluation: Evaluation) -> Group:
         for group, title in others
         if (names := _present(evaluation, group))
     ]
-    errors = _table("error type", "AP50 gain", "count", "meaning")
-    errors.columns[-1].justify = "left"
+    errors = table("error type", "AP50 gain", "count", "meaning", left=(0, 3))
     for error in sorted(evaluation.errors, key=lambda e: -e.delta_ap):
         name = ERROR_NAMES.get(error.kind, error.kind)
         errors.add_row(name, f"+{error.delta_ap:.3f}", f"{error.count:,}", error.meaning)
@@ -182,30 +170,18 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
     from rich.console import Group
 
     names = ["AP", "AP50", "AP75", *_present(best, SIZES), "AR100"]
-    table = _table("step", *names, "checkpoint")
-    table.columns[0].justify = "right"
-    table.columns[-1].justify = "left"
+    rows = table("step", *names, "checkpoint", left=(len(names) + 1,))
     for evaluation in evaluations:
         mark = "  (best)" if evaluation is best else ""
         scores = [format_score(evaluation.figures[name]) for name in names]
         file = Path(evaluation.about.source).name
-        table.add_row(str(evaluation.about.step), *scores, file + mark)
-    return Group(table, "", headline(best))
+        rows.add_row(str(evaluation.about.step), *scores, file + mark)
+    return Group(rows, "", headline(best))
 
 
 def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
     """Return the metrics that exist: COCO's sizes without objects have none."""
     return [name for name in names if evaluation.figures.get(name, -1) >= 0]
-
-
-def _table(*columns: str) -> Table:
-    """Return a table without lines, whose columns of numbers are right-aligned."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    return table
 
 
 def format_score(value: float) -> str:

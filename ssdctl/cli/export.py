@@ -6,9 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
 from ssdctl.cli.shell_completion import completer
@@ -25,11 +24,10 @@ from ssdctl.exporting.request import (
 
 
 @command(
-    app,
     "export",
     short="--format --out --nms --batch --fp16 --int8 --data",
     panel="Results",
-    settings=["data.root", "evaluate.score_threshold", "evaluate.nms_iou", "evaluate.limit"],
+    settings="data.root evaluate.score_threshold evaluate.nms_iou evaluate.limit",
     examples=[
         "ssdctl export --format onnx --out ssd.onnx   # the newest run of runs/",
         "ssdctl export best.pt --format onnx --nms none --out opencv.onnx",
@@ -45,63 +43,49 @@ def export(
     call: Call,
     kind: Annotated[
         str,
-        typer.Option(
+        Option(
             "--format",
             metavar="FORMAT",
             help="onnx, openvino, pt2, safetensors, mlperf, nvidia",
             autocompletion=completer(FORMATS),
-            show_default=False,
         ),
     ],
-    out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="File to write", show_default=False)
-    ],
+    out: Annotated[str, Option(metavar="FILE", help="File to write")],
     checkpoint: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="CKPT|RUN",
             help="Checkpoint, run folder, detector, or hf://org/name [default: the newest run]",
-            show_default=False,
         ),
     ] = None,
     nms: Annotated[
         str | None,
-        typer.Option(
-            "--nms",
+        Option(
             metavar="NMS",
             help="onnx, efficientnms (TensorRT), or none [default: onnx, pt2: none]",
             autocompletion=completer(NMS),
         ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Export raw outputs, without decoding and NMS")
+        bool, Option("--raw", help="Export raw outputs, without decoding and NMS")
     ] = False,
     batch: Annotated[
-        str, typer.Option("--batch", metavar="N|dynamic", help="Batch size of the exported model")
+        str, Option(metavar="N|dynamic", help="Batch size of the exported model")
     ] = "dynamic",
-    fp16: Annotated[
-        bool, typer.Option("--fp16", help="Store weights in fp16, compute in fp32")
-    ] = False,
+    fp16: Annotated[bool, Option("--fp16", help="Store weights in fp16, compute in fp32")] = False,
     int8: Annotated[
-        bool, typer.Option("--int8", help="ONNX: quantize, and print AP, size and latency")
+        bool, Option("--int8", help="ONNX: quantize, and print AP, size and latency")
     ] = False,
     calibrate: Annotated[
         int | None,
-        typer.Option(
-            "--calibrate",
-            metavar="N",
-            min=1,
-            help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]",
+        Option(
+            metavar="N", min=1, help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]"
         ),
     ] = None,
     max_ap_loss: Annotated[
         float | None,
-        typer.Option(
-            "--max-ap-loss",
-            metavar="X",
-            min=0,
-            max=1,
-            help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]",
+        Option(
+            metavar="X", min=0, max=1, help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]"
         ),
     ] = None,
 ) -> None:

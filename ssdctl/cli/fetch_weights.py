@@ -1,4 +1,4 @@
-"""`ssdctl fetch-weights`: download and verify weights of backbones and detectors by name."""
+"""`ssdctl fetch-weights` and `ssdctl models`: weights of backbones and detectors by name."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import is_encodable
-from ssdctl.cli.download_progress import fetching, retry_policy
+from ssdctl.cli.download import fetching, retry_policy
 from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:
     from ssdctl.model.pretrained import Weights
+
+TRUST = {
+    "pinned": "SHA-256 verified",
+    "prefix": "SHA-256 prefix verified",
+    "first use": "SHA-256 pinned on first download",
+}
 
 
 def _names() -> list[str]:
@@ -27,10 +32,9 @@ def _names() -> list[str]:
 
 
 @command(
-    app,
     "fetch-weights",
     panel="Data",
-    settings=["download.mirror", "download.timeout"],
+    settings="download.mirror download.timeout",
     examples=[
         "ssdctl fetch-weights resnet34-imagenet-v1",
         "ssdctl fetch-weights resnet34-333f7ec4 --dest weights",
@@ -42,23 +46,16 @@ def fetch_weights(
     call: Call,
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="NAME",
             help="Weights to download [default: those of the preset]",
             autocompletion=lambda incomplete: [n for n in _names() if n.startswith(incomplete)],
-            show_default=False,
         ),
     ] = None,
     dest: Annotated[
-        Path | None,
-        typer.Option(
-            "--dest",
-            metavar="DIR",
-            help="Folder [default: ~/.cache/torch/hub/checkpoints]",
-            show_default=False,
-        ),
+        Path | None, Option(metavar="DIR", help="Folder [default: ~/.cache/torch/hub/checkpoints]")
     ] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="List all names")] = False,
+    list_all: Annotated[bool, Option("--list", help="List all names")] = False,
 ) -> None:
     """Download pretrained weights into the cache.
 
@@ -130,3 +127,45 @@ def _list(call: Call, dest: Path | None) -> None:
             lines.append(f"  {path or file.url}")
     call.console.result({"weights": rows}, "\n".join(lines))
     call.console.closing([(mark, "downloaded"), ("more", "`ssdctl models` lists whole detectors")])
+
+
+@command(
+    "models",
+    panel="Results",
+    examples=["ssdctl models", "ssdctl predict ssd300-vgg16-coco street.jpg"],
+)
+def models(call: Call) -> None:
+    """List detectors that can be used by name."""
+    from ssdctl.download.detectors import DETECTORS, cached_path
+
+    rows: list[dict[str, Any]] = []
+    for detector in DETECTORS:
+        path = cached_path(detector)
+        rows.append(
+            {
+                "name": detector.name,
+                "network": detector.network,
+                "AP": detector.ap,
+                "licence": detector.license,
+                "url": detector.file.url,
+                "page": detector.page,
+                "trust": detector.trust,
+                "sha256": detector.file.sha256 or None,
+                "bytes": path.stat().st_size if path else detector.file.bytes,
+                "path": str(path) if path else None,
+            }
+        )
+
+    lines: list[str] = []
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        size = f", {row['bytes'] / 1e6:.0f} MB" if row["bytes"] else ""
+        state = f"downloaded{size}" if row["path"] else f"not downloaded{size}"
+        ap = "" if row["AP"] is None else f", AP {row['AP']:.3f}"
+        lines += [
+            f"{row['name']:<{width}}  {row['network']}{ap}, {state}",
+            f"  license: {row['licence']}; {TRUST[row['trust']]}",
+            f"  {row['page']}",
+        ]
+    call.console.result({"models": rows}, "\n".join(lines))
+    call.console.closing([], [f"ssdctl predict {rows[0]['name']} photo.jpg --out drawn"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ssdctl import files
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
@@ -26,30 +26,23 @@ OUTCOMES: dict[int, str] = {
 }
 
 
+option = functools.partial(Option, rich_help_panel="Launch")
+
+
 def _count_parameter(device: DeviceType) -> inspect.Parameter:
     """Return the option that counts the devices of one type, for the signature of `launch`."""
-    option: typer.models.OptionInfo = typer.Option(
-        device.count_option,
-        min=1,
-        metavar="N",
-        help=f"Number of {device.description} over all nodes ({device.launcher})",
-        rich_help_panel="Launch",
-        show_default=False,
-    )
+    text = f"Number of {device.description} over all nodes ({device.launcher})"
+    kind = Annotated[int | None, option(device.count_option, min=1, metavar="N", help=text)]
     return inspect.Parameter(
-        device.name,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=None,
-        annotation=Annotated[int | None, option],
+        device.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind
     )
 
 
 @command(
-    app,
     "launch",
     panel="Train",
-    settings=["launch.*"],
-    settings_of=("train", ["data.*", "model.*", "train.*"]),
+    settings="launch.*",
+    takes_train_options=True,
     short="--hpus --gpus --tpus --cpus --nodes --launcher --dry-run",
     more_options=[_count_parameter(device) for device in DEVICE_TYPES.values()],
     examples=[
@@ -64,31 +57,16 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
 def launch(
     call: Call,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print the command without running it", rich_help_panel="Launch"
-        ),
+        bool, option("--dry-run", help="Print the command without running it")
     ] = False,
     write: Annotated[
         str | None,
-        typer.Option(
-            "--write",
-            metavar="FILE",
-            help="Write the script or manifest instead of running it",
-            rich_help_panel="Launch",
-        ),
+        option(metavar="FILE", help="Write the script or manifest instead of running it"),
     ] = None,
-    wait: Annotated[
-        bool,
-        typer.Option(
-            "--wait", help="Follow the submitted job until it ends", rich_help_panel="Launch"
-        ),
-    ] = False,
+    wait: Annotated[bool, option("--wait", help="Follow the submitted job until it ends")] = False,
     rest: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[-- COMMAND ...]", help="ssdctl command to launch [default: train]"
-        ),
+        Argument(metavar="[-- COMMAND ...]", help="ssdctl command to launch [default: train]"),
     ] = None,
     **counts: int | None,
 ) -> None:

@@ -9,8 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from ssdctl.cli.app import app, click_root
-from ssdctl.cli.command import Call
+from ssdctl.cli.command import Call, app, click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES
@@ -208,7 +207,7 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
             hint=f"put the options of {rest[0]} after --",
         )
     # Its options are parsed as each rank would.
-    parsed = click_root(rest[0].replace("-", "_")).commands[rest[0]]
+    parsed = click_root(rest[0]).commands[rest[0]]
     parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
     if isinstance(parsed, AliasCommand):
         return [rest[0], *parsed.without_aliases(rest[1:])]

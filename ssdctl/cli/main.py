@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from ssdctl.cli import (
+from ssdctl.cli import (  # noqa: F401 - importing a module registers its commands
     benchmark,
     config,
-    dataset,
     demo,
     doctor,
     download,
@@ -20,51 +19,70 @@ from ssdctl.cli import (
     export,
     fetch_weights,
     launch,
-    models,
     predict,
     prepare,
     push,
-    report,
     runs,
     shell_completion,
     train,
 )
-from ssdctl.cli.app import app, click_root
-from ssdctl.cli.command import exit_as_bug
+from ssdctl.cli.command import app, click_root, exit_as_bug
 from ssdctl.cli.console import STDOUT, Console
 from ssdctl.cli.help import usage
-from ssdctl.errors import DiskError, ExitCode, Interrupted, UsageError
+from ssdctl.errors import DiskError, ExitCode, Interrupted, SsdctlError, UsageError
 from ssdctl.runtime.packages import library_error, memory_limit_error
 
-# In the order of `ssdctl --help`. Importing a module registers its command with `app`.
-MODULES = (
-    demo,
-    download,
-    prepare,
-    dataset,
-    fetch_weights,
-    train,
-    launch,
-    runs,
-    models,
-    evaluate,
-    predict,
-    export,
-    push,
-    report,
-    doctor,
-    config,
-    benchmark,
+# In the order of `ssdctl --help`.
+COMMANDS = (
+    *("demo", "download", "prepare", "dataset", "fetch-weights", "train", "launch"),
+    *("runs", "models", "evaluate", "predict", "export", "push", "report"),
+    *("doctor", "config", "benchmark"),
 )
-COMMANDS = tuple(module.__name__.rpartition(".")[2] for module in MODULES)
+app.registered_commands.sort(key=lambda info: COMMANDS.index(str(info.name)))
+app.registered_groups.sort(key=lambda info: COMMANDS.index(str(info.name)))
 
 
-def _position(info: typer.models.CommandInfo | typer.models.TyperInfo) -> int:
-    return COMMANDS.index(str(info.name).replace("-", "_"))
+def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
+    """Print the versions and the device that `--device auto` finds, without importing torch.
+
+    The commit is that of a git checkout from which ssdctl runs; a wheel has none.
+    """
+    if not is_requested or ctx.resilient_parsing:
+        return
+    import platform
+    from pathlib import Path
+
+    from ssdctl._version import __version__
+    from ssdctl.runs.metrics import git_commit
+    from ssdctl.runtime.cores import usable_cores
+    from ssdctl.runtime.hardware import device_names
+    from ssdctl.runtime.packages import package_version
+
+    rows = {
+        "Python": platform.python_version(),
+        "torch": package_version("torch") or "not installed",
+        "device": ", ".join(device_names()) or f"cpu, {usable_cores()} cores",
+    }
+    checkout = Path(__file__).parents[2]
+    if (checkout / ".git").exists() and (commit := git_commit(checkout)):
+        rows = {"commit": commit[:12], **rows}
+    typer.echo("\n".join([f"ssdctl {__version__}", *(f"{n:<8}{v}" for n, v in rows.items())]))
+    raise typer.Exit
 
 
-app.registered_commands.sort(key=_position)
-app.registered_groups.sort(key=_position)
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_versions,
+            is_eager=True,
+            help="Show versions and the device",
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,32 +101,29 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments = ["--version"]
     try:
         command = next((a for a in arguments if not a.startswith("-")), "")
-        root = click_root(module=command.replace("-", "_"))
-        code = root.main(args=arguments, prog_name="ssdctl", standalone_mode=False)
+        code = click_root(command).main(args=arguments, prog_name="ssdctl", standalone_mode=False)
         raise SystemExit(code or 0)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # typer's exit code for it is 1
             raise SystemExit(ExitCode.DISK) from None
         raise
-    except KeyboardInterrupt:  # before a command runs
-        raise SystemExit(Interrupted.exit_code) from None
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if _is_interrupt(error):
             raise SystemExit(Interrupted.exit_code) from None
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error, err=True)  # the help of a group
             raise SystemExit(ExitCode.USAGE) from None
-        if (problem := _as_usage_error(error)) is not None:
-            Console().error(problem)
-            raise SystemExit(problem.exit_code) from None
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            # typer itself writes --help and --version
-            Console().error(DiskError(f"no space left while writing {error.filename or STDOUT}"))
-            raise SystemExit(DiskError.exit_code) from None
-        if (problem := memory_limit_error(error) or library_error(error)) is not None:
-            Console().error(problem)
-            raise SystemExit(problem.exit_code) from None
-        exit_as_bug()
+        if (problem := _expected_error(error)) is None:
+            exit_as_bug()
+        Console().error(problem)
+        raise SystemExit(problem.exit_code) from None
+
+
+def _expected_error(error: BaseException) -> SsdctlError | None:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        # typer itself writes --help and --version
+        return DiskError(f"no space left while writing {error.filename or STDOUT}")
+    return _as_usage_error(error) or memory_limit_error(error) or library_error(error)
 
 
 def _as_usage_error(error: Any) -> UsageError | None:

@@ -10,9 +10,8 @@ import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
 from ssdctl.errors import DataError, NetworkError, UsageError
@@ -31,11 +30,10 @@ MAX_NAMED = 3  # failed images in the error
 
 
 @command(
-    app,
     "predict",
     short="--out --save --score --classes --tile --recursive --bf16 --fp32 --device",
     panel="Results",
-    settings=["predict.*"],
+    settings="predict.*",
     examples=[
         "ssdctl predict street.jpg   # with the newest run of runs/",
         "ssdctl predict runs/coco-resnet34 street.jpg --out drawn",
@@ -52,35 +50,31 @@ def predict(
     call: Call,
     arguments: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="[CKPT|RUN] IMAGE...",
             help="Checkpoint, ONNX file, run folder, detector, or hf://org/name [default: the "
             "newest run]; then images, folders, glob patterns (** matches subfolders), URLs, - for "
             "a list on stdin; or videos, or a camera (/dev/video0)",
-            show_default=False,
         ),
     ],
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out",
+        Option(
             metavar="DIR",
             help="Output folder: annotated images (or the --save format) and detections.json",
         ),
     ] = None,
     line_width: Annotated[
         int | None,
-        typer.Option(
-            "--line-width",
+        Option(
             metavar="PX",
             min=1,
             max=200,
             help="Line width of drawn boxes [default: from the image's size]",
-            show_default=False,
         ),
     ] = None,
-    hide_labels: Annotated[bool, typer.Option("--hide-labels", help="Draw no class names")] = False,
-    hide_scores: Annotated[bool, typer.Option("--hide-scores", help="Draw no scores")] = False,
+    hide_labels: Annotated[bool, Option("--hide-labels", help="Draw no class names")] = False,
+    hide_scores: Annotated[bool, Option("--hide-scores", help="Draw no scores")] = False,
 ) -> None:
     """Detect objects in images and videos.
 
@@ -114,14 +108,13 @@ def predict(
     detector = _load(call, checkpoint)
     failures = _predict(call, detector, sources, folder, targets, style)
     if failures:
-        labels = [printable_line(failure.item.label) for failure in failures]
-        more = ", ..." if len(labels) > MAX_NAMED else ""
-        counted = (
-            f"{len(labels)} of {len(sources)} images failed: {', '.join(labels[:MAX_NAMED])}{more}"
+        named = ", ".join(printable_line(failure.item.label) for failure in failures[:MAX_NAMED])
+        more = ", ..." if len(failures) > MAX_NAMED else ""
+        is_network = any(isinstance(failure.error, NetworkError) for failure in failures)
+        raise (NetworkError if is_network else DataError)(
+            f"{len(failures)} of {len(sources)} images failed: {named}{more}",
+            hint="the warnings name the reasons",
         )
-        if any(isinstance(failure.error, NetworkError) for failure in failures):
-            raise NetworkError(counted, hint="the warnings name the reasons")
-        raise DataError(counted, hint="the warnings name the reasons")
 
 
 def _load(call: Call, checkpoint: str) -> ImageDetector:
@@ -133,7 +126,7 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
 
     settings = call.config.predict
     iou = call.config.evaluate.nms_iou if settings.nms_iou is None else settings.nms_iou
-    detector, _ = load_detector(
+    return load_detector(
         checkpoint,
         device=settings.device,
         config=DetectorConfig(settings.precision, settings.score, iou),
@@ -141,8 +134,7 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
             settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
         ),
         mirror=call.config.download.mirror,
-    )
-    return detector
+    )[0]
 
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
@@ -157,8 +149,8 @@ def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
         targets.append(out / f"{free_stem(source.path.name, stems)}{kept}")
     images = {s.path.resolve(): s.path for s in sources if not s.url}
     for target in targets:
-        if target.resolve() in images:
-            refuse_replacing(images[target.resolve()], target, "--out")
+        if (image := images.get(target.resolve())) is not None:
+            refuse_replacing(image, target, "--out")
     return targets
 
 
@@ -172,7 +164,7 @@ def _predict(
 ) -> list[UnreadableImage]:
     """Print, draw and save the detections; return the images that cannot be read."""
     from ssdctl.inference.image_detector import (
-        OpenedImage,
+        PreparedImage,
         UnreadableImage,
         detect_ahead,
         open_image,
@@ -185,12 +177,12 @@ def _predict(
         make_dir(out)  # before the detection, which may take hours
         writer = WRITERS[settings.save or "json"](out, detector.selected_classes)
 
-    def opened(source: ImageSource, cancelled: threading.Event) -> OpenedImage:
+    def prepare(source: ImageSource, cancelled: threading.Event) -> PreparedImage:
         content = source.open(cancelled)
-        return OpenedImage(source, content, open_image(content))
+        return detector.prepare(source, content, open_image(content))
 
     results = detect_ahead(
-        detector, sources, opened, batch_size=settings.batch_size, threads=usable_cores()
+        detector, sources, prepare, batch_size=settings.batch_size, threads=usable_cores()
     )
     records, failures, objects = [], list[UnreadableImage](), 0
     shown = console.progress(results, total=len(sources), label="predicting", unit="img")

@@ -1,16 +1,16 @@
-"""`ssdctl prepare`."""
+"""`ssdctl prepare` and `ssdctl dataset export`."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
-from ssdctl.cli.command import Call, command
+from ssdctl.cli.command import Call, command, command_group, stoppable
+from ssdctl.files import refuse_url
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from ssdctl.data.annotations import Finding
     from ssdctl.data.prepare import Outcome
 
+group = command_group("dataset", "Data", "Export a dataset in another format.")
 MAX_EXAMPLES = 5  # per kind of finding in the table
 
 
 @command(
-    app,
     "prepare",
     short="--data --from --split --classes --shrink --preview --force",
     panel="Data",
-    settings=["data.*", "prepare.*"],
+    settings="data.* prepare.*",
     examples=[
         "ssdctl prepare --data /data/coco",
         "ssdctl prepare --data /data/coco --no-pack   # only the index, images are not copied",
@@ -38,17 +38,9 @@ MAX_EXAMPLES = 5  # per kind of finding in the table
 )
 def prepare(
     call: Call,
-    force: Annotated[
-        bool, typer.Option("--force", help="Prepare again even if nothing changed")
-    ] = False,
+    force: Annotated[bool, Option("--force", help="Prepare again even if nothing changed")] = False,
     preview: Annotated[
-        Path | None,
-        typer.Option(
-            "--preview",
-            metavar="FILE",
-            help="Draw training images with their boxes",
-            show_default=False,
-        ),
+        Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
     ] = None,
 ) -> None:
     """Check images and annotations, and pack them for training.
@@ -56,7 +48,6 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
-    from ssdctl.cli.app import stoppable
     from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED
@@ -137,3 +128,43 @@ def _example(item: Finding) -> str:
     """Return one finding with the ids of its image and annotation."""
     annotation = "" if item.annotation_id is None else f", annotation {item.annotation_id}"
     return f"image {item.image_id}{annotation}: {item.detail}"
+
+
+@command(
+    "export",
+    group,
+    settings="data.store",
+    examples=[
+        "ssdctl dataset export /data/parts --to yolo --out parts-yolo",
+        "ssdctl dataset export /data/parts --to hf --out parts-hf   # for datasets.load_dataset",
+    ],
+)
+def export(
+    call: Call,
+    root: Annotated[str, Argument(metavar="DIR", help="Dataset folder or file")],
+    to: Annotated[
+        Literal["coco", "yolo", "voc", "hf"],
+        Option("--to", metavar="coco|yolo|voc|hf", help="Format (hf: Parquet)"),
+    ],
+    out: Annotated[Path, Option(metavar="DIR", help="New folder")],
+) -> None:
+    """Write a dataset in another format.
+
+    All splits are written, with the images and boxes that `prepare` checked. Images that it
+    downscaled stay smaller.
+    """
+    from ssdctl.data.export_dataset import export_dataset
+    from ssdctl.data.open_dataset import open_dataset
+    from ssdctl.data.store_folder import dataset_folders
+
+    refuse_url(str(out), "--out")
+    data = msgspec.structs.replace(call.config.data, root=root)
+    folder, store = dataset_folders(data)
+    with stoppable("nothing was exported"):
+        splits = open_dataset(folder, store, progress=call.console.progress)
+        counts = export_dataset(splits, out, to, call.console.progress)
+    result: dict[str, Any] = {"out": str(out), "to": to, "images": counts}
+    written = ", ".join(f"{split} {count:,}" for split, count in counts.items())
+    call.console.result(result, f"{out}: {written} images")
+    if to != "hf":
+        call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(out))}"])

@@ -7,18 +7,16 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.errors import UsageError
 
 
 @command(
-    app,
     "push",
     panel="Results",
-    settings=["download.mirror"],
+    settings="download.mirror",
     examples=[
         "ssdctl push runs/coco-resnet34 hf://org/name --license apache-2.0",
         "ssdctl push best.pt hf://org/name --license apache-2.0 --private",
@@ -28,53 +26,27 @@ from ssdctl.errors import UsageError
 def push(
     call: Call,
     checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CKPT|RUN",
-            help="Run folder (its best checkpoint) or checkpoint",
-            show_default=False,
-        ),
+        str, Argument(metavar="CKPT|RUN", help="Run folder (its best checkpoint) or checkpoint")
     ],
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="hf://ORG/NAME",
-            help="Model repository; created if it does not exist",
-            show_default=False,
-        ),
+        Argument(metavar="hf://ORG/NAME", help="Model repository; created if it does not exist"),
     ],
     license_id: Annotated[
-        str,
-        typer.Option("--license", metavar="ID", help="License of the weights, e.g. apache-2.0"),
+        str, Option("--license", metavar="ID", help="License of the weights, e.g. apache-2.0")
     ] = "other",
     data_license: Annotated[
-        str | None,
-        typer.Option(
-            "--data-license", metavar="TEXT", help="License of the dataset", show_default=False
-        ),
+        str | None, Option(metavar="TEXT", help="License of the dataset")
     ] = None,
     samples: Annotated[
-        int,
-        typer.Option(
-            "--samples",
-            min=0,
-            max=50,
-            metavar="N",
-            help="Number of sample images with detections",
-        ),
+        int, Option(min=0, max=50, metavar="N", help="Number of sample images with detections")
     ] = 4,
-    private: Annotated[bool, typer.Option("--private", help="Create a private repository")] = False,
+    private: Annotated[bool, Option("--private", help="Create a private repository")] = False,
     message: Annotated[
-        str, typer.Option("--message", metavar="TEXT", help="Commit message")
+        str, Option(metavar="TEXT", help="Commit message")
     ] = "Upload an SSD300 trained with ssdctl",
     out: Annotated[
-        str | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Write the files to DIR without uploading",
-            show_default=False,
-        ),
+        str | None, Option(metavar="DIR", help="Write the files to DIR without uploading")
     ] = None,
 ) -> None:
     """Publish a model on the Hugging Face Hub.

@@ -7,9 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import aligned
 from ssdctl.distributed.rank_process import start_rank_log
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from ssdctl.config.devices import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.run import SettledRun
-    from ssdctl.training.schedule import TrainSchedule
     from ssdctl.training.trainer import Summary
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
@@ -35,10 +33,9 @@ MAX_SIMILAR = 10  # runs whose speed may be known
 
 
 @command(
-    app,
     "train",
     panel="Train",
-    settings=["data.*", "model.*", "train.*"],
+    settings="data.* model.* train.*",
     short=(
         "--data --out --init --preset --epochs --bs --lr --device --bf16 --fp16 --fp32 "
         "--resume --eval-every --dry-run"
@@ -54,8 +51,7 @@ MAX_SIMILAR = 10  # runs whose speed may be known
 def train(
     call: Call,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print the plan without training", rich_help_panel="Run"),
+        bool, Option("--dry-run", help="Print the plan without training", rich_help_panel="Run")
     ] = False,
 ) -> None:
     """Train a detector, or resume a stopped run.
@@ -150,9 +146,8 @@ def _show_plan(call: Call) -> None:
     check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    if warning := description.warning_of_cut(resolved, plan):
-        call.console.warning(warning)
-    for warning in description.warnings_of_unreached(resolved, plan):
+    cut = description.warning_of_cut(resolved, plan)
+    for warning in filter(None, [cut, *description.warnings_of_unreached(resolved, plan)]):
         call.console.warning(warning)
     workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     data = {
@@ -169,6 +164,8 @@ def _show_plan(call: Call) -> None:
     data_line = f"assumed: COCO, {images:,} training images, {COCO_NUM_CLASSES} classes"
     if size.classes:
         data_line = description.data_line(root, images, shown, size.classes)
+    repeated = ", more than there are images: a step uses some of them several times"
+    repeated = repeated if plan.global_batch_size > images else ""
     rows = {
         "data": data_line,
         "network": description.network_line(config),
@@ -176,7 +173,7 @@ def _show_plan(call: Call) -> None:
         f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
         "length": description.length_line(plan, len(evaluations)) + _known_time(run, device.name),
         "recipe": description.recipe_line(resolved, plan),
-        "batch": f"{plan.global_batch_size}{_too_large(plan)}; "
+        "batch": f"{plan.global_batch_size}{repeated}; "
         f"{description.counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
         f"(for a batch of 32) x {plan.global_batch_size} / 32",
@@ -255,9 +252,3 @@ def _disk_needed(run: SettledRun, classes: int) -> str:
         f"(--keep {config.train.keep}, the best, one being written); "
         f"{free_bytes(run.out.absolute()) / 1e9:,.0f} GB free"
     )
-
-
-def _too_large(plan: TrainSchedule) -> str:
-    if plan.global_batch_size <= plan.images:
-        return ""
-    return ", more than there are images: a step uses some of them several times"

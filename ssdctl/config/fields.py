@@ -1,6 +1,6 @@
 """Define the metadata of settings and the value types with bounds."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -35,6 +35,7 @@ def setting(
     choice_flags: bool = False,
     aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
+    **bounds: Any,
 ) -> msgspec.Meta:
     """Describe one field.
 
@@ -43,21 +44,16 @@ def setting(
         flag: The option's name if it differs from the field's.
         panel: The heading under which `--help` lists it; None: Recipe if the presets set it, else
             Options.
-        metavar: The placeholder of the value in `--help`.
+        metavar: The placeholder of the value in `--help`; None: N or X for numbers.
         choice_flags: Make one flag per choice (`--bf16`) instead of one option with a value.
         aliases: Standard spellings with the same meaning, hidden. Long ones are key aliases too.
             Those of other programs are in other_programs.toml.
         choices: Values of a text setting that accepts others too. A Literal has its own.
+        **bounds: Of a number, as in `msgspec.Meta`: ge, gt, le, lt.
     """
-    extra = {
-        "flag": flag,
-        "panel": panel,
-        "metavar": metavar,
-        "choice_flags": choice_flags,
-        "aliases": aliases,
-        "choices": choices,
-    }
-    return msgspec.Meta(description=help, extra=extra)
+    keys = ("flag", "panel", "metavar", "choice_flags", "aliases", "choices")
+    values = (flag, panel, metavar, choice_flags, aliases, choices)
+    return msgspec.Meta(description=help, extra=dict(zip(keys, values, strict=True)), **bounds)
 
 
 LARGEST_INT = 2**63 - 1  # the limit of TOML and of checkpoints

@@ -13,6 +13,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,13 +77,12 @@ class Resolved:
 
 @dataclasses.dataclass(frozen=True)
 class Settled(Resolved):
-    """The settings of a settled run, and the source of each value."""
+    """Settings whose batch size is a number."""
 
     config: SettledConfig
 
     @classmethod
     def of(cls, resolved: Resolved) -> Settled:
-        """Return settings whose batch size is a number."""
         config = msgspec.convert(resolved.config, SettledConfig, from_attributes=True)
         return cls(config, resolved.sources)
 
@@ -104,29 +104,20 @@ def resolve(
     ]
     layers = [o._replace(path=p) for o in layers for p in SPLIT_KEYS.get(o.path, (o.path,))]
     checked = [_checked(o) for o in layers]
+    chosen = {o.path: o.value for o in checked}  # the last one counts
+    recipe = preset_overrides(chosen.get("train.preset", all_settings()["train.preset"].default))
+    if "train.eval_every" in chosen:  # instead of the evaluation epochs of a preset
+        recipe = [o for o in recipe if o.path != "train.eval_at"]
+    cluster = chosen.get("launch.cluster")
+    of_cluster = _overrides_in(CLUSTER_DIR, "cluster", cluster) if cluster else []
 
-    presets = [o.value for o in checked if o.path == "train.preset"]
-    preset = presets[-1] if presets else all_settings()["train.preset"].default
-    clusters = [o.value for o in checked if o.path == "launch.cluster"]
-    cluster = _overrides_in(CLUSTER_DIR, "cluster", clusters[-1]) if any(clusters[-1:]) else []
-
-    values: dict[str, Any] = {}
-    sources: dict[str, Source] = {}
-    for setting in all_settings().values():
-        if not setting.is_recipe:
-            values[setting.path] = setting.default
-            sources[setting.path] = DEFAULT
-    # The evaluation epochs of a preset are used only if no interval was given.
-    unused = {"train.eval_at"} if any(o.path == "train.eval_every" for o in checked) else set()
-    recipe = [o for o in preset_overrides(preset) if o.path not in unused]
-    for path, value, source in [*recipe, *cluster, *checked]:
-        values[path] = value
-        sources[path] = source
-
+    defaults = [Override(s.path, s.default, DEFAULT) for s in all_settings().values()]
     sections: dict[str, dict[str, Any]] = {f.name: {} for f in msgspec.structs.fields(Config)}
-    for path, value in values.items():
+    sources: dict[str, Source] = {}
+    for path, value, source in [*defaults, *recipe, *of_cluster, *checked]:
         section, _, name = path.partition(".")
         sections[section][name] = value
+        sources[path] = source
     config = msgspec.convert(sections, Config)
     for path, problem in conflicts(config):
         raise UsageError(f"{_named(sources[path], path)}: {problem}")
@@ -141,18 +132,13 @@ def sources_of(config: Config) -> dict[str, Source]:
     """
     if (sources := config.__dict__.get("sources")) is not None:
         return dict(sources)
-    preset = Override("train.preset", config.train.preset, Source(Kind.CALL, "config"))
-    plain = resolve(overrides=[preset], environment={}, default_file=False)
     changed = Source(Kind.CALL, "config")
+    preset = Override("train.preset", config.train.preset, changed)
+    plain = resolve(overrides=[preset], environment={}, default_file=False)
     return {
-        path: changed if value_of(config, path) != value_of(plain.config, path) else source
+        path: source if attrgetter(path)(config) == attrgetter(path)(plain.config) else changed
         for path, source in plain.sources.items()
     }
-
-
-def value_of(config: Config, path: str) -> Any:
-    section, _, name = path.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def preset_overrides(name: str) -> list[Override]:
@@ -167,32 +153,22 @@ def _overrides_in(folder: Path, kind: str, name: str) -> list[Override]:
 def read_toml(path: Path) -> list[Override]:
     """Return the values of a config file, each with its line."""
     text, tables = files.read_toml(path, MAX_FILE_BYTES, "config file")
-    lines = _lines_of_keys(text)
-    overrides = [
-        Override(
-            key, value, Source(Kind.FILE, f"{path}:{lines[key]}" if key in lines else str(path))
-        )
-        for key, value in _flatten(tables)
-    ]
-    _refuse_repeated(overrides)
-    return overrides
-
-
-def _refuse_repeated(overrides: Iterable[Override]) -> None:
-    """Raise UsageError if a file sets one setting by two of its names."""
-    names: dict[str, str] = {}
-    for key, _, source in overrides:
+    lines, names, overrides = _lines_of_keys(text), dict[str, str](), []
+    for key, value in _flatten(tables):
+        source = Source(Kind.FILE, f"{path}:{lines[key]}" if key in lines else str(path))
         first = names.setdefault(setting_path(key) or key, key)
         if first != key:
             raise UsageError(f"{source}: {key} is the same setting as {first}", hint="delete one")
+        overrides.append(Override(key, value, source))
+    return overrides
 
 
-def _flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tables.items():
-        if isinstance(value, dict) and not prefix:
-            yield from _flatten(value, f"{key}.")
+def _flatten(tables: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            yield from ((f"{name}.{key}", value) for key, value in table.items())
         else:
-            yield f"{prefix}{key}", value
+            yield name, table
 
 
 def _lines_of_keys(text: str) -> dict[str, int]:
@@ -245,12 +221,8 @@ def parse_assignment(text: str) -> Override:
 
 
 def _checked(override: Override) -> Override:
-    setting = _lookup(override)
-    return override._replace(path=setting.path, value=_converted(override, setting))
-
-
-def _converted(override: Override, setting: Setting) -> Any:
-    value = override.value
+    """Return an override with the setting's path and a value of its type; raise UsageError."""
+    setting, value = _lookup(override), override.value
     target = plain_type(setting.type)
     if isinstance(value, str):
         if setting.is_list:
@@ -264,7 +236,7 @@ def _converted(override: Override, setting: Setting) -> Any:
     try:
         value = msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
         _check_magnitude(value)
-        return value
+        return override._replace(path=setting.path, value=value)
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
         raise UsageError(
@@ -274,7 +246,7 @@ def _converted(override: Override, setting: Setting) -> Any:
 
 
 def _named(source: Source, path: str) -> str:
-    """Return a setting's source, and its key unless the source is named after it."""
+    """Return a source, with the setting's key unless the source is named after it."""
     is_named = source.kind >= Kind.ENVIRONMENT and source is not ASSIGNMENT
     return str(source) if is_named else f"{source}: {path}"
 
@@ -318,9 +290,7 @@ def _readable_problem(setting: Setting, problem: str) -> str:
     """Return what a value should be, from the message of msgspec."""
     if setting.choices:
         return f"expected one of {', '.join(setting.choices)}"
-    if "regex" in problem:
-        return f"expected {setting.metavar} ({setting.help})"
-    if "enum" in problem:  # a number or a word
+    if "regex" in problem or "enum" in problem:  # enum: a number or a word
         return f"expected {setting.metavar} ({setting.help})"
     problem = problem[0].lower() + problem[1:].replace("`", "")
     problem = problem.replace(", got str", "")  # the message already quotes the value
@@ -363,7 +333,5 @@ def nearest_key(path: str) -> str:
         paths.setdefault(setting.section, setting.section)
     word = name.lstrip("-").replace("-", "_")
     near = difflib.get_close_matches(word, paths, n=5, cutoff=0.65)
-    near.sort(
-        key=lambda found: not paths[found].startswith(f"{section}.")
-    )  # the best one stays first
+    near.sort(key=lambda found: not paths[found].startswith(f"{section}."))  # stable: best first
     return f"did you mean {paths[near[0]]!r}?" if near else "`ssdctl config show` lists all keys"

@@ -85,10 +85,8 @@ class Setting(NamedTuple):
             return f"--{value}"
         if value is None:
             return f"(no {self.flags[0]})"
-        is_list = isinstance(value, (list, tuple))
-        return (
-            f"{self.flags[0]} {shlex.quote(','.join(map(str, value)) if is_list else str(value))}"
-        )
+        text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        return f"{self.flags[0]} {shlex.quote(text)}"
 
     @property
     def environment(self) -> str:
@@ -97,8 +95,7 @@ class Setting(NamedTuple):
 
 @functools.cache
 def other_programs() -> dict[str, dict[str, Any]]:
-    text = Path(__file__).with_name("other_programs.toml").read_text(encoding="utf-8")
-    return parse_toml(text)
+    return parse_toml(Path(__file__).with_name("other_programs.toml").read_text(encoding="utf-8"))
 
 
 def plain_type(annotation: Any) -> Any:
@@ -133,7 +130,7 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         help=meta.description,
         flags=flags,
         panel=extra["panel"] or ("Recipe" if field.default is msgspec.NODEFAULT else "Options"),
-        metavar=extra["metavar"],
+        metavar=extra["metavar"] or {int: "N", float: "X"}.get(kind),
         choices=choices,
         choice_flags=extra["choice_flags"],
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias not in flags),
@@ -142,12 +139,12 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
 
 @functools.cache
 def all_settings() -> dict[str, Setting]:
-    settings = {}
-    for section in msgspec.structs.fields(Config):
-        for field in msgspec.structs.fields(section.type):
-            setting = _setting(section.name, field)
-            settings[setting.path] = setting
-    return settings
+    settings = [
+        _setting(section.name, field)
+        for section in msgspec.structs.fields(Config)
+        for field in msgspec.structs.fields(section.type)
+    ]
+    return {setting.path: setting for setting in settings}
 
 
 # What versions did that did not have a setting of the recipe yet: `path: value`.
@@ -174,14 +171,9 @@ def paths_by_key() -> dict[str, str]:
 
 def select(*patterns: str) -> list[Setting]:
     """Return the settings that `section.name` or `section.*` (all of a section) select."""
-    selected: dict[str, Setting] = {}
-    for pattern in patterns:
-        section, _, name = pattern.partition(".")
-        matches = {
-            path: setting
-            for path, setting in all_settings().items()
-            if setting.section == section and name in ("*", setting.name)
-        }
-        assert matches, f"no setting matches {pattern}"
-        selected |= matches
-    return list(selected.values())
+    return [
+        setting
+        for pattern in patterns
+        for path, setting in all_settings().items()
+        if pattern in (path, f"{setting.section}.*")
+    ]

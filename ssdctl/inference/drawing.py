@@ -124,18 +124,14 @@ def draw(
         pairs = zip(texts, scores, strict=True)
         texts = [f"{text} {score:.2f}".strip() for text, score in pairs]
     sizes = [_text_size(font, text, line) if text else (0, 0) for text in texts]
-    outer = line // 2 + _halo(line)
-    drawn = [
-        (left - outer, top - outer, right + outer, bottom + outer)
-        for left, top, right, bottom in corners
-    ]
+    drawn = [_grown(box, line // 2 + _halo(line)) for box in corners]
     places = _free_places(drawn, sizes, image.size)
     for color, text, place in reversed(list(zip(colors, texts, places, strict=True))):
         if text:
             pen.rectangle(place, fill=color, outline=OUTLINE, width=_halo(line))
             middle = (place[1] + place[3]) / 2
-            left = place[0] + _padding(line)
-            pen.text((left, middle), text, fill=ink_on(color), font=font, anchor="lm")
+            start = (place[0] + line + 1, middle)
+            pen.text(start, text, fill=ink_on(color), font=font, anchor="lm")
     return result
 
 
@@ -155,31 +151,24 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 def _draw_box(pen: ImageDraw.ImageDraw, box: Rectangle, line: int, color: str) -> None:
     halo = _halo(line)
-    outer = line // 2 + halo
+    pen.rectangle(_grown(box, line // 2 + halo), outline=OUTLINE, width=line + 2 * halo)
+    pen.rectangle(_grown(box, line // 2), outline=color, width=line)
+
+
+def _grown(box: Rectangle, distance: int) -> Rectangle:
     left, top, right, bottom = box
-
-    def ring(distance: int, width: int, fill: str) -> None:
-        corners = (left - distance, top - distance, right + distance, bottom + distance)
-        pen.rectangle(corners, outline=fill, width=width)
-
-    ring(outer, line + 2 * halo, OUTLINE)
-    ring(outer - halo, line, color)
+    return left - distance, top - distance, right + distance, bottom + distance
 
 
 def _halo(line: int) -> int:
     return max(line // 3, 1)
 
 
-def _padding(line: int) -> int:
-    return line + 1
-
-
 def _text_size(
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont, text: str, line: int
 ) -> tuple[float, float]:
     """Return width and height of the rectangle of a label; all have the same height."""
-    bottom = font.getbbox("Ag|")[3] if isinstance(font, ImageFont.FreeTypeFont) else 11
-    return font.getlength(text) + 2 * _padding(line), bottom + line
+    return font.getlength(text) + 2 * (line + 1), font.getbbox("Ag|")[3] + line
 
 
 def _free_places(

@@ -1,7 +1,7 @@
 """Detect objects on images of any size: whole or in tiles, many in turn.
 
     detector = ImageDetector(backend, classes, Options(tile=600))
-    for found in detect_ahead(detector, paths, open_path, batch_size=8, threads=4): ...
+    for found in detect_ahead(detector, paths, prepare, batch_size=8, threads=4): ...
 
 An image becomes views, which the network gets: all of it, and its tiles if there are any. Their
 detections are merged into a `Result` in pixels of the image.
@@ -32,6 +32,7 @@ from ssdctl.inference.image_sources import source_of
 from ssdctl.inference.results import Result
 from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model.postprocess import ImageDetections
+from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.threads import map_ahead
 
 MAX_NAMED = 20  # class names listed in a message
@@ -39,6 +40,7 @@ MAX_OVERLAP = 0.9
 OneImage: TypeAlias = (
     str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
 )
+View: TypeAlias = tuple[Window, NDArray[np.uint8]]  # (300, 300, 3), as the network gets it
 
 
 class Options(NamedTuple):
@@ -50,28 +52,13 @@ class Options(NamedTuple):
     tile_overlap: float = 0.2  # fraction of the tile shared with a neighbor
 
 
-class ImageView(NamedTuple):
-    """A window of an image as the network gets it."""
-
-    window: Window
-    pixels: NDArray[np.uint8]  # (300, 300, 3)
-
-
-class OpenedImage(NamedTuple):
-    """An image that was opened in a thread."""
-
-    item: Any  # which of the stream
-    source: Any  # opens the image again, to draw on it
-    image: Image.Image  # in RGB
-
-
 class PreparedImage(NamedTuple):
     """What is kept of an opened image until it goes through the network."""
 
-    item: Any
-    source: Any
+    item: Any  # which of the stream
+    source: Any  # opens the image again, to draw on it
     size: tuple[int, int]  # width and height
-    views: Iterable[ImageView]  # with tiles they are cut when they are needed
+    views: Iterable[View]  # with tiles they are cut when they are needed
 
 
 class Prediction(NamedTuple):
@@ -118,16 +105,13 @@ class ImageDetector:
         """The classes that results may have, by label."""
         return {label: self.classes[label - 1] for label in self._selected}
 
-    def prepare(self, opened: OpenedImage) -> PreparedImage:
-        """Return what `detect` needs of an image: one view, or all of it to be cut into tiles."""
-        image, tile = opened.image, self.options.tile
-        windows = [Window(0, 0, *image.size)]
-        if tile is not None:
-            windows = tile_windows(*image.size, tile, self.options.tile_overlap)
-        views = (ImageView(window, resized(image, window)) for window in windows)
-        return PreparedImage(
-            opened.item, opened.source, image.size, views if tile is not None else list(views)
-        )
+    def prepare(self, item: Any, source: Any, image: Image.Image) -> PreparedImage:
+        """Return what `detect` needs of an RGB image."""
+        size, tile = image.size, self.options.tile
+        if tile is None:
+            return PreparedImage(item, source, size, [(Window(0, 0, *size), resized(image))])
+        windows = tile_windows(*size, tile, self.options.tile_overlap)
+        return PreparedImage(item, source, size, ((w, resized(image, w)) for w in windows))
 
     def detect(
         self, images: Iterable[PreparedImage | UnreadableImage], batch_size: int
@@ -152,10 +136,10 @@ class ImageDetector:
         views = ((n, view) for n, image in enumerate(images) for view in image.views)
         batches = iter(lambda: list(itertools.islice(views, batch_size)), [])
         found: list[list[tuple[Window, ImageDetections]]] = [[] for _ in images]
-        pixels = ((b, torch.from_numpy(np.stack([view.pixels for _, view in b]))) for b in batches)
+        pixels = ((b, torch.from_numpy(np.stack([view[1] for _, view in b]))) for b in batches)
         for batch, detections in detect_batches(self.backend, pixels):
-            for (n, view), result in zip(batch, detections, strict=True):
-                found[n].append((view.window, result))
+            for (n, (window, _)), result in zip(batch, detections, strict=True):
+                found[n].append((window, result))
         return [self._result(*pair) for pair in zip(images, found, strict=True)]
 
     def _result(
@@ -185,7 +169,7 @@ class ImageDetector:
 def detect_ahead(
     detector: ImageDetector,
     items: Iterable[Any],
-    opened: Callable[[Any, threading.Event], OpenedImage | None],
+    prepare: Callable[[Any, threading.Event], PreparedImage | None],
     *,
     batch_size: int,
     threads: int,
@@ -196,12 +180,9 @@ def detect_ahead(
     one whole image is opened in advance. Closing the iterator ends downloads.
 
     Args:
-        detector: Finds the objects.
-        items: Images of any kind.
-        opened: Opens an item in a thread; the event is set when the iterator is closed. Its
-            expected errors are yielded in their turn. None ends the stream.
+        prepare: Opens and prepares an item in a thread; the event is set when the iterator is
+            closed. Its expected errors are yielded in their turn. None ends the stream.
         batch_size: Images that go through the network together.
-        threads: How many open images.
     """
     ahead = 2 * batch_size
     if detector.options.tile is not None:
@@ -210,10 +191,9 @@ def detect_ahead(
 
     def prepared(item: Any) -> PreparedImage | UnreadableImage | None:
         try:
-            image = opened(item, cancelled)
+            return prepare(item, cancelled)
         except SsdctlError as error:
             return UnreadableImage(item, error)
-        return image and detector.prepare(image)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="open")
     try:
@@ -242,10 +222,10 @@ def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
             lower = {name.lower(): name for name in names}
             near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
             used = [name for name in names if name != UNUSED]
-            shown = ", ".join(used[:MAX_NAMED]) + (", ..." if len(used) > MAX_NAMED else "")
             hint = f"did you mean {lower[near[0]]!r}? " if near else ""
             raise UsageError(
-                f"class {name!r}: the network has no such class", hint=f"{hint}it has: {shown}"
+                f"class {name!r}: the network has no such class",
+                hint=f"{hint}it has: {listed(used, MAX_NAMED)}",
             )
     chosen = chosen or [name for name in names if name != UNUSED]
     return [label for label, name in enumerate(names, start=1) if name in chosen]

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -119,9 +119,7 @@ def find_sources(
             sources.append(source_of(name))
         elif path.is_dir():
             sources += map(ImageSource, _in_folder(path, recursive))
-        elif path.exists():
-            sources.append(ImageSource(path))
-        elif glob.has_magic(name):
+        elif glob.has_magic(name) and not path.exists():
             matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207 - Path's takes no absolute pattern
             files = [Path(match) for match in matches if Path(match).is_file()]
             sources += map(ImageSource, files or [path])
@@ -172,22 +170,18 @@ def split_videos(names: Sequence[str]) -> list[str]:
 
 
 def _in_folder(folder: Path, recursive: bool) -> list[Path]:
-    files = _walk(folder) if recursive else folder.iterdir()
-    images = sorted(
-        p for p in files if p.suffix.lower() in IMAGE_SUFFIXES and not p.name.startswith(".")
-    )
+    """Return the images in a folder; hidden ones and links to folders are left out."""
+
+    def is_image(path: Path) -> bool:
+        is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
+        return path.suffix.lower() in IMAGE_SUFFIXES and not is_hidden and not path.is_dir()
+
+    images = sorted(filter(is_image, folder.rglob("*") if recursive else folder.iterdir()))
     if not images:
         hint = None if recursive else "--recursive searches the folders below, too"
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UsageError(f"{folder}: a folder without images ({suffixes})", hint=hint)
     return images
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder; hidden folders and links to folders are left out."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in files)
 
 
 def _listed(stdin: IO[bytes]) -> list[ImageSource]:

@@ -67,23 +67,22 @@ def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | Dete
     if is_reference(name):
         return parse_reference(name)
     path = Path(source)
-    if is_model_folder(path):
-        return path / WEIGHTS
-    if path.exists():
-        return find_checkpoint(path)
-    detector = find_detector(name)
-    if detector is None and (error := tensorflow_checkpoint(path)) is not None:
+    if path.is_dir():
+        return path / WEIGHTS if is_model_folder(path) else find_checkpoint(path)
+    if not path.exists() and (detector := find_detector(name)) is not None:
+        return detector
+    if path.suffix != ".pt" and (error := tensorflow_checkpoint(path)) is not None:
         raise error
-    if detector is None:
-        near = nearest_detector(name)
-        names = ", ".join(d.name for d in DETECTORS)
-        raise UsageError(
-            f"{name}: no such file, run folder or detector",
-            hint=(f"did you mean {near!r}? " if near else "")
-            + f"a run keeps its checkpoints in RUN/checkpoints/; detectors by name: {names}; "
-            "models on the Hugging Face Hub: hf://org/name",
-        )
-    return detector
+    if path.exists():
+        return path
+    near = nearest_detector(name)
+    names = ", ".join(d.name for d in DETECTORS)
+    raise UsageError(
+        f"{name}: no such file, run folder or detector",
+        hint=(f"did you mean {near!r}? " if near else "")
+        + f"a run keeps its checkpoints in RUN/checkpoints/; detectors by name: {names}; "
+        "models on the Hugging Face Hub: hf://org/name",
+    )
 
 
 def trust_first_use(name: str, file: Path) -> None:
@@ -92,7 +91,9 @@ def trust_first_use(name: str, file: Path) -> None:
     Raises:
         IntegrityError: It is not a checkpoint, or changed since its first use.
     """
-    _check_contents(file)
+    from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
+
+    load_network(load_checkpoint(file))
     digest = remember_checksum(file)
     log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)
 
@@ -100,12 +101,6 @@ def trust_first_use(name: str, file: Path) -> None:
 def is_model_folder(path: Path) -> bool:
     """Return whether a folder has the files of `ssdctl push` instead of a run's."""
     return (path / WEIGHTS).is_file() and not RunDir(path).metrics.exists()
-
-
-def _check_contents(file: Path) -> None:
-    from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
-
-    load_network(load_checkpoint(file))
 
 
 def check_weight_sources(config: Config) -> None:
@@ -129,11 +124,8 @@ def check_weight_sources(config: Config) -> None:
         return
     if config.train.init is not None:
         resolve_source(config.train.init)
-        return
-    name = weights_of(config.model)
-    if name is None:
-        return
-    if Path(name).is_file():
-        check_hash_of_name(Path(name))
-    else:
-        weights_named(name)
+    elif name := weights_of(config.model):
+        if Path(name).is_file():
+            check_hash_of_name(Path(name))
+        else:
+            weights_named(name)

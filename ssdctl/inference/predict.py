@@ -27,9 +27,9 @@ from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, Detec
 from ssdctl.inference.image_detector import (
     ImageDetector,
     OneImage,
-    OpenedImage,
     Options,
     Prediction,
+    PreparedImage,
     UnreadableImage,
     detect_ahead,
     open_image,
@@ -44,12 +44,6 @@ from ssdctl.runtime.cores import usable_cores
 log = logging.getLogger(__name__)
 
 TILES_PER_PASS = 8
-REMOVED = {
-    "predict_many": "pass a list to Predictor.predict",
-    "class_names": "see Result.class_names, or Predictor.model.class_names",
-    "returned_classes": "see Result.class_names",
-    "options": "it has what ssdctl.load was given",
-}
 
 
 class Predictor:
@@ -102,7 +96,7 @@ class Predictor:
             NonFiniteError: The network's output is NaN or infinite.
         """
         images = image if isinstance(image, list | tuple) else [image]
-        prepared = (self._detector.prepare(self._open(entry)) for entry in images)
+        prepared = map(self._prepare, images)
         batch_size = TILES_PER_PASS if self._detector.options.tile else max(len(images), 1)
         found = self._detector.detect(prepared, batch_size)
         results = [entry.result for entry in found if isinstance(entry, Prediction)]
@@ -133,24 +127,19 @@ class Predictor:
             if batch_size < 1:
                 raise UsageError(f"batch_size {batch_size}: expected 1 or more")
             stream = detect_ahead(
-                self._detector, images, self._open, batch_size=batch_size, threads=usable_cores()
+                self._detector, images, self._prepare, batch_size=batch_size, threads=usable_cores()
             )
             for found in stack.enter_context(contextlib.closing(stream)):
                 if isinstance(found, UnreadableImage):
                     raise found.error
                 yield found.result
 
-    def _open(self, image: OneImage, cancelled: threading.Event | None = None) -> OpenedImage:
+    def _prepare(self, image: OneImage, cancelled: threading.Event | None = None) -> PreparedImage:
         opened = open_image(image, cancelled)
         is_url = isinstance(image, str) and bool(source_of(image).url)
         # A file object and a URL are read only once; anything else is opened again to plot it.
         source = opened if is_url or hasattr(image, "read") else image
-        return OpenedImage(image, source, opened)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in REMOVED:
-            raise AttributeError(f"Predictor.{name} is gone: {REMOVED[name]}")
-        raise AttributeError(f"'Predictor' object has no attribute {name!r}")
+        return self._detector.prepare(image, source, opened)
 
     def __repr__(self) -> str:
         classes = len(self._detector.classes)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 NOTEBOOK_PIXELS = 1024  # longer side of an image that a notebook shows
 NOTEBOOK_ROWS = 10
 Selection: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any]"
-REMOVED = {"picture": "image"}
 
 
 class Detection(NamedTuple):
@@ -48,20 +47,11 @@ class Result:
     `len`, iteration and `result[0]` give single `Detection`s; a slice, a boolean mask or an array
     of indices selects some of them: `result[result.scores > 0.5]` is a `Result`.
 
-    Args:
-        boxes: (N, 4): left, top, right, bottom in pixels of the image.
-        scores: (N,), 0 to 1.
-        labels: (N,), 1 and up.
-        classes: All classes of the network; that of label 1 is first.
-        size: Width and height of the image in pixels, upright.
-        image: What was detected on.
-        open_image: Opens it in RGB, to draw the detections.
-
     Attributes:
         boxes: (N, 4) float64: left, top, right, bottom in pixels, clipped to the image.
         scores: (N,) float64, 0 to 1, in descending order.
         labels: (N,) int64: the network's labels, 1 and up.
-        size: Width and height of the image in pixels.
+        size: Width and height of the image in pixels, upright.
         image: What was given to the predictor.
     """
 
@@ -71,10 +61,10 @@ class Result:
         scores: NDArray[np.float64],
         labels: NDArray[np.int64],
         *,
-        classes: Sequence[ClassName],
+        classes: Sequence[ClassName],  # of the network; that of label 1 is first
         size: tuple[int, int],
         image: Any,
-        open_image: Callable[[Any], Image.Image],
+        open_image: Callable[[Any], Image.Image],  # in RGB, to draw on it
     ) -> None:
         self.boxes = boxes
         self.scores = scores
@@ -125,11 +115,6 @@ class Result:
             image=self.image,
             open_image=self._open_image,
         )
-
-    def __getattr__(self, name: str) -> Any:
-        if name in REMOVED:
-            raise AttributeError(f"Result.{name} is now Result.{REMOVED[name]}")
-        raise AttributeError(f"'Result' object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Result) and list(self) == list(other)

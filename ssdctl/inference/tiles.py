@@ -55,18 +55,11 @@ def _starts(length: int, size: int, overlap: float) -> list[int]:
 
 def cut_flags(boxes: Boxes, window: Window, width: int, height: int) -> NDArray[np.bool_]:
     """Return (K,) flags: the box touches an edge of its window that is not the image's."""
-    left, top, right, bottom = window
-    margin_x, margin_y = CUT_MARGIN * (right - left), CUT_MARGIN * (bottom - top)
-    flags = np.zeros(len(boxes), np.bool_)
-    if left > 0:
-        flags |= boxes[:, 0] <= left + margin_x
-    if top > 0:
-        flags |= boxes[:, 1] <= top + margin_y
-    if right < width:
-        flags |= boxes[:, 2] >= right - margin_x
-    if bottom < height:
-        flags |= boxes[:, 3] >= bottom - margin_y
-    return flags
+    low, high = np.array(window[:2]), np.array(window[2:])
+    margin = CUT_MARGIN * (high - low)
+    is_cut: NDArray[np.bool_] = (boxes[:, :2] <= low + margin) & (low > 0)
+    is_cut |= (boxes[:, 2:] >= high - margin) & (high < [width, height])
+    return is_cut[:, 0] | is_cut[:, 1]
 
 
 def merge(
@@ -88,21 +81,17 @@ def merge(
         while len(order):
             best, order = order[0], order[1:]
             kept.append(int(best))
-            overlap = _intersections(boxes[best], boxes[order])
-            area = _areas(boxes[order])
-            union = _areas(boxes[best : best + 1])[0] + area - overlap
+            others = boxes[order]
+            low = np.maximum(boxes[best, :2], others[:, :2])
+            overlap = _areas(low, np.minimum(boxes[best, 2:], others[:, 2:]))
+            area = _areas(others[:, :2], others[:, 2:])
+            union = _areas(boxes[best, :2], boxes[best, 2:]) + area - overlap
             is_part = is_cut[order] & (overlap > CUT_COVERED * area)
             order = order[~((overlap > nms_iou * union) | is_part)]
     indices = np.array(kept, np.int64)
     return indices[np.argsort(-scores[indices], kind="stable")]
 
 
-def _areas(boxes: Boxes) -> NDArray[np.float64]:
-    areas: NDArray[np.float64] = (boxes[:, 2:] - boxes[:, :2]).clip(min=0).prod(axis=1)
-    return areas
-
-
-def _intersections(box: NDArray[np.float64], boxes: Boxes) -> NDArray[np.float64]:
-    size = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
-    areas: NDArray[np.float64] = size.clip(min=0).prod(axis=1)
+def _areas(low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
+    areas: NDArray[np.float64] = (high - low).clip(min=0).prod(axis=-1)
     return areas

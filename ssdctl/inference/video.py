@@ -27,7 +27,7 @@ from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.inference.drawing import DEFAULT_STYLE, DrawingStyle
 from ssdctl.inference.image_detector import (
     ImageDetector,
-    OpenedImage,
+    PreparedImage,
     UnreadableImage,
     detect_ahead,
 )
@@ -122,12 +122,12 @@ def predict_frames(
 ) -> Iterator[tuple[Frame, Result]]:
     """Detect on frames in their order; a thread decodes the next batches in the meantime."""
 
-    def opened(_: None, cancelled: threading.Event) -> OpenedImage | None:
+    def prepare(_: None, cancelled: threading.Event) -> PreparedImage | None:
         frame = next(frames, None)
-        return frame and OpenedImage(frame, frame.pixels, Image.fromarray(frame.pixels))
+        return frame and detector.prepare(frame, frame.pixels, Image.fromarray(frame.pixels))
 
     stream = detect_ahead(
-        detector, itertools.repeat(None), opened, batch_size=batch_size, threads=1
+        detector, itertools.repeat(None), prepare, batch_size=batch_size, threads=1
     )
     with contextlib.closing(stream):
         for found in stream:

@@ -49,11 +49,7 @@ class DaliLoader:
         self._open = _opener(config, decoder)
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """Yield the micro-batches of steps start to end, `accumulate` for each step.
-
-        Raises:
-            DataError: Too many images in a row cannot be decoded.
-        """
+        """Yield the micro-batches of steps start to end, as `TrainLoader.batches`."""
         positions = self._config.positions(start_step, end_step)
         feed = _Feed(self._split, map(self._native.draw, positions))
         pipeline = self._open(feed)
@@ -69,8 +65,6 @@ class DaliLoader:
 
 
 class _Feed:
-    """The source that DALI reads micro-batches from, some ahead of their use."""
-
     def __init__(self, split: Split, work: Iterator[Samples]) -> None:
         self._split = split
         self._work = work
@@ -100,19 +94,16 @@ class _Feed:
     def _read(self, row: int) -> NDArray[np.uint8]:
         """Return the encoded image; one that DALI might decode differently is decoded here."""
         try:
-            if self._split.is_raw:
-                return _as_bmp(self._split.decode(row))
-            content = self._split.read(row)
-            width, height = (int(n) for n in self._split.pixel_sizes[row])
-            if plain_jpeg_size(content) == (width, height):
-                return np.frombuffer(content, np.uint8)
+            if not self._split.is_raw:
+                content, size = self._split.read(row), self._split.pixel_sizes[row].tolist()
+                if plain_jpeg_size(content) == tuple(size):
+                    return np.frombuffer(content, np.uint8)
             return _as_bmp(self._split.decode(row))
         except (DataError, DiskError, ImageError):  # DALI fails on it as on any bad image
             return np.zeros(1, np.uint8)
 
 
 def _as_bmp(pixels: Pixels) -> NDArray[np.uint8]:
-    """Encode pixels without loss and at little cost."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "BMP")
     return np.frombuffer(buffer.getvalue(), np.uint8)
@@ -151,7 +142,6 @@ def _opener(config: LoaderConfig, decoder: Decoder | None) -> Any:
 
 
 def _run(pipeline: Any, decoder: Decoder | None) -> torch.Tensor:
-    """Return the next batch's pixels, copied out of DALI's memory."""
     (images,) = pipeline.run()
     dense = images.as_tensor()
     if decoder is None:

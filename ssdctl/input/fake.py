@@ -54,7 +54,6 @@ class FakeLoader:
         self._config = config
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """Yield the micro-batches of steps start to end, `accumulate` for each step."""
         batches = [self._make(number) for number in range(NUM_BATCHES)]
         parts = range(start_step * self._config.accumulate, end_step * self._config.accumulate)
         return (batches[part % NUM_BATCHES] for part in parts)

@@ -37,8 +37,6 @@ MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us
 MAX_BAD_IN_A_ROW = 100  # bad images of the stream, one after another, before the run fails
 Problem = tuple[int, str]  # which slot of a batch, and why
 Edges = tuple[int, int, int, int]
-
-
 Buffer = Callable[[tuple[int, ...]], Tensor]
 # Called for a slot whose image is bad, with the pixels of the whole batch.
 Replace = Callable[[Samples, int, str, Pixels], BadImage]
@@ -69,13 +67,11 @@ class TrainLoader:
         return self.decode(map(self.draw, positions))
 
     def decode(self, work: Iterable[Samples]) -> Iterator[Batch]:
-        """Yield the batches of samples that are already drawn."""
         config = self._config
         size, threads, held = config.batch_size, config.threads, config.accumulate
         return _decoded(self._split, work, size, threads, held, self._replace, self._buffer)
 
     def draw(self, start: int) -> Samples:
-        """Draw the micro-batch that begins at a position of the stream."""
         config = self._config
         return draw_samples(self._split, self._stream, config, start, config.batch_size)
 
@@ -115,14 +111,7 @@ def evaluation_batches(
         DataError: An image cannot be decoded.
         DiskError: The file system refuses to read one.
     """
-    work = (
-        whole_samples(split, rows[i : i + batch_size], max_boxes)
-        for i in range(0, len(rows), batch_size)
-    )
-    return _decoded(split, work, batch_size, threads, 1, _refuse(split))
 
-
-def _refuse(split: Split) -> Replace:
     def refuse(samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
         row = int(samples.rows[slot])
         raise DataError(
@@ -130,7 +119,11 @@ def _refuse(split: Split) -> Replace:
             hint="replace the file, or take the image out of the annotations; then run it again",
         )
 
-    return refuse
+    work = (
+        whole_samples(split, rows[i : i + batch_size], max_boxes)
+        for i in range(0, len(rows), batch_size)
+    )
+    return _decoded(split, work, batch_size, threads, 1, refuse)
 
 
 class _Pending(NamedTuple):
@@ -148,12 +141,9 @@ def _decoded(
     replace: Replace,
     buffer: Buffer = pageable_buffer,
 ) -> Iterator[Batch]:
-    """Decode batches ahead of their use, into a ring of buffers.
+    """Decode batches ahead of their use, into a ring of buffers; the caller uses `held` at a time.
 
-    Args:
-        held: How many batches the caller uses at a time.
-        replace: Called for each image that cannot be decoded.
-        buffer: Allocates the pixels of a batch.
+    `replace` is called for each image that cannot be decoded.
     """
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
     num_buffers = held + BATCHES_AHEAD + 1

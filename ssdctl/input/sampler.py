@@ -42,7 +42,6 @@ class LoaderConfig(NamedTuple):
     def of(
         cls, config: TrainConfig, split: Split, *, batch_size: int, threads: int, **others: Any
     ) -> LoaderConfig:
-        """Return the config of a process that trains without other ranks, but for `others`."""
         return cls(
             seed=config.seed,
             batch_size=batch_size,
@@ -143,7 +142,6 @@ def padded_boxes(split: Split, rows: NDArray[np.int64], max_boxes: int) -> Boxes
 
 
 def _finished(boxes: Boxes, max_boxes: int) -> Boxes:
-    """Return the boxes in the precision and with the padding of batches."""
     padding = ((0, 0), (0, max_boxes - boxes.labels.shape[1]))
     ltrb = np.pad(boxes.ltrb.astype(np.float32), (*padding, (0, 0)))
     return Boxes(ltrb, np.pad(boxes.labels, padding))

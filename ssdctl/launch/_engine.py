@@ -18,17 +18,12 @@ JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(;[A-Za-z0-9._-]*)?")
 
 
 def require_client(program: str, hint: str) -> None:
-    """Check that the engine's client is installed here."""
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not on PATH", hint=hint)
 
 
 def submit_text(plan: LaunchPlan, list_command: str) -> str:
     """Give a script or manifest to the client; return the id that it prints.
-
-    Args:
-        plan: Its command is the client's, its text the input.
-        list_command: The command that lists the jobs, for the user.
 
     Raises:
         UsageError: The engine rejects it; its message is included.
@@ -65,5 +60,5 @@ def query(*argv: str) -> str:
 
 
 def _run(argv: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run an engine's client. Its output may have any bytes."""
+    # Its output may have any bytes.
     return subprocess.run(argv, input=text, capture_output=True, encoding="utf-8", errors="replace")

@@ -19,13 +19,7 @@ from typing import Any
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.errors import UsageError
-from ssdctl.launch._pod_values import (
-    checked,
-    escape_k8s,
-    merge,
-    pairs,
-    read_volumes,
-)
+from ssdctl.launch._pod_values import checked, escape_k8s, merge, pairs, read_volumes
 from ssdctl.launch.base import LaunchRequest
 from ssdctl.launch.torchrun import RENDEZVOUS_PORT
 
@@ -75,24 +69,19 @@ def build(request: LaunchRequest) -> Manifest:
     # The fields that a user may add to a Job are in the runPolicy of an MPIJob.
     place = spec["runPolicy"] if kind == "MPIJob" else spec
     place.update(merge(place, request.patch.get("job", {})))
-    head = {"apiVersion": API_VERSIONS[kind], "kind": kind}
-    job: Manifest = {**head, "metadata": metadata, "spec": spec}
+    job = {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec}
     if kind != "Job" or request.config.nodes == 1:
         return job
     # The name of pod 0, where the ranks meet: NAME-0.NAME
-    job["spec"]["template"]["spec"]["subdomain"] = name
-    job["spec"]["template"]["spec"]["containers"][0]["command"] = _program(request, name)
-    service: Manifest = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"job-name": name},
-            "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
-        },
+    spec["template"]["spec"]["subdomain"] = name
+    spec["template"]["spec"]["containers"][0]["command"] = _program(request, name)
+    headless: Manifest = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"job-name": name},
+        "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
     }
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
     return {"apiVersion": "v1", "kind": "List", "items": [service, job]}
 
 
@@ -131,29 +120,20 @@ def _job(request: LaunchRequest) -> Manifest:
     if not restarts:
         return {**indexed, "backoffLimit": 0, "template": template}
     codes = {"containerName": "main", "operator": "In", "values": list(WRONG_INPUT)}
-    drained = [{"type": "DisruptionTarget", "status": "True"}]
+    drained = [{"type": "DisruptionTarget", "status": "True"}]  # not counted as a crash
     rules = [
         {"action": "FailJob", "onExitCodes": codes},
-        {"action": "Ignore", "onPodConditions": drained},  # not counted as a crash
+        {"action": "Ignore", "onPodConditions": drained},
     ]
-    return {
-        **indexed,
-        "backoffLimit": restarts * nodes,  # all pods fail with one
-        "podFailurePolicy": {"rules": rules},
-        "template": template,
-    }
+    limits = {"backoffLimit": restarts * nodes, "podFailurePolicy": {"rules": rules}}
+    return {**indexed, **limits, "template": template}  # all pods fail with one
 
 
 def _mpi_job(request: LaunchRequest) -> Manifest:
     config = request.config
     launcher = _pod(request, "launcher", _program(request), has_devices=False)
-    for container in (*launcher["spec"]["containers"], *launcher["spec"].get("initContainers", ())):
-        # mpirun only waits for its ranks; reserved cores might not fit on the nodes of the workers.
-        cpu = container["resources"].get("limits", {}).get("cpu", "")
-        if re.fullmatch(r"\d+(\.\d+)?", cpu) and float(cpu) > 0.25:
-            container["resources"]["requests"]["cpu"] = "250m"
     worker = _pod(request, "worker", ["/bin/sh", "-c", SSHD], has_devices=True)
-    (container,) = worker["spec"]["containers"]
+    container = worker["spec"]["containers"][0]  # a patch may add others
     container["ports"] = [{"containerPort": 22, "name": "ssh"}]
     container["readinessProbe"] = {"tcpSocket": {"port": 22}, "periodSeconds": 2}
     container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", WAIT_FOR_RANKS]}}}
@@ -181,13 +161,8 @@ def _train_job(request: LaunchRequest) -> Manifest:
     command = container["command"]
     if init := spec.pop("initContainers", None):
         command = [*init[0]["command"], *command]
-    trainer: Manifest = {
-        "image": container["image"],
-        "command": command,
-        "env": container["env"],
-        "numNodes": request.config.nodes,
-        "numProcPerNode": request.ranks_per_node,
-    }
+    trainer: Manifest = {"image": container["image"], "command": command, "env": container["env"]}
+    trainer |= {"numNodes": request.config.nodes, "numProcPerNode": request.ranks_per_node}
     if container["resources"]:
         trainer["resourcesPerNode"] = container["resources"]
     spec["containers"] = [{"name": "node", "volumeMounts": container["volumeMounts"]}]
@@ -202,10 +177,7 @@ def _train_job(request: LaunchRequest) -> Manifest:
 
 
 def _program(request: LaunchRequest, service: str | None = None) -> list[str]:
-    """Return the command of a pod; for several ranks it is wrapped in `ssdctl launch`.
-
-    A Service names the pods of an Indexed Job.
-    """
+    """Return the command of a pod; for several ranks it is wrapped in `ssdctl launch`."""
     is_image = request.table.install == "image"
     start = [request.table.python if is_image else f"{INSTALLED}/bin/python", "-m", "ssdctl"]
     if request.count == 1:
@@ -240,43 +212,35 @@ def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: 
     """Return a pod template of one container; an init container installs ssdctl."""
     config = request.table
     mounts, volumes = read_volumes(config.volumes)
-    image = {"image": checked("image", str(config.image)), "imagePullPolicy": config.pull_policy}
     environment = {**request.variables, **pairs("env", config.env)}
     container: Manifest = {
         "name": name,
-        **image,
+        "image": checked("image", str(config.image)),
+        "imagePullPolicy": config.pull_policy,
         "command": command,
         "env": [{"name": key, "value": escape_k8s(value)} for key, value in environment.items()],
-        "resources": _resources(request, has_devices=has_devices),
+        "resources": _resources(request, name, has_devices=has_devices),
+        "volumeMounts": [*mounts],
     }
     spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S}
     if has_devices and request.count > 1 and not config.host_ipc:
         # The default of container runtimes, 64 MB, is too small for the ranks' collectives.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-        container["volumeMounts"] = [*mounts, {"name": "shm", "mountPath": "/dev/shm"}]
-    else:
-        container["volumeMounts"] = list(mounts)
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     if config.install != "image":
         volumes.append({"name": "ssdctl", "emptyDir": {}})
         mount = {"name": "ssdctl", "mountPath": INSTALLED}
         container["volumeMounts"].append(mount)
         # Quotas and the Guaranteed class require CPU and memory for every container.
         kept = {
-            part: {name: n for name, n in amounts.items() if name in ("cpu", "memory")}
-            for part, amounts in container["resources"].items()
+            part: amounts
+            for part, all_amounts in container["resources"].items()
+            if (amounts := {n: v for n, v in all_amounts.items() if n in ("cpu", "memory")})
         }
         program = Path(__file__).with_name("_pod_install.py").read_text(encoding="utf-8")
-        arguments = [INSTALLED, str(config.install)]
-        spec["initContainers"] = [
-            {
-                "name": "install-ssdctl",
-                **image,
-                "command": [config.python, "-c", *map(escape_k8s, [program, *arguments])],
-                "env": container["env"],
-                "resources": {part: amounts for part, amounts in kept.items() if amounts},
-                "volumeMounts": [*mounts, mount],
-            }
-        ]
+        words = [config.python, "-c", *map(escape_k8s, (program, INSTALLED, config.install))]
+        own = {"name": "install-ssdctl", "command": words, "resources": kept}
+        spec["initContainers"] = [{**container, **own, "volumeMounts": [*mounts, mount]}]
     spec["containers"] = [container]
     spec["volumes"] = volumes
     if config.host_ipc and has_devices:
@@ -295,17 +259,17 @@ def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: 
     labels = {"app": "ssdctl", **NO_SIDECAR, **pairs("labels", config.labels)}
     annotations = {**NO_SIDECAR, **pairs("annotations", config.annotations)}
     template = {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
-    patched: Manifest = merge(template, {k: v for k, v in request.patch.items() if k != "job"})
-    return patched
+    return dict(merge(template, {k: v for k, v in request.patch.items() if k != "job"}))
 
 
-def _resources(request: LaunchRequest, *, has_devices: bool) -> Resources:
+def _resources(request: LaunchRequest, container: str, *, has_devices: bool) -> Resources:
     """Return a container's resources; requests equal limits, as devices and huge pages require."""
-    config = request.table
-    if not has_devices:
-        amounts = pairs("launcher_resources", config.launcher_resources)
-    else:
-        amounts = pairs("resources", config.resources)
-        if device := DEVICE_TYPES[request.device].kubernetes_resource:
-            amounts = {device: str(request.ranks_per_node), **amounts}
-    return {"limits": amounts, "requests": dict(amounts)} if amounts else {}
+    setting = "resources" if has_devices else "launcher_resources"
+    amounts = pairs(setting, getattr(request.table, setting))
+    if has_devices and (device := DEVICE_TYPES[request.device].kubernetes_resource):
+        amounts = {device: str(request.ranks_per_node), **amounts}
+    requests, cpu = dict(amounts), amounts.get("cpu", "")
+    if container == "launcher" and re.fullmatch(r"\d+(\.\d+)?", cpu) and float(cpu) > 0.25:
+        # mpirun only waits for its ranks; reserved cores might not fit on the nodes of the workers.
+        requests["cpu"] = "250m"
+    return {"limits": amounts, "requests": requests} if amounts else {}

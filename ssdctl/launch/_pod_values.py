@@ -20,7 +20,7 @@ FORMS = {
     "namespace": LABEL,
     "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
     **dict.fromkeys(("service_account", "pull_secret", "priority_class", "runtime"), DOTTED),
-    "claim": DOTTED,
+    "volumes": DOTTED,  # a claim
     **dict.fromkeys(("labels", "node_selector"), f"{QUALIFIED}={WORD}"),
     "annotations": f"{QUALIFIED}=.*",
     **dict.fromkeys(("resources", "launcher_resources"), f"{QUALIFIED}={AMOUNT}"),
@@ -32,11 +32,11 @@ FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
 NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a name of something
 
 
-def checked(name: str, value: str, *, key: str | None = None) -> str:
-    """Return the value of a setting (`name`, or `key`) if Kubernetes accepts its form."""
+def checked(name: str, value: str) -> str:
+    """Return the value of a setting if Kubernetes accepts its form."""
     if not re.fullmatch(FORMS[name], value, re.ASCII | re.DOTALL) or len(value) > 4000:
         raise UsageError(
-            f"kubernetes.{key or name}: {value!r} is not a value that Kubernetes accepts there"
+            f"kubernetes.{name}: {value!r} is not a value that Kubernetes accepts there"
         )
     return value
 
@@ -48,21 +48,17 @@ def escape_k8s(text: str) -> str:
 
 def pairs(name: str, entries: tuple[str, ...]) -> dict[str, str]:
     """Return the `KEY=VALUE` entries of a setting as a dict."""
-    values = {}
-    for entry in entries:
-        key, _, value = checked(name, entry).partition("=")
-        values[key] = value
-    return values
+    parts = [checked(name, entry).partition("=") for entry in entries]
+    return {key: value for key, _, value in parts}
 
 
 class Volumes(NamedTuple):
-    """The volumes of a pod, and their mounts in its containers."""
+    """The volumes of a pod, as `SOURCE:PATH[:ro]` entries name them."""
 
     mounts: list[dict[str, Any]]
     volumes: list[dict[str, Any]]
 
     def has(self, path: str, *, writable: bool = False) -> bool:
-        """Return whether a path is on one of them."""
         clean, places = posixpath.normpath(path), self.places(writable=writable)
         return any(clean == place or clean.startswith(f"{place}/") for place in places)
 
@@ -72,7 +68,6 @@ class Volumes(NamedTuple):
 
 
 def read_volumes(entries: tuple[str, ...]) -> Volumes:
-    """Return the volumes of `SOURCE:PATH[:ro]` entries."""
     read = Volumes([], [])
     for number, entry in enumerate(entries):
         source, _, rest = entry.partition(":")
@@ -86,8 +81,7 @@ def read_volumes(entries: tuple[str, ...]) -> Volumes:
         if source.startswith("/"):
             volume: Any = {"hostPath": {"path": source, "type": "Directory"}}
         else:
-            claim = checked("claim", source, key="volumes")
-            volume = {"persistentVolumeClaim": {"claimName": claim}}
+            volume = {"persistentVolumeClaim": {"claimName": checked("volumes", source)}}
         read.volumes.append({"name": name, **volume})
         read_only = {"readOnly": True} if mode == "ro" else {}
         read.mounts.append({"name": name, "mountPath": path, **read_only})
@@ -97,11 +91,9 @@ def read_volumes(entries: tuple[str, ...]) -> Volumes:
 def missing_volumes(request: LaunchRequest) -> list[UsageError]:
     """Return an error for each file of the job that is not on any volume of its pods."""
     volumes, is_image = read_volumes(request.table.volumes), request.table.install == "image"
-    lost = _lost_output(request, volumes)
-    paths = dict(request.paths)
+    errors, paths = _lost_output(request, volumes), dict(request.paths)
     if paths and request.table.install is not None:
         paths["kubernetes.install"] = request.table.install
-    errors = [lost] if lost is not None else []
     for option, path in paths.items():
         is_name = option in NAMED and ("://" in path or not FILE.search(path))
         writable = option == "--mllog"
@@ -126,25 +118,23 @@ def _not_on_a_volume(option: str, path: str, places: Sequence[str]) -> UsageErro
     )
 
 
-def _lost_output(request: LaunchRequest, volumes: Volumes) -> UsageError | None:
-    """Return the error if the job does not write to a persistent volume."""
+def _lost_output(request: LaunchRequest, volumes: Volumes) -> list[UsageError]:
+    """Return the error if the job does not write to a persistent volume, in a list."""
     option, folder = "--out", request.run_folder
     if request.command[0] == "download":
         option, folder = "--dest", last_value(request.command, "--dest")
     elif request.command[0] != "train":
         folder = last_value(request.command, "--out")
         if folder is None:  # commands such as evaluate print their result
-            return None
+            return []
     path, writable = posixpath.normpath(folder or "."), volumes.places(writable=True)
     if volumes.has(path, writable=True):
-        return None
+        return []
     example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
     more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
-    return UsageError(
-        f"{option} {folder or '(its default)'} is not on a persistent volume and would be "
-        "deleted with the pods",
-        hint=f"for example {option} {example}{more}",
-    )
+    text = f"{option} {folder or '(its default)'} is not on a persistent volume and would be "
+    hint = f"for example {option} {example}{more}"
+    return [UsageError(f"{text}deleted with the pods", hint=hint)]
 
 
 def last_value(command: tuple[str, ...], option: str) -> str | None:
@@ -171,14 +161,12 @@ def to_yaml(document: dict[str, Any]) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
-    written: str = yaml.dump(
-        document, Dumper=Dumper, sort_keys=False, width=100, allow_unicode=False
-    )
-    return "# Written by ssdctl launch.\n" + written
+    written = yaml.dump(document, Dumper=Dumper, sort_keys=False, width=100, allow_unicode=False)
+    return f"# Written by ssdctl launch.\n{written}"
 
 
 def _fits_a_block(value: str) -> bool:
-    """Return whether text can be written as a literal block: a program of plain lines."""
+    """Return whether text can be a literal block: a program of plain lines."""
     lines = value.split("\n")
     is_plain = value.isascii() and all(n.isprintable() and n == n.rstrip() for n in lines)
     return len(lines) > 2 and bool(lines[0]) and lines[0] == lines[0].strip() and is_plain

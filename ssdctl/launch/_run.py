@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -39,29 +40,21 @@ REPEAT_S = 5.0
 EARLY_S = 20.0  # Python has installed its handlers by then; torchrun waits 30 s or more
 HANG_S = 20.0  # how long the other ranks may continue after one has failed
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
-# Variables of an outer job that this one is started from.
-OUTER_JOB_VARIABLES = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"),
-    "TORCHELASTIC_USE_AGENT_STORE",  # rank 0 would wait for the store of the outer torchrun
-    *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-}
-TORCHRUN_OPTION = "PET_"  # prefix of torchrun's options as variables; Kubeflow sets PET_NNODES
+# Variables of an outer job that this one is started from. Rank 0 would wait for the store of the
+# outer torchrun; PET_* are torchrun's options, and Kubeflow sets PET_NNODES.
+OUTER_JOB = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|GROUP_RANK|LOCAL_WORLD_SIZE|TORCHELASTIC_USE_AGENT_STORE|PET_.*|"
+    "OMPI_COMM_WORLD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE)"
+)
 
 
 class JobOutcome(NamedTuple):
-    """How a job ended.
-
-    Attributes:
-        code: Its exit code.
-        exits: The recorded codes of this machine's ranks, in the order of their ends.
-        lost: The first rank that ended without recording one.
-        is_out_of_memory: Whether the kernel killed a process of its cgroup for its memory.
-    """
+    """How a job ended."""
 
     code: int
-    exits: dict[int, int]
-    lost: int | None = None
-    is_out_of_memory: bool = False
+    exits: dict[int, int]  # the recorded codes of this machine's ranks, in the order of their ends
+    lost: int | None = None  # the first rank that ended without recording one
+    is_out_of_memory: bool = False  # the kernel killed a process of its cgroup for its memory
 
 
 def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
@@ -115,11 +108,7 @@ class _Job:
         self.lost: int | None = None
         self.signaled: set[int] = set()
         self.stopped_at = self.last_at = 0.0
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in OUTER_JOB_VARIABLES and not name.startswith(TORCHRUN_OPTION)
-        }
+        environment = {n: v for n, v in os.environ.items() if not OUTER_JOB.fullmatch(n)}
         launcher_file = folder / "launcher"
         own = {EXITS_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(launcher_file)}
         sys.stdout.flush()
@@ -137,11 +126,7 @@ class _Job:
         launcher_file.write_text(str(self.launcher.pid))
 
     def wait(self, received: list[int]) -> int:
-        """Wait for the end of the job; return its exit code.
-
-        Args:
-            received: Grows by each signal that this process receives.
-        """
+        """Return the job's exit code at its end; `received` grows by each signal received here."""
         failed_at: float | None = None
         hung = interrupted = False
         while self.launcher.poll() is None and not (hung or interrupted):
@@ -175,10 +160,9 @@ class _Job:
         for rank in [rank for rank, file in self.files.items() if file in readable]:
             os.close(self.files.pop(rank))
             del self.running[rank]
-        ended = self.seen - self.running.keys()
-        lost = [rank for rank in ended if rank not in read_exits(self.folder)]
+        lost = self.seen - self.running.keys() - read_exits(self.folder).keys()
         if len(lost) == 1 and self.lost is None:
-            self.lost = lost[0]
+            (self.lost,) = lost
 
     def _find_ranks(self) -> None:
         """Open the processes of ranks that have begun, once: the number may be another's later."""

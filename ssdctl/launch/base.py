@@ -59,8 +59,8 @@ class LaunchRequest:
     @property
     def launcher(self) -> str:
         """Return the program that starts the ranks."""
-        config = self.config.launcher
-        return DEVICE_TYPES[self.device].launcher if config == "auto" else str(config)
+        chosen = str(self.config.launcher)
+        return DEVICE_TYPES[self.device].launcher if chosen == "auto" else chosen
 
     @property
     def ranks_per_node(self) -> int:
@@ -86,8 +86,7 @@ class LaunchPlan:
 
     def to_line(self, *, with_secrets: bool = True) -> str:
         """Return the command as one line for a shell."""
-        pairs = [f"{name}={value}" for name, value in self.environment.items()]
-        argv = list(self.argv)
+        pairs, argv = [f"{n}={value}" for n, value in self.environment.items()], list(self.argv)
         if not with_secrets:
             pairs, argv = redact_arguments(pairs), redact_arguments(argv)
         words = [pair.partition("=") for pair in pairs]
@@ -123,10 +122,10 @@ class Node:
 def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
     """Return the part of this machine that this process may use: the logical CPUs in `allowed`."""
     cores, has_topology = physical_cores(usable_cpus() if allowed is None else allowed, sysfs)
-    tpus = find_hardware().tpus
+    sockets, tpus = {socket for socket, _ in cores}, find_hardware().tpus
     return Node(
         max(1, len(cores)),
-        max(1, len({socket for socket, _ in cores})),
+        max(1, len(sockets)),
         has_topology,
         has_numactl=shutil.which("numactl") is not None,
         tpus=len(tpus),

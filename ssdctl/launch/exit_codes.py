@@ -24,7 +24,7 @@ def job_exit_code(
         launcher_code: The launcher's exit code, negative for a signal.
         exits: The recorded codes of the ranks, in the order in which they ended.
         num_ranks: The number of ranks that could record one.
-        stop_signal: The signal that was sent to the job shortly before; None if there was none.
+        stop_signal: The signal that was sent to the job shortly before, if any.
     """
     if launcher_code == 0:
         return ExitCode.STOPPED if ExitCode.STOPPED in exits else 0
@@ -62,20 +62,14 @@ def first_failure(
     silence = "died or hung: no exit code was recorded"
     if is_out_of_memory:
         silence = "was killed: the job used more memory than its cgroup grants"
-    silent = sorted(set(range(num_ranks or 0)) - set(exits))
-    reasons = [
-        r for r, code in exits.items() if code not in (0, ExitCode.STOPPED, ExitCode.DISTRIBUTED)
-    ]
-    if reasons:
-        return reasons[:1], f"failed first, with exit code {exits[reasons[0]]}"
-    if lost is not None:
-        return [lost], silence
-    if silent and exits:
-        return silent, silence
+    for rank, code in exits.items():
+        if code not in (0, ExitCode.STOPPED, ExitCode.DISTRIBUTED):
+            return [rank], f"failed first, with exit code {code}"
+    silent = sorted(set(range(num_ranks or 0)) - set(exits)) if exits else []
+    if lost is not None or silent:
+        return silent if lost is None else [lost], silence
     reporting = [rank for rank, code in exits.items() if code == ExitCode.DISTRIBUTED]
-    if reporting:
-        return reporting[:1], "was the first to report a lost rank"
-    return None
+    return (reporting[:1], "was the first to report a lost rank") if reporting else None
 
 
 def main(arguments: list[str]) -> int:

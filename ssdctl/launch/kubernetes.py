@@ -118,41 +118,34 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         warnings = (*(f"{error}; {error.hint}" for error in missing), *warnings)
         filled = {"image": config.image or "IMAGE", "install": config.install or "image"}
         request = dataclasses.replace(request, table=msgspec.structs.replace(config, **filled))
-    manifest, nodes = build(request), request.config.nodes
+    manifest, ranks, nodes = build(request), request.count, request.config.nodes
     text = to_yaml(manifest)
     return LaunchPlan(
-        ARGV,
-        {},
-        "kubernetes",
-        request.count,
-        nodes,
-        text=text,
-        manifest=manifest,
-        warnings=warnings,
+        ARGV, {}, "kubernetes", ranks, nodes, text=text, manifest=manifest, warnings=warnings
     )
 
 
 def _missing(request: LaunchRequest) -> list[UsageError]:
     """Return an error for each setting without which pods cannot run or keep their results."""
-    config, errors = request.table, []
-    if config.image is None:
-        hint = "name the image of the pods, or give --cluster"
-        errors.append(UsageError("kubernetes.image is not set", hint=hint))
-    if config.install is None:
+    errors = missing_volumes(request)
+    if request.table.install is None:
         text = "kubernetes.install is not set: ssdctl must be installed in the pods"
         hint = "a wheel on one of kubernetes.volumes, a requirement, or `image` if it has one"
-        errors.append(UsageError(text, hint=hint))
-    return [*errors, *missing_volumes(request)]
+        errors.insert(0, UsageError(text, hint=hint))
+    if request.table.image is None:
+        hint = "name the image of the pods, or give --cluster"
+        errors.insert(0, UsageError("kubernetes.image is not set", hint=hint))
+    return errors
 
 
 def _warnings(request: LaunchRequest) -> tuple[str, ...]:
     """Return what the cluster may need in addition to the manifest."""
     config, texts = request.table, []
-    image_torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
-    if image_torch and (int(image_torch[1]), int(image_torch[2])) < OLDEST:
+    torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
+    if torch and (int(torch[1]), int(torch[2])) < OLDEST:
         texts.append(
-            f"the image has torch {image_torch[1]}.{image_torch[2]}, and ssdctl needs "
-            f"{OLDEST[0]}.{OLDEST[1]} or newer: Intel Gaudi software 1.21 or newer"
+            f"the image has torch {torch[1]}.{torch[2]}, and ssdctl needs {OLDEST[0]}.{OLDEST[1]} "
+            "or newer: Intel Gaudi software 1.21 or newer"
         )
     is_bound = request.device == "hpu" and request.count > 1
     if is_bound and request.config.cores_per_node is None:
@@ -194,19 +187,16 @@ def _patch(path: Path) -> dict[str, Any]:
 
 
 def require() -> None:
-    """Check that kubectl is installed here."""
     require_client(
         ARGV[0], "install kubectl and log in to the cluster; --write FILE writes the manifest"
     )
 
 
 def submit(plan: LaunchPlan) -> str:
-    """Create the job; return its id: mpijob.kubeflow.org/ssdctl-3f2a1c."""
-    return submit_text(plan, "kubectl get jobs")
+    return submit_text(plan, "kubectl get jobs")  # such as mpijob.kubeflow.org/ssdctl-3f2a1c
 
 
 def cancel(job: str, plan: LaunchPlan) -> str:
-    """Return the command that ends the job."""
     service = f"service/{job.rpartition('/')[2]} " if _is_indexed(plan) else ""
     space = f" -n {name}" if (name := _namespace(plan)) else ""
     return f"kubectl delete {service}{job}{space}"
@@ -216,10 +206,10 @@ def follow(job: str, plan: LaunchPlan, write: Write) -> int:
     """Write the output of the first rank until the job ends; return the job's exit code."""
     from ssdctl.launch._pods import PodFollower
 
-    pods = PodFollower(
-        job, _namespace(plan), is_indexed=_is_indexed(plan), cancel=cancel(job, plan), write=write
-    )
-    return pods.follow()
+    is_indexed, end = _is_indexed(plan), cancel(job, plan)
+    return PodFollower(
+        job, _namespace(plan), is_indexed=is_indexed, cancel=end, write=write
+    ).follow()
 
 
 def _is_indexed(plan: LaunchPlan) -> bool:

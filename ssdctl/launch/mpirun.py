@@ -45,7 +45,6 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def require() -> None:
-    """Check that Open MPI is installed here."""
     if shutil.which("mpirun") is None:
         raise UsageError(
             "mpirun is not on PATH",
@@ -67,6 +66,7 @@ def inspect(request: LaunchRequest) -> LaunchRequest:
 def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
     """Return the command line of mpirun."""
     config, missing = request.config, None
+    is_local = config.nodes == 1 and not request.hosts
     if request.device == "xla":
         raise UsageError(
             "--launcher mpirun: torch_xla takes its chips from torchrun's variables",
@@ -112,12 +112,11 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         if not VARIABLE.fullmatch(name):
             raise UsageError(f"--export-env {name!r} is not the name of a variable")
     options += ["-x", f"MASTER_ADDR={address}", "-x", f"MASTER_PORT={port}"]
-    if config.nodes > 1 or request.hosts:
+    if not is_local:
         present = {**request.environment, **request.variables}
         for name in sorted(n for n in present if EXPORTED.fullmatch(n) or n in config.export_env):
             options += ["-x", name]  # by name: mpirun takes the value from its own environment
 
-    is_local = config.nodes == 1 and not request.hosts
     return LaunchPlan(
         ("mpirun", *options, request.python, "-m", "ssdctl", *request.command),
         request.variables,
@@ -197,8 +196,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
     """Return the host names of an Open MPI host file (`NAME slots=8`, `#` comments), in its order.
 
     Raises:
-        UsageError: The file cannot be read, is empty, or contains an invalid host name or number of
-            slots.
+        UsageError: It cannot be read, is empty, or contains an invalid host or number of slots.
         DiskError: The file system refuses to read it.
     """
     try:
@@ -229,8 +227,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def _is_ipv6(word: str) -> bool:
-    """Return whether a word is an address, and not NAME:SLOTS of other launchers."""
+def _is_ipv6(word: str) -> bool:  # and not NAME:SLOTS of other launchers
     with contextlib.suppress(ValueError):
         return bool(ipaddress.IPv6Address(word))
     return False

@@ -37,6 +37,10 @@ ENDED = re.compile(
     r"BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|LAUNCH_FAILED|NODE_FAIL|OUT_OF_MEMORY|"
     r"PREEMPTED|REVOKED|TIMEOUT"
 )
+ASSUMED_CORES = (
+    "--cpus-per-task is based on this machine's cores, and the nodes may have another number: "
+    "give --cores-per-node N"
+)
 START_S = 60  # imports and first reads; a signal before that saves nothing
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
@@ -127,18 +131,14 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         variable=EXITS_VARIABLE,
         python=shlex.quote(request.python),
         free_port=FREE_PORT,
-        options="".join(f"{shlex.quote(str(option))} " for option in options),
+        options="".join(f"{shlex.quote(option)} " for option in options),
         cores=cores,
         count=request.count,
         resume=f"  {resume}\n" if is_train else "",
     )
     requeue = REQUEUE if request.table.requeue else ""
     text = "\n".join(lines) + "\n" + body + requeue + "exit $code\n"
-    warning = (
-        "--cpus-per-task is based on this machine's cores, and the nodes may have another "
-        "number: give --cores-per-node N"
-    )
-    warnings = (warning,) if config.cores_per_node is None else ()
+    warnings = (ASSUMED_CORES,) if config.cores_per_node is None else ()
     return LaunchPlan(ARGV, {}, "slurm", request.count, config.nodes, text=text, warnings=warnings)
 
 
@@ -147,34 +147,31 @@ def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
     default = DEVICE_TYPES[request.device].slurm_gres or "none"
     gres = default if slurm.gres is None else slurm.gres
     own = {option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)}
-    values = {
-        "job-name": _checked("job_name", slurm.job_name),
-        "nodes": str(request.config.nodes),
-        "ntasks": str(request.count),
-        "ntasks-per-node": str(ranks),
-        "cpus-per-task": str(cores),
+    options = [
+        f"--job-name={_checked('job_name', slurm.job_name)}",
+        f"--nodes={request.config.nodes}",
+        f"--ntasks={request.count}",
+        f"--ntasks-per-node={ranks}",
+        f"--cpus-per-task={cores}",
+    ]
+    if not own & THREAD_OPTIONS:
         # Without it --cpus-per-task counts hardware threads on nodes with SMT: half the cores.
-        "hint": None if own & THREAD_OPTIONS else "nomultithread",
-        "gres": None if gres == "none" else f"{_checked('gres', gres)}:{ranks}",
-        "mem": _checked("memory", slurm.memory),
-        "partition": _checked("partition", slurm.partition),
-        "account": _checked("account", slurm.account),
-        "qos": _checked("qos", slurm.qos),
-        "constraint": _checked("constraint", slurm.constraint),
-        "time": _checked("time", slurm.time),
-        "signal": f"USR1@{slurm.signal_before}",
-        "open-mode": "append",
-    }
-    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        options.append("--hint=nomultithread")
+    if gres != "none":
+        options.append(f"--gres={_checked('gres', gres)}:{ranks}")
+    for name in ("memory", "partition", "account", "qos", "constraint", "time"):
+        if (value := getattr(slurm, name)) is not None:
+            options.append(f"--{'mem' if name == 'memory' else name}={_checked(name, value)}")
+    options += [f"--signal=USR1@{slurm.signal_before}", "--open-mode=append"]
     options.append("--requeue" if slurm.requeue else "--no-requeue")
-    return [*options, *(str(_checked("options", option)) for option in slurm.options)]
+    return [*options, *(_checked("options", option) for option in slurm.options)]
 
 
 def _check_time(slurm: Settings) -> None:
     """Refuse a time limit that ends a job before it trains: it would be queued again and again."""
     if slurm.time is None or not slurm.requeue:
         return
-    seconds, minimum = _seconds(str(_checked("time", slurm.time))), slurm.signal_before + START_S
+    seconds, minimum = _seconds(_checked("time", slurm.time)), slurm.signal_before + START_S
     if seconds <= minimum:
         raise UsageError(
             f"slurm.time: {slurm.time} is {seconds} s, and slurm.signal_before stops the ranks "
@@ -194,14 +191,13 @@ def _seconds(time: str) -> int:
     return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 
-def _checked(name: str, value: str | None) -> str | None:
-    if value is not None and not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII):
+def _checked(name: str, value: str) -> str:
+    if not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII):
         raise UsageError(f"slurm.{name}: {value!r} is not a value that Slurm accepts there")
     return value
 
 
 def require() -> None:
-    """Check that Slurm's client is installed here."""
     require_client(
         "sbatch",
         "run this on a login node of the cluster; --write FILE writes the script for there",
@@ -209,12 +205,10 @@ def require() -> None:
 
 
 def submit(plan: LaunchPlan) -> str:
-    """Submit the job; return its id."""
     return submit_text(plan, "squeue --me").partition(";")[0]  # ID;CLUSTER
 
 
 def cancel(job: str, plan: LaunchPlan) -> str:
-    """Return the command that ends the job."""
     return f"scancel {job}"
 
 
@@ -227,16 +221,14 @@ def follow(job: str, plan: LaunchPlan, write: Write) -> int:
         state = fields.get("JobState", "")
         if ENDED.match(state):
             _copy_new(Path(fields.get("StdOut", "")), position, write)  # written in the meantime
-            code = re.match(r"\d{1,3}(?=:)", fields.get("ExitCode", ""))
-            return _exit_code(state, int(code[0]) if code else ExitCode.BUG)
+            break
         time.sleep(POLL_S)
-
-
-def _exit_code(state: str, code: int) -> int:
     if state == "COMPLETED":
         return 0
     if state.startswith("CANCELLED"):
         return ExitCode.INTERRUPTED
+    match = re.match(r"\d{1,3}(?=:)", fields.get("ExitCode", ""))
+    code = int(match[0]) if match else ExitCode.BUG
     return code if state == "FAILED" and code in PASSED_ON else ExitCode.DISTRIBUTED
 
 

@@ -32,7 +32,6 @@ FIRST_NODE, NODE_RANK = "ssdctl-first-node", "ssdctl-node-rank"  # replaced by a
 
 
 def require() -> None:
-    """Check that this interpreter has torchrun, without importing torch."""
     spec = importlib.util.find_spec("torch")  # does not import it, unlike torch.distributed
     places = (spec.submodule_search_locations if spec else None) or []
     if not any(Path(place, "distributed", "run.py").is_file() for place in places):
@@ -90,13 +89,10 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
     }
     if request.device == "xla":
         defaults |= {"PJRT_DEVICE": "TPU", **_chips(request, node)}
-    environment = {k: v for k, v in defaults.items() if k not in request.environment}
-    argv = (
-        request.python,
-        *("-m", MODULE, *rendezvous, f"--nproc-per-node={ranks}"),
-        *("-m", "ssdctl", *map(_escaped, request.command)),
-    )
-    environment = {**request.variables, **environment}
+    unset = {k: v for k, v in defaults.items() if k not in request.environment}
+    environment = {**request.variables, **unset}
+    torchrun = ("-m", MODULE, *rendezvous, f"--nproc-per-node={ranks}")
+    argv = (request.python, *torchrun, "-m", "ssdctl", *map(_escaped, request.command))
     return LaunchPlan(argv, environment, "torchrun", ranks, config.nodes, missing=missing)
 
 
@@ -173,12 +169,8 @@ def to_sky_task(request: LaunchRequest, node: Node) -> str:
         environment.pop("OMP_NUM_THREADS", None)
     command = shlex.join(made.argv).replace(NODE_RANK, '"$SKYPILOT_NODE_RANK"')
     command = command.replace(FIRST_NODE, '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
-    task: dict[str, Any] = {
-        "name": "ssdctl",
-        "num_nodes": nodes,
-        "workdir": ".",
-        "setup": f"python3 -m pip install ./ssdctl-{__version__}-py3-none-any.whl",
-        "envs": environment,
-        "run": command,
-    }
-    return to_yaml({name: value for name, value in task.items() if value})
+    task: dict[str, Any] = {"name": "ssdctl", "num_nodes": nodes, "workdir": "."}
+    task["setup"] = f"python3 -m pip install ./ssdctl-{__version__}-py3-none-any.whl"
+    if environment:
+        task["envs"] = environment
+    return to_yaml({**task, "run": command})

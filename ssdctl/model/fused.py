@@ -109,7 +109,6 @@ class ColorsAsSums(Normalize):
         return torch.stack(planes, dim=1)
 
     def _planes(self, images_BHW3: Tensor) -> list[Tensor]:
-        """Return the three planes, (B, H, W)."""
         return [plane.to(self.mean.dtype) for plane in images_BHW3.unbind(dim=3)]
 
     def _mean_rgb(self, images_BHW3: Tensor) -> Tensor:

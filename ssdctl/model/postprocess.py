@@ -46,10 +46,9 @@ def detect(
         candidates: The best of each class before NMS.
         clips_boxes: Clip boxes to the image before NMS.
     """
+    outputs = (offsets_B4N, logits_BCN, defaults_cxcywh)
     with torch.autocast(offsets_B4N.device.type, enabled=False):
-        boxes, scores = boxes_and_scores(
-            offsets_B4N, logits_BCN, defaults_cxcywh, clips_boxes=clips_boxes
-        )
+        boxes, scores = boxes_and_scores(*outputs, clips_boxes=clips_boxes)
         return select_detections(boxes, scores, score_threshold, nms_iou, candidates)
 
 
@@ -61,14 +60,10 @@ def select_detections(
     candidates: int = CANDIDATES_PER_CLASS,
 ) -> list[ImageDetections]:
     """Return the detections in decoded fp32 boxes and scores, on the CPU; see `detect`."""
+    rules = (score_threshold, nms_iou, candidates)
     if boxes_BN4.device.type == "cpu":
-        return [
-            _detect_one(b, s, score_threshold, nms_iou, candidates)
-            for b, s in zip(boxes_BN4, scores_BCN, strict=True)
-        ]
-    padded = [
-        t.cpu() for t in detect_static(boxes_BN4, scores_BCN, score_threshold, nms_iou, candidates)
-    ]
+        return [_detect_one(b, s, *rules) for b, s in zip(boxes_BN4, scores_BCN, strict=True)]
+    padded = [t.cpu() for t in detect_static(boxes_BN4, scores_BCN, *rules)]
     return [
         ImageDetections(b[real], s[real], label[real])
         for b, s, label in zip(*padded, strict=True)

@@ -55,9 +55,8 @@ def weights_named(name: str) -> Weights:
     Raises:
         UsageError: There are none; the hint names the nearest.
     """
-    listed = all_weights()
+    listed, stem = all_weights(), name.removesuffix(".pth")
     by_name = {w.name: w for w in reversed(listed)} | {w.alias: w for w in listed}
-    stem = name.removesuffix(".pth")
     if stem in by_name:
         return by_name[stem]
     if (error := tensorflow_checkpoint(Path(name))) is not None:
@@ -133,16 +132,9 @@ def tensorflow_checkpoint(path: Path) -> UsageError | None:
 
 
 def check_hash_of_name(path: Path) -> None:
-    """Compare a backbone's file with the digits of its SHA-256 in its name, if there are any.
-
-    Raises:
-        IntegrityError: It has another hash.
-    """
+    """Raise IntegrityError if the digits of a SHA-256 in a file's name are not the file's."""
     named = HASHED_NAME.search(path.name)
-    if named is None:
-        return
-    digest = sha256_of(path, "")
-    if not digest.startswith(named[1]):
+    if named is not None and not (digest := sha256_of(path, "")).startswith(named[1]):
         raise IntegrityError(
             f"{path}: its SHA-256 begins with {digest[: len(named[1])]}, not with {named[1]} "
             "as its name says",

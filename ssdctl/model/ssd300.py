@@ -72,7 +72,6 @@ class SSD300(nn.Module):
         return torch.cat(offsets, dim=2), torch.cat(logits, dim=2)
 
     def predict(self, level: int, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maps of offsets and of logits of one feature map."""
         return self.box_heads[level](feature), self.class_heads[level](feature)
 
     # Of `from_checkpoint`; ssdctl.inference.predict, which is above this module, sets it.
@@ -106,10 +105,8 @@ class SSD300(nn.Module):
         Raises:
             ssdctl.errors.UsageError: A shape, type or label is wrong.
         """
+        constants, device = self.constants, next(self.parameters()).device
         with hints_in_messages():
-            device = self.box_heads[0].weight.device
-            assert isinstance(device, torch.device)
-            constants = self.constants
             batch = normalized_batch(images, constants.mean, constants.std, device)
             boxes, labels = padded_targets(images, targets, self.num_classes, device)
         if self._loss is None or self._loss.targets.defaults_ltrb.device != device:
@@ -143,10 +140,9 @@ class SSD300(nn.Module):
         super().train(mode)
         for module in self._frozen_modules():
             module.eval()
-        if self._is_norm_frozen:
-            for module in self.modules():
-                if isinstance(module, _BatchNorm):
-                    module.eval()
+        for module in self.modules() if self._is_norm_frozen else ():
+            if isinstance(module, _BatchNorm):
+                module.eval()
         return self
 
     def _frozen_modules(self) -> list[nn.Module]:

@@ -31,8 +31,7 @@ def normalized_batch(
     if not len(images):
         raise UsageError("images: the batch is empty")
     pixels = torch.stack([_resized(image, device) for image in images])
-    columns = (pixels.new_tensor(values).view(3, 1, 1) for values in (mean, std))
-    offset, scale = columns
+    offset, scale = (pixels.new_tensor(values).view(3, 1, 1) for values in (mean, std))
     return (pixels - offset) / scale
 
 
@@ -45,9 +44,9 @@ def _resized(image: Tensor, device: torch.device) -> Tensor:
         )
     pixels = image.to(device)
     pixels = pixels / 255 if pixels.dtype == torch.uint8 else pixels.float()
-    if pixels.shape[1:] == (IMAGE_SIZE, IMAGE_SIZE):
-        return pixels
     size = (IMAGE_SIZE, IMAGE_SIZE)
+    if pixels.shape[1:] == size:
+        return pixels
     return F.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
 
 

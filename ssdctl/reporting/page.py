@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import itertools
 import json
 import re
 import shlex
@@ -41,6 +40,7 @@ SHOWN_CLASSES = 6  # named in the header
 MAX_SIDE = 480  # pixels of an embedded image
 JPEG_QUALITY = 78
 Reader = Callable[[SampleImage], tuple[Pixels, int]]
+STEMS = {"resnet": "ResNet", "vgg": "VGG"}
 SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
 
 
@@ -51,10 +51,10 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
     curves = charts.training_charts(runs)
     if len(runs) > 1 and (compared := charts.runs_precision_recall(runs)):
         curves.append(compared)
-    number = itertools.count()
+    drawn: list[Chart] = []
     for part in [*(analysis["charts"] for analysis in analyses), curves]:
-        part[:] = [chart._replace(number=next(number)) for chart in part]
-    drawn = [chart for analysis in analyses for chart in analysis["charts"]] + curves
+        part[:] = [chart._replace(number=len(drawn) + n) for n, chart in enumerate(part)]
+        drawn += part
     script = (HERE / "report.js").read_text(encoding="utf-8")
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -65,12 +65,9 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
     )
     environment.filters["score"] = _score
     environment.filters["one_line"] = one_line
-    # A folder's name alone may be as plain as "run".
-    names = (
-        [run.name for run in runs]
-        if len(runs) > 1
-        else ["/".join(runs[0].path.resolve().parts[-2:])]
-    )
+    names = [run.name for run in runs]
+    if len(runs) == 1:  # a folder's name alone may be as plain as "run"
+        names = ["/".join(runs[0].path.resolve().parts[-2:])]
     page = environment.get_template("page.html").render(
         runs=runs,
         heading=" \u00b7 ".join(names),
@@ -109,23 +106,22 @@ def _facts(run: RunData) -> dict[str, str]:
     if date := _date(started.get("time")):
         facts["Date"] = date
     if backbone := run.settings.get("model.backbone"):
-        facts["Network"] = f"SSD300, {_network_name(str(backbone))}"
+        if match := re.fullmatch(r"([a-z]+)(\d+)", str(backbone)):
+            backbone = f"{STEMS.get(match[1], match[1])}-{match[2]}"
+        facts["Network"] = f"SSD300, {backbone}"
     elif about is not None:
         facts["Evaluated"] = one_line(Path(about.source).name)
     if names := list(run.class_ap):
         shown = ", ".join(one_line(name) for name in names[:SHOWN_CLASSES])
         facts["Classes"] = f"{len(names)}: {shown}{', ...' if len(names) > SHOWN_CLASSES else ''}"
     root = run.settings.get("data.root") or (about.data if about else None)
-    counts = [
-        f"{count:,} {name}"
-        for name, count in (
-            ("train", started.get("train_images")),
-            ("val", started.get("val_images", about.images if about else None)),
-        )
-        if isinstance(count, int) and count
-    ]
-    if root or counts:
-        facts["Data"] = ", ".join([Path(str(root)).name or str(root), *counts] if root else counts)
+    data = [Path(str(root)).name or str(root)] if root else []
+    num_val = started.get("val_images", about.images if about else None)
+    for name, count in (("train", started.get("train_images")), ("val", num_val)):
+        if isinstance(count, int) and count:
+            data.append(f"{count:,} {name}")
+    if data:
+        facts["Data"] = ", ".join(data)
     device, world_size = run.environment.get("device"), run.environment.get("world_size")
     precision = run.settings.get("train.precision")
     if device:
@@ -140,13 +136,6 @@ def _facts(run: RunData) -> dict[str, str]:
     if length:
         facts["Length"] = ", ".join(length)
     return facts
-
-
-def _network_name(backbone: str) -> str:
-    return re.sub(r"^([a-z]+)(\d+)$", lambda m: f"{_STEMS.get(m[1], m[1])}-{m[2]}", backbone)
-
-
-_STEMS = {"resnet": "ResNet", "vgg": "VGG"}
 
 
 def _date(time: Any) -> str | None:

@@ -8,7 +8,6 @@ first epochs, with the crops, flips and colors of the run's own random numbers.
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import write_bytes
+from ssdctl.files import atomic_write
 from ssdctl.inference.drawing import draw, label_font
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sampler import LoaderConfig, SampleStream
@@ -72,9 +71,8 @@ def preview(split: Split, config: Config, path: Path) -> int:
         pen.text((GAP, top), about, fill="black", font=font)
         for column, image in enumerate(images):
             sheet.paste(image, (GAP + column * step, top + LINE))
-    buffer = io.BytesIO()
-    sheet.save(buffer, FORMATS[path.suffix.lower()])
-    write_bytes(path, buffer.getvalue())
+    with atomic_write(path) as file:
+        sheet.save(file, FORMATS[path.suffix.lower()])
     return count
 
 
@@ -82,7 +80,7 @@ def _annotated(split: Split, row: int) -> Image.Image:
     image = Image.fromarray(split.decode(row))
     image.thumbnail((IMAGE_SIZE, IMAGE_SIZE))
     bounds = slice(split.starts[row], split.starts[row + 1])
-    return _draw(image, split.boxes[bounds], split.labels[bounds], _names(split))
+    return _draw(image, split, split.boxes[bounds], split.labels[bounds])
 
 
 def _augmented(
@@ -98,16 +96,11 @@ def _augmented(
             image = Image.fromarray(images[place])
             is_real = batch.labels[place] > 0
             boxes, labels = batch.boxes[place][is_real], batch.labels[place][is_real]
-            drawn = _draw(image, boxes.numpy(), labels.numpy(), _names(split))
-            tiles.append((int(row), drawn))
+            tiles.append((int(row), _draw(image, split, boxes.numpy(), labels.numpy())))
     return tiles
 
 
-def _names(split: Split) -> list[str]:
-    return [entry.name for entry in split.classes]
-
-
-def _draw(image: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[str]) -> Image.Image:
+def _draw(image: Image.Image, split: Split, boxes: Boxes, labels: NDArray[Any]) -> Image.Image:
     scaled = boxes * np.array([image.width - 1, image.height - 1] * 2)
     scaled[:, 2:] = np.maximum(scaled[:, :2], scaled[:, 2:])
-    return draw(image, scaled, labels, [names[label - 1] for label in labels])
+    return draw(image, scaled, labels, [split.classes[label - 1].name for label in labels])

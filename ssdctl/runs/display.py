@@ -29,8 +29,8 @@ STARVED = 0.2  # share of the time spent waiting for images that is worth tellin
 BAR_COLUMNS = (8, 40)  # fewest and most
 
 
-class Pace:
-    """Estimate the time that a run still takes from its positions.
+class RunProgress:
+    """The position, pace and last metrics of a run, updated by its records.
 
     Args:
         start: The record before the first step.
@@ -38,103 +38,61 @@ class Pace:
     """
 
     def __init__(self, start: Record, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total_steps, self._evaluations = start["total_steps"], start["evaluations"]
-        images, batch = start["evaluation_images"], start["global_batch_size"]
-        self._evaluation_steps = EVALUATION_COST * images / batch
-        self._clock = clock
-        self._recent: deque[tuple[float, int]] = deque()
-        self._steps = 0
+        self._start, self._clock = start, clock
+        self._step = start["step"]
+        self._last: Record = {}  # of kind `train`
+        self._ap: float | None = None
+        self._best_ap: float | None = start["best_ap"]
+        self._num_steps = 0  # that this process trained
+        self._recent: deque[tuple[float, int]] = deque()  # time and step
+        self._step_s: float | None = None  # seconds per step; None: not known yet
+        self._told_step_s: float | None = None
         self._evaluation_began: float | None = None
         self._evaluation_s: float | None = None
         self._end: float | None = None  # when the run ends, by the clock
-        self._told_step_s: float | None = None
-        self.step_s: float | None = None  # seconds per step; None: not known yet
 
-    def stepped(self, step: int) -> None:
+    def update(self, record: Record) -> None:
+        if record["kind"] == "train":
+            self._last = record
+        elif record["kind"] == "position":
+            self._move(record["step"], record["is_evaluating"])
+
+    def _move(self, step: int, is_evaluating: bool) -> None:
         now = self._clock()
-        self._steps += 1
-        if self._recent and step < self._recent[-1][1]:
-            self._recent.clear()  # rolled back
-        if not self._recent or now - self._recent[-1][0] >= SAMPLE_S or self.step_s is None:
-            self._recent.append((now, step))
-        while len(self._recent) > 3 and self._recent[1][0] < now - WINDOW_S:
-            self._recent.popleft()
-        (began, first), (ended, last) = self._recent[0], self._recent[-1]
-        if self._steps >= FIRST_STEPS and last > first:
-            self.step_s = (ended - began) / (last - first)
-        self._estimate(now, step)
-
-    def evaluation_began(self) -> None:
-        self._evaluation_began = self._clock()
-
-    def evaluation_ended(self, step: int) -> None:
-        now = self._clock()
+        self._step = step
+        if is_evaluating:
+            self._evaluation_began = now
+            return
         if self._evaluation_began is not None:
             self._evaluation_s = now - self._evaluation_began
             self._evaluation_began = None
             self._recent = deque([(now, step)])
-            self._estimate(now, step)
+        else:
+            self._measure(now, step)
+        if self._step_s is not None:
+            self._end = now + self._estimate(step, self._step_s)
 
-    def seconds_left(self) -> float | None:
-        """Return the seconds until the run ends; None before the first steps."""
-        return None if self._end is None else max(self._end - self._clock(), 0.0)
+    def _measure(self, now: float, step: int) -> None:
+        recent = self._recent
+        self._num_steps += 1
+        if recent and step < recent[-1][1]:
+            recent.clear()  # rolled back
+        if not recent or now - recent[-1][0] >= SAMPLE_S or self._step_s is None:
+            recent.append((now, step))
+        while len(recent) > 3 and recent[1][0] < now - WINDOW_S:
+            recent.popleft()
+        (began, first), (ended, last) = recent[0], recent[-1]
+        if self._num_steps >= FIRST_STEPS and last > first:
+            self._step_s = (ended - began) / (last - first)
 
-    def notice(self) -> str | None:
-        """Return what is worth telling once: how long the run takes, and that it became slower."""
-        left, before, recent = self.seconds_left(), self._told_step_s, self._recent
-        if self.step_s is None or left is None:
-            return None
-        if before is None:
-            self._told_step_s = self.step_s
-            return f"about {duration(left)} at {step_time(self.step_s)}"
-        is_settled = len(recent) > FIRST_STEPS and recent[-1][0] - recent[0][0] >= SETTLED_S
-        if not is_settled or self.step_s < SLOWER * before:
-            return None
-        self._told_step_s = self.step_s
-        return (
-            f"slower now, {step_time(self.step_s)} instead of {step_time(before)}: "
-            f"about {duration(left)} left"
-        )
-
-    def _estimate(self, now: float, step: int) -> None:
-        if self.step_s is not None:
-            evaluation_s = self._evaluation_s
-            if evaluation_s is None:
-                evaluation_s = self._evaluation_steps * self.step_s
-            evaluations = sum(due > step for due in self._evaluations)
-            left = (self._total_steps - step) * self.step_s + evaluations * evaluation_s
-            self._end = now + left
-
-
-class RunProgress:
-    """The position, pace and last metrics of a run, updated by its records."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._start: Record = {}
-        self._step = 0
-        self._is_evaluating = False
-        self._last: Record = {}
-        self._ap: float | None = None
-        self._best_ap: float | None = None
-        self._pace: Pace | None = None
-
-    def update(self, record: Record) -> None:
-        kind = record["kind"]
-        if kind == "start":
-            self._start, self._step, self._best_ap = record, record["step"], record["best_ap"]
-            self._pace = Pace(record, self._clock)
-        elif kind == "position" and self._pace is not None:
-            was_evaluating, self._is_evaluating = self._is_evaluating, record["is_evaluating"]
-            self._step = record["step"]
-            if self._is_evaluating:
-                self._pace.evaluation_began()
-            elif was_evaluating:
-                self._pace.evaluation_ended(self._step)
-            else:
-                self._pace.stepped(self._step)
-        elif kind == "train":
-            self._last = record
+    def _estimate(self, step: int, step_s: float) -> float:
+        """Return the seconds that the run takes after a step."""
+        start, evaluation_s = self._start, self._evaluation_s
+        if evaluation_s is None:
+            cost = EVALUATION_COST * start["evaluation_images"] / start["global_batch_size"]
+            evaluation_s = cost * step_s
+        evaluations = sum(due > step for due in start["evaluations"])
+        return (start["total_steps"] - step) * step_s + evaluations * evaluation_s
 
     def scored(self, record: Record) -> tuple[float | None, bool]:
         """Return the change of AP since the last evaluation, and whether it is the best so far."""
@@ -146,13 +104,36 @@ class RunProgress:
         return (None if before is None or before < 0 or ap < 0 else ap - before), is_best
 
     def notice(self) -> str | None:
-        """Return a line about the pace that is worth telling, once."""
-        return None if self._pace is None else self._pace.notice()
+        """Return what is worth telling once: how long the run takes, and that it became slower."""
+        left, before, recent = self.seconds_left(), self._told_step_s, self._recent
+        if self._step_s is None or left is None:
+            return None
+        if before is None:
+            self._told_step_s = self._step_s
+            return f"about {duration(left)} at {step_time(self._step_s)}"
+        is_settled = len(recent) > FIRST_STEPS and recent[-1][0] - recent[0][0] >= SETTLED_S
+        if not is_settled or self._step_s < SLOWER * before:
+            return None
+        self._told_step_s = self._step_s
+        return (
+            f"slower now, {step_time(self._step_s)} instead of {step_time(before)}: "
+            f"about {duration(left)} left"
+        )
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the run ends; None before the first steps."""
+        return None if self._end is None else max(self._end - self._clock(), 0.0)
 
     def time_left(self) -> str:
         """Return the time left, such as 1:12 or 2:03:04; empty if it is not known yet."""
-        seconds = None if self._pace is None else self._pace.seconds_left()
-        return "" if seconds is None else clock_time(seconds)
+        seconds = self.seconds_left()
+        if seconds is None:
+            return ""
+        if seconds >= 48 * 3600:
+            return duration(seconds)
+        whole = round(seconds)
+        hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
     def line(self, columns: int) -> RenderableType:
         """Return the current line: position, bar, epochs, time left, loss, rate, memory.
@@ -164,7 +145,7 @@ class RunProgress:
         from rich.table import Table
         from rich.text import Text
 
-        total = self._start.get("total_steps", 0)
+        total = self._start["total_steps"]
         texts = [(f"step {self._step:,}/{total:,}", "bold"), *self._facts()]
         fewest, most = BAR_COLUMNS
 
@@ -183,12 +164,10 @@ class RunProgress:
 
     def _facts(self) -> list[tuple[str, str]]:
         """Return the texts after the bar, each with its style."""
-        if not self._start:
-            return []
         epoch = self._step * self._start["global_batch_size"] / max(self._start["images"], 1)
         left = self.time_left()
         facts = [(f"{epoch:.2f} ep", ""), (f"{left} left" if left else "first step...", "bold")]
-        if self._is_evaluating:
+        if self._evaluation_began is not None:
             return [*facts, (f"evaluating {self._start['evaluation_images']:,} images", "cyan")]
         if not self._last:
             return facts
@@ -227,21 +206,22 @@ class RunDisplay:
         self._is_live, self._is_verbose = is_live, is_verbose
         self._has_steps = has_steps or not is_live
         self._stack = contextlib.ExitStack()
-        self._progress = RunProgress()
 
     def close(self) -> None:
         self._stack.close()
 
     def show(self, record: Record) -> None:
-        self._progress.update(record)
         kind = record["kind"]
         if kind == "start":
+            self._progress = RunProgress(record)
             self._facts(record["facts"])
             if self._is_verbose and record["details"]:
                 self._write(record["details"], "")
             if self._is_live and record["step"] < record["total_steps"]:
                 self._stack.enter_context(live_line(self._progress.line))
-        elif kind == "position":
+            return
+        self._progress.update(record)
+        if kind == "position":
             if not record["is_evaluating"] and (notice := self._progress.notice()):
                 self._write(notice, "")
         elif kind == "eval":
@@ -278,15 +258,6 @@ def describe(record: Record, change: float | None = None, is_best: bool = False)
         f"{position}  {record['epoch']:.2f} ep  {losses}{record['loss_class']:.3f})  "
         f"lr {record['lr']:.2e}  {record['images_per_second']:.1f} img/s{wait}"
     )
-
-
-def clock_time(seconds: float) -> str:
-    """Return a duration as 1:12 or 2:03:04, or in days."""
-    if seconds >= 48 * 3600:
-        return duration(seconds)
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def duration(seconds: float) -> str:

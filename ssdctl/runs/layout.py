@@ -78,24 +78,15 @@ def find_checkpoint(path: Path) -> Path:
     """Return `path` if it is a file, else the best (or last) checkpoint of the run folder `path`.
 
     Raises:
-        UsageError: A folder without checkpoints, or a file of TensorFlow's.
+        UsageError: A folder without checkpoints.
     """
     if not path.is_dir():
-        from ssdctl.model.pretrained import tensorflow_checkpoint
-
-        if path.suffix != ".pt" and (error := tensorflow_checkpoint(path)) is not None:
-            raise error
         return path
     run = RunDir(path)
     for checkpoint in (run.best, run.last):
         if checkpoint.is_file():
             return checkpoint
     raise _no_checkpoints(path)
-
-
-def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders directly below `folder`."""
-    return sorted(path for path in folder.glob("*") if RunDir(path).metrics.is_file())
 
 
 def _no_checkpoints(path: Path) -> UsageError:

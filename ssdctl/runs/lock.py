@@ -72,22 +72,16 @@ def exclusive_run(out: Path) -> Iterator[None]:
 
 def _wait_for_lock(path: Path) -> int | None:
     """Return the locked file's descriptor, or None if another process keeps the lock."""
-    deadline = None
-    while True:
+    deadline = time.monotonic() + WAIT_S
+    descriptor = try_lock(path)
+    if descriptor is None:
+        notice = "another ssdctl process trains in %s: waiting %.0f s for its end"
+        log.info(notice, path.parent, WAIT_S)
+    while descriptor is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
         make_dir(path.parent)  # an owner whose run was refused removes the empty folder
         descriptor = try_lock(path)
-        if descriptor is not None:
-            return descriptor
-        if deadline is None:
-            deadline = time.monotonic() + WAIT_S
-            log.info(
-                "another ssdctl process trains in %s: waiting %.0f s for its end",
-                path.parent,
-                WAIT_S,
-            )
-        elif time.monotonic() > deadline:
-            return None
-        time.sleep(POLL_S)
+    return descriptor
 
 
 def _owner(path: Path) -> str:

@@ -10,9 +10,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -38,7 +37,6 @@ Record = dict[str, Any]
 REQUIRED = {"train": ("epoch",), "eval": ("epoch", "AP")}
 LARGEST_NUMBER = 2**63
 MAX_BYTES = 1 << 30  # ten million records of training
-MAX_LINE_BYTES = 16 << 20  # the AP of 100,000 classes takes a tenth of it
 GIT_S = 10.0  # seconds that git may take
 PACKAGES = ("ssdctl", "torch", "torchvision", "numpy", "pillow", "pyarrow", "hotcoco")
 
@@ -62,7 +60,7 @@ class MetricsFile:
             if skipped:
                 logger.warning("%s: dropped %d lines that are not records", self.path, skipped)
             self.past_records = [r for r in records if r["step"] <= step]
-            write_text(self.path, "".join(_line(r) for r in self.past_records))
+            write_text(self.path, "".join(map(_line, self.past_records)))
 
     def past_evaluations(self) -> list[Record]:
         """Return the evaluations among the records that were kept, in their order."""
@@ -70,7 +68,11 @@ class MetricsFile:
 
     def write(self, record: Record) -> Record:
         """Append one line and return what it contains. A power cut may lose the last lines."""
-        record = {k: _figure(v) for k, v in record.items()}
+        # JSON has no NaN: -1, as in pycocotools.
+        record = {
+            key: -1 if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
         retry_transient(lambda: self._append(_line(record)))
         return record
 
@@ -122,21 +124,11 @@ def read_metrics(path: Path) -> tuple[list[Record], int]:
                 hint="move the file away: training continues without the earlier records",
             )
         with path.open("rb") as file:
-            read = [_record(line) for line in _lines(file)]
+            read = [_record(line) for line in file if line.strip()]
     except OSError as error:
         raise unreadable(path, error) from None
     records = [record for record in read if record is not None]
     return records, len(read) - len(records)
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines that are not blank; of one longer than `MAX_LINE_BYTES` the beginning."""
-    while line := file.readline(MAX_LINE_BYTES):
-        rest = line
-        while rest and len(rest) == MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES)
-        if line.strip():
-            yield line
 
 
 def _record(line: bytes) -> Record | None:
@@ -163,12 +155,7 @@ def is_number(value: object) -> bool:
 
 
 def _line(record: Record) -> str:
-    return json.dumps({k: _figure(v) for k, v in record.items()}, allow_nan=False) + "\n"
-
-
-def _figure(value: Any) -> Any:
-    """Return a figure for JSON, which has no NaN: -1 if it does not exist, as in pycocotools."""
-    return -1 if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def environment(device_label: str, world_size: int) -> Record:

@@ -5,7 +5,6 @@ A folder of `evaluate --report` contains only an evaluation; it is read too.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,10 @@ from ssdctl.config.resolve import MAX_FILE_BYTES, read_toml
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import DECODE_ERRORS, read_limited
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
-from ssdctl.runs.layout import RUNS, RunDir, find_runs
+from ssdctl.runs.layout import RUNS, RunDir
 from ssdctl.runs.lock import running_on
 from ssdctl.runs.metrics import Record, is_number, read_metrics
-from ssdctl.runtime.safe_text import redact_arguments, redact_urls
+from ssdctl.runtime.safe_text import listed, redact_arguments, redact_urls
 
 MAX_ENVIRONMENT_BYTES = 1 << 20
 MAX_REPORT_BYTES = 1 << 28  # prepare's report; ten million findings
@@ -54,15 +53,11 @@ class RunData(NamedTuple):
     @property
     def class_ap(self) -> dict[str, float]:
         """AP per class of the best evaluation."""
-        best = self.best
-        for event in reversed(self.events):
-            if (
-                event.get("event") == "class_ap"
-                and best is not None
-                and event["step"] == best.get("step")
-                and isinstance(event.get("AP"), dict)
-            ):
-                return {k: float(v) for k, v in event["AP"].items() if is_number(v)}
+        step = (self.best or {}).get("step")
+        events = (e for e in reversed(self.events) if (e["event"], e["step"]) == ("class_ap", step))
+        for ap in (event.get("AP") for event in events):
+            if isinstance(ap, dict):
+                return {k: float(v) for k, v in ap.items() if is_number(v)}
         return {c.name: c.AP for c in self.evaluation.per_class} if self.evaluation else {}
 
     @property
@@ -101,7 +96,7 @@ class RunData(NamedTuple):
                 ", ".join(f"{k} {_shown(v)}" for k, v in e.items() if k not in EVENT_KEYS),
             )
             for e in self.events
-            if e.get("event") != "class_ap"
+            if e["event"] != "class_ap"
         ]
 
 
@@ -145,15 +140,12 @@ def read_run(path: Path) -> RunData:
     records, skipped = read_metrics(run.metrics)
     if skipped:
         problems.append(f"{run.metrics.name}: {skipped} lines are not records and were skipped")
-    kinds: dict[str, list[Record]] = {"train": [], "eval": [], "event": []}
-    for record in records:
-        kinds.setdefault(record["kind"], []).append(record)
     return RunData(
         name=name,
         path=path,
-        train=kinds["train"],
-        evals=kinds["eval"],
-        events=kinds["event"],
+        train=[r for r in records if r["kind"] == "train"],
+        evals=[r for r in records if r["kind"] == "eval"],
+        events=[r for r in records if r["kind"] == "event"],
         config=config,
         settings=settings,
         environment=environment or {},
@@ -188,13 +180,13 @@ def different_settings(runs: list[RunData]) -> dict[str, list[Any]]:
 def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
     """Return what prepare dropped or repaired: split, kind, count. Empty if it is unknown."""
     try:
-        report = json.loads(read_limited(store / "report.json", MAX_REPORT_BYTES))
+        report = msgspec.json.decode(read_limited(store / "report.json", MAX_REPORT_BYTES))
         return [
             (split["split"], kind, count)
             for split in report["splits"]
             for kind, count in Counter(f["kind"] for f in split["findings"]).most_common()
         ]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, KeyError, TypeError, *DECODE_ERRORS):
         return []
 
 
@@ -214,9 +206,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
 
 def _runs_below(path: Path) -> str:
     """Return a hint what to name instead of a folder that is not a run."""
-    if inside := find_runs(path):
-        more = ", ..." if len(inside) > 3 else ""
-        return f"there are runs in it: {', '.join(map(str, inside[:3]))}{more}"
+    if inside := sorted(_run_folders(path, 1)):
+        return f"there are runs in it: {listed(inside, MAX_NAMED)}"
     return "name the folder that train's --out named: runs/DATASET-BACKBONE, if none"
 
 

@@ -16,28 +16,28 @@ from ssdctl.training.run import value_text
 from ssdctl.training.schedule import TrainSchedule, next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 MAX_CLASSES = 8  # that are named
 NEARLY_DECAYED = 0.1  # fraction of the peak, at the end of a cosine
 MAX_EVALUATIONS = 10_000  # that are counted
 
 
-def describe_run(setup: Setup, step: int) -> dict[str, Any]:
+def describe_run(opened: OpenedRun, step: int) -> dict[str, Any]:
     """Return what the display shows before the first step (ssdctl/runs/display.py)."""
-    run, plan = setup.run, setup.run.plan
+    run, plan = opened.run, opened.run.plan
     root, _ = dataset_folders(run.config.data)
     val_images = 0
-    if setup.val is not None:
-        val_images = len(setup.val.image_ids if setup.val_rows is None else setup.val_rows)
+    if opened.val is not None:
+        val_images = len(opened.val.image_ids if opened.val_rows is None else opened.val_rows)
     evaluations = evaluations_after(run.resolved, plan, step) if val_images else []
-    devices = f"{setup.ranks.world_size} x " if setup.ranks.world_size > 1 else ""
-    threads = f", {counted(setup.threads, 'decode thread')}"
-    names = [c.name for c in setup.train.classes]
+    devices = f"{opened.ranks.world_size} x " if opened.ranks.world_size > 1 else ""
+    threads = f", {counted(opened.threads, 'decode thread')}"
+    names = [c.name for c in opened.train.classes]
     facts = [
         ("data", data_line(root, plan.images, val_images, names)),
         ("network", network_line(run.config, step=step)),
-        ("device", f"{devices}{setup.device.label}, {run.precision}{threads}"),
+        ("device", f"{devices}{opened.device.label}, {run.precision}{threads}"),
         ("length", length_line(plan, len(evaluations))),
         ("recipe", recipe_line(run.resolved, plan)),
         ("run", str(run.out)),
@@ -55,16 +55,14 @@ def describe_run(setup: Setup, step: int) -> dict[str, Any]:
 
 def data_line(root: Path, images: int, val_images: int, classes: Sequence[str]) -> str:
     """Return the dataset's name, its images and its classes by name."""
-    val = f", {val_images:,} for validation" if val_images else ", none for validation"
-    return f"{root.name or root}: {counted(images, 'training image')}{val}; {classes_line(classes)}"
-
-
-def classes_line(classes: Sequence[str]) -> str:
-    return f"{len(classes)} class{'es' * (len(classes) != 1)}: {listed(list(classes), MAX_CLASSES)}"
+    return (
+        f"{root.name or root}: {counted(images, 'training image')}, "
+        f"{f'{val_images:,}' if val_images else 'none'} for validation; "
+        f"{len(classes)} class{'es' * (len(classes) != 1)}: {listed(list(classes), MAX_CLASSES)}"
+    )
 
 
 def network_line(config: Config, *, step: int = 0) -> str:
-    """Return the network and its first weights."""
     if step:
         weights = f"continues from step {step:,}"
     elif config.train.init is not None:
@@ -85,11 +83,9 @@ def length_line(plan: TrainSchedule, evaluations: int) -> str:
 
 def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
     config = resolved.config.train
-    rules = rule_values(resolved)
-    name = next(iter(rules), f"preset {config.preset}")
-    if config.steps == plan.total_steps and any(
-        "decay_epochs" in chosen for chosen in rules.values()
-    ):
+    rule, values = rule_and_values(resolved)
+    name = rule or f"preset {config.preset}"
+    if config.steps == plan.total_steps and "decay_epochs" in values:
         name += f", fitted to --steps {config.steps}"
     decay = [step for step in plan.decay_steps if step <= plan.total_steps]
     if plan.is_cosine:
@@ -100,26 +96,24 @@ def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
     return f"{name}: {config.optimizer}, learning rate {plan.peak_lr:g}, {warmup}{shape}"
 
 
-def rule_values(resolved: Resolved) -> dict[str, dict[str, object]]:
-    """Return the settings that a rule for few images or fine-tuning chose: {rule: {name: value}}.
-
-    At most one rule applies; without one the result is empty.
-    """
-    chosen: dict[str, dict[str, object]] = {}
+def rule_and_values(resolved: Resolved) -> tuple[str, dict[str, object]]:
+    """Return the rule for few images or fine-tuning and what it chose; without one, both empty."""
+    rule, values = "", {}
     for path, source in resolved.sources.items():
         section, _, name = path.partition(".")
         if source.kind is Kind.RULE and section == "train":
-            chosen.setdefault(source.label, {})[name] = getattr(resolved.config.train, name)
-    return chosen
+            rule, values[name] = source.label, getattr(resolved.config.train, name)
+    return rule, values
 
 
 def details_line(resolved: Resolved) -> str | None:
     """Return the settings that a rule chose, for -v; None without a rule."""
-    for rule, values in rule_values(resolved).items():
-        changes = ", ".join(f"{name} {value_text(value)}" for name, value in values.items())
-        preset = resolved.config.train.preset
-        return f"{rule} sets {changes}; use --preset {preset} for the full COCO recipe"
-    return None
+    rule, values = rule_and_values(resolved)
+    if not rule:
+        return None
+    changes = ", ".join(f"{name} {value_text(value)}" for name, value in values.items())
+    preset = resolved.config.train.preset
+    return f"{rule} sets {changes}; use --preset {preset} for the full COCO recipe"
 
 
 def warning_of_cut(resolved: Resolved, plan: TrainSchedule) -> str | None:
@@ -172,5 +166,4 @@ def evaluations_after(resolved: Resolved, plan: TrainSchedule, step: int) -> lis
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 step, 2,000 steps."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -24,17 +24,11 @@ from ssdctl.runtime import signals
 from ssdctl.training.schedule import at_steps, every
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 
 class EarlyStopping:
-    """Tracks the best AP of a run. A negative AP is not defined (COCO's -1) and does not count.
-
-    Args:
-        ap: The best AP of earlier starts; None if there was none.
-        target: End the run at this AP.
-        patience: End the run after this many evaluations without a better AP.
-    """
+    """Tracks the best AP of a run. A negative AP is not defined (COCO's -1) and does not count."""
 
     def __init__(self, ap: float | None, target: float | None, patience: int | None) -> None:
         self.ap = None if ap is not None and ap < 0 else ap
@@ -49,8 +43,7 @@ class EarlyStopping:
         if self.ap is not None and ap <= self.ap:
             self._without_improvement += 1
             return False
-        self.ap = ap
-        self._without_improvement = 0
+        self.ap, self._without_improvement = ap, 0
         return True
 
     def reason_to_end(self) -> str | None:
@@ -70,37 +63,28 @@ class Evaluator:
         best_ap: The best AP of the checkpoint, if none is recorded.
     """
 
-    def __init__(self, setup: Setup, past: Sequence[Record], best_ap: float | None) -> None:
-        config, plan = setup.run.config.train, setup.run.plan
-        self._setup = setup
+    def __init__(self, opened: OpenedRun, past: Sequence[Record], best_ap: float | None) -> None:
+        config, plan = opened.run.config.train, opened.run.plan
+        self._opened = opened
         self._every = every(config.eval_every, plan) if config.eval_every else None
         self._at = set(at_steps(config.eval_at, plan))
         self._scoring: BackgroundScoring | None = None
         best_ap = None if past else best_ap
-        self._early_stopping = EarlyStopping(best_ap, config.target_ap, config.patience)
+        self.early_stopping = EarlyStopping(best_ap, config.target_ap, config.patience)
         for record in past:
-            self._early_stopping.update(float(record["AP"]))
+            self.early_stopping.update(float(record["AP"]))
         self.rewind(past)
         self.losses: dict[str, float] = {}  # last detection's, on the first rank
 
     def rewind(self, past: Sequence[Record]) -> None:
-        """Continue after the last of these evaluations."""
         last = max((record["step"] for record in past), default=None)
-        self.evaluated_step: int | None = collectives.broadcast(last, self._setup.ranks)
-
-    @property
-    def best_ap(self) -> float | None:
-        return self._early_stopping.ap
-
-    def reason_to_end(self) -> str | None:
-        """Return why the run ends before its last step, on the first rank; None if it continues."""
-        return self._early_stopping.reason_to_end()
+        self.evaluated_step: int | None = collectives.broadcast(last, self._opened.ranks)
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after this step and was not made yet."""
-        if self._setup.val is None or self.evaluated_step == step:
+        if self._opened.val is None or self.evaluated_step == step:
             return False
-        is_last = step >= self._setup.run.plan.total_steps
+        is_last = step >= self._opened.run.plan.total_steps
         return is_last or step in self._at or (self._every is not None and self._every.is_due(step))
 
     def detect(self) -> Detections | None:
@@ -113,17 +97,17 @@ class Evaluator:
             NonFiniteError: An output is NaN or infinite on any rank.
             DataError: An image cannot be decoded.
         """
-        setup = self._setup
-        assert setup.val is not None
-        settings, losses = setup.run.config.evaluate, ValidationLoss(setup.model, setup.device)
-        config = DetectorConfig(setup.run.precision, settings.score_threshold, settings.nms_iou)
+        opened = self._opened
+        assert opened.val is not None
+        settings, losses = opened.run.config.evaluate, ValidationLoss(opened.model, opened.device)
+        config = DetectorConfig(opened.run.precision, settings.score_threshold, settings.nms_iou)
         detections = detect(
-            Detector(setup.model, setup.device, config),
-            setup.val,
-            np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows,
+            Detector(opened.model, opened.device, config),
+            opened.val,
+            np.arange(len(opened.val.image_ids)) if opened.val_rows is None else opened.val_rows,
             batch_size=settings.batch_size,
-            threads=setup.threads,
-            ranks=setup.ranks,
+            threads=opened.threads,
+            ranks=opened.ranks,
             progress=signals.until_stopped,
             losses=losses,
         )
@@ -133,20 +117,20 @@ class Evaluator:
     def start_scoring(self, detections: Detections, step: int) -> None:
         """Start to score detections in the background; only one score is computed at a time."""
         assert self._scoring is None
-        setup, run = self._setup, self._setup.run
-        assert setup.val is not None
+        opened, run = self._opened, self._opened.run
+        assert opened.val is not None
         root, store = dataset_folders(run.config.data)
-        image_ids = None if setup.val_rows is None else setup.val.image_ids[setup.val_rows]
+        image_ids = None if opened.val_rows is None else opened.val.image_ids[opened.val_rows]
         about = EvaluationInfo(
             source=str(RunDir(run.out).best),
             step=step,
             epoch=round(run.plan.epoch(step), 4),
             data=str(root),
             store=str(store),
-            split="val" if setup.val_rows is None else "train",
+            split="val" if opened.val_rows is None else "train",
             precision=run.precision,
         )
-        self._scoring = BackgroundScoring(setup.val.index_file, detections, about, image_ids)
+        self._scoring = BackgroundScoring(opened.val.index_file, detections, about, image_ids)
 
     def scored(self, *, wait: bool) -> tuple[Evaluation, bool] | None:
         """Return the evaluation finished since the last call and whether it is the best, if any."""
@@ -154,4 +138,4 @@ class Evaluator:
             return None
         scoring, self._scoring = self._scoring, None
         evaluation = scoring.result()
-        return evaluation, self._early_stopping.update(evaluation.figures["AP"])
+        return evaluation, self.early_stopping.update(evaluation.figures["AP"])

@@ -39,7 +39,6 @@ class NonFiniteGuard:
         self._rollbacks = 0
 
     def watch(self, step: int, is_bad: Tensor, image_ids: list[int]) -> None:
-        """Record a step's flag without waiting for it."""
         self._watched.append((BadStep(step, image_ids), is_bad))
 
     def check(self) -> list[BadStep]:
@@ -47,11 +46,9 @@ class NonFiniteGuard:
         if not self._watched:
             return []
         flags = torch.stack([flag for _, flag in self._watched]).tolist()
-        bad = []
-        for (step, _), flag in zip(self._watched, flags, strict=True):
+        for flag in flags:
             self._consecutive = self._consecutive + 1 if flag else 0
-            if flag:
-                bad.append(step)
+        bad = [step for (step, _), flag in zip(self._watched, flags, strict=True) if flag]
         self._watched.clear()
         return bad
 
@@ -76,10 +73,9 @@ class NonFiniteGuard:
 
 
 class BadImages:
-    """Collects the images that could not be decoded, over all ranks.
+    """Collects the images that could not be decoded, over all ranks at the log points.
 
-    Each rank's loader replaces its own (ssdctl/input/loader.py). At the log points the ranks
-    exchange them, so that all ranks end with the same error at the same step.
+    Each rank's loader replaces its own (ssdctl/input/loader.py).
     """
 
     def __init__(self, num_images: int) -> None:
@@ -88,7 +84,6 @@ class BadImages:
         self._reported: set[int] = set()  # on all ranks
 
     def watch(self, batches: Sequence[Batch]) -> None:
-        """Record the replaced images of a step's batches on this rank."""
         for batch in batches:
             for bad in batch.bad:
                 if bad.image_id not in self._reported:
@@ -98,20 +93,15 @@ class BadImages:
         """Return the new bad images of all ranks since the last call, each image once per run."""
         if not collectives.any_rank([bool(self._new)], ranks)[0]:
             return []
-        shares = collectives.broadcast(
-            collectives.gather_to_first(list(self._new.values()), ranks), ranks
-        )
+        gathered = collectives.gather_to_first(list(self._new.values()), ranks)
+        shares = collectives.broadcast(gathered, ranks)
         collected = {bad.image_id: bad for share in shares for bad in share}
         self._new.clear()
         self._reported.update(collected)
         return sorted(collected.values(), key=lambda bad: bad.sample)
 
     def refuse_too_many(self) -> None:
-        """End the run if there are more than the limit; all ranks decide alike.
-
-        Raises:
-            DataError: There are too many to trust the data.
-        """
+        """Raise DataError if there are too many to trust the data; all ranks decide alike."""
         if len(self._reported) > self.limit:
             raise DataError(
                 f"{len(self._reported)} images could not be decoded, the limit is {self.limit}; "

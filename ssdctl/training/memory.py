@@ -41,8 +41,12 @@ class MemoryEstimate(NamedTuple):
 
     def fits(self, memory_bytes: int) -> int:
         """Return the largest batch for that much memory; a multiple of 8 if it is larger than 8."""
-        most = max(int((USED_SHARE * memory_bytes - self.fixed) / self.per_image), 0)
-        return most if most < 8 else most - most % 8
+        most = int((USED_SHARE * memory_bytes - self.fixed) / self.per_image)
+        return _rounded(max(most, 0))
+
+
+def _rounded(images: int) -> int:
+    return images - images % 8 if images > 8 else images
 
 
 def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> MemoryEstimate:
@@ -55,7 +59,6 @@ def estimate(architecture: Architecture, config: TrainConfig, precision: str) ->
 
 
 def activation_bytes(architecture: Architecture, precision: str) -> int:
-    """Return the bytes that forward keeps for the backward of one image."""
     two_images, three_images = (_saved_bytes(architecture, precision, size) for size in (2, 3))
     return three_images - two_images
 
@@ -109,11 +112,7 @@ def largest_batch(
 
 
 def check_shares(batch_size: int, device: Device) -> None:
-    """Check that every core of the device gets the same number of images.
-
-    Raises:
-        UsageError: The batch is not a multiple of the cores.
-    """
+    """Raise UsageError unless every core of the device gets the same number of images."""
     cores = device.num_cores
     if batch_size % cores:
         nearest = max(batch_size - batch_size % cores, cores)
@@ -171,11 +170,7 @@ def _free_memory(device: Device) -> None:
 def out_of_memory_hints(
     run: SettledRun, architecture: Architecture, device: Device
 ) -> Iterator[None]:
-    """Replace an out-of-memory error by one that proposes a `--bs` that fits.
-
-    Raises:
-        UsageError: Instead of the out-of-memory error of the device.
-    """
+    """Replace an out-of-memory error by a UsageError that proposes a `--bs` that fits."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -192,18 +187,15 @@ def out_of_memory_hints(
 def _proposal(need: MemoryEstimate, tried: int, accumulate: int, device: Device) -> str:
     """Return a `--bs` that fits: the counted one, or half if the count or the memory says nothing.
 
-    If the batch that failed fits by the count, the software of the device or another process needs
-    the rest of the memory.
+    If the batch that failed fits by the count, the device's software or another process needs the
+    rest of the memory.
     """
     if tried == 1:
         return "not even one image fits: choose a smaller --backbone, or --bf16"
     memory = device.memory_bytes()
     fits = need.fits(memory) if memory else tried
     is_counted = fits < tried
-    if not is_counted:
-        fits = tried // 2
-        fits -= fits % 8 if fits > 8 else 0
-    fits = max(fits, 1)
+    fits = max(fits if is_counted else _rounded(tried // 2), 1)
     more = -(-tried * accumulate // fits)
     same = f"with --accumulate {more} the global batch stays about the same"
     if is_counted:

@@ -17,7 +17,7 @@ from ssdctl.runs.metrics import Record
 from ssdctl.training.schedule import next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 BENCHMARK = "ssd"
 CROP_ATTEMPTS = 1  # per mode: ssdctl/input/crop.py
@@ -25,14 +25,10 @@ PACKAGE_PARENT = Path(__file__).parents[2]
 
 
 class MLLog:
-    """Appends MLPerf log lines to the file of `--mllog`.
+    """Appends MLPerf log lines to the file of `--mllog`; a resumed run's log continues."""
 
-    Args:
-        is_resumed: Whether it continues: the log of its first part then continues too.
-    """
-
-    def __init__(self, setup: Setup, *, is_resumed: bool = False) -> None:
-        self._config, self._plan = setup.run.config.train, setup.run.plan
+    def __init__(self, opened: OpenedRun, *, is_resumed: bool = False) -> None:
+        self._config, self._plan = opened.run.config.train, opened.run.plan
         assert self._config.mllog is not None
         self._path = Path(self._config.mllog)
         self._block: int | None = None  # the first epoch of the block in progress
@@ -41,10 +37,9 @@ class MLLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             has_header = is_resumed and self._path.exists() and self._path.stat().st_size > 0
         if not has_header:
-            self._header(setup)
+            self._header(opened)
 
     def record(self, record: Record) -> None:
-        """Log what a record of the run means (ssdctl/training/run_log.py)."""
         kind, step = record["kind"], record["step"]
         if kind == "begin":
             self._begin(step)
@@ -65,22 +60,22 @@ class MLLog:
             status = "success" if record["is_success"] else "aborted"
             self._stop("run", status=status, epoch_num=self._epoch_number(step))
 
-    def _header(self, setup: Setup) -> None:
+    def _header(self, opened: OpenedRun) -> None:
         config, plan = self._config, self._plan
         self._point("cache_clear", True)
         self._start("init")
         self._point("submission_benchmark", BENCHMARK)
         self._point("submission_division", "open")
         self._point("submission_org", "ssdctl")
-        self._point("submission_platform", setup.device.label)
+        self._point("submission_platform", opened.device.label)
         self._point("submission_status", "research")
         self._point("seed", config.seed)
         self._point("global_batch_size", plan.global_batch_size)
         self._point("gradient_accumulation_steps", config.accumulate)
         self._point("train_samples", plan.images)
-        self._point("eval_samples", 0 if setup.val is None else len(setup.val.image_ids))
+        self._point("eval_samples", 0 if opened.val is None else len(opened.val.image_ids))
         self._point("max_samples", CROP_ATTEMPTS)
-        shared = setup.ranks.world_size if config.sync_bn else 1
+        shared = opened.ranks.world_size if config.sync_bn else 1
         self._point("model_bn_span", plan.batch_size * shared)
         self._point("opt_name", config.optimizer)
         self._point("opt_base_learning_rate", plan.peak_lr)
@@ -93,7 +88,6 @@ class MLLog:
         self._start("run")
 
     def _begin(self, step: int) -> None:
-        """Log the start of a block and of an epoch if one starts with the step after `step`."""
         epoch = self._plan.epochs_ended(step) + 1
         if self._block is None:
             self._block = epoch

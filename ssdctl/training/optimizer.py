@@ -37,15 +37,14 @@ OPTIONS = ("momentum", "weight_decay", "betas", "eps")
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
     """Return the recipe's optimizer. Its learning rate is set at every step."""
-    decayed, others = decay_groups(
-        model, decay_bias=config.decay_bias, decay_norm=config.decay_norm
-    )
+    bias, norm = config.decay_bias, config.decay_norm
+    decayed, others = decay_groups(model, decay_bias=bias, decay_norm=norm)
     trained = [*decayed, *others]
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((decayed, config.weight_decay), (others, 0.0))
+        if parameters
     ]
-    groups = [group for group in groups if group["params"]]
     # An optimizer makes its state at the first step, some of uninitialized memory that the kernel
     # fills; a first step that is left out would leave it so. Zeros give the same first step.
     if config.optimizer == "adamw":
@@ -193,7 +192,6 @@ class Group(NamedTuple):
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[Group]:
-    """Return the parameter groups of an SGD or AdamW optimizer with their gradients and states."""
     groups = []
     for group in optimizer.param_groups:
         options = {name: group[name] for name in OPTIONS if name in group}

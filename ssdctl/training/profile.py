@@ -64,9 +64,7 @@ class StepProfiler:
 def waits(averages: Iterable[Any]) -> list[str]:
     """Return a line for each wait of the loop, in ms.
 
-    Args:
-        averages: Of the profiler. The GPU's time of a wait is a separate row of the same name,
-            without host time.
+    The GPU's time of a wait is a separate row of the same name, without host time.
     """
     return [
         f"  {row.key:<40}{row.cpu_time_total / 1000:>12.3f} ms in {row.count}"
@@ -76,6 +74,5 @@ def waits(averages: Iterable[Any]) -> list[str]:
 
 
 def _activities(device: Device) -> list[torch.profiler.ProfilerActivity]:
-    """Return the profiler's activities: host, and device if PyTorch's profiler supports it."""
     supported = torch.profiler.supported_activities()
     return [a for a in supported if a.name.lower() in {"cpu", device.name}]

@@ -19,12 +19,12 @@ from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.layout import RunDir
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 log = logging.getLogger(__name__)
 
 
-def find_checkpoint(setup: Setup) -> Checkpoint | None:
+def find_checkpoint(opened: OpenedRun) -> Checkpoint | None:
     """Return the checkpoint to resume from, on all ranks; None if a new run begins.
 
     Raises:
@@ -33,9 +33,10 @@ def find_checkpoint(setup: Setup) -> Checkpoint | None:
         IntegrityError: The named checkpoint, or every one of the run, is damaged; or it has
             other classes.
     """
-    checkpoint = collectives.broadcast(_find(setup) if setup.ranks.is_main else None, setup.ranks)
+    ranks = opened.ranks
+    checkpoint = collectives.broadcast(_find(opened) if ranks.is_main else None, ranks)
     if checkpoint is not None:
-        step, total = setup.run.plan.step_of(checkpoint), setup.run.plan.total_steps
+        step, total = opened.run.plan.step_of(checkpoint), opened.run.plan.total_steps
         if step < total:
             log.info("resuming from %s (step %d of %d)", checkpoint.path, step, total)
         else:
@@ -43,9 +44,8 @@ def find_checkpoint(setup: Setup) -> Checkpoint | None:
     return checkpoint
 
 
-def _find(setup: Setup) -> Checkpoint | None:
-    """Return the checkpoint to resume from, after checking that it belongs to this run."""
-    config, out = setup.run.config.train, setup.run.out
+def _find(opened: OpenedRun) -> Checkpoint | None:
+    config, out = opened.run.config.train, opened.run.out
     resume = config.resume
     if resume == "never":
         if RunDir(out).is_started():
@@ -69,22 +69,17 @@ def _find(setup: Setup) -> Checkpoint | None:
             f"{checkpoint.path} is {kind}: it cannot be resumed",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
-    _check_changes(setup, checkpoint)
-    before, now = checkpoint.config.get("data.root"), setup.run.config.data.root
+    _check_changes(opened, checkpoint)
+    before, now = checkpoint.config.get("data.root"), opened.run.config.data.root
     if before and now and before != now:  # not an error: datasets are moved
-        log.warning(
-            "%s was trained on %s, this run continues with %s", checkpoint.path, before, now
-        )
-    _check_classes(checkpoint, setup.train.classes)
+        text = "%s was trained on %s, this run continues with %s"
+        log.warning(text, checkpoint.path, before, now)
+    _check_classes(checkpoint, opened.train.classes)
     return checkpoint
 
 
 def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
-    """Compare the classes by name; warn if only the category ids differ.
-
-    Raises:
-        IntegrityError: The names differ, or come in another order.
-    """
+    """Compare the classes by name and order; warn if only the category ids differ."""
     if not same_classes(checkpoint, classes):
         difference = class_differences(checkpoint.classes, classes)
         raise IntegrityError(
@@ -93,22 +88,18 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
             hint="--init takes its weights into a new run, those of the classes by name",
         )
     if [c.id for c in checkpoint.classes] != [c.id for c in classes]:
-        log.warning(
-            "the category ids differ from those of %s: classes matched by name", checkpoint.path
-        )
+        text = "the category ids differ from those of %s: classes matched by name"
+        log.warning(text, checkpoint.path)
 
 
-def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
+def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
     """Compare the settings that affect results with the checkpoint's; warn if they may differ.
 
     Raises:
         UsageError: One differs, without --resume-changed; or the network is another one.
     """
-    changed, plan, now = (
-        _changed_settings(setup, checkpoint),
-        setup.run.plan,
-        values(setup.run.config),
-    )
+    changed, plan = _changed_settings(opened, checkpoint), opened.run.plan
+    now = values(opened.run.config)
     texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
     if is_other_batch := checkpoint.global_batch != plan.global_batch_size:
         texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
@@ -117,7 +108,7 @@ def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
     if not texts:
         return
     is_other_network = not {"model.backbone", "model.extra_norm"}.isdisjoint(changed)
-    if setup.run.config.train.resume_changed and not is_other_network:
+    if opened.run.config.train.resume_changed and not is_other_network:
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
     options = [all_settings()[path].as_option(saved) for path, saved in changed.items()]
@@ -138,14 +129,12 @@ def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
     )
 
 
-def _changed_settings(setup: Setup, checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the checkpoint's values of the settings that affect results and differ from it."""
-    now = values(setup.run.config)
+def _changed_settings(opened: OpenedRun, checkpoint: Checkpoint) -> dict[str, object]:
+    now = values(opened.run.config)
+    sources = opened.run.resolved.sources
     # A longer run may have another schedule, as after another --epochs.
-    schedule = ("warmup", "lr_decay", "decay_epochs")
-    sources = setup.run.resolved.sources
-    keys = [f"train.{name}" for name in schedule]
-    derived = {key for key in keys if sources[key].kind is Kind.RULE}
+    schedule = ("train.warmup", "train.lr_decay", "train.decay_epochs")
+    derived = {key for key in schedule if sources[key].kind is Kind.RULE}
     before = with_current_keys(checkpoint.config)
     return {
         path: saved
@@ -157,11 +146,8 @@ def _changed_settings(setup: Setup, checkpoint: Checkpoint) -> dict[str, object]
 
 
 def _saved(setting: Setting, before: Mapping[str, Any], now: Any) -> Any:
-    """Return a checkpoint's value, or what its version did if it did not have the setting.
-
-    That is the setting's default; for one of the recipe, which has none, its earlier value if it is
-    known.
-    """
+    """Return a checkpoint's value, or what its version did if it did not have the setting: the
+    default; for a setting of the recipe, which has none, its earlier value if it is known."""
     if setting.path in before or not setting.is_recipe:
         return before.get(setting.path, setting.default)
     return EARLIER_VALUES.get(setting.path, now)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.config import Config, Resolved, TrainConfig
-from ssdctl.config.render import snapshot, to_snapshot_toml
+from ssdctl.config import Config, Resolved
+from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Settled
 from ssdctl.config.schema import SettledConfig
 from ssdctl.config.sources import Kind, Source
@@ -70,12 +70,8 @@ class SettledRun(NamedTuple):
         """Return the settings that explain the result: for checkpoints and trackers."""
         return snapshot(self.config)
 
-    def recorded_toml(self) -> str:
-        """Return the same for RUN/config.toml, with the source of each value."""
-        return to_snapshot_toml(self.resolved)
 
-
-class Setup(NamedTuple):
+class OpenedRun(NamedTuple):
     """The parts of a run before its first step."""
 
     run: SettledRun
@@ -118,8 +114,9 @@ def finalize(
         notices += [notice] if notice else []
     if network is not None:
         resolved = _with_network(resolved, network)
-    images = trained_images(resolved.config.train, images)
-    if resolved.config.train.batch_size == "auto":
+    config = resolved.config.train
+    images = min(images, config.limit_train or images, config.overfit or images)
+    if config.batch_size == "auto":
         resolved = _with_largest_batch(resolved, images, ranks, largest_batch)
     settled, rule = adapt_to_data(Settled.of(resolved), images, ranks.world_size)
     plan = make_plan(
@@ -148,10 +145,6 @@ def check_without_data(resolved: Resolved, device: DeviceFacts) -> tuple[str, ..
     if resolved.is_chosen("train.warmup"):
         check_warmup(resolved.config.train)
     return (notice,) if notice else ()
-
-
-def trained_images(config: TrainConfig, images: int) -> int:
-    return min(images, config.limit_train or images, config.overfit or images)
 
 
 def settle_precision(resolved: Resolved, device: DeviceFacts) -> tuple[Resolved, str | None]:
@@ -236,10 +229,10 @@ def adapt_to_data(resolved: Settled, images: int, world_size: int) -> tuple[Sett
         return resolved, None
     rule = SMALL_DATA if config.init is None else FINE_TUNING
     values = _values(resolved, rule, images, world_size)
-    for name, value in values.items():
-        resolved = resolved.with_value(f"train.{name}", value, Source(Kind.RULE, rule.name))
     if not values:
         return resolved, None
+    for name, value in values.items():
+        resolved = resolved.with_value(f"train.{name}", value, Source(Kind.RULE, rule.name))
     kind = "fine-tuning on" if config.init is not None else "only"
     changes = ", ".join(f"{name} {value_text(value)}" for name, value in values.items())
     line = f"{rule.name} ({kind} {images:,} training images): {changes}"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from ssdctl.config.render import to_snapshot_toml
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
@@ -29,7 +30,7 @@ from ssdctl.training.failures import BadImages, BadStep
 from ssdctl.training.throughput import EpochClock, ThroughputMeter
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 log = logging.getLogger(__name__)
 Observer = Callable[[Record], None]
@@ -39,11 +40,9 @@ SHOWN = (*WRITTEN, "start", "position")
 
 
 class RunLog:
-    """Passes the records of a run to its observers."""
-
-    def __init__(self, setup: Setup, start_step: int, emit: Observer) -> None:
-        run = setup.run
-        self._setup = setup
+    def __init__(self, opened: OpenedRun, start_step: int, emit: Observer) -> None:
+        run = opened.run
+        self._opened = opened
         self._folder = RunDir(run.out)
         self.throughput = ThroughputMeter(run.plan.global_batch_size)
         self._epochs = EpochClock(run.plan, start_step, self.throughput)
@@ -51,13 +50,14 @@ class RunLog:
         self._observers: list[Observer] = []
         self._metrics: MetricsFile | None = None  # on the first rank
         self._best_step: int | None = None  # an earlier start may not have uploaded it
-        if setup.ranks.is_main:
+        if opened.ranks.is_main:
             self._observe(start_step, emit)
 
     def _observe(self, start_step: int, emit: Observer) -> None:
-        setup, config = self._setup, self._setup.run.config.train
-        facts = environment(setup.device.label, setup.ranks.world_size)
-        metrics = open_run(self._folder, setup.run.recorded_toml(), facts, start_step)
+        opened, config = self._opened, self._opened.run.config.train
+        facts = environment(opened.device.label, opened.ranks.world_size)
+        snapshot = to_snapshot_toml(opened.run.resolved)
+        metrics = open_run(self._folder, snapshot, facts, start_step)
         self._metrics = metrics
 
         def write(record: Record) -> None:
@@ -74,16 +74,15 @@ class RunLog:
         if config.tracker or config.tensorboard:
             from ssdctl.training.trackers.background import open_trackers  # late: Pillow
 
-            past = metrics.past_records
-            self._observers.append(open_trackers(setup, start_step, facts, past).record)
+            trackers = open_trackers(opened, start_step, facts, metrics.past_records)
+            self._observers.append(trackers.record)
         if config.mllog is not None:
             from ssdctl.training.mllog import MLLog
 
-            self._observers.append(MLLog(setup, is_resumed=start_step > 0).record)
+            self._observers.append(MLLog(opened, is_resumed=start_step > 0).record)
 
     def start(self, step: int, description: dict[str, Any]) -> None:
-        """Record what the run is about to do, as `describe_run` describes it."""
-        setup, plan = self._setup, self._setup.run.plan
+        opened, plan = self._opened, self._opened.run.plan
         past = [r for r in self.past_evaluations() if float(r["AP"]) >= 0]
         best = max(past, key=lambda r: float(r["AP"]), default=None)
         self._best_step = None if best is None else best["step"]
@@ -93,10 +92,10 @@ class RunLog:
             step,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             train_images=plan.images,
-            val_images=0 if setup.val is None else len(setup.val.image_ids),
+            val_images=0 if opened.val is None else len(opened.val.image_ids),
             total_steps=plan.total_steps,
             global_batch_size=plan.global_batch_size,
-            world_size=setup.ranks.world_size,
+            world_size=opened.ranks.world_size,
         )
 
     def past_evaluations(self) -> list[Record]:
@@ -107,12 +106,10 @@ class RunLog:
         return [] if self._metrics is None else self._metrics.past_evaluations()
 
     def step_begins(self, step: int, batches: Sequence[Batch]) -> None:
-        """Note the images of the step after `step`."""
         self._bad_images.watch(batches)
         self._record("begin", step)
 
     def step_ended(self, step: int) -> None:
-        """Count a step. Costs no time on the device."""
         self.throughput.step_done()
         self._record("position", step, is_evaluating=False)
 
@@ -130,7 +127,7 @@ class RunLog:
             images_per_second=round(lap.images_per_second, 3),
             grad_norm=values["grad_norm"],
             data_wait=data_wait,
-            memory_bytes=self._setup.device.peak_memory_bytes(),
+            memory_bytes=self._opened.device.peak_memory_bytes(),
         )
         if self.throughput.is_input_bound():
             self.event("input_starves", step, data_wait=data_wait)
@@ -141,12 +138,9 @@ class RunLog:
             )
 
     def bad_images(self, step: int) -> None:
-        """Record the images that were replaced since the last call, on any rank.
-
-        Raises:
-            DataError: There are too many of them.
-        """
-        for bad in self._bad_images.collect(self._setup.ranks):
+        """Record the images that were replaced since the last call, on any rank; raise DataError
+        if there are too many."""
+        for bad in self._bad_images.collect(self._opened.ranks):
             self.event("bad_image", step, **bad._asdict())
             log.warning("image %s was replaced: %s: %s", bad.image_id, bad.file, bad.problem)
         self._bad_images.refuse_too_many()
@@ -154,23 +148,20 @@ class RunLog:
     def bad_steps(self, step: int, bad: list[BadStep]) -> None:
         """Record skipped steps, and write their image ids to RUN/nonfinite/."""
         folder = self._folder.nonfinite
-        shares = collectives.gather_to_first([entry.image_ids for entry in bad], self._setup.ranks)
+        shares = collectives.gather_to_first([entry.image_ids for entry in bad], self._opened.ranks)
         for number, entry in enumerate(bad):
             ids = [i for share in shares for i in share[number]]
             self.event("nonfinite", step, bad_step=entry.step)
-            if self._setup.ranks.is_main:
+            if self._opened.ranks.is_main:
                 content = json.dumps({"step": entry.step, "image_ids": ids})
                 write_text(folder / f"step-{entry.step:08d}.json", content)
-        log.warning(
+        text = (
             "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
-            "their images are in %s",
-            len(bad),
-            bad[-1].step,
-            folder,
+            "their images are in %s"
         )
+        log.warning(text, len(bad), bad[-1].step, folder)
 
     def epoch(self, step: int) -> None:
-        """Record the duration and the rate of an epoch if `step` was its last step."""
         if (figures := self._epochs.ended(step)) is not None:
             self._record("epoch", step, **figures)
 
@@ -178,13 +169,11 @@ class RunLog:
         self._record("event", step, event=name, **facts)
 
     def evaluation_began(self, step: int) -> None:
-        """Record that the network detects on the validation split."""
         self._record("position", step, is_evaluating=True)
 
     def evaluation_ended(self, step: int, detections: Detections | None) -> None:
-        """Record the detections, which are None on ranks other than the first."""
         self._record("position", step, is_evaluating=False)
-        self._record("detections", step, split=self._setup.val, detections=detections)
+        self._record("detections", step, split=self._opened.val, detections=detections)
 
     def evaluation(
         self, evaluation: Evaluation, losses: dict[str, float], *, is_best: bool
@@ -192,7 +181,7 @@ class RunLog:
         """Record an evaluation and the AP of each class; keep its details if it is the best."""
         step = evaluation.about.step
         assert step is not None
-        if is_best and self._setup.ranks.is_main:
+        if is_best and self._opened.ranks.is_main:
             write_evaluation(self._folder.evaluation, evaluation)  # for the report
         # The record comes last: an evaluation without one is repeated at the next start.
         self._record("eval", step, **evaluation.figures, **losses)
@@ -202,7 +191,6 @@ class RunLog:
             self._best_step = None
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`: those steps are trained again."""
         self._record("rewind", step)
         self._epochs.rewind(step)
 
@@ -216,7 +204,7 @@ class RunLog:
         self._observers.clear()
 
     def _record(self, kind: str, step: int, **values: Any) -> None:
-        epoch = round(self._setup.run.plan.epoch(step), 4)
+        epoch = round(self._opened.run.plan.epoch(step), 4)
         record = {"kind": kind, "step": step, "epoch": epoch, **values}
         for observer in self._observers:
             observer(record)

@@ -19,11 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Saver(CheckpointFolder):
-    """Writes the checkpoints of a run in a thread, on the first rank.
-
-    Args:
-        ranks: All of them call the same methods.
-    """
+    """Writes the checkpoints of a run in a thread, on the first rank; all ranks call it alike."""
 
     def __init__(self, run: SettledRun, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -38,11 +34,8 @@ class Saver(CheckpointFolder):
         if self._ranks.is_main:
             self.clean()
             for path in self.continue_from(step):
-                log.warning(
-                    "%s: the next save sets it aside, the run continues from step %d",
-                    path.name,
-                    step,
-                )
+                text = "%s: the next save sets it aside, the run continues from step %d"
+                log.warning(text, path.name, step)
 
     def is_due(self, step: int) -> bool:
         """Return whether a save is due by the number of steps, which all ranks count."""
@@ -63,7 +56,6 @@ class Saver(CheckpointFolder):
         self.saved_step, self._since = state["step"], time.monotonic()
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint, on all ranks."""
         self.wait()
         checkpoint = self.newest_intact()[0] if self._ranks.is_main else None
         return collectives.broadcast(checkpoint, self._ranks)

@@ -85,25 +85,17 @@ class TrainSchedule(NamedTuple):
         return checkpoint.samples_seen // self.global_batch_size
 
     def epoch(self, step: int) -> float:
-        """Return the number of passes over the dataset after `step` steps."""
         return step * self.global_batch_size / self.images
 
     def epochs_ended(self, step: int) -> int:
-        """Return the number of epochs that ended with `step` or before it.
-
-        Epoch e ends with step e * images / global batch, rounded down.
-        """
+        """Return the number of epochs that ended with `step` or before it."""
         if step < 1:
             return 0
         return -(-(step + 1) * self.global_batch_size // self.images) - 1
 
 
 def check_warmup(config: TrainConfig) -> None:
-    """Check that the warm-up is not longer than the run, without looking at the dataset.
-
-    Raises:
-        UsageError: Both have a length in the same unit, and the warm-up is longer.
-    """
+    """Raise UsageError if the warm-up is longer than the run, whatever the dataset is."""
     value, unit = split_duration(config.warmup)
     if unit == "st" and config.steps is not None and value > config.steps:
         hint = f"give a shorter one: --warmup {max(config.steps // 10, 1)}st"
@@ -133,8 +125,7 @@ def make_plan(
         return int(epochs * images / global_batch)
 
     total = max(steps(config.epochs), 1)
-    if config.steps is not None:
-        total = min(total, config.steps)
+    total = min(total, config.steps or total)
     value, unit = split_duration(config.warmup)
     warmup = int(value) if unit == "st" else steps(value)
     if warmup > total and may_shorten_warmup:
@@ -168,7 +159,6 @@ def split_duration(text: str) -> tuple[float, str]:
 
 
 def every(text: str, plan: TrainSchedule) -> Every:
-    """Parse a duration as the interval between two actions, at least one step."""
     value, unit = split_duration(text)
     if unit == "min":
         return Every(None, value * 60)

@@ -53,7 +53,7 @@ from ssdctl.training.description import describe_run, warning_of_cut
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.run import Network, Setup, check_without_data, finalize
+from ssdctl.training.run import Network, OpenedRun, check_without_data, finalize
 from ssdctl.training.step_input import check_pipeline
 from ssdctl.training.trackers.base import find_trackers
 from ssdctl.training.trainer import Summary, Trainer
@@ -65,7 +65,6 @@ InitReader = Callable[[], Checkpoint]  # reads the checkpoint of --init
 def run_training(
     resolved: Resolved, *, emit: Callable[[Record], None], progress: Progress
 ) -> Summary:
-    """Train to the end of the run; see `open_trainer` and `Trainer.run`."""
     with open_trainer(resolved, emit=emit, progress=progress) as trainer:
         return trainer.run()
 
@@ -100,27 +99,26 @@ def open_trainer(
         with signals.ending_at_once():
             init = _init_reader(resolved.config)
             shown = progress if ranks.is_main else without_progress
-            setup = prepare_run(resolved, device, ranks, shown, init)
+            opened = prepare_run(resolved, device, ranks, shown, init)
             if ranks.is_main:
-                exit_stack.enter_context(exclusive_run(setup.run.out))
-            checkpoint = find_checkpoint(setup)
+                exit_stack.enter_context(exclusive_run(opened.run.out))
+            checkpoint = find_checkpoint(opened)
             if checkpoint is None:
-                load_first_weights(setup, init)
+                load_first_weights(opened, init)
             del init  # its memory
-            trainer = Trainer(setup, checkpoint, emit)
+            trainer = Trainer(opened, checkpoint, emit)
             exit_stack.callback(trainer.close)
-            trainer.run_log.start(trainer.step, describe_run(setup, trainer.step))
+            trainer.run_log.start(trainer.step, describe_run(opened, trainer.step))
             del checkpoint
-        if warning := warning_of_cut(setup.run.resolved, setup.run.plan):
+        if warning := warning_of_cut(opened.run.resolved, opened.run.plan):
             log.warning("%s", warning)
-        if setup.val is None and not setup.run.config.train.fake_data:
-            root, _ = dataset_folders(setup.run.config.data)
+        if opened.val is None and not opened.run.config.train.fake_data:
+            root, _ = dataset_folders(opened.run.config.data)
             log.warning("%s", warning_without_validation(root))
         yield trainer
 
 
 def _init_reader(config: Config) -> InitReader:
-    """Return a function that reads the checkpoint of `--init` once: for network and weights."""
 
     @functools.cache
     def read() -> Checkpoint:
@@ -131,12 +129,8 @@ def _init_reader(config: Config) -> InitReader:
 
 
 def prepare_run(
-    resolved: Resolved,
-    device: Device,
-    ranks: Ranks,
-    progress: Progress,
-    init: InitReader,
-) -> Setup:
+    resolved: Resolved, device: Device, ranks: Ranks, progress: Progress, init: InitReader
+) -> OpenedRun:
     """Open the dataset, settle the run, build the network with random weights."""
     config = resolved.config
     check_pipeline(config.train.pipeline)
@@ -154,29 +148,21 @@ def prepare_run(
         architecture, precision = architecture_of(settled), settled.train.precision
         return largest_batch(settled.train, architecture, device, ranks, precision)
 
-    run = finalize(
-        resolved,
-        device,
-        ranks,
-        len(train.trainable),
-        network=_network_of_init(resolved, init, ranks),
-        largest_batch=measured,
-    )
+    network, images = _network_of_init(resolved, init, ranks), len(train.trainable)
+    run = finalize(resolved, device, ranks, images, network=network, largest_batch=measured)
     check_shares(run.plan.batch_size, device)
     for notice in run.notices:
         log.warning("%s", notice)
     train = train._replace(trainable=train.trainable[: run.plan.images])
-    val_rows = None
-    if config.train.overfit is not None:  # train and evaluate on the same few images
-        val, val_rows = train, train.trainable
+    is_overfit = config.train.overfit is not None  # trains and evaluates on the same few images
     architecture, settled = architecture_of(run.config), run.config.train
-    return Setup(
+    return OpenedRun(
         run=run,
         device=device,
         ranks=ranks,
         train=train,
-        val=val,
-        val_rows=val_rows,
+        val=train if is_overfit else val,
+        val_rows=train.trainable if is_overfit else None,
         architecture=architecture,
         model=device.place(_new_model(architecture, settled, device, ranks)),
         threads=config.train.workers or usable_cores(ranks.world_size),
@@ -187,7 +173,6 @@ def prepare_run(
 def _new_model(
     architecture: Architecture, config: TrainConfig, device: Device, ranks: Ranks
 ) -> SSD300:
-    """Return the network with random weights, the same on every rank."""
     torch.manual_seed(config.seed)
     model = architecture.build()
     if config.freeze_stem:
@@ -216,7 +201,6 @@ def planned_network(resolved: Resolved) -> Network | None:
 
 
 def _network_of_init(resolved: Resolved, init: InitReader, ranks: Ranks) -> Network | None:
-    """Return the network of the checkpoint of `--init`, or of the run to resume."""
     config = resolved.config
     if config.train.init is None or resolved.is_chosen("train.preset"):
         return None
@@ -224,7 +208,6 @@ def _network_of_init(resolved: Resolved, init: InitReader, ranks: Ranks) -> Netw
 
 
 def _network_of(config: Config, init: InitReader) -> Network:
-    """Return the network of the run to resume, else of the checkpoint of `--init`."""
     checkpoint, _ = CheckpointFolder(run_dir(config).path, config.train.keep).newest_intact()
     architecture = (checkpoint or init()).architecture
     return Network(architecture.backbone, architecture.extra_norm)
@@ -267,7 +250,7 @@ def deterministic_kernels(is_on: bool) -> Iterator[None]:
 
 
 def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Split, Split | None]:
-    """Return the splits to train and to validate on; with fake data, only their sizes."""
+    """Return the splits to train and to validate on, whose classes agree."""
     root, folder = dataset_folders(config.data)
     if config.train.fake_data and not root.exists():
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
@@ -276,11 +259,6 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
-    return _checked_splits(splits, root)
-
-
-def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split | None]:
-    """Return the splits to train and to validate on, after checking that their classes agree."""
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
@@ -294,16 +272,12 @@ def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split 
     return train, val
 
 
-def load_first_weights(setup: Setup, init: InitReader) -> None:
-    """Load the weights of a new run: those of `--init`, or pretrained backbone weights.
-
-    Raises:
-        UsageError, NetworkError, IntegrityError: They are not available, or do not fit.
-    """
-    config, model, classes = setup.run.config, setup.model, setup.train.classes
+def load_first_weights(opened: OpenedRun, init: InitReader) -> None:
+    """Load the weights of a new run: those of `--init`, or pretrained backbone weights."""
+    config, model, classes = opened.run.config, opened.model, opened.train.classes
     if config.train.init is not None:
         checkpoint = init()
-        _refuse_another_network(checkpoint, setup.architecture)
+        _refuse_another_network(checkpoint, opened.architecture)
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
         if not same_classes(checkpoint, classes):
@@ -323,9 +297,9 @@ def load_first_weights(setup: Setup, init: InitReader) -> None:
         path = Path(name)
         check_hash_of_name(path)
     else:
-        if setup.ranks.is_main:
+        if opened.ranks.is_main:
             _fetch_weights(name, config)
-        wait_for_main(setup.ranks, "weights")
+        wait_for_main(opened.ranks, "weights")
         # It is in the cache now; on another node that node's first process fetches it.
         path = _fetch_weights(name, config)
     load_backbone(model, path)

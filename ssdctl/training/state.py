@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 class EMA:
     """An exponential moving average of the weights and batch norm's statistics, on their device.
 
-    It often scores better than the last weights.
-
     Args:
         model: The network; the average starts from its weights.
         decay: The weight of the old average at each step.
@@ -40,7 +38,6 @@ class EMA:
         self._sources = [live[k] for k in self._floats]
 
     def update(self) -> None:
-        """Update the average after a step. Does not wait for the device."""
         with torch.no_grad():
             torch._foreach_lerp_(self._averages, self._sources, 1 - self._decay)
 
@@ -101,11 +98,7 @@ class RankStatistics:
         self._load(own)
 
     def load(self, of_ranks: Sequence[Sequence[Tensor]] | None) -> None:
-        """Load this rank's, if as many ranks saved theirs; else the average remains.
-
-        Raises:
-            IntegrityError: They are not of this network.
-        """
+        """Load this rank's, if as many ranks saved theirs; else the average remains."""
         self._averaged_step = None
         if of_ranks is None or len(of_ranks) != self._ranks.world_size:
             return
@@ -132,19 +125,16 @@ def restore(
     load_state(model, trained, checkpoint.path)
     if checkpoint.trained is not None:
         check_shapes(model, checkpoint.model, checkpoint.path)
-    _load_optimizer(optimizer, checkpoint)
-    return None if checkpoint.trained is None else checkpoint.model
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Load the state of the checkpoint's optimizer, with this run's settings."""
     kind = "adamw" if is_adamw(optimizer) else "sgd"
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
-    if kind != checkpoint.config.get("train.optimizer") or sizes != saved_sizes:
+    sizes, saved_sizes = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, checkpoint.optimizer["param_groups"])
+    )
+    if kind == checkpoint.config.get("train.optimizer") and sizes == saved_sizes:
+        load_optimizer(optimizer, checkpoint.optimizer, checkpoint.path)
+    else:
         log.warning("the optimizer differs from the checkpoint's: its momentum is reset")
-        return
-    load_optimizer(optimizer, checkpoint.optimizer, checkpoint.path)
+    return None if checkpoint.trained is None else checkpoint.model
 
 
 def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
@@ -153,15 +143,11 @@ def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
-    """Load a state dict that was saved on any device and in any memory layout.
+    """Load a state dict, which is untrusted, saved on any device and in any memory layout.
 
     The settings of this optimizer are kept: the saved ones belong to another device's kernels
     (`fused`, `capturable`) and to its schedule. State tensors get the memory layout of their
     weights, which the fused kernels require.
-
-    Args:
-        optimizer: The optimizer, with as many groups and parameters as the saved one.
-        state: The checkpoint's state dict, which is untrusted.
 
     Raises:
         IntegrityError: The state does not fit; the fused kernels would write beyond its tensors.
@@ -197,15 +183,14 @@ def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: 
     shapes = {}
     for number, values in state["state"].items():
         for name, value in values.items():
-            place = f"optimizer.{number}.{name}"
+            key, is_tensor = f"optimizer.{number}.{name}", isinstance(value, Tensor)
             if name == "step":
-                is_number = isinstance(value, int | float)
-                fits = is_number or (isinstance(value, Tensor) and value.numel() == 1)
+                fits = value.numel() == 1 if is_tensor else isinstance(value, int | float)
             else:
-                fits = value is None or (isinstance(value, Tensor) and value.is_floating_point())
+                fits = value.is_floating_point() if is_tensor else value is None
             if not fits:
-                raise IntegrityError(f"{path}: {place} is not a floating-point tensor")
-            if name != "step" and value is not None:
-                shapes[place] = tuple(value.shape)
+                raise IntegrityError(f"{path}: {key} is not a floating-point tensor")
+            if name != "step" and is_tensor:
+                shapes[key] = tuple(value.shape)
     if shapes:
         refuse_differences(shape_differences(expected, shapes), path)

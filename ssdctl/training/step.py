@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     from ssdctl.input.batch import Batch
 
 
-class StepResult:
+class StepResult(NamedTuple):
     """Results of a step: scalars on the device, which may not be computed yet."""
 
-    def __init__(self, losses: Losses, grad_norm: Tensor, is_bad: Tensor) -> None:
-        self.losses = losses
-        self.grad_norm = grad_norm
-        self.is_bad = is_bad  # 1.0 if the step was skipped, other than to find a loss scale
+    losses: Losses
+    grad_norm: Tensor
+    is_bad: Tensor  # 1.0 if the step was skipped, other than to find a loss scale
 
     def read(self, ranks: Ranks) -> dict[str, float]:
         """Synchronize once and return the values; the losses are means over the ranks."""
@@ -56,8 +55,7 @@ class StepResult:
 class LossModule(nn.Module):
     """Color, normalization, network, targets and loss: the part of a step that is compiled as one.
 
-    Args:
-        precision: Of the network; the rest computes in the precision of the weights.
+    All but the network computes in the precision of the weights.
     """
 
     def __init__(self, model: nn.Module, device: Device, precision: str) -> None:
@@ -65,8 +63,8 @@ class LossModule(nn.Module):
         self._dtype = next(model.parameters()).dtype
         self.model = model
         constants = constants_of_model(model)
-        normalize = Normalize(constants.mean, constants.std, self._dtype)
-        self.normalize = normalize.to(device.torch_device)
+        self.normalize = Normalize(constants.mean, constants.std, self._dtype)
+        self.normalize.to(device.torch_device)
         self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
         self.device = device
         self._precision = precision
@@ -78,7 +76,6 @@ class LossModule(nn.Module):
     def forward(
         self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor
     ) -> Tensor:
-        """Return the fields of `Losses` as one tensor of three values."""
         pixels = self.normalize(images_BHW3, jitter_B4)
         with self.device.autocast(self._precision):
             offsets, logits = self.model(pixels)
@@ -93,11 +90,7 @@ def build_step(
     precision: str,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> TrainStep:
-    """Return the optimizer step of a network.
-
-    Args:
-        precision: Of the network: fp32, bf16, or fp16 with a loss scale.
-    """
+    """Return the optimizer step of a network, in fp32, bf16, or fp16 with a loss scale."""
     optimizer = build_optimizer(model, config, device)
     scale = None
     if precision == "fp16":
@@ -151,7 +144,8 @@ class TrainStep:
             with contextlib.nullcontext() if is_last else self._without_sync():
                 losses = self._loss_module(*_to_device(batch, self._device.torch_device))
                 parts_of_mean = len(batches) * (self._ranks.world_size if self._adds_up else 1)
-                self._backward(losses[0] / parts_of_mean)
+                loss = losses[0] / parts_of_mean
+                (loss if self._scale is None else loss * self._scale.scale).backward()
             parts.append(losses.detach().clone())
             self._device.mark_step()
         mean = torch.stack(parts).mean(dim=0)
@@ -175,7 +169,9 @@ class TrainStep:
             is_bad = is_skipped * (~self._scale.explains(loss)).float()
             update(self.optimizer, is_skipped, self._scale.scale)
             self._scale.adapt(is_skipped)
-        self._restore(statistics, is_skipped)
+        if self._statistics:  # of batch norm: a skipped step leaves them as they were
+            kept = torch.where(is_skipped > 0, statistics, _flattened(self._statistics))
+            torch._foreach_copy_(self._statistics, _split(kept, self._statistics))
         return norm, is_bad
 
     def _clear_gradients(self, *, accumulate: bool) -> None:
@@ -193,10 +189,6 @@ class TrainStep:
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
-
-    def _backward(self, loss: Tensor) -> None:
-        scaled = loss if self._scale is None else loss * self._scale.scale
-        scaled.backward()
 
     def _reduce(self, loss: Tensor) -> Tensor:
         """Return the sum of the ranks' losses, not finite if one is not; finish the gradients.
@@ -219,12 +211,6 @@ class TrainStep:
         if self._clip:
             torch._foreach_mul_(gradients, clip_factor(norm, self._clip))
         return norm, is_skipped
-
-    def _restore(self, before: Tensor, is_skipped: Tensor) -> None:
-        """Restore the statistics of batch norm if the step was skipped."""
-        if self._statistics:
-            kept = torch.where(is_skipped > 0, before, _flattened(self._statistics))
-            torch._foreach_copy_(self._statistics, _split(kept, self._statistics))
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without averaging: it happens once a step, with the last micro-batch."""

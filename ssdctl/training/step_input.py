@@ -17,7 +17,7 @@ from ssdctl.runtime.torch_compat import dali_package
 
 if TYPE_CHECKING:
     from ssdctl.input.dali import DaliLoader
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 
 class StepInput:
@@ -28,36 +28,35 @@ class StepInput:
     ranks the batches are therefore fetched a step ahead.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._is_ahead = not setup.ranks.is_single_process
+    def __init__(self, opened: OpenedRun) -> None:
+        self._opened = opened
+        self._is_ahead = not opened.ranks.is_single_process
         self._batches: Iterator[Batch] = iter(())
         self._next: list[Batch] = []
         self._error: DataError | DiskError | None = None
 
     def start(self, samples_seen: int, steps: int) -> None:
-        """Open the input at a position of the stream of samples, for that many steps."""
-        setup, config, plan = self._setup, self._setup.run.config.train, self._setup.run.plan
+        opened, config, plan = self._opened, self._opened.run.config.train, self._opened.run.plan
         loaded = LoaderConfig.of(
             config,
-            setup.train,
+            opened.train,
             batch_size=plan.batch_size,
-            threads=setup.threads,
+            threads=opened.threads,
             accumulate=config.accumulate,
             augment=config.augment if config.overfit is None else "none",
             first_sample=samples_seen,
-            rank=setup.ranks.rank,
-            world_size=setup.ranks.world_size,
+            rank=opened.ranks.rank,
+            world_size=opened.ranks.world_size,
         )
         source = open_input(
             config.pipeline,
-            setup.train,
+            opened.train,
             loaded,
             fake=config.fake_data,
-            decoder=setup.device.decoder,
-            buffer=setup.device.host_buffer,
+            decoder=opened.device.decoder,
+            buffer=opened.device.host_buffer,
         )
-        self._batches = copy_ahead(source.batches(0, steps), setup.device)
+        self._batches = copy_ahead(source.batches(0, steps), opened.device)
         self._next = self._fetched() if self._is_ahead else []
 
     def next(self) -> list[Batch]:
@@ -73,22 +72,18 @@ class StepInput:
         return self._error is not None
 
     def check(self) -> None:
-        """Raise the error of the input, if it failed.
-
-        Raises:
-            DataError: Too many images in a row cannot be decoded.
-            DiskError: The store cannot be read.
-        """
+        """Raise the DataError or DiskError of the input, if it failed."""
         if self._error is not None:
             raise self._error
 
     def _fetched(self) -> list[Batch]:
+        accumulate = self._opened.run.config.train.accumulate
         try:
-            batches = list(itertools.islice(self._batches, self._setup.run.config.train.accumulate))
+            batches = list(itertools.islice(self._batches, accumulate))
         except (DataError, DiskError) as error:
             self._error = error
             return []
-        if self._is_ahead and self._setup.device.is_host:
+        if self._is_ahead and self._opened.device.is_host:
             # The loader reuses the pixels' memory for the step after.
             return [batch._replace(images=batch.images.clone()) for batch in batches]
         return batches
@@ -119,11 +114,7 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
 
 
 def check_pipeline(pipeline: str) -> None:
-    """Check that a pipeline is installed.
-
-    Raises:
-        UsageError: DALI is not installed.
-    """
+    """Raise UsageError if a pipeline is not installed."""
     if pipeline != "dali":
         return
     try:
@@ -151,9 +142,6 @@ def open_input(
         fake: Random batches instead; no image is read.
         decoder: The device on which DALI decodes; None: the host.
         buffer: Allocates the pixels of a batch: `Device.host_buffer`.
-
-    Raises:
-        UsageError: DALI is not installed.
     """
     if fake:
         return FakeLoader(split, config)

@@ -21,20 +21,17 @@ class Lap(NamedTuple):
 
 
 class ThroughputMeter:
-    """Measures the throughput of a loop of steps."""
-
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
         self._started = self._lap_began = time.monotonic()
         self._lap_images, self._lap_waited_s = 0, 0.0
         self._spent_s = self._waited_s = 0.0  # over the finished laps
         self._laps = 0
-        self._input_bound_laps: list[bool] = []
+        self._input_bound_laps = 0  # in a row
         self._was_reported = False
         self.images = 0
 
     def start(self) -> None:
-        """Start the first lap: the first step is next."""
         self._lap_began = time.monotonic()
 
     @contextlib.contextmanager
@@ -46,7 +43,6 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the block from the training time."""
         began = time.monotonic()
         yield
         self._lap_began += time.monotonic() - began
@@ -64,10 +60,9 @@ class ThroughputMeter:
         self._waited_s += self._lap_waited_s
         self._laps += 1
         if self._laps > WARM_UP_LAPS:
-            self._input_bound_laps = [
-                *self._input_bound_laps[-2:],
-                lap.data_wait > INPUT_BOUND_WAIT,
-            ]
+            self._input_bound_laps += 1
+            if lap.data_wait <= INPUT_BOUND_WAIT:
+                self._input_bound_laps = 0
         self._lap_began, self._lap_images, self._lap_waited_s = now, 0, 0.0
         return lap
 
@@ -78,19 +73,17 @@ class ThroughputMeter:
 
     def is_input_bound(self) -> bool:
         """Return whether the device waited for the input in the last three laps; True only once."""
-        if self._was_reported or len(self._input_bound_laps) < 3 or not all(self._input_bound_laps):
+        if self._was_reported or self._input_bound_laps < 3:
             return False
         self._was_reported = True
         return True
 
     @property
     def images_per_second(self) -> float:
-        """The mean rate over all laps."""
         return self.images / self._spent_s if self._spent_s else 0.0
 
     @property
     def data_wait(self) -> float:
-        """The fraction of the training time spent waiting for images."""
         return self._waited_s / self._spent_s if self._spent_s else 0.0
 
     @property
@@ -115,11 +108,8 @@ class EpochClock:
         done = self._plan.epochs_ended(step)
         if done == self._done:
             return None
-        now, training_s, images = (
-            time.monotonic(),
-            self._throughput.training_s,
-            self._throughput.images,
-        )
+        now, meter = time.monotonic(), self._throughput
+        training_s, images = meter.training_s, meter.images
         rate = (images - self._images) / max(training_s - self._training_s, 1e-9)
         duration_s = now - self._began
         self._done, self._began = done, now

@@ -33,7 +33,7 @@ from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.contents import Checkpoint
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 log = logging.getLogger(__name__)
 
@@ -55,32 +55,31 @@ class Trainer:
     stream of samples.
 
     Args:
-        setup: The parts of the run; without a checkpoint, its network has the first weights.
+        opened: The parts of the run; without a checkpoint, its network has the first weights.
         checkpoint: To continue from.
         emit: Called with every record that is shown (ssdctl/runs/display.py).
     """
 
-    def __init__(self, setup: Setup, checkpoint: Checkpoint | None, emit: Observer) -> None:
-        config, ranks = setup.run.config.train, setup.ranks
-        self.setup, self.plan, self.model = setup, setup.run.plan, setup.model
+    def __init__(self, opened: OpenedRun, checkpoint: Checkpoint | None, emit: Observer) -> None:
+        config, ranks = opened.run.config.train, opened.ranks
+        self.opened, self.plan, self.model = opened, opened.run.plan, opened.model
         self.step = self.samples_seen = 0
-        self.train_step = build_step(self.model, config, setup.device, setup.run.precision, ranks)
+        self.train_step = build_step(self.model, config, opened.device, opened.run.precision, ranks)
         self.optimizer = self.train_step.optimizer
         self.ema = EMA(self.model, config.ema) if config.ema else None
         self.statistics = RankStatistics(self.model, self.ema, ranks)
         if checkpoint is not None:
             self.load_state(checkpoint)
-        self.saver = Saver(setup.run, ranks)
+        self.saver = Saver(opened.run, ranks)
         self.saver.start(self.step, checkpoint)
-        self.run_log = RunLog(setup, self.step, emit)
-        best_ap = None if checkpoint is None else checkpoint.best_ap
-        self.evaluator = Evaluator(setup, self.run_log.past_evaluations(), best_ap)
-        self.input = StepInput(setup)
+        self.run_log = RunLog(opened, self.step, emit)
+        best_ap = checkpoint and checkpoint.best_ap
+        self.evaluator = Evaluator(opened, self.run_log.past_evaluations(), best_ap)
+        self.input = StepInput(opened)
         self.flags = collectives.FlagExchange(ranks)
         self.guard = NonFiniteGuard(config.on_nonfinite)
-        self.profiler = StepProfiler(
-            config.profile, RunDir(setup.run.out).profile, setup.device, ranks
-        )
+        profile = RunDir(opened.run.out).profile
+        self.profiler = StepProfiler(config.profile, profile, opened.device, ranks)
         self._evaluated_before = self.evaluator.evaluated_step
 
     def run(self) -> Summary:
@@ -103,11 +102,13 @@ class Trainer:
             if is_over := self._agree_with_other_ranks():
                 break
             result = self._take_step(batches)
-            if self._is_log_point():
+            is_last = self.step == self.plan.total_steps
+            if is_last or self.step % self.opened.run.config.train.log_every == 0:
                 self._log(result)
             self.run_log.epoch(self.step)
             with self.run_log.throughput.paused():
-                self._end_profile()
+                if message := self.profiler.after(self.step, is_last=is_last):
+                    log.info("%s", message)
                 if self.saver.is_due(self.step):
                     self.save()
                 if self.evaluator.is_due(self.step):
@@ -124,19 +125,17 @@ class Trainer:
         trained = self.model.state_dict()
         return {
             "format": FORMAT,
-            # to evaluate and deploy
-            "model": trained if self.ema is None else dict(self.ema.state()),
+            "model": trained if self.ema is None else dict(self.ema.state()),  # to evaluate
             "trained": None if self.ema is None else trained,  # to resume from, if it differs
-            # the network to build before loading the weights
-            "architecture": self.setup.architecture._asdict(),
+            "architecture": self.opened.architecture._asdict(),
             # label = index + 1; ids are COCO's
-            "classes": msgspec.to_builtins(self.setup.train.classes),
-            "config": self.setup.run.recorded_settings(),
+            "classes": msgspec.to_builtins(self.opened.train.classes),
+            "config": self.opened.run.recorded_settings(),
             "step": self.step,
             "samples_seen": self.samples_seen,
             "images": self.plan.images,  # per epoch
             "global_batch": self.plan.global_batch_size,  # samples per step
-            "best_ap": self.evaluator.best_ap,
+            "best_ap": self.evaluator.early_stopping.ap,
             "optimizer": self.optimizer.state_dict(),  # momentum and the like
         }
 
@@ -178,7 +177,7 @@ class Trainer:
         average = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
         with self._saved_before_an_error(), average:
             detections = self.evaluator.detect()
-        if any(collectives.any_rank([signals.stop_requested() is not None], self.setup.ranks)):
+        if any(collectives.any_rank([signals.stop_requested() is not None], self.opened.ranks)):
             # Stops: not all images were evaluated; the resumed run evaluates again.
             self._agree_with_other_ranks(wait=True)
         self.run_log.evaluation_ended(self.step, detections)
@@ -188,14 +187,13 @@ class Trainer:
             self.evaluator.start_scoring(detections, self.step)
 
     def summary(self) -> Summary:
-        """Return the position of the run, its speed so far and its best AP."""
         throughput = self.run_log.throughput
         return Summary(
-            out=str(self.setup.run.out),
+            out=str(self.opened.run.out),
             step=self.step,
             images_per_second=round(throughput.images_per_second, 2),
-            best_ap=self.evaluator.best_ap,
-            peak_memory_bytes=self.setup.device.peak_memory_bytes(),
+            best_ap=self.evaluator.early_stopping.ap,
+            peak_memory_bytes=self.opened.device.peak_memory_bytes(),
             total_s=round(throughput.total_s, 1),
             data_wait=round(throughput.data_wait, 4),
         )
@@ -225,15 +223,14 @@ class Trainer:
             return self.input.next()
 
     def _take_step(self, batches: Sequence[Batch]) -> StepResult:
-        """Take the next optimizer step. Does not wait for the device."""
         self.run_log.step_begins(self.step, batches)
-        with self.setup.memory_hints():
+        with self.opened.memory_hints():
             result = self.train_step(batches, self.plan.lr(self.step))
         self.step += 1
         self.samples_seen += self.plan.global_batch_size
         if self.ema is not None:
             self.ema.update()
-        ids = self.setup.train.image_ids
+        ids = self.opened.train.image_ids
         self.guard.watch(self.step, result.is_bad, [int(i) for b in batches for i in ids[b.rows]])
         self.run_log.step_ended(self.step)
         return result
@@ -241,29 +238,20 @@ class Trainer:
     def _has_trained(self) -> bool:
         return self.run_log.throughput.images > 0
 
-    def _is_log_point(self) -> bool:
-        log_every = self.setup.run.config.train.log_every
-        return self.step % log_every == 0 or self.step == self.plan.total_steps
-
     def _log(self, result: StepResult) -> None:
-        """Wait for the device, record the values of its last step, and handle skipped ones."""
+        """Record the step's values, which waits for the device, and handle skipped steps."""
         with (
             torch.profiler.record_function("wait: device, at a log point"),
-            self.setup.memory_hints(),
+            self.opened.memory_hints(),
         ):
-            values = result.read(self.setup.ranks)
+            values = result.read(self.opened.ranks)
         self.run_log.losses(self.step, values, self.plan.lr(self.step - 1))
         with self._saved_before_an_error():
             self.run_log.bad_images(self.step)
         if bad := self.guard.check():
             self.run_log.bad_steps(self.step, bad)
-            if self.guard.should_roll_back(bad, str(RunDir(self.setup.run.out).nonfinite)):
+            if self.guard.should_roll_back(bad, str(RunDir(self.opened.run.out).nonfinite)):
                 self._roll_back()
-
-    def _end_profile(self) -> None:
-        is_last = self.step == self.plan.total_steps
-        if message := self.profiler.after(self.step, is_last=is_last):
-            log.info("%s", message)
 
     def _agree_with_other_ranks(self, *, wait: bool = False) -> bool:
         """Do what any rank asks for: stop, save; return whether the run ends early.
@@ -271,11 +259,6 @@ class Trainer:
         Args:
             wait: Whether to wait for the other ranks' requests. Otherwise those of the previous
                 call are handled, which costs no time.
-
-        Raises:
-            Stopped: A signal came to any of the ranks.
-            DataError: The input of a rank failed; the steps before are saved.
-            DiskError: The same; or the last save failed.
         """
         self.saver.check()
         self._record_evaluation(wait=False)
@@ -284,7 +267,7 @@ class Trainer:
             signal_name is not None,
             self.input.has_failed,
             self._has_trained() and self.saver.is_due_by_clock(),
-            self.evaluator.reason_to_end() is not None,
+            self.evaluator.early_stopping.reason_to_end() is not None,
         )
         agree = self.flags.settle if wait else self.flags.exchange
         stop, has_failed, save, is_over = agree(flags)
@@ -292,7 +275,7 @@ class Trainer:
             self._stop(signal_name)
         if has_failed:
             with self._saved_before_an_error():
-                collectives.run_and_gather(self.input.check, self.setup.ranks)
+                collectives.run_and_gather(self.input.check, self.opened.ranks)
         if save:
             with self.run_log.throughput.paused():
                 self.save(is_scheduled=False)
@@ -306,10 +289,10 @@ class Trainer:
         self.run_log.event("stopped", self.step, signal=signal_name, total_s=total_s)
         self.run_log.close(self.step, is_success=False)
         # mpirun ends the other ranks soon after the first exits: not during a save.
-        collectives.barrier(self.setup.ranks)
+        collectives.barrier(self.opened.ranks)
         raise Stopped(
             f"stopped by {signal_name or 'another rank'} at step {self.step}/"
-            f"{self.plan.total_steps}; progress saved in {self.setup.run.out}",
+            f"{self.plan.total_steps}; progress saved in {self.opened.run.out}",
             hint="run the same command again to continue",
         )
 
@@ -341,7 +324,6 @@ class Trainer:
         log.info("rolled back to %s (step %d); the next images follow", checkpoint.path, self.step)
 
     def _record_evaluation(self, *, wait: bool) -> None:
-        """Record the evaluation that was scored in the background, if one is done."""
         if (scored := self.evaluator.scored(wait=wait)) is None:
             return
         evaluation, is_best = scored
@@ -351,7 +333,7 @@ class Trainer:
         self.run_log.evaluation(evaluation, self.evaluator.losses, is_best=is_best)
 
     def _finish(self) -> None:
-        if reason := self.evaluator.reason_to_end():
+        if reason := self.evaluator.early_stopping.reason_to_end():
             log.info("%s", reason)
         self._agree_with_other_ranks(wait=True)  # handle a signal that came in the meantime
         self._record_evaluation(wait=True)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssdctl.boxes.matcher import Matcher
-from ssdctl.boxes.ops import pairwise_iou
 
 Truth = tuple[reference.Box, int]  # ltrb, label
 
@@ -76,21 +75,6 @@ def test_equal_to_the_loop_on_the_default_boxes() -> None:
         boxes = np.concatenate([corner, np.minimum(corner + size, 1)], 1)
         images.append([(tuple(map(float, b)), int(rng.integers(1, 81))) for b in boxes])
     check(images, defaults, 2)
-
-
-@settings(max_examples=60, deadline=None)
-@given(TRUTHS.filter(bool), st.lists(ltrb_boxes(), min_size=1, max_size=25))
-def test_every_ground_truth_gets_its_box_unless_a_later_one_claims_it(
-    truths: list[Truth], defaults: list[reference.Box]
-) -> None:
-    boxes, labels = padded([truths], len(truths) + 1)
-    places = torch.tensor(defaults, dtype=torch.float64)
-    index, label = match(boxes, labels, places)
-    favorite = pairwise_iou(boxes[0], places).argmax(dim=1)[: len(truths)].tolist()
-    for g, n in enumerate(favorite):
-        assert label[0, n] > 0
-        assert index[0, n] == max(later for later, m in enumerate(favorite) if m == n)
-        assert index[0, n] >= g
 
 
 def test_the_last_of_two_claims_wins() -> None:

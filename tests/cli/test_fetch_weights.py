@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Result
+from conftest import Cli
 from download.http_server import Server, file
 
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.model.backbones import resnet34, tiny
 
-Cli = Callable[..., Result]
 CONTENT = bytes(range(256)) * 100
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 STEM = f"tiny-{DIGEST[:8]}"
@@ -27,12 +25,14 @@ def _tiny(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(tiny.WEIGHTS, "v1", PinnedFile(f"{STEM}.pth", url, DIGEST))
 
 
-def test_the_default_is_the_weights_of_the_preset(
+def test_the_default_is_the_weights_of_the_config(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(resnet34.WEIGHTS, "imagenet-v1", tiny.WEIGHTS["v1"])
-    code, out, _ = cli("fetch-weights", "--json")
-    assert (code, json.loads(out)["alias"]) == (0, "resnet34-imagenet-v1")
+    own = ("--set", "model.backbone=tiny", "--set", "model.weights=tiny-v1")
+    for options, alias in (((), "resnet34-imagenet-v1"), (own, "tiny-v1")):
+        code, out, _ = cli("fetch-weights", "--json", *options)
+        assert (code, json.loads(out)["alias"]) == (0, alias)
 
 
 def test_the_path_is_the_result(cli: Cli, tmp_path: Path) -> None:
@@ -50,13 +50,6 @@ def test_the_path_is_the_result(cli: Cli, tmp_path: Path) -> None:
     }
 
 
-def test_the_default_follows_the_config(cli: Cli) -> None:
-    tiny = ("--set", "model.backbone=tiny", "--set", "model.weights=tiny-v1")
-    assert cli("fetch-weights", *tiny)[0] == 0
-    code, _, err = cli("fetch-weights", "--set", "model.weights=none")
-    assert (code, "--list" in err) == (2, True)
-
-
 def test_the_list_shows_which_files_are_present(cli: Cli) -> None:
     def paths() -> dict[str, str | None]:
         listed = json.loads(cli("fetch-weights", "--list", "--json")[1])["weights"]
@@ -69,34 +62,29 @@ def test_the_list_shows_which_files_are_present(cli: Cli) -> None:
     assert (code, "tiny-v1" in out) == (0, True)
 
 
-def test_usage(cli: Cli) -> None:
-    code, _, err = cli("fetch-weights", "tinyv1")
-    assert (code, "'tiny-v1'" in err) == (2, True)
-    assert cli("fetch-weights", STEM, "--list")[0] == 2
-
-
-def test_no_network(cli: Cli) -> None:
-    with Server() as stopped:
-        nowhere = stopped.url
-    code, out, err = cli("fetch-weights", STEM, "--mirror", nowhere, "--json")
-    assert (code, out) == (4, "")
-    assert "without network" in err
-
-
-def test_other_bytes(server: Server, cli: Cli) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["--set", "model.weights=none"], 2, "--list"),
+        (["tinyv1"], 2, "'tiny-v1'"),
+        ([STEM, "--list"], 2, "--list"),
+        ([STEM, "--mirror", "http://127.0.0.1:1"], 4, "without network"),
+        ([STEM, "--mirror", "SERVER"], 5, f"{STEM}.pth"),
+    ],
+)
+def test_failures(server: Server, cli: Cli, arguments: list[str], code: int, named: str) -> None:
     server.route(f"/{STEM}.pth", file(CONTENT[::-1]))
-    assert cli("fetch-weights", STEM, "--mirror", server.url)[0] == 5
+    result = cli("fetch-weights", *(a.replace("SERVER", server.url) for a in arguments), "--json")
+    assert (result.code, result.out, named in result.err) == (code, "", True), result.err
 
 
-def test_training_without_network_names_a_remedy(
-    shapes: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Server() as stopped:
-        monkeypatch.setenv("SSDCTL_DOWNLOAD__MIRROR", stopped.url)
-    options = "--backbone tiny --backbone-weights tiny-v1 --device cpu --bs 2 --steps 1"
-    code, _, err = cli(
-        "train", "--data", shapes, "--out", "run", *options.split(), "--warmup", "1st"
+def test_training_without_network_names_a_remedy(shapes: Path, cli: Cli) -> None:
+    options = (
+        "--backbone tiny --backbone-weights tiny-v1 --device cpu --bs 2 --steps 1 --warmup 1st"
     )
+    mirror = ("--set", "download.mirror=http://127.0.0.1:1")
+    code, _, err = cli("train", "--data", shapes, "--out", "run", *options.split(), *mirror)
     assert code == 4, err
     assert err.count("fetching http") == 1
-    assert f"{STEM}.pth" in err
+    for named in (f"{STEM}.pth", "--backbone-weights none", "--init"):
+        assert named in err

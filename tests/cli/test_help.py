@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Result
+from conftest import Cli
 
+import ssdctl
 from ssdctl._version import __version__
 from ssdctl.cli.main import click_tree
-
-Cli = Callable[..., Result]
 
 
 def commands(path: str = "", node: Any = None) -> Iterator[tuple[str, Any]]:
@@ -66,42 +65,24 @@ def test_a_narrow_terminal_breaks_no_word(cli: Cli, monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_the_short_page_of_train_shows_what_matters(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    page = cli("train", "-h").out
-    assert len(page.splitlines()) <= 45
-    shown = re.findall(r"^  (--[\w-]+)", page, re.MULTILINE)
-    assert shown == [
-        "--data", "--out", "--init", "--preset", "--epochs", "--bs", "--lr", "--device", "--bf16",
-        "--resume", "--eval-every", "--dry-run",
-    ]  # fmt: skip
-    more = re.search(r"(\d+) more options: ssdctl train --help", page)
-    assert more is not None
-    hidden = set(COMMANDS["train"].params) - {
-        p for p in COMMANDS["train"].params if set(p.opts) & {*shown, "--fp16", "--fp32"}
-    }
-    assert int(more[1]) == len(hidden)
-
-
 @pytest.mark.parametrize("command", [name for name, c in COMMANDS.items() if c.short_options])
-def test_short_pages_fit_a_screen(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_pages_show_what_matters_and_fit_a_screen(
+    cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     page = cli(command, "-h").out
     assert len(page.splitlines()) <= 45
-    assert f"more options: ssdctl {command} --help" in page
+    shown = set(re.findall(r"(--(?:\[no-\])?[\w-]+)", page[page.index("Options:") :]))
+    options = [p for p in COMMANDS[command].params if p.param_type_name == "option"]
+    named = set(COMMANDS[command].short_options)
+    assert named <= {flag.replace("[no-]", "") for flag in shown}
+    hidden = [p for p in options if not p.hidden and not named & {*p.opts, *p.secondary_opts}]
+    assert f"\n{len(hidden)} more options: ssdctl {command} --help" in page
 
 
-def test_values_of_the_preset_and_both_sides_of_a_switch(cli: Cli) -> None:
-    from ssdctl.config.resolve import resolve
-
-    page = cli("train", "--help").out
-    assert f"[stable-r34: {resolve(environment={}).config.train.epochs}]" in page
+def test_pages_name_switches_and_defaults_and_launch_only_its_own_options(cli: Cli) -> None:
     assert "--[no-]pack\n" in cli("prepare", "--help").out
-
-
-def test_launch_explains_only_its_own_options(cli: Cli) -> None:
+    assert f"[stable-r34: {ssdctl.configure().train.epochs}]" in cli("train", "--help").out
     page = cli("launch", "--help").out
     assert "--hostfile" in page
     assert "--weight-decay" not in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 import unicodedata
 from typing import Any
@@ -39,30 +40,23 @@ def table(text: str) -> Any:
     return Group(table, text)
 
 
-def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     console = Console()
     console.info(HOSTILE)
-    console.warning(HOSTILE)
+    console.warning(f"{HOSTILE}\nerror: fake")
     console.error(DataError(HOSTILE, hint=HOSTILE))
     with console.show_log():
-        import logging
-
         logging.getLogger("ssdctl.x").warning("%s", HOSTILE)
-    text = streams[1].getvalue()
-    assert not OBEYED & set(text)
-    assert text.count("cat") == 5
-    assert "[red]bold[/red]" in text
-    assert r"\x1b[2J" in text
-
-
-def test_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = replaced_streams(monkeypatch)
-    Console().result(None, HOSTILE)
-    Console().result(None, lambda: table(HOSTILE))
-    text = streams[0].getvalue()
-    assert not OBEYED & set(text)
-    assert text.count("[red]") == 6  # markup is text
+    console.result(None, HOSTILE)
+    console.result(None, lambda: table(HOSTILE))
+    out, err = (stream.getvalue() for stream in streams)
+    assert not OBEYED & {*out, *err}
+    assert err.count("cat") == 5
+    assert err.count("\nerror:") == 1  # a newline does not fake a message
+    assert r"\x1b[2J" in err
+    assert out.count("[red]") == 6  # markup is text
+    assert printable_line("a\nb\tc") == r"a\nb\tc"
 
 
 def test_json_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,22 +66,11 @@ def test_json_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(streams[0].getvalue()) == data
 
 
-def test_a_newline_does_not_fake_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = replaced_streams(monkeypatch)
-    console = Console()
-    console.warning("a\nerror: fake")
-    console.error(DataError("a\nerror: fake"))
-    lines = streams[1].getvalue().splitlines()
-    assert [line for line in lines if line.startswith("error")] == ["error: a"]
-    assert printable_line("a\nb\tc") == r"a\nb\tc"
-
-
 def test_a_message_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     Console().error(DataError("x" * 10**8, hint="y" * 10**8))
-    text = streams[1].getvalue()
-    assert len(text) < 50_000
-    assert "more characters" in text
+    assert len(streams[1].getvalue()) < 50_000
+    assert "more characters" in streams[1].getvalue()
 
 
 def test_messages_hide_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:

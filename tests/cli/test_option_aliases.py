@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Result
+from conftest import Cli
 
 from ssdctl.cli.option_aliases import refused_options
 from ssdctl.config.settings import all_settings
-
-Cli = Callable[..., Result]
-
 
 EIGHT_CARDS = ["launch", "--hpus", "8", "--cores-per-node", "48", "--dry-run", "--json"]
 
@@ -54,32 +50,18 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
         ("--threshold 0.23", "--target-ap=0.23"),
         ("--ebs 4", "--set=evaluate.batch_size=4"),
         ("--pretrained-backbone r.pth", "--backbone-weights=r.pth"),
+        ("--save_summary_steps 10", "--log-every=10 --tensorboard"),  # TensorFlow's
+        ("--mllog --autocast --out -b", "--mllog=--autocast --out=-b"),  # values, not aliases
+        (  # of users' scripts on Voyager
+            "-d /dataset --batch-size 128 --log-interval 100 --val-interval 10 --use-hpu "
+            "--hpu-lazy-mode --autocast --warmup 2.619685 --num-workers 12",
+            "--data=/dataset --bs=128 --log-every=100 --eval-every=10 --execution=lazy --bf16 "
+            "--warmup=2.619685 --workers=12",
+        ),
     ],
 )
 def test_launch_replaces_aliases(cli: Cli, alias: str, ours: str) -> None:
-    assert ranks_options(cli, *alias.split()) == {ours}
-
-
-def test_summaries_of_tensorflow_are_tensorboard_events(cli: Cli) -> None:
-    assert ranks_options(cli, "--save_summary_steps", "10") == {"--log-every=10", "--tensorboard"}
-
-
-def test_the_voyager_command_line_works_unchanged(cli: Cli) -> None:
-    """It is the command line of users' scripts."""
-    options = (
-        "-d /dataset --batch-size 128 --log-interval 100 --val-interval 10 --use-hpu --hpu-lazy-mode --autocast "
-        "--warmup 2.619685 --num-workers 12"
-    )
-    assert ranks_options(cli, *options.split()) == {
-        "--data=/dataset", "--bs=128", "--log-every=100", "--eval-every=10", "--execution=lazy", "--bf16",
-        "--warmup=2.619685", "--workers=12",
-    }  # fmt: skip
-
-
-def test_a_value_that_looks_like_an_alias_stays_a_value(cli: Cli) -> None:
-    assert ranks_options(cli, "--mllog", "--autocast", "--out", "-b") == {
-        "--mllog=--autocast", "--out=-b",
-    }  # fmt: skip
+    assert ranks_options(cli, *alias.split()) == set(ours.split())
 
 
 @pytest.mark.parametrize(
@@ -143,10 +125,10 @@ SEEDS = """
 """
 
 
-@pytest.mark.parametrize("flag", SEEDS.split())
-def test_every_documented_option_of_other_programs_is_handled(cli: Cli, flag: str) -> None:
+def test_every_documented_option_of_other_programs_is_handled(cli: Cli) -> None:
     """As an option, an alias, or with a reason: never with a bare "No such option"."""
-    assert "No such option" not in cli("launch", flag, "1", "--dry-run", "--json").err
+    for flag in SEEDS.split():
+        assert "No such option" not in cli("launch", flag, "1", "--dry-run", "--json").err, flag
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
@@ -154,16 +136,13 @@ def test_every_documented_option_of_other_programs_is_handled(cli: Cli, flag: st
 def test_thresholds_have_the_names_of_other_detectors(cli: Cli, command: str, flag: str) -> None:
     images = ["x.jpg"] if command == "predict" else []
     result = cli(command, flag, "0.5", "--weights", "absent.pt", *images)
-    assert result.code == 2
-    assert "no such file" in result.err
+    assert (result.code, "absent.pt" in result.err) == (2, True)
     assert "<= 1.0" in cli(command, "absent.pt", *images, flag, "5").err
 
 
-def test_output_dir_is_the_out_of_every_command(cli: Cli, tmp_path: Path) -> None:
+def test_output_dir_is_the_out_of_every_command(cli: Cli) -> None:
     result = cli("download", "--dataset", "shapes", "--images", 1, "--output_dir", "s", "--dry-run")
-    assert result.code == 0, result.err
-    assert result.out.startswith("s:")
-    assert cli("export", "none.pt", "--format", "onnx", "--output-dir", "x").code == 2
+    assert (result.code, result.out[:2]) == (0, "s:"), result.err
 
 
 @pytest.mark.parametrize("source", ["file", "--set", "variable"])
@@ -212,13 +191,10 @@ def test_aliases_are_neither_in_help_nor_options(cli: Cli) -> None:
     assert len({*flags, *aliases}) == len([*flags, *aliases])
     assert len(set(removed)) == len(removed)
     assert set(refused_options()["settings"]) <= set(all_settings())
-    words = set(re.findall(r"--[\w-]+", cli("train", "--help").out))
-    assert not words & {*aliases, *removed}
-
-
-def test_every_key_alias_is_unique() -> None:
     keys = [f"{s.section}.{k}" for s in all_settings().values() for k in (s.name, *s.key_aliases)]
     assert len(keys) == len(set(keys))
+    words = set(re.findall(r"--[\w-]+", cli("train", "--help").out))
+    assert not words & {*aliases, *removed}
 
 
 @pytest.mark.parametrize(
@@ -233,7 +209,7 @@ def test_an_unset_variable_of_a_script_is_refused(cli: Cli, arguments: list[str]
     assert "is empty: give a value" in result.err
 
 
-def test_an_assignment_may_be_empty(cli: Cli, tmp_path: Path) -> None:
+def test_an_assignment_may_be_empty(cli: Cli) -> None:
     """It resets what a config file sets."""
     Path("ssdctl.toml").write_text('[train]\ninit = "a.pt"\n')
     result = cli("config", "show", "train.init", "--set", "train.init=", "--json")

@@ -11,55 +11,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor, ImageDraw
 
-from ssdctl.inference.drawing import PALETTE, DrawingStyle, class_color, draw, ink_on
+from ssdctl.inference.drawing import (
+    PALETTE,
+    DrawingStyle,
+    class_color,
+    draw,
+    ink_on,
+    label_font,
+)
 
 GRAY = (127, 127, 127)
-Box = tuple[float, float, float, float]
+BOX_ONLY = DrawingStyle(labels=False, scores=False)
 
 
 class Labeled(NamedTuple):
     """A box with its class."""
 
-    box: Box
-    name: str
-    label: int
-    score: float = 0.9
+    box: tuple[float, float, float, float]
+    name: str = "cat"
+    label: int = 1
+    score: float = 0.5
 
 
 def drawn(
-    image: Image.Image,
+    size: tuple[int, int],
     boxes: list[Labeled],
     style: DrawingStyle = DrawingStyle(),  # noqa: B008
+    background: str | tuple[int, int, int] = GRAY,
 ) -> Image.Image:
     corners, names, labels, scores = zip(*boxes, strict=True) if boxes else ((), (), (), ())
-    return draw(image, corners, labels, names, scores, style)
-
-
-def blank(width: int, height: int) -> Image.Image:
-    return Image.new("RGB", (width, height), GRAY)
+    return draw(Image.new("RGB", size, background), corners, labels, names, scores, style)
 
 
 def pixels_of(image: Image.Image, label: int) -> int:
     """Return how many pixels have the color of a class."""
     return int((np.asarray(image) == ImageColor.getrgb(class_color(label))).all(axis=2).sum())
-
-
-def label_rectangles(
-    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], boxes: list[Labeled]
-) -> list[tuple[float, ...]]:
-    """Return where the labels are drawn: the rectangles that are filled."""
-    filled = []
-    original = ImageDraw.ImageDraw.rectangle
-
-    def rectangle(self: ImageDraw.ImageDraw, place: tuple[float, ...], **options: object) -> None:
-        if options.get("fill"):
-            filled.append(place)
-        original(self, place, **options)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ImageDraw.ImageDraw, "rectangle", rectangle)
-        drawn(blank(*size), boxes)
-    return filled
 
 
 def test_classes_have_distinct_colors_with_readable_text() -> None:
@@ -72,15 +58,27 @@ def test_classes_have_distinct_colors_with_readable_text() -> None:
         luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
         contrast = (max(luminance, ink) + 0.05) / (min(luminance, ink) + 0.05)
         assert contrast >= 3, color
+    font = label_font(16)
+    missing = bytes(font.getmask("\U0010ffff"))  # an empty box
+    assert all(bytes(font.getmask(letter)) != missing for letter in "aäßñøřżжщλ")
 
 
 def test_labels_of_a_crowd_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve boxes almost in the same place."""
+    places: list[tuple[float, ...]] = []  # rectangles that are filled
+    original = ImageDraw.ImageDraw.rectangle
+
+    def rectangle(self: ImageDraw.ImageDraw, place: tuple[float, ...], **options: object) -> None:
+        if options.get("fill"):
+            places.append(place)
+        original(self, place, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "rectangle", rectangle)
     boxes = [
-        Labeled((200 + 3 * n, 150 + 3 * n, 420 + 3 * n, 380 + 3 * n), "traffic light", n + 1, 0.5)
+        Labeled((200 + 3 * n, 150 + 3 * n, 420 + 3 * n, 380 + 3 * n), "traffic light", n + 1)
         for n in range(12)
     ]
-    places = label_rectangles(monkeypatch, (640, 480), boxes)
+    drawn((640, 480), boxes)
     assert len(places) == 12
     for a, b in itertools.combinations(places, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
@@ -88,9 +86,9 @@ def test_labels_of_a_crowd_do_not_cover_each_other(monkeypatch: pytest.MonkeyPat
 
 def test_no_line_crosses_a_label() -> None:
     """The second box's line passes where the first one's label is."""
-    first = Labeled((50, 100, 300, 300), "first", 1, 0.9)
-    alone = np.asarray(drawn(blank(400, 400), [first]))
-    both = np.asarray(drawn(blank(400, 400), [first, Labeled((60, 90, 350, 390), "second", 2)]))
+    first, second = Labeled((50, 100, 300, 300), "first"), Labeled((60, 90, 350, 390), "second", 2)
+    alone = np.asarray(drawn((400, 400), [first]))
+    both = np.asarray(drawn((400, 400), [first, second]))
     rows, columns = np.nonzero((alone[:96] != GRAY).any(axis=2))
     label = (slice(rows.min(), rows.max() + 1), slice(columns.min(), 85))
     assert rows.min() < 88  # the label; the second box has its upper line at 90
@@ -99,9 +97,8 @@ def test_no_line_crosses_a_label() -> None:
 
 @pytest.mark.parametrize("background", ["white", "black", PALETTE[2]])
 def test_a_box_is_visible_on_any_background(background: str) -> None:
-    image = Image.new("RGB", (100, 100), background)
-    style = DrawingStyle(labels=False, scores=False)
-    result = np.asarray(drawn(image, [Labeled((20, 20, 80, 80), "a", 3)], style)).astype(int)
+    box = Labeled((20, 20, 80, 80), "a", 3)
+    result = np.asarray(drawn((100, 100), [box], BOX_ONLY, background)).astype(int)
     distance = np.abs(result - np.array(ImageColor.getrgb(background))).max(axis=2)
     assert distance[50, 15:25].max() > 60
 
@@ -111,31 +108,21 @@ def test_lines_and_text_grow_with_the_image() -> None:
     shares, heights = [], []
     for factor in (0.25, 1, 6):
         width, height = int(640 * factor), int(480 * factor)
-        box = Labeled((width * 0.3, height * 0.3, width * 0.7, height * 0.7), "cat", 1, 0.5)
-        line = drawn(blank(width, height), [box], DrawingStyle(labels=False, scores=False))
-        shares.append(pixels_of(line, 1) / (width * height))
-        labeled = np.asarray(drawn(blank(width, height), [box]))
+        box = Labeled((width * 0.3, height * 0.3, width * 0.7, height * 0.7))
+        shares.append(pixels_of(drawn((width, height), [box], BOX_ONLY), 1) / (width * height))
+        labeled = np.asarray(drawn((width, height), [box]))
         rows = (labeled[: int(box.box[1]) - 1] != GRAY).any(axis=(1, 2))
         heights.append(int(rows.sum()))
-    assert heights[0] >= 10
-    assert heights[0] < heights[1] < heights[2]
+    assert 10 <= heights[0] < heights[1] < heights[2]
     assert shares[2] == pytest.approx(shares[1], rel=0.3)
 
 
 def test_style_hides_names_and_scores_and_sets_the_line() -> None:
-    box = [Labeled((50, 50, 250, 250), "cat", 1, 0.5)]
-    counts = [
-        pixels_of(drawn(blank(300, 300), box, style), 1)
-        for style in (
-            DrawingStyle(),
-            DrawingStyle(scores=False),
-            DrawingStyle(labels=False, scores=False),
-        )
-    ]
-    assert counts == sorted(counts, reverse=True)
-    assert len(set(counts)) == 3
-    thick = drawn(blank(300, 300), box, DrawingStyle(line_width=9, labels=False, scores=False))
-    assert pixels_of(thick, 1) > 3 * counts[2]
+    styles = (DrawingStyle(), DrawingStyle(scores=False), BOX_ONLY, BOX_ONLY._replace(line_width=9))
+    box = [Labeled((50, 50, 250, 250))]
+    both, name, neither, thick = (pixels_of(drawn((300, 300), box, style), 1) for style in styles)
+    assert both > name > neither
+    assert thick > 3 * neither
 
 
 @given(
@@ -144,7 +131,7 @@ def test_style_hides_names_and_scores_and_sets_the_line() -> None:
 )
 def test_any_box_on_any_image(size: tuple[int, int], corners: list[tuple[float, ...]]) -> None:
     boxes = [
-        Labeled((min(a, c), min(b, d), max(a, c), max(b, d)), "long name", n + 1, 0.1)
+        Labeled((min(a, c), min(b, d), max(a, c), max(b, d)), "long name", n + 1)
         for n, (a, b, c, d) in enumerate(corners)
     ]
-    assert drawn(blank(*size), boxes).size == size
+    assert drawn(size, boxes).size == size

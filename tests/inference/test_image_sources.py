@@ -25,16 +25,11 @@ def names(*given: str, recursive: bool = False, stdin: bytes = b"") -> list[str]
 
 def test_folders_contain_only_direct_images_unless_recursive() -> None:
     touch("a/2.JPG", "a/1.tif", "a/notes.txt", "a/.hidden.png", "a/b/3.webp", "a/.trash/4.png")
-    assert names("a") == ["a/1.tif", "a/2.JPG"]
-    assert names("a", recursive=True) == ["a/1.tif", "a/2.JPG", "a/b/3.webp"]
-    touch("b/1.HEIC", "b/2.gif")
-    assert names("b") == ["b/1.HEIC", "b/2.gif"]
-
-
-def test_folders_that_link_to_each_other_end() -> None:
-    touch("a/1.png")
+    touch("a/c.jpg/5.HEIC", "a/c.jpg/6.gif")
     Path("a/again").symlink_to(Path("a").absolute())
-    assert names("a", recursive=True) == ["a/1.png"]
+    assert names("a") == ["a/1.tif", "a/2.JPG"]
+    deep = ["a/b/3.webp", "a/c.jpg/5.HEIC", "a/c.jpg/6.gif"]
+    assert names("a", recursive=True) == ["a/1.tif", "a/2.JPG", *deep]
 
 
 def test_a_file_whose_name_is_a_pattern() -> None:
@@ -45,47 +40,39 @@ def test_a_file_whose_name_is_a_pattern() -> None:
 
 def test_lists_on_standard_input() -> None:
     touch("x.png")
-    listed = b"no [such] file.jpg\nhttps://host/a.jpg?t=1\n\n"
-    assert names("x.png", "-", stdin=listed) == [
-        "x.png",
-        "no [such] file.jpg",
-        "https://host/a.jpg?t=1",
-    ]
+    listed = ["no [such] file.jpg", "https://host/a.jpg?t=1"]
+    assert names("x.png", "-", stdin="\n\n".join(listed).encode()) == ["x.png", *listed]
     assert names("-", stdin=b"two\nlines.png\0b.png\0") == ["two\nlines.png", "b.png"]
-    with pytest.raises(UsageError, match="standard input"):
+    with pytest.raises(UsageError):
         names("-", stdin=b"\n")
 
 
 @pytest.mark.parametrize(
-    ("url", "scheme"),
-    [("s3://key:pw@bucket/a.jpg", "s3://"), ("RTSP://cam/1", "rtsp://"), ("file:///a", "file://")],
-)
-def test_other_schemes_are_refused_by_name(url: str, scheme: str) -> None:
+    ("url", "shown"),
+    [("s3://key:pw@bucket/a.jpg", "bucket/a.jpg"), ("RTSP://cam/1", "rtsp://"),
+     ("file:///a", "file://"), ("http:///a.jpg", "http:///a.jpg")],
+)  # fmt: skip
+def test_other_schemes_are_refused_by_name(url: str, shown: str) -> None:
     for given, stdin in ([url], b""), (["-"], url.encode()):
         with pytest.raises(UsageError) as caught:
             names(*given, stdin=stdin)
-        assert scheme in str(caught.value)
-        assert "bucket/a.jpg" in str(caught.value) or "s3" not in scheme  # with both slashes
+        assert shown in str(caught.value)
         assert "pw" not in str(caught.value)
         assert caught.value.hint
-    with pytest.raises(UsageError, match="not a valid URL"):
-        source_of("http:///a.jpg")
 
 
 def test_names_of_urls_hide_secrets_and_are_safe_file_names() -> None:
     source = source_of("https://me:pw@host/x/%2e%2e%2fa%20b.jpg?token=1")
     assert "pw" not in source.label
     assert "token" not in source.label
-    assert "/" not in source.path.name
-    assert source.path.name.endswith("a_b.jpg")
-    assert source_of("https://host/").path.name == "image"
+    assert source.path == Path("a_b.jpg")
+    assert source_of("https://host/").path == Path("image")
 
 
-def test_a_image_is_fetched(server: Server) -> None:
-    source = source_of(server.route("/a.png", file(b"content")))
-    assert source.open().read() == b"content"
+def test_an_image_is_fetched(server: Server) -> None:
+    plain = server.route("/a.png", file(b"content"))
     chunked = server.route("/chunked", lambda _: Reply(body=b"content", length=False))
-    assert source_of(chunked).open().read() == b"content"
+    assert [source_of(url).open().read() for url in (plain, chunked)] == [b"content"] * 2
 
 
 @pytest.mark.parametrize("length", [True, False])

@@ -23,6 +23,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 Cli = Callable[..., Result]
+Write = Callable[..., Path]
 FACTS = OnnxDescription(
     format=1,
     backbone="tiny",
@@ -58,7 +59,7 @@ GRAPH = """
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path: Path) -> Write:
     """Return a function that writes a changed copy of the graph."""
 
     def write(change: Callable[[Any], object] = lambda model: None, batch: str = "batch") -> Path:
@@ -77,24 +78,20 @@ def image_file(shapes: Path) -> Path:
     return sorted((shapes / "val2017").iterdir())[0]
 
 
-def test_thresholds(cli: Cli, write: Callable[..., Path], image_file: Path) -> None:
+def test_thresholds(cli: Cli, write: Write, image_file: Path) -> None:
     """Those of the NMS in the graph: a higher score is applied, other values are refused."""
     path = write()
     many, few = (ssdctl.load(path, device="cpu", score=s).predict(image_file) for s in (0.02, 0.6))
-    assert [(d.name, d.category_id, round(d.score, 3)) for d in many] == [
-        ("ball", 1, 0.9),
-        ("cone", 5, 0.5),
-    ]
+    found = [(d.name, d.category_id, round(d.score, 3)) for d in many]
+    assert found == [("ball", 1, 0.9), ("cone", 5, 0.5)]
     assert [d.name for d in few] == ["ball"]
     for options in (["--score", 0.01], ["--nms-iou", 0.4]):
         result = cli("predict", path, image_file, "--device", "cpu", *options)
-        assert result.code == 2, result.err
-        assert str(options[1]) in result.err
-        assert "--nms none" in result.err
+        assert (result.code, str(options[1]) in result.err) == (2, True), result.err
 
 
 @pytest.mark.parametrize("batch", ["batch", "1", "2", "4"])
-def test_batches(write: Callable[..., Path], batch: str) -> None:
+def test_batches(write: Write, batch: str) -> None:
     """Three images, in batches of the graph's size; the last one is filled."""
     detector = open_detector(read_model(write(batch=batch)), open_device("cpu"))
     assert (detector.score_threshold, detector.nms_iou) == (0.02, 0.5)
@@ -102,25 +99,10 @@ def test_batches(write: Callable[..., Path], batch: str) -> None:
     assert [len(image.scores) for image in found] == [2, 2, 2]
 
 
-def test_files_of_other_programs_lack_the_description(
-    cli: Cli, write: Callable[..., Path], image_file: Path
-) -> None:
-    def clear(model: Any) -> None:
-        del model.metadata_props[:]
-
-    path = write(clear)
-    result = cli("predict", path, image_file)
-    assert result.code == 5
-    for name in ("classes", "category_ids", "input", "num_classes"):
-        assert name in result.err
-    assert "ssdctl export" in result.err
-
-
-def set_metadata(key: str, value: str) -> Callable[[Any], None]:
+def metadata(key: str, value: str) -> Callable[[Any], None]:
     def change(model: Any) -> None:
-        for entry in model.metadata_props:
-            if entry.key == key:
-                entry.value = value
+        entry = next(e for e in model.metadata_props if e.key == key)
+        entry.value = value
 
     return change
 
@@ -141,32 +123,6 @@ def another_input(model: Any) -> None:
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 512
 
 
-@pytest.mark.parametrize(
-    ("change", "subject"),
-    [
-        (set_metadata("classes", '["a"]'), "classes"),
-        (set_metadata("classes", "[" * 5000), "metadata"),
-        (set_metadata("category_ids", '["x"]'), "category_ids"),
-        (set_metadata("num_classes", "1e9"), "num_classes"),
-        (set_metadata("backbone", '"alexnet"'), "alexnet"),
-        (set_metadata("input", '{"layout": "BCHW"}'), "layout"),
-        (set_metadata("score_threshold", "null"), "score_threshold"),
-        (external_weights, "another file"),
-        (another_domain, "evil"),
-        (another_input, "changed.onnx"),
-        (lambda model: model.graph.node.pop(), "onnxruntime"),
-        (lambda model: model.graph.ClearField("node"), "no graph"),
-    ],
-)
-def test_damaged_and_hostile_files(
-    cli: Cli, write: Callable[..., Path], image_file: Path, change: Callable[[Any], object], subject: str
-) -> None:  # fmt: skip
-    result = cli("predict", write(change), image_file, "--device", "cpu")
-    assert result.code == 5, result.err
-    assert subject in result.err
-    assert result.out == ""
-
-
 def many_labels(model: Any) -> None:
     labels = next(n for n in model.graph.node if n.output[0] == "all_labels").attribute[0].t
     labels.CopyFrom(onnx.numpy_helper.from_array(np.array([1, 4, 0])))
@@ -179,13 +135,29 @@ def infinite_scores(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "code", "subject"),
-    [(many_labels, 5, "label"), (infinite_scores, 7, "NaN or infinite")],
+    [
+        (lambda model: model.ClearField("metadata_props"), 5, "category_ids"),  # another program's
+        (metadata("classes", '["a"]'), 5, "classes"),
+        (metadata("classes", "[" * 5000), 5, "metadata"),
+        (metadata("category_ids", '["x"]'), 5, "category_ids"),
+        (metadata("num_classes", "1e9"), 5, "num_classes"),
+        (metadata("backbone", '"alexnet"'), 5, "alexnet"),
+        (metadata("input", '{"layout": "BCHW"}'), 5, "layout"),
+        (metadata("score_threshold", "null"), 5, "score_threshold"),
+        (external_weights, 5, "another file"),
+        (another_domain, 5, "evil"),
+        (another_input, 5, "changed.onnx"),
+        (lambda model: model.graph.node.pop(), 5, "onnxruntime"),
+        (lambda model: model.graph.ClearField("node"), 5, "no graph"),
+        (many_labels, 5, "label"),
+        (infinite_scores, 7, "NaN or infinite"),
+    ],
 )
-def test_impossible_outputs(
-    cli: Cli, write: Callable[..., Path], image_file: Path, change: Callable[[Any], object], code: int, subject: str
+def test_damaged_and_hostile_files(
+    cli: Cli, write: Write, image_file: Path, change: Callable[[Any], object], code: int, subject: str
 ) -> None:  # fmt: skip
     result = cli("predict", write(change), image_file, "--device", "cpu")
-    assert result.code == code, result.err
+    assert (result.code, result.out) == (code, ""), result.err
     assert subject in result.err
 
 
@@ -197,7 +169,7 @@ def test_not_onnx(cli: Cli, tmp_path: Path, image_file: Path) -> None:
     assert cli("predict", tmp_path / "absent.onnx", image_file).code == 2
 
 
-def test_it_has_no_weights(cli: Cli, write: Callable[..., Path]) -> None:
+def test_it_has_no_weights(cli: Cli, write: Write) -> None:
     """Nothing that needs weights accepts it."""
     path = write()
     for command in (
@@ -205,6 +177,5 @@ def test_it_has_no_weights(cli: Cli, write: Callable[..., Path]) -> None:
         ["push", path, "hf://a/b", "--license", "mit"],
     ):
         result = cli(*command)
-        assert result.code == 2, result.err
-        assert "exported from" in result.err
+        assert (result.code, path.name in result.err) == (2, True), result.err
     assert not Path("x.safetensors").exists()

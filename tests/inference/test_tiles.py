@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from ssdctl.inference.tiles import Window, cut_flags, merge, tile_windows
+
+Row = tuple[tuple[int, int, int, int], float, int, bool]  # box, score, label, is cut
 
 
 @pytest.mark.parametrize(
@@ -28,10 +29,7 @@ def test_tiles_cover_the_image_and_overlap(
             assert end - start >= int(size * overlap) - 1
         assert all(stop - start == min(size, length) for start, stop in spans)
     assert len(tiles) == len(set(tiles))
-
-
-def test_a_small_image_is_one_view() -> None:
-    assert tile_windows(300, 200, 300, 0.2) == [Window(0, 0, 300, 200)]
+    assert tile_windows(size, size - 1, size, overlap) == [Window(0, 0, size, size - 1)]
 
 
 def test_boxes_at_inner_edges_are_cut() -> None:
@@ -41,34 +39,22 @@ def test_boxes_at_inner_edges_are_cut() -> None:
     assert cut_flags(boxes, window, 200, 100).tolist() == [True, False, False]
 
 
-def merged(*rows: tuple[tuple[int, int, int, int], float, int, bool]) -> list[int]:
+WHOLE, PART, SIDE = (0, 0, 100, 40), (0, 0, 30, 40), (11, 10, 51, 50)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        ([((10, 10, 50, 50), 0.6, 1, False), (SIDE, 0.9, 1, False), (SIDE, 0.8, 2, False),
+          ((200, 10, 240, 50), 0.95, 1, False)], [3, 1, 2]),
+        ([(PART, 0.9, 1, True), (WHOLE, 0.4, 1, False)], [1]),  # not part of an object for all
+        ([(PART, 0.9, 1, False), (WHOLE, 0.4, 1, False)], [0, 1]),  # a small one before it
+        ([(WHOLE, 0.9, 1, False), (PART, 0.4, 1, False)], [0, 1]),
+        ([(PART, 0.9, 1, True), (WHOLE, 0.4, 2, False)], [0, 1]),  # of another class
+    ],
+)  # fmt: skip
+def test_one_object_of_two_tiles_is_one_detection(rows: list[Row], kept: list[int]) -> None:
     boxes, scores, labels, is_cut = (np.array(column) for column in zip(*rows, strict=True))
-    kept: NDArray[np.int64] = merge(boxes.astype(np.float64), scores, labels, is_cut, 0.5)
-    return [int(i) for i in kept]
-
-
-def test_one_object_of_two_tiles_is_one_detection() -> None:
-    assert merged(
-        ((10, 10, 50, 50), 0.6, 1, False),
-        ((11, 10, 51, 50), 0.9, 1, False),
-        ((11, 10, 51, 50), 0.8, 2, False),  # another class
-        ((200, 10, 240, 50), 0.95, 1, False),  # elsewhere
-    ) == [3, 1, 2]
-
-
-def test_a_part_of_an_object_does_not_replace_it() -> None:
-    full, part = (0, 0, 100, 40), (0, 0, 30, 40)
-    assert merged((part, 0.9, 1, True), (full, 0.4, 1, False)) == [1]
-    assert merged((part, 0.9, 1, False), (full, 0.4, 1, False)) == [
-        0,
-        1,
-    ]  # a small one before it
-    assert merged((part, 0.9, 1, True), (full, 0.4, 2, False)) == [0, 1]
-
-
-def test_no_detections() -> None:
-    empty = np.zeros(0)
-    kept = merge(
-        np.zeros((0, 4)), empty, empty.astype(np.int64), empty.astype(np.bool_), nms_iou=0.5
-    )
-    assert kept.tolist() == []
+    assert merge(boxes.astype(np.float64), scores, labels, is_cut, 0.5).tolist() == kept
+    none = slice(0)
+    assert not len(merge(boxes[none], scores[none], labels[none], is_cut[none], 0.5))

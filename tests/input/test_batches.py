@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ssdctl import files
+from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
@@ -287,7 +288,7 @@ def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_pat
         ("packed", True, None),
         ("shrunk", True, 300),
     ):
-        prepare(shapes, tmp_path / name, pack=pack, shrink=shrink)
+        prepare(shapes, tmp_path / name, PrepareConfig(pack=pack, shrink=shrink))
         split = open_dataset(shapes, tmp_path / name)["train"]
         batches[name] = read_batches(split, PLAN, 0, 5)
     assert_same(batches["files"], batches["packed"])
@@ -297,20 +298,20 @@ def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_pat
         assert (actual.boxes - expected.boxes).abs().max() < 0.03
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    batch=st.integers(1, 7),
+    images=st.integers(1, 60),
+    batch=st.integers(1, 90),
     world=st.integers(1, 5),
     accumulate=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
 def test_any_world_size_sees_every_image_once_an_epoch(
-    batch: int, world: int, accumulate: int, seed: int
+    images: int, batch: int, world: int, accumulate: int, seed: int
 ) -> None:
-    images = 23
     plan = PLAN._replace(batch_size=batch, world_size=world, accumulate=accumulate, seed=seed)
     steps = -(-3 * images // plan.global_batch)
-    order = SampleStream(np.arange(images), seed)
+    order = SampleStream(np.arange(images) * 3, seed)
     seen: dict[int, int] = {}
     for rank in range(world):
         for start in plan._replace(rank=rank).positions(0, steps):
@@ -318,7 +319,26 @@ def test_any_world_size_sees_every_image_once_an_epoch(
             seen.update((start + i, int(row)) for i, row in enumerate(rows))
     assert sorted(seen) == list(range(steps * plan.global_batch))
     for epoch in range(3):
-        assert sorted(seen[epoch * images + i] for i in range(images)) == list(range(images))
+        rows = [seen[epoch * images + i] for i in range(images)]
+        assert sorted(rows) == list(range(0, 3 * images, 3))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    rows = np.arange(100)
+    (first, epoch), (second, next_epoch) = (
+        SampleStream(rows, 0).samples(start, 100) for start in (0, 100)
+    )
+    assert first.tolist() != second.tolist()
+    assert first.tolist() != SampleStream(rows, 1).samples(0, 100)[0].tolist()
+    assert (set(epoch), set(next_epoch)) == ({0}, {1})
+
+
+def test_a_step_is_independent_of_what_came_before() -> None:
+    rows = np.arange(50)
+    walked = SampleStream(rows, 3)
+    for start in range(0, 700, 7):
+        last, _ = walked.samples(start, 7)
+    assert SampleStream(rows, 3).samples(693, 7)[0].tolist() == last.tolist()
 
 
 def test_next_batches_are_ready_while_the_device_works(splits: dict[str, Split]) -> None:

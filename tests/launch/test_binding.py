@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from launch.open_mpi import MPIRUNS, environment_for
+from launch.plans import plan_for
 
-from ssdctl.config.sections.launch import LaunchConfig
-from ssdctl.launch.base import LaunchRequest, Node, make_plan
 from ssdctl.runtime import hardware
 from ssdctl.runtime.cores import cpus_of_rank
 from ssdctl.runtime.hardware import numa_nodes_of_cards
@@ -41,26 +40,14 @@ def test_open_mpi_gives_adjacent_cores_to_adjacent_ranks(
 ) -> None:
     _, variables = environment_for(launcher)
     hosts = tuple(f"host{n}" for n in range(nodes))
-    request = LaunchRequest(
-        device="hpu",
-        count=ranks * nodes,
-        command=("train",),
-        config=LaunchConfig(launcher="mpirun", nodes=nodes, cores_per_node=48, hostfile="hosts"),
-        python=sys.executable,
-        hosts=hosts,
-        open_mpi=int(launcher[-1]),
-    )
-    argv = list(make_plan(request, Node(2, 1)).argv)
+    settings = {"launcher": "mpirun", "nodes": nodes, "cores_per_node": 48, "hostfile": "hosts"}
+    version = int(launcher[-1])
+    argv = plan_for("hpu", ranks * nodes, hosts=hosts, open_mpi=version, **settings).argv
     (tmp_path / "hosts").write_text("".join(f"{host} slots=8\n" for host in hosts))
     show = ["--display-devel-map"] if launcher == "mpirun-4" else ["--display", "map-devel"]
-    done = subprocess.run(
-        [*argv[:1], *show, "--do-not-launch", *argv[1:]],
-        env={**os.environ, **variables, **TWO_SOCKETS},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    argv = (argv[0], *show, "--do-not-launch", *argv[1:])
+    env = {**os.environ, **variables, **TWO_SOCKETS}
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     share = {1: 24, 3: 12, 4: 12, 8: 6}[ranks]
     of_a_node = [list(range(rank * share, (rank + 1) * share)) for rank in range(ranks)]
     assert cores_of_ranks(done.stdout + done.stderr) == of_a_node * nodes, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import subprocess
@@ -12,52 +13,21 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from launch import plans
+from launch.plans import ARGUMENTS, SMALL
 
-from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch import kubernetes
-from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, make_plan, read_node
+from ssdctl.launch.base import Node, read_node
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.runtime import hardware
 
 GAUDI = Node(cores=48, sockets=2)
-# Valid arguments: any text without NUL and lone surrogates.
-ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+TPU_V3 = Node(cores=48, sockets=2, tpus=4, has_two_core_tpus=True)
+TPU_V4 = Node(cores=48, sockets=2, tpus=4)
 HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
-
-
-def plan_for(
-    device: str,
-    count: int,
-    *command: str,
-    node: Node = GAUDI,
-    environment: dict[str, str] | None = None,
-    hosts: tuple[str, ...] = (),
-    own_names: tuple[str, ...] = (),
-    open_mpi: int | None = 4,
-    local_address: str | None = None,
-    torch_version: tuple[int, int] = (2, 6),
-    is_planned: bool = False,
-    **settings: Any,
-) -> LaunchPlan:
-    request = LaunchRequest(
-        device=device,
-        count=count,
-        command=command or ("train",),
-        config=LaunchConfig(**settings),
-        python="python",
-        environment=environment or {},
-        hosts=hosts,
-        own_names=own_names,
-        free_port=40000,
-        open_mpi=open_mpi,
-        local_address=local_address,
-        torch_version=torch_version,
-        is_planned=is_planned,
-        table=kubernetes.Settings(),
-    )
-    return make_plan(request, node)
+TWO_HOSTS = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
+plan_for = functools.partial(plans.plan_for, node=GAUDI, python="python", open_mpi=4)
 
 
 def test_eight_gaudi_cards() -> None:
@@ -72,20 +42,21 @@ def test_eight_gaudi_cards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "node", "settings", "placement"),
+    ("count", "settings", "placement"),
     [
-        (8, GAUDI, {}, "ppr:8:node:PE=6"),
-        (8, Node(2, 1), {"cores_per_node": 96}, "ppr:8:node:PE=12"),
-        (4, GAUDI, {"devices_per_node": 8}, "ppr:4:node:PE=6"),
-        (3, GAUDI, {}, "ppr:3:node:PE=12"),  # two ranks share a socket of 24
-        (1, GAUDI, {}, "ppr:1:node:PE=24"),
-        (1, Node(2, 1), {"cores_per_node": 48}, "ppr:1:node:PE=24"),
-        (16, GAUDI, {"nodes": 2}, "ppr:8:node:PE=6"),
-        (8, Node(4, 1), {}, "slot:OVERSUBSCRIBE"),
+        (8, {}, "ppr:8:node:PE=6"),
+        (8, {"node": SMALL, "cores_per_node": 96}, "ppr:8:node:PE=12"),
+        (4, {"devices_per_node": 8}, "ppr:4:node:PE=6"),
+        (3, {}, "ppr:3:node:PE=12"),  # two ranks share a socket of 24
+        (1, {}, "ppr:1:node:PE=24"),
+        (1, {"node": SMALL, "cores_per_node": 48}, "ppr:1:node:PE=24"),
+        (16, {"nodes": 2}, "ppr:8:node:PE=6"),
+        (8, {"node": Node(4, 1)}, "slot:OVERSUBSCRIBE"),
+        (2, {"node": Node(3, 1, has_topology=False)}, "slot:OVERSUBSCRIBE"),
     ],
 )
-def test_cores_of_a_rank(count: int, node: Node, settings: dict[str, int], placement: str) -> None:
-    argv = plan_for("hpu", count, node=node, **settings).argv
+def test_cores_of_a_rank(count: int, settings: dict[str, Any], placement: str) -> None:
+    argv = plan_for("hpu", count, **settings).argv
     assert argv[argv.index("--map-by") + 1] == placement
     assert argv[argv.index("--bind-to") + 1] == ("none" if placement.startswith("slot") else "core")
 
@@ -96,17 +67,10 @@ def test_several_gaudi_nodes_take_hosts_and_environment_along() -> None:
         "SSDCTL_TRAIN__LR": "1",
         "HOME": "/",
         "MPI_ROOT": "/opt/mpi",
-        "MINE": "$(x)",
     }
-    plan = plan_for(
-        "hpu",
-        16,
-        export_env=("MINE",),
-        nodes=2,
-        hostfile="-hosts",
-        hosts=("gaudi-0", "gaudi-1"),
-        environment=environment,
-    )
+    environment["MINE"] = "$(x)"
+    hosts = {"nodes": 2, "hostfile": "-hosts", "hosts": ("gaudi-0", "gaudi-1")}
+    plan = plan_for("hpu", 16, export_env=("MINE",), environment=environment, **hosts)
     line = plan.to_line()
     assert "--prefix /opt/mpi --hostfile ./-hosts -x MASTER_ADDR=gaudi-0 " in line
     assert line.endswith("-x MINE -x PYTHONPATH -x SSDCTL_TRAIN__LR python -m ssdctl train")
@@ -127,45 +91,68 @@ def test_the_address_of_rank_0(
 ) -> None:
     """Open MPI 4 starts it on the launching host if that is listed, 5 on the first listed one."""
     for version, leader in ((4, version_4), (5, version_5), (None, version_5)):
-        plan = plan_for(
-            "hpu", 16, nodes=2, hostfile="hosts", hosts=hosts, own_names=own, open_mpi=version
-        )
-        assert f"-x MASTER_ADDR={leader} " in plan.to_line()
+        given_here = {**TWO_HOSTS, "hosts": hosts, "own_names": own, "open_mpi": version}
+        assert f"-x MASTER_ADDR={leader} " in plan_for("hpu", 16, **given_here).to_line()
 
 
 def test_ranks_without_binding_are_spread_and_share_the_cores() -> None:
     """mpirun would fill the first node's slots, and each rank would take every core."""
-    plan = plan_for("hpu", 16, nodes=2, hosts=("a", "b"), hostfile="hosts", bind_to="none")
-    line = plan.to_line()
+    line = plan_for("hpu", 16, bind_to="none", **TWO_HOSTS).to_line()
     assert "--bind-to none --map-by ppr:8:node:OVERSUBSCRIBE " in line
     assert "-x LOCAL_WORLD_SIZE=8 -x OMP_NUM_THREADS=6 " in line
     assert "-x _SSDCTL_BINDING=none " in line
     assert "LOCAL_WORLD_SIZE" not in plan_for("hpu", 8).to_line()
 
 
-def test_torchrun_on_one_node() -> None:
-    plan = plan_for("cuda", 4, "train", "--device=cuda")
+@pytest.mark.parametrize("device", ["cuda", "xla"])
+def test_torchrun_on_one_node(device: str) -> None:
+    """Each TPU process takes its chip by torchrun's variables (ssdctl/device/xla.py)."""
+    plan = plan_for(device, 4, "train", f"--device={device}")
     assert shlex.join(plan.argv) == (
         "python -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4 "
-        "-m ssdctl train --device=cuda"
+        f"-m ssdctl train --device={device}"
     )
     assert plan.environment["OMP_NUM_THREADS"] == "12"
-    assert plan_for("cpu", 8, node=Node(2, 1)).environment["OMP_NUM_THREADS"] == "1"
-    assert (
-        "OMP_NUM_THREADS"
-        not in plan_for("cpu", 2, environment={"OMP_NUM_THREADS": "3"}).environment
-    )
+    assert plan.environment.get("PJRT_DEVICE") == ("TPU" if device == "xla" else None)
+    assert plan_for(device, 8, node=SMALL).environment["OMP_NUM_THREADS"] == "1"
+    own = {"OMP_NUM_THREADS": "3", "PJRT_DEVICE": "CPU"}
+    assert not own.keys() & plan_for(device, 4, environment=own).environment.keys()
 
 
-def test_torchrun_on_several_nodes() -> None:
-    plan = plan_for("cuda", 16, nodes=2, rdzv_endpoint="node0:29500")
-    assert (
-        "--nnodes=2 --rdzv-id=ssdctl --rdzv-backend=c10d --rdzv-endpoint=node0:29500"
-        in shlex.join(plan.argv)
-    )
-    assert "--nproc-per-node=8" in plan.argv
-    assert plan.num_ranks == 8
-    assert plan.missing is None
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rdzv_endpoint": "n:1"}, {"--rdzv-backend=c10d", "--rdzv-endpoint=n:1"}),
+        # torchrun would publish the address of the machine's own name.
+        ({"rdzv_endpoint": "n:1", "local_address": "10.0.0.7"}, {"--local-addr=10.0.0.7"}),
+        (TWO_HOSTS, {"--rdzv-endpoint=a:29400"}),
+        (
+            {"hostfile": "hosts", "hosts": ("fd00::1", "fd00::2")},
+            {"--rdzv-endpoint=[fd00::1]:29400"},
+        ),
+        ({"environment": {"MASTER_ADDR": "c", "MASTER_PORT": "47"}}, {"--rdzv-endpoint=c:47"}),
+        # So rank 0 is in pod 0; torchrun's own order is that of addresses.
+        (
+            {"environment": {"JOB_COMPLETION_INDEX": "1"}, "rdzv_endpoint": "a-0.a:29400"},
+            {"--rdzv-backend=static", "--node-rank=1", "--master-addr=a-0.a"},
+        ),
+        (
+            {
+                "environment": {
+                    "PET_NODE_RANK": "0",
+                    "PET_MASTER_ADDR": "p",
+                    "PET_MASTER_PORT": "29",
+                }
+            },
+            {"--rdzv-backend=static", "--node-rank=0", "--master-addr=p", "--master-port=29"},
+        ),
+    ],
+)
+def test_torchrun_on_several_nodes(settings: dict[str, Any], words: set[str]) -> None:
+    plan = plan_for("cuda", 16, **{"nodes": 2, **settings})
+    assert {"--nnodes=2", "--rdzv-id=ssdctl", "--nproc-per-node=8", *words} <= set(plan.argv)
+    assert (plan.num_ranks, plan.missing) == (8, None)
+    assert any("local-addr" in word for word in plan.argv) == ("local_address" in settings)
 
 
 @pytest.mark.parametrize(("version", "order"), [(4, "core"), (5, "slot"), (None, "slot")])
@@ -177,96 +164,46 @@ def test_ranks_by_core_only_with_open_mpi_4(version: int | None, order: str) -> 
     assert "--rank-by slot" in plan_for("hpu", 8, open_mpi=version).to_line()
 
 
-@pytest.mark.parametrize(
-    ("variables", "rank", "address"),
-    [
-        ({"JOB_COMPLETION_INDEX": "1"}, "1", "mine-0.mine"),
-        (
-            {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "29500"},
-            "0",
-            "pod-0",
-        ),
-    ],
-)
-def test_nodes_of_torchrun_in_pods_are_ranked_as_their_pods(
-    variables: dict[str, str], rank: str, address: str
-) -> None:
-    """So rank 0 is in pod 0; torchrun's own order is that of addresses."""
-    endpoint = {} if "PET_MASTER_ADDR" in variables else {"rdzv_endpoint": "mine-0.mine:29400"}
-    argv = plan_for("cuda", 16, nodes=2, environment=variables, **endpoint).argv
-    assert {f"--node-rank={rank}", f"--master-addr={address}"} <= set(argv)
-    assert "--rdzv-backend=static" in argv
-
-
-def test_a_plan_without_a_local_mpirun_names_the_host_to_start_it_on() -> None:
-    settings: dict[str, Any] = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
-    settings["cores_per_node"] = 48
-    (warning,) = plan_for("hpu", 16, open_mpi=None, **settings).warnings
-    assert "start this on a" in warning
-    assert plan_for("hpu", 16, open_mpi=5, **settings).warnings == ()
-
-
-def test_the_address_that_leads_to_the_first_node_is_given_to_torchrun() -> None:
-    plan = plan_for("cuda", 16, nodes=2, rdzv_endpoint="node0:29500", local_address="10.0.0.7")
-    assert "--local-addr=10.0.0.7" in plan.argv
-    plan = plan_for("cuda", 16, nodes=2, rdzv_endpoint="node0:29500")
-    assert not any(word.startswith("--local-addr") for word in plan.argv)
+NUMA = {"node": Node(48, 2, has_numactl=True), "torch_version": (2, 9)}
 
 
 @pytest.mark.parametrize(
-    ("device", "node", "torch_version", "settings", "is_bound"),
+    ("device", "settings", "is_bound"),
     [
-        ("cuda", Node(48, 2, has_numactl=True), (2, 9), {}, True),
-        ("cuda", Node(48, 2, has_numactl=True), (2, 8), {}, False),  # no such option
-        ("cuda", Node(48, 2), (2, 9), {}, False),  # torchrun needs numactl
-        ("cuda", Node(48, 1, has_numactl=True), (2, 9), {}, False),
-        ("cuda", Node(48, 2, has_numactl=True), (2, 9), {"bind_to": "none"}, False),
-        ("cpu", Node(48, 2, has_numactl=True), (2, 9), {}, False),
+        ("cuda", {}, True),
+        ("cuda", {"torch_version": (2, 8)}, False),  # no such option
+        ("cuda", {"node": Node(48, 2)}, False),  # torchrun needs numactl
+        ("cuda", {"node": Node(48, 1, has_numactl=True)}, False),
+        ("cuda", {"bind_to": "none"}, False),
+        ("cpu", {}, False),
     ],
 )
 def test_ranks_are_bound_next_to_their_gpu(
-    device: str,
-    node: Node,
-    torch_version: tuple[int, int],
-    settings: dict[str, Any],
-    is_bound: bool,
+    device: str, settings: dict[str, Any], is_bound: bool
 ) -> None:
-    plan = plan_for(device, 4, node=node, torch_version=torch_version, **settings)
-    assert ("--numa-binding=node" in plan.argv) == is_bound
+    assert ("--numa-binding=node" in plan_for(device, 4, **{**NUMA, **settings}).argv) == is_bound
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_warned"),
+    ("settings", "warnings"),
     [
-        ({"is_planned": True}, True),
-        ({"open_mpi": None}, True),
-        ({"hosts": ("a", "b"), "hostfile": "hosts", "nodes": 2}, True),
-        ({"hosts": ("a", "b"), "hostfile": "hosts", "nodes": 2, "own_names": ("a",)}, False),
-        ({}, False),
-        ({"is_planned": True, "cores_per_node": 48}, False),
-        ({"is_planned": True, "bind_to": "none"}, False),
+        ({"is_planned": True}, ["--cores-per-node"]),
+        ({"open_mpi": None}, ["--cores-per-node"]),
+        (TWO_HOSTS, ["--cores-per-node"]),
+        ({**TWO_HOSTS, "own_names": ("a",)}, []),
+        ({}, []),
+        ({"is_planned": True, "cores_per_node": 48}, []),
+        ({"is_planned": True, "bind_to": "none"}, []),
+        # Without a local mpirun: the host to start it on.
+        ({**TWO_HOSTS, "open_mpi": None, "cores_per_node": 48}, ["start this on a"]),
+        ({**TWO_HOSTS, "open_mpi": 5, "cores_per_node": 48}, []),
     ],
 )
-def test_the_cores_of_other_machines_are_requested(
-    settings: dict[str, Any], is_warned: bool
+def test_what_is_assumed_about_other_machines(
+    settings: dict[str, Any], warnings: list[str]
 ) -> None:
-    warnings = plan_for("hpu", 16, **settings).warnings
-    assert any("--cores-per-node" in warning for warning in warnings) == is_warned
-
-
-def test_tpus_are_started_by_torchrun() -> None:
-    """Each takes its chip by torchrun's variables (ssdctl/device/xla.py)."""
-    plan = plan_for("xla", 4, "train", "--device=xla")
-    assert shlex.join(plan.argv) == (
-        "python -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4 "
-        "-m ssdctl train --device=xla"
-    )
-    assert plan.environment["PJRT_DEVICE"] == "TPU"
-    assert "PJRT_DEVICE" not in plan_for("xla", 4, environment={"PJRT_DEVICE": "CPU"}).environment
-
-
-TPU_V3 = Node(cores=48, sockets=2, tpus=4, has_two_core_tpus=True)
-TPU_V4 = Node(cores=48, sockets=2, tpus=4)
+    found = plan_for("hpu", 16, **settings).warnings
+    assert [word in text for word, text in zip(warnings, found, strict=True)] == [True] * len(found)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +237,6 @@ def test_chips_of_a_process(
         (8, TPU_V3, 1, "1 or 2 or 4"),
         (8, TPU_V3, 2, "--nodes"),
         (2, TPU_V4, 1, "1 or 4"),
-        (8, TPU_V4, 1, "1 or 4"),
         (2, TPU_V4, 2, "8"),
     ],
 )
@@ -326,44 +262,26 @@ def test_the_pci_bus_lists_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_node().has_two_core_tpus
 
 
-def test_torchruns_rendezvous_is_on_the_first_host() -> None:
-    plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("node-a", "node-b"))
-    assert "--rdzv-endpoint=node-a:29400" in plan.argv
-    assert plan.missing is None
-    plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("fd00::1", "fd00::2"))
-    assert "--rdzv-endpoint=[fd00::1]:29400" in plan.argv
-    allocated = {"MASTER_ADDR": "node-c", "MASTER_PORT": "4711"}
-    plan = plan_for("cuda", 16, nodes=2, environment=allocated)
-    assert "--rdzv-endpoint=node-c:4711" in plan.argv
-    assert plan_for("hpu", 16, nodes=2, environment=allocated).missing is None
-
-
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
 def test_a_host_that_is_still_missing(device: str) -> None:
-    missing = plan_for(device, 16, nodes=2).missing
-    assert missing is not None
-    assert "several nodes" in missing
+    assert plan_for(device, 16, nodes=2).missing is not None
+    assert plan_for(device, 16, nodes=2, environment={"MASTER_ADDR": "a"}).missing is None
 
 
 @pytest.mark.parametrize(
     ("device", "count", "settings", "words"),
     [
-        ("hpu", 9, {"nodes": 2}, "do not divide"),
+        ("hpu", 9, {"nodes": 2}, "--nodes 2"),
         ("hpu", 8, {"devices_per_node": 4}, "--devices-per-node"),
-        ("xla", 8, {"launcher": "mpirun"}, "torchrun's variables"),
+        ("xla", 8, {"launcher": "mpirun"}, "--launcher mpirun"),
         ("xla", 8, {"launcher": "slurm"}, "TPUs"),
-        ("cuda", 8, {"launcher": "kubernetes"}, "kubernetes.image"),
-        (
-            "hpu",
-            8,
-            {"export_env": ("A;B",)},
-            "not the name of a variable",
-        ),
-        ("cuda", 8, {"rdzv_endpoint": "a:1"}, "several nodes"),
-        ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "HOST:PORT"),
-        ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "a;b:1"}, "HOST:PORT"),
-        ("hpu", 8, {"rdzv_endpoint": "a:1"}, "torchrun's"),
-        ("hpu", 8, {"nodes": 2, "hostfile": "hosts"}, "names 0 host"),
+        ("cuda", 8, {"launcher": "kubernetes", "table": kubernetes.Settings()}, "kubernetes.image"),
+        ("hpu", 8, {"export_env": ("A;B",)}, "--export-env 'A;B'"),
+        ("cuda", 8, {"rdzv_endpoint": "a:1"}, "--nodes"),
+        ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "'-a:1'"),
+        ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "a;b:1"}, "'a;b:1'"),
+        ("hpu", 8, {"rdzv_endpoint": "a:1"}, "--rdzv-endpoint"),
+        ("hpu", 8, {"nodes": 2, "hostfile": "hosts"}, "--nodes 2"),
         ("hpu", 8, {"nodes": 2, "environment": {"MASTER_ADDR": "-a"}}, "MASTER_ADDR '-a'"),
         ("hpu", 8, {"nodes": 2, "environment": {"MASTER_PORT": "1;2"}}, "MASTER_PORT '1;2'"),
     ],
@@ -375,29 +293,21 @@ def test_what_does_not_fit_is_refused(
         plan_for(device, count, **settings)
 
 
-@pytest.mark.parametrize("argument", ["a\0b", "\udcff"])
-def test_arguments_that_no_command_line_can_contain(argument: str) -> None:
-    with pytest.raises(UsageError, match="UTF-8"):
-        plan_for("cpu", 2, "train", argument)
-
-
-def test_mpiruns_own_separator_is_refused() -> None:
-    with pytest.raises(UsageError, match="':'"):
-        plan_for("hpu", 8, "predict", "ckpt.pt", ":", "rm")
+@pytest.mark.parametrize(("device", "argument"), [("cpu", "a\0b"), ("cpu", "\udcff"), ("hpu", ":")])
+def test_arguments_that_a_launcher_cannot_pass_on(device: str, argument: str) -> None:
+    """A single colon separates the programs of mpirun."""
+    with pytest.raises(UsageError):
+        plan_for(device, 2, "predict", "ckpt.pt", argument, "rm")
 
 
 @given(ARGUMENTS)
-def test_arguments_survive_the_printed_line(arguments: list[str]) -> None:
+def test_arguments_survive_the_printed_line_and_torchruns_template(arguments: list[str]) -> None:
     plan = plan_for("hpu", 8, "train", *("a" + argument for argument in arguments))
     assert tuple(shlex.split(plan.to_line())) == plan.argv
     variables = {f"V{number}": argument for number, argument in enumerate(arguments)}
     assigned = [f"{name}={value}" for name, value in variables.items()]
     plan = dataclasses.replace(plan, environment=variables)
     assert shlex.split(plan.to_line()) == [*assigned, *plan.argv]
-
-
-@given(ARGUMENTS)
-def test_arguments_survive_torchruns_template(arguments: list[str]) -> None:
     argv = plan_for("cpu", 2, "train", *arguments).argv
     passed = [Template(a).safe_substitute(local_rank="0") for a in argv]
     assert passed[passed.index("train") + 1 :] == arguments
@@ -410,13 +320,9 @@ def test_the_script_runs_what_was_planned(tmp_path: Path) -> None:
     plan = dataclasses.replace(plan, environment={"A": "$(touch x); b"})
     script = tmp_path / "launch.sh"
     script.write_text(plan.to_script())
-    done = subprocess.run(
-        ["/bin/bash", script],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    )
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    argv = ["/bin/bash", script]
+    done = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, check=True)
     assert tuple(done.stdout.decode().split("\0")[:-1]) == ("$(touch x); b", *plan.argv[1:])
     assert not (tmp_path / "x").exists()
 
@@ -425,12 +331,10 @@ def test_host_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# two\nnode-0 slots=8\n\n10.0.0.2 slots=8 # comment\nnode-0\nfd00::1\n")
     assert read_hosts(path) == ("node-0", "10.0.0.2", "fd00::1")
-    path.write_text("")
-    with pytest.raises(UsageError, match="contains no host"):
-        read_hosts(path)
+    (tmp_path / "empty").touch()
     os.mkfifo(tmp_path / "pipe")
-    for name in ("absent", "pipe"):
-        with pytest.raises(UsageError, match="cannot be read"):
+    for name in ("empty", "absent", "pipe"):
+        with pytest.raises(UsageError, match=name):
             read_hosts(tmp_path / name)
 
 
@@ -447,6 +351,7 @@ def test_lines_of_a_host_file_that_are_refused(tmp_path: Path, line: str) -> Non
 
 
 def test_hyper_threads_and_forbidden_cpus_do_not_count(tmp_path: Path) -> None:
+    assert read_node(tmp_path, range(3)) == Node(cores=3, sockets=1, has_topology=False)
     for cpu in range(8):  # 2 sockets x 2 cores x 2 threads
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
@@ -454,10 +359,3 @@ def test_hyper_threads_and_forbidden_cpus_do_not_count(tmp_path: Path) -> None:
         (topology / "core_id").write_text(f"{cpu % 2}\n")
     assert read_node(tmp_path, range(8)) == Node(cores=4, sockets=2)
     assert read_node(tmp_path, [0, 1, 4]) == Node(cores=2, sockets=1)
-
-
-def test_a_machine_without_topology(tmp_path: Path) -> None:
-    node = read_node(tmp_path, range(3))
-    assert node == Node(cores=3, sockets=1, has_topology=False)
-    argv = plan_for("hpu", 2, node=node).argv
-    assert argv[argv.index("--map-by") + 1] == "slot:OVERSUBSCRIBE"

@@ -1,13 +1,10 @@
-"""Real processes: exit codes, forwarded signals, no remaining process.
-
-The launchers are small fakes if torchrun's seconds of imports would add nothing; torchrun
-and mpirun themselves run where what they do is what matters.
-"""
+"""The exit code of a job, and the ranks that failed first, from what the ranks recorded."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,25 +53,19 @@ def test_a_port_in_use_is_not_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exits", "num_ranks", "lost", "ranks", "words"),
+    ("arguments", "ranks", "words"),
     [
-        ({1: 8, 0: 3}, 2, None, [0], "exit code 3"),
-        ({1: 8, 0: 3}, 2, 1, [0], "exit code 3"),
-        ({0: 8, 2: 8}, 3, None, [1], "died or hung"),
-        ({}, 3, 2, [2], "died or hung"),
-        ({0: 8}, None, None, [0], "the first to report"),
-        ({}, 2, None, None, ""),
-        ({0: 0, 1: 0}, 2, None, None, ""),
+        (({1: 8, 0: 3}, 2, None), [0], "exit code 3"),
+        (({1: 8, 0: 3}, 2, 1), [0], "exit code 3"),
+        (({0: 8, 2: 8}, 3, None), [1], "died or hung"),
+        (({}, 3, 2), [2], "died or hung"),
+        (({0: 8}, None, None), [0], "the first to report"),
+        (({}, 2, None), None, ""),
+        (({0: 0, 1: 0}, 2, None), None, ""),
     ],
 )
-def test_the_rank_that_failed(
-    exits: dict[int, int],
-    num_ranks: int | None,
-    lost: int | None,
-    ranks: list[int] | None,
-    words: str,
-) -> None:
-    failure = first_failure(exits, num_ranks, lost)
+def test_the_rank_that_failed(arguments: Any, ranks: list[int] | None, words: str) -> None:
+    failure = first_failure(*arguments)
     assert (failure and failure[0]) == ranks
     assert failure is None or words in failure[1]
 

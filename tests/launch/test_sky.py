@@ -23,18 +23,10 @@ def test_a_task_runs_torchrun_on_every_node(
     assert task["num_nodes"] == nodes
     (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python3").chmod(0o755)
-    done = subprocess.run(
-        ["/bin/bash", "-c", task["run"]],
-        env={
-            "PATH": f"{tmp_path}:/usr/bin:/bin",
-            "SKYPILOT_NODE_RANK": "1",
-            "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6",
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    argv = done.stdout.splitlines()
+    variables = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
+    variables["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    argv = ["/bin/bash", "-c", task["run"]]
+    argv = subprocess.check_output(argv, env=variables, text=True).splitlines()
     assert {"--nproc-per-node=8", "--data=/data/a b$c", "--device=cuda"} <= set(argv)
     static = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5"}
     assert (static <= set(argv)) == (nodes == 2)

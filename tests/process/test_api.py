@@ -8,21 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 
 import ssdctl
 from ssdctl.data.shapes import generate
 from ssdctl.errors import UsageError
-
-Cli = Callable[..., Result]
-
 
 TINY: dict[str, Any] = {
     "backbone": "tiny", "backbone_weights": "none", "batch_size": 2, "warmup": "1st",
@@ -52,12 +48,12 @@ def test_export_writes_what_load_reads(tiny_run: Path, shapes: Path, cli: Cli) -
     image = shapes / "val2017/000000000001.jpg"
     options: dict[str, Any] = {"device": "cpu", "score": 0.02}
     expected = ssdctl.load(tiny_run, **options).predict(image)
-    assert ssdctl.load("ssd.safetensors", **options).predict(image) == expected
     evaluation = ssdctl.evaluate("ssd.safetensors", shapes, device="cpu", limit=1, progress=False)
     assert evaluation.about.step == 3
     own = cli("export", tiny_run, "--format", "safetensors", "--out", "own.safetensors", "--json")
     assert json.loads(own.out) == {**result, "file": "own.safetensors"}
-    assert ssdctl.load("own.safetensors", **options).predict(image) == expected
+    for file in ("ssd.safetensors", "own.safetensors"):
+        assert ssdctl.load(file, **options).predict(image) == expected
 
 
 def test_train_and_evaluate(
@@ -81,10 +77,8 @@ def test_train_and_evaluate(
     assert "data:image/png" in shown
     assert "AP50" in shown
     assert run.plot().size[0] > run.plot().size[1]
-    assert (repr(ssdctl.Run("none")), "none" in ssdctl.Run("none")._repr_html_()) == (
-        "Run(none)",
-        True,
-    )
+    assert repr(ssdctl.Run("none")) == "Run(none)"
+    assert "none" in ssdctl.Run("none")._repr_html_()
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
     assert run.figures is not None
     assert evaluation.figures["AP"] == pytest.approx(run.figures["AP"], abs=1e-4)
@@ -121,7 +115,7 @@ def test_training_with_a_config_keeps_presets_and_rules(shapes: Path) -> None:
     config = ssdctl.configure(train=tiny, model=small)
     run = ssdctl.train(shapes, config=config, out="rule", progress=False)
     assert run.config.train.optimizer == "adamw"  # by the rule for few images
-    assert "--steps" in (run.path / "config.toml").read_text()
+    assert re.search(r"^steps = 1 .*train\.steps", (run.path / "config.toml").read_text(), re.M)
 
 
 def test_evaluating_with_a_config_uses_its_dataset(checkpoint: Path, tmp_path: Path) -> None:
@@ -155,19 +149,9 @@ def test_a_stepped_run_is_the_run_of_the_command(shapes: Path, cli: Cli) -> None
     """Bit by bit: a config file, keywords, a loop that is left and entered again, the command."""
     Path("settings.toml").write_text("[train]\naugment = 'ssd'\nema = 0.9\nlog_every = 1\n")
     options = [w for name, v in TINY.items() if name not in ("progress", "precision") for w in
-               (f"--{ {'batch_size': 'bs'}.get(name, name.replace('_', '-')) }", v)]  # fmt: skip
-    command = (
-        "train",
-        "--config",
-        "settings.toml",
-        "--data",
-        shapes,
-        "--steps",
-        4,
-        "--fp32",
-        *options,
-    )
-    assert cli(*command, "--out", "command").code == 0
+               (f"--{name.replace('_', '-')}", v)]  # fmt: skip
+    command = ("train", "--config", "settings.toml", "--data", shapes, "--steps", 4, "--fp32")
+    assert cli(*command, *options, "--out", "command").code == 0
     common = {**TINY, "steps": 4, "config": "settings.toml"}
     ssdctl.train(shapes, out="function", **common)
     trainer = ssdctl.Trainer(shapes, out="stepped", **common)
@@ -238,12 +222,11 @@ def test_two_ranks(shapes: Path, tmp_path: Path) -> None:
     assert evaluation.figures == pytest.approx(first[0], abs=1e-9)
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def test_networks_of_checkpoints(checkpoint: Path, tiny_run: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)["model"]
-    hub = torch.hub.load(str(ROOT), "ssd300", source="local", checkpoint=str(checkpoint))
+    hub = torch.hub.load(
+        str(Path(__file__).parents[2]), "ssd300", source="local", checkpoint=str(checkpoint)
+    )
     for network in (ssdctl.SSD300.from_checkpoint(checkpoint), hub):
         assert isinstance(network, ssdctl.SSD300)
         assert not network.training

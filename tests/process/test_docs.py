@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Result
+from conftest import Cli
 from pages import ROOT, blocks, every_page, whole_commands, words_of
 
 
 @every_page
-def test_launches_can_be_planned(page: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
+def test_launches_can_be_planned(page: Path, tmp_path: Path, cli: Cli) -> None:
     """For real, but for Kubernetes, where the reader's own settings are missing."""
     (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
     for text in whole_commands(page):
@@ -23,7 +22,7 @@ def test_launches_can_be_planned(page: Path, tmp_path: Path, cli: Callable[..., 
             assert "ssdctl" in result.out
 
 
-def run_page(page: Path, folder: Path, cli: Callable[..., Result]) -> None:
+def run_page(page: Path, folder: Path, cli: Cli) -> None:
     """Run and write the marked blocks of a page, in order."""
     marked = [block for block in blocks(page) if block.mark]
     assert marked
@@ -46,7 +45,7 @@ def run_page(page: Path, folder: Path, cli: Callable[..., Result]) -> None:
 
 
 @pytest.mark.slow(in_ci=True)
-def test_quick_start(tmp_path: Path, cli: Callable[..., Result]) -> None:
+def test_quick_start(tmp_path: Path, cli: Cli) -> None:
     run_page(ROOT / "docs" / "quickstart.md", tmp_path, cli)
     assert (tmp_path / "runs/shapes/report.html").is_file()
     assert (tmp_path / "shapes.safetensors").is_file()
@@ -54,7 +53,7 @@ def test_quick_start(tmp_path: Path, cli: Callable[..., Result]) -> None:
 
 
 @pytest.mark.slow(in_ci=True)
-def test_custom_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
+def test_custom_dataset(tmp_path: Path, cli: Cli) -> None:
     run_page(ROOT / "docs" / "custom-dataset.md", tmp_path, cli)
     assert (tmp_path / "boxes.png").is_file()
     assert (tmp_path / "runs/parts/report.html").is_file()
@@ -62,13 +61,13 @@ def test_custom_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
 
 
 @pytest.mark.slow
-def test_python(tmp_path: Path, cli: Callable[..., Result]) -> None:
+def test_python(tmp_path: Path, cli: Cli) -> None:
     run_page(ROOT / "docs" / "python.md", tmp_path, cli)
     assert (tmp_path / "run/report.html").is_file()
     assert (tmp_path / "drawn.png").is_file()
 
 
-def test_pytorch(tmp_path: Path, cli: Callable[..., Result]) -> None:
+def test_pytorch(tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("accelerate")
     run_page(ROOT / "docs" / "pytorch.md", tmp_path, cli)
 

@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli, Result
 
 from ssdctl import files
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.runs.layout import RunDir
 
-Cli = Callable[..., Result]
 WRITES = os.O_EXCL | os.O_APPEND | os.O_TRUNC  # else it is a lock file, which stays empty
 SIZES_KB = (16, 64, 256, 1024, 2048, 4096)
 

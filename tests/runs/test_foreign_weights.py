@@ -30,6 +30,14 @@ def test_a_checkpoint_of_tensorflow(tmp_path: Path, name: str) -> None:
     assert "TensorFlow" not in str(other.value)
 
 
+def test_a_run_means_its_best_checkpoint_or_else_its_last(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("last.pt", "best.pt"):
+        path = tmp_path / "checkpoints" / name
+        path.touch()
+        assert resolve_source(tmp_path) == path
+
+
 def test_a_backbone_without_the_hash_of_its_name(cli: Callable[..., Any], tmp_path: Path) -> None:
     content = b"weights"
     digits = hashlib.sha256(content).hexdigest()[:8]

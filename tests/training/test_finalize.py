@@ -1,11 +1,18 @@
-"""A run is settled once: what the user left open follows from device, data and checkpoint."""
+"""A run is settled once: what the user left open follows from device, data and checkpoint.
+
+So do the rules for few images and for fine-tuning.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import get_type_hints
 
 import msgspec
 import pytest
+from conftest import Result
 
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES
@@ -13,14 +20,24 @@ from ssdctl.config.resolve import Override, Resolved, Settled, resolve
 from ssdctl.config.sources import Kind, of_call
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
-from ssdctl.training.run import Network, finalize
+from ssdctl.training.run import Network, adapt_to_data, finalize
+from ssdctl.training.schedule import TrainSchedule
 
+Cli = Callable[..., Result]
 FEW, MANY = 100, 117_266
 
 
 def settings(**values: object) -> Resolved:
     overrides = [Override(key.replace("__", "."), v, of_call("--x")) for key, v in values.items()]
     return resolve(overrides=overrides, environment={}, default_file=False)
+
+
+def train_settings(**values: object) -> Resolved:
+    return settings(**{f"train__{key}": value for key, value in values.items()})
+
+
+def plan_of(resolved: Resolved, images: int, world_size: int = 1) -> TrainSchedule:
+    return finalize(resolved, None, Ranks(0, world_size, 0), images).plan
 
 
 def test_the_rule_for_few_images_uses_the_measured_batch() -> None:
@@ -88,3 +105,103 @@ def test_limits_and_ranks_are_part_of_the_plan() -> None:
     run = finalize(settings(train__overfit=3, train__limit_train=5), None, Ranks(0, 2, 0), FEW)
     assert run.plan.images == 3
     assert run.plan.global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("images", "total", "warmup"),
+    [(9, 1000, 50), (100, 1000, 50), (300, 1012, 50), (2000, 5000, 250)],
+)
+def test_few_images_get_enough_steps(images: int, total: int, warmup: int) -> None:
+    plan = plan_of(train_settings(), images)
+    assert (plan.total_steps, plan.warmup_steps) == (total, warmup)
+    assert plan.global_batch_size == 8
+    assert plan.peak_lr == pytest.approx(1.4e-3)
+    assert plan.lr(total) < 0.02 * plan.peak_lr  # the cosine ends with the run
+
+
+@pytest.mark.parametrize("images", [9, 100, 300])
+def test_fine_tuning_is_shorter_at_a_lower_rate(images: int) -> None:
+    new, tuned = plan_of(train_settings(), images), plan_of(train_settings(init="x.pt"), images)
+    assert tuned.total_steps == 375
+    assert tuned.peak_lr < 0.8 * new.peak_lr
+
+
+@pytest.mark.parametrize(("world_size", "is_frozen"), [(1, False), (2, True)])
+def test_small_batches_keep_the_statistics_of_batch_norm(world_size: int, is_frozen: bool) -> None:
+    train = adapt_to_data(train_settings(init="x.pt"), 100, world_size)[0].config.train
+    assert train.freeze_norm == is_frozen
+
+
+@pytest.mark.parametrize("images", [5_000, 117_266])
+@pytest.mark.parametrize("init", [None, "x.pt"])
+def test_many_images_keep_the_recipe(images: int, init: str | None) -> None:
+    resolved = train_settings() if init is None else train_settings(init=init)
+    assert adapt_to_data(resolved, images, 1) == (resolved, None)
+    plan = plan_of(resolved, images)
+    assert plan.total_steps == 65 * images // 32
+    assert plan.warmup_steps == 5 * images // 32
+    assert plan.peak_lr == 2.5e-3
+
+
+@pytest.mark.parametrize("preset", ["stable-r34", "mlperf-r34", "nvidia-r50"])
+def test_a_named_preset_is_used_as_it_is(preset: str) -> None:
+    resolved = train_settings(preset=preset)
+    assert adapt_to_data(resolved, 100, 1) == (resolved, None)
+
+
+def test_values_of_the_user_win() -> None:
+    chosen = {"epochs": 3, "warmup": "2st", "batch_size": 5, "eval_every": "7st"}
+    adapted, rule = adapt_to_data(train_settings(**chosen), 100, 1)
+    assert {k: getattr(adapted.config.train, k) for k in chosen} == chosen
+    assert adapted.config.train.decay_epochs[-1] == 3
+    assert rule is not None
+    assert not any(f" {name} " in rule for name in chosen)
+    assert "adamw" in rule
+
+
+@pytest.mark.parametrize(
+    "choice", [{"lr": 1e-3}, {"optimizer": "sgd"}, {"weight_decay": 1e-4}, {"momentum": 0.8}]
+)
+def test_an_explicit_rate_keeps_the_optimizer_of_the_preset(choice: dict[str, object]) -> None:
+    train = adapt_to_data(train_settings(**choice), 100, 1)[0].config.train
+    preset = train_settings(**choice).config.train
+    for name in ("optimizer", "lr", "weight_decay", "momentum"):
+        assert getattr(train, name) == getattr(preset, name)
+
+
+def test_more_steps_than_the_rule_takes_extend_the_run() -> None:
+    plan = plan_of(train_settings(steps=3000), 100)
+    assert plan.total_steps == 3000
+    assert plan.decay_steps[-1] == 3000
+
+
+@pytest.mark.parametrize("steps", [1, 20, 61, 998])
+@pytest.mark.parametrize("images", [7, 100, 333])
+def test_fewer_steps_than_the_rule_takes_rescale_its_schedule(steps: int, images: int) -> None:
+    plan, full = plan_of(train_settings(steps=steps), images), plan_of(train_settings(), images)
+    assert plan.total_steps == plan.decay_steps[-1] == steps
+    assert plan.warmup_steps == max(steps // 20, 1)
+    assert plan.lr(steps) == pytest.approx(full.lr(full.total_steps))
+
+
+def test_the_global_batch_counts_ranks() -> None:
+    assert plan_of(train_settings(), 100, world_size=4).global_batch_size == 8
+    assert plan_of(train_settings(), 100, world_size=16).global_batch_size == 16
+
+
+@pytest.mark.parametrize("preset", [None, "mlperf-r34"])
+def test_a_warmup_of_a_preset_never_refuses_the_run(preset: str | None) -> None:
+    resolved = (
+        train_settings(steps=50) if preset is None else train_settings(steps=50, preset=preset)
+    )
+    assert plan_of(resolved, 117_266).warmup_steps == 5
+
+
+def test_the_plan_names_the_rule(cli: Cli, shapes: Path) -> None:
+    plan = json.loads(cli("train", "--data", shapes, "--dry-run", "--json").out)
+    assert "small-data rule" in plan["recipe"]
+    assert "adamw" in plan["recipe"]
+    named = cli("train", "--data", shapes, "--dry-run", "--json", "--preset", "stable-r34")
+    assert json.loads(named.out)["recipe"] == "preset stable-r34"
+    human = cli("train", "--data", shapes, "--dry-run").out
+    assert "small-data rule" in " ".join(human.split())

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import Result
 
 from ssdctl.runs.display import describe
 from ssdctl.training.evaluator import EarlyStopping
+from ssdctl.training.memory import USED_SHARE, MemoryEstimate
 from ssdctl.training.state import EMA
 from ssdctl.training.throughput import ThroughputMeter
 
-Cli = Callable[..., Result]
 
-
-def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_ends_at_the_target() -> None:
     best = EarlyStopping(None, 0.5, None)
     assert best.update(0.3)
     assert best.reason_to_end() is None
@@ -29,13 +24,10 @@ def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
 def test_an_evaluation_without_objects_has_no_ap() -> None:
     best = EarlyStopping(-1.0, 0.5, 1)
     assert not best.update(-1.0)
-    assert not best.update(-1.0)
     assert best.ap is None
     assert best.reason_to_end() is None
     figures = {"AP": -1.0, "AP50": -1.0, "AP75": -1.0, "loss": -1.0}
-    line = describe({"kind": "eval", "step": 3, "epoch": 0.75, **figures})
-    assert "no AP" in line
-    assert "-1" not in line
+    assert "-1" not in describe({"kind": "eval", "step": 3, "epoch": 0.75, **figures})
 
 
 def test_average_keeps_the_share_of_its_decay() -> None:
@@ -81,3 +73,10 @@ def test_throughput_reports_once_that_training_is_input_bound(
     assert results == [False] * 4 + [True] + [False] * 3
     assert pace.images_per_second == pytest.approx(8)
     assert pace.data_wait == pytest.approx(0.5)
+
+
+def test_a_batch_that_fits_is_a_multiple_of_eight() -> None:
+    need = MemoryEstimate(fixed=50, per_image=100)
+    images = (0, 1, 7, 8, 9, 15, 16, 17)
+    fits = [need.fits(int((100 * n + 60) / USED_SHARE)) for n in images]
+    assert fits == [0, 1, 7, 8, 8, 8, 16, 16]

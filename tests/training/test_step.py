@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_network import batch, config
-from torch import nn
+from tiny_network import batch, config, everything
 
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import Ranks
@@ -13,7 +12,7 @@ from ssdctl.errors import NonFiniteError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.failures import MAX_CONSECUTIVE, MAX_ROLLBACKS, BadStep, NonFiniteGuard
-from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.optimizer import build_optimizer, clip_factor
 from ssdctl.training.step import TrainStep, build_step
 
 SINGLE_PROCESS = Ranks(0, 1, 0)
@@ -28,12 +27,6 @@ def build_training(**changes: object) -> tuple[SSD300, torch.optim.Optimizer, Tr
     return model, step.optimizer, step
 
 
-def freeze_batch_norm(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval()
-
-
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
 @pytest.mark.parametrize("clip", [0.0, 10.0])
 def test_a_bad_step_changes_nothing_and_training_continues(
@@ -41,21 +34,11 @@ def test_a_bad_step_changes_nothing_and_training_continues(
 ) -> None:
     model, optimizer, step = build_training(optimizer=optimizer_name, clip_grad=clip)
     step([batch(1)], 1e-3)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    momenta = [
-        v.clone()
-        for s in optimizer.state.values()
-        for v in s.values()
-        if isinstance(v, torch.Tensor)
-    ]
+    before = {name: tensor.clone() for name, tensor in everything(model, optimizer).items()}
     bad = step([batch(1, jitter=float("inf"))], 1e-3)
     assert bad.read(SINGLE_PROCESS)["is_bad"] == 1
-    for name, tensor in model.state_dict().items():  # batch norm's statistics too
-        if name.endswith("num_batches_tracked"):
-            continue
+    for name, tensor in everything(model, optimizer).items():  # batch norm's statistics too
         assert torch.equal(tensor, before[name]), name
-    after = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    assert all(torch.equal(a, b) for a, b in zip(after, momenta, strict=True))
     good = step([batch(1, seed=2)], 1e-3)
     assert good.read(SINGLE_PROCESS)["is_bad"] == 0
     assert not torch.equal(model.box_heads[0].weight, before["box_heads.0.weight"])
@@ -68,7 +51,7 @@ def test_accumulation_equals_the_larger_batch() -> None:
     ends = []
     for batches in ([full_batch], halves):
         model, _, step = build_training(clip_grad=0)
-        freeze_batch_norm(model)
+        model.freeze_norm()
         step(batches, 1e-2)
         ends.append(model.state_dict())
     for name, tensor in ends[0].items():
@@ -123,21 +106,18 @@ def test_guard_names_bad_steps_once() -> None:
     assert flags(guard, False, True, True, False) == [2, 3]
     assert guard.check() == []
     assert not guard.should_roll_back([BadStep(2, [20])], "folder")
+    with pytest.raises(NonFiniteError, match="step 4"):  # the policy `stop`: at the first one
+        NonFiniteGuard("stop").should_roll_back([BadStep(4, [1])], "folder")
 
 
 def test_guard_raises_only_after_many_consecutive_bad_steps() -> None:
     guard = NonFiniteGuard("skip")
     flags(guard, *[True, False] * MAX_CONSECUTIVE)
     guard.should_roll_back([BadStep(1, [1])], "folder")
-    flags(guard, *[True] * (MAX_CONSECUTIVE // 2))
-    flags(guard, *[True] * (MAX_CONSECUTIVE // 2))
+    for _ in range(2):
+        flags(guard, *[True] * (MAX_CONSECUTIVE // 2))
     with pytest.raises(NonFiniteError, match="folder"):
         guard.should_roll_back([BadStep(1, [1])], "folder")
-
-
-def test_guard_stops_at_the_first_bad_step_with_the_policy_stop() -> None:
-    with pytest.raises(NonFiniteError, match="step 4"):
-        NonFiniteGuard("stop").should_roll_back([BadStep(4, [1])], "folder")
 
 
 def test_guard_bounds_rollbacks() -> None:
@@ -146,6 +126,12 @@ def test_guard_bounds_rollbacks() -> None:
         assert guard.should_roll_back([BadStep(1, [1])], "folder")
     with pytest.raises(NonFiniteError):
         guard.should_roll_back([BadStep(1, [1])], "folder")
+
+
+def test_the_factor_of_clipping() -> None:
+    factors = clip_factor(torch.tensor([0.0, 2.0, 8.0, torch.nan]), 4.0).tolist()
+    assert factors == pytest.approx([1, 1, 0.5, 1], rel=1e-6)
+    assert clip_factor(torch.zeros(()), 1e-9) < 0.01  # the norm is never divided by alone
 
 
 def test_frozen_stem_keeps_its_weights_and_moves_its_statistics() -> None:
@@ -162,6 +148,16 @@ def test_frozen_stem_keeps_its_weights_and_moves_its_statistics() -> None:
     assert "backbone.bn1.running_mean" not in same
     assert "backbone.layer1.1.conv1.weight" not in same
     assert "backbone.layer1.0.conv2.weight" not in same
+
+
+def test_frozen_stages_neither_train_nor_use_the_statistics_of_the_batch() -> None:
+    model = SSD300("tiny", 4, "none").train()
+    model.freeze(2)
+    parameters = model.backbone.named_parameters()
+    frozen = {name.partition(".")[0] for name, p in parameters if not p.requires_grad}
+    assert frozen == {"conv1", "bn1", "layer1"}
+    assert not model.backbone.bn1.training
+    assert model.backbone.layer2.training
 
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])

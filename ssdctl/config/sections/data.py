@@ -50,22 +50,17 @@ class DownloadConfig(Section, frozen=True):
     mirror: Annotated[
         str | None, setting("Base URL instead of the official hosts", metavar="URL")
     ] = None
-    connections: Annotated[
-        Annotated[int, msgspec.Meta(ge=1, le=64)], setting("Connections per file", metavar="N")
-    ] = 8
+    connections: Annotated[int, setting("Connections per file", ge=1, le=64)] = 8
     timeout: Annotated[
-        Annotated[float, msgspec.Meta(ge=1)],
-        setting("Give up after S seconds below 1 KB/s", metavar="S"),
+        float, setting("Give up after S seconds below 1 KB/s", metavar="S", ge=1)
     ] = 30.0
     keep_archives: Annotated[bool, setting("Keep the zip files after unpacking")] = False
-    images: Annotated[
-        Count, setting("Number of training images", metavar="N", panel="Shapes dataset")
-    ] = 800
+    images: Annotated[Count, setting("Number of training images", panel="Shapes dataset")] = 800
     val_images: Annotated[
-        NonNegativeInt, setting("Number of validation images", metavar="N", panel="Shapes dataset")
+        NonNegativeInt, setting("Number of validation images", panel="Shapes dataset")
     ] = 100
     seed: Annotated[
-        NonNegativeInt, setting("Seed of the generated images", metavar="N", panel="Shapes dataset")
+        NonNegativeInt, setting("Seed of the generated images", panel="Shapes dataset")
     ] = 0
 
 
@@ -109,6 +104,4 @@ class PrepareConfig(Section, frozen=True):
     allow_dropped: Annotated[
         bool, setting("Continue even if more than 5% of images or boxes are dropped")
     ] = False
-    jobs: Annotated[
-        NonNegativeInt, setting("Threads that check images (0 = one per core)", metavar="N")
-    ] = 0
+    jobs: Annotated[NonNegativeInt, setting("Threads that check images (0 = one per core)")] = 0

@@ -54,7 +54,7 @@ class TrainConfig(Section, frozen=True):
     """One training run. Fields without a default belong to the recipe: the preset sets them."""
 
     # Recipe
-    epochs: Annotated[Count, setting("Length of the run in epochs", metavar="N", aliases=("-e",))]
+    epochs: Annotated[Count, setting("Length of the run in epochs", aliases=("-e",))]
     batch_size: Annotated[
         Count | Literal["auto"],
         setting(
@@ -67,9 +67,7 @@ class TrainConfig(Section, frozen=True):
     lr: Annotated[
         Positive,
         setting(
-            "Learning rate for a global batch of 32, scaled linearly",
-            metavar="X",
-            aliases=("--learning-rate",),
+            "Learning rate for a global batch of 32, scaled linearly", aliases=("--learning-rate",)
         ),
     ]
     warmup: Annotated[
@@ -79,19 +77,15 @@ class TrainConfig(Section, frozen=True):
         tuple[Positive, ...], setting("Epochs at which the learning rate decays", metavar="E,E")
     ]
     lr_decay: Annotated[Literal["step", "cosine"], setting("Decay by factors of 10, or cosine")]
-    momentum: Annotated[
-        Annotated[float, msgspec.Meta(ge=0, lt=1)],
-        setting("SGD momentum, or AdamW's beta1", metavar="X"),
-    ]
-    weight_decay: Annotated[NonNegative, setting("Weight decay", metavar="X", aliases=("--wd",))]
+    momentum: Annotated[float, setting("SGD momentum, or AdamW's beta1", ge=0, lt=1)]
+    weight_decay: Annotated[NonNegative, setting("Weight decay", aliases=("--wd",))]
     decay_bias: Annotated[bool, setting("Apply weight decay to convolution biases")]
     decay_norm: Annotated[bool, setting("Apply weight decay to batch norm parameters")]
     optimizer: Annotated[Literal["sgd", "adamw"], setting("Optimizer")]
     clip_grad: Annotated[NonNegative, setting("Clip the gradient norm (0 = off)", metavar="NORM")]
     freeze_stem: Annotated[bool, setting("Freeze conv1 and the first block's first convolution")]
     hue_degrees: Annotated[
-        Annotated[float, msgspec.Meta(ge=0, le=180)],
-        setting("Hue jitter of the augmentation, in degrees", metavar="DEG"),
+        float, setting("Hue jitter of the augmentation, in degrees", metavar="DEG", ge=0, le=180)
     ]
     precision: Annotated[
         Precision, _device("Precision (auto: the best that the device supports)", choice_flags=True)
@@ -107,9 +101,9 @@ class TrainConfig(Section, frozen=True):
             aliases=("--output-dir",),
         ),
     ] = None
-    steps: Annotated[
-        Count | None, _run("Stop after N optimizer steps [default: all epochs]", metavar="N")
-    ] = None
+    steps: Annotated[Count | None, _run("Stop after N optimizer steps [default: all epochs]")] = (
+        None
+    )
     init: Annotated[
         str | None,
         _run("Start from this checkpoint, detector, or hf://org/name", metavar="CKPT|NAME"),
@@ -120,20 +114,17 @@ class TrainConfig(Section, frozen=True):
     resume_changed: Annotated[bool, _run("Resume even if settings that affect results changed")] = (
         False
     )
-    seed: Annotated[
-        NonNegativeInt, _run("Seed of data order, augmentation and weights", metavar="N")
-    ] = 0
+    seed: Annotated[NonNegativeInt, _run("Seed of data order, augmentation and weights")] = 0
     accumulate: Annotated[
-        Count, _recipe("Batches per optimizer step; multiplies the global batch", metavar="N")
+        Count, _recipe("Batches per optimizer step; multiplies the global batch")
     ] = 1
     ema: Annotated[
-        Annotated[float, msgspec.Meta(ge=0, lt=1)],
-        _recipe("Keep an EMA of the weights and evaluate it (try 0.999)", metavar="DECAY"),
+        float,
+        _recipe(
+            "Keep an EMA of the weights and evaluate it (try 0.999)", metavar="DECAY", ge=0, lt=1
+        ),
     ] = 0.0
-    freeze: Annotated[
-        Annotated[int, msgspec.Meta(ge=0, le=4)],
-        _recipe("Freeze the backbone's first N stages (of 4)", metavar="N"),
-    ] = 0
+    freeze: Annotated[int, _recipe("Freeze the backbone's first N stages (of 4)", ge=0, le=4)] = 0
     freeze_norm: Annotated[
         bool, _recipe("Freeze batch norm statistics (fine-tuning with small batches)")
     ] = False
@@ -165,8 +156,7 @@ class TrainConfig(Section, frozen=True):
 
     # Input
     workers: Annotated[
-        NonNegativeInt,
-        _input("Decoder threads per rank (0 = auto)", metavar="N", aliases=("--num-workers",)),
+        NonNegativeInt, _input("Decoder threads per rank (0 = auto)", aliases=("--num-workers",))
     ] = 0
     pipeline: Annotated[
         Literal["native", "dali"], _input("Image decoder: built-in, or NVIDIA DALI")
@@ -180,12 +170,8 @@ class TrainConfig(Section, frozen=True):
             choices=tuple(AUGMENTATION_LISTS),
         ),
     ] = "ssd"
-    limit_train: Annotated[
-        Count | None, _input("Train only on the first N images", metavar="N")
-    ] = None
-    overfit: Annotated[
-        Count | None, _input("Train and evaluate on N images, to check", metavar="N")
-    ] = None
+    limit_train: Annotated[Count | None, _input("Train only on the first N images")] = None
+    overfit: Annotated[Count | None, _input("Train and evaluate on N images, to check")] = None
 
     # Evaluation, saving, logging
     eval_every: Annotated[
@@ -198,7 +184,7 @@ class TrainConfig(Section, frozen=True):
         tuple[Positive, ...], _evaluation("Also evaluate after these epochs", metavar="E,E")
     ] = ()
     patience: Annotated[
-        Count | None, _evaluation("Stop after N evaluations without a better AP", metavar="N")
+        Count | None, _evaluation("Stop after N evaluations without a better AP")
     ] = None
     target_ap: Annotated[
         Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
@@ -208,9 +194,9 @@ class TrainConfig(Section, frozen=True):
         IntervalOrTime,
         _saving("Save every N epochs, steps (500st) or minutes (10min)", metavar="DURATION"),
     ] = "1ep"
-    keep: Annotated[Count, _saving("Newest checkpoints to keep, besides the best", metavar="N")] = 2
+    keep: Annotated[Count, _saving("Newest checkpoints to keep, besides the best")] = 2
     log_every: Annotated[
-        Count, _saving("Log metrics every N steps", metavar="N", aliases=("--log-interval",))
+        Count, _saving("Log metrics every N steps", aliases=("--log-interval",))
     ] = 20
     tensorboard: Annotated[bool, _saving("Write TensorBoard events to RUN/tensorboard")] = False
     tracker: Annotated[

@@ -75,7 +75,6 @@ class View(NamedTuple):
 
 
 def whole(boxes: Boxes, sizes: NDArray[np.int32]) -> View:
-    """Return the view of whole images."""
     rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(sizes), 1))
     return View(rect, boxes, sizes, np.zeros(len(sizes), np.bool_))
 

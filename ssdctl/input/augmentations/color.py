@@ -17,5 +17,4 @@ def draw(keys: Keys, boxes: Boxes, sizes: NDArray[np.int32]) -> Floats:
 
 
 def apply(view: View, jitter: Floats) -> View:
-    """Return the views with the jitter that the device applies."""
     return view._replace(jitter=jitter.astype(np.float32))

@@ -23,7 +23,6 @@ def draw(keys: Keys, boxes: Boxes, sizes: NDArray[np.int32]) -> tuple[Floats, Fl
 
 
 def apply(view: View, canvases: tuple[Floats, Floats]) -> View:
-    """Return views of the canvases."""
     scale, offset = canvases
     ltrb, labels = view.boxes
     placed = (ltrb + np.tile(offset, 2)[:, None]) / np.tile(scale, 2)[:, None]

@@ -28,7 +28,7 @@ from ssdctl.runtime.threads import run_in_daemon_thread
 from ssdctl.training.trackers.base import TrackedRun, Tracker, find_trackers, metrics_of
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import Setup
+    from ssdctl.training.run import OpenedRun
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,7 @@ Call = Callable[[Tracker], None]
 
 
 class BackgroundTracker:
-    """Calls a tracker in a daemon thread.
-
-    Args:
-        max_waiting: Size of the queue; calls are dropped while it is full.
-    """
+    """Calls a tracker in a daemon thread; drops calls while `max_waiting` are in its queue."""
 
     def __init__(
         self,
@@ -61,10 +57,9 @@ class BackgroundTracker:
         self._ended = run_in_daemon_thread(lambda: self._work(create, run))
 
     def call(self, call: Call) -> None:
-        if self._ended.done():
-            return
         try:
-            self._calls.put_nowait(call)
+            if not self._ended.done():
+                self._calls.put_nowait(call)
         except queue.Full:
             self._warn("is slower than training: some of its figures are dropped")
 
@@ -110,25 +105,20 @@ def _reason(error: BaseException) -> str:
 
 
 def open_trackers(
-    setup: Setup, start_step: int, environment: dict[str, Any], records: Sequence[Record]
+    opened: OpenedRun, start_step: int, environment: dict[str, Any], records: Sequence[Record]
 ) -> Trackers:
-    """Return the trackers that the config of a run names."""
-    run, config = RunDir(setup.run.out), setup.run.config.train
+    run, config = RunDir(opened.run.out), opened.run.config.train
     tracked = TrackedRun(
         id=tracker_id(run),
         name=run.path.resolve().name,
         folder=run.path,
         start_step=start_step,
-        config=setup.run.recorded_settings(),
+        config=opened.run.recorded_settings(),
         environment=environment,
         records=records,
     )
-    return Trackers(
-        find_trackers(config),
-        tracked,
-        uploads=config.upload_checkpoints,
-        longest_wait_s=config.rank_timeout / 2,
-    )
+    uploads, longest_wait_s = config.upload_checkpoints, config.rank_timeout / 2
+    return Trackers(find_trackers(config), tracked, uploads=uploads, longest_wait_s=longest_wait_s)
 
 
 class Trackers:
@@ -152,7 +142,6 @@ class Trackers:
         self._longest_wait_s = longest_wait_s
 
     def record(self, record: Record) -> None:
-        """Pass a record of the run (ssdctl/training/run_log.py)."""
         kind, step = record["kind"], record["step"]
         if kind == "detections":
             images = _first_images(record["split"], record["detections"])
@@ -162,17 +151,14 @@ class Trackers:
             if self._uploads and path.is_file():
                 self._call(lambda tracker: tracker.checkpoint(name, step, path))
         elif kind == "end":
-            self._close(is_success=record["is_success"])
+            is_success, trackers, self._trackers = record["is_success"], self._trackers, []
+            timeout_s = UPLOAD_S if self._uploads and is_success else CLOSE_S
+            end = time.monotonic() + min(timeout_s, self._longest_wait_s)
+            for tracker in trackers:
+                remaining_s = max(end - time.monotonic(), 0.1)
+                tracker.close(is_success=is_success, timeout_s=remaining_s)
         elif (metrics := metrics_of(record)) is not None:
             self._call(lambda tracker: tracker.metrics(metrics))
-
-    def _close(self, *, is_success: bool) -> None:
-        trackers, self._trackers = self._trackers, []
-        timeout_s = UPLOAD_S if self._uploads and is_success else CLOSE_S
-        end = time.monotonic() + min(timeout_s, self._longest_wait_s)
-        for tracker in trackers:
-            remaining = max(end - time.monotonic(), 0.1)
-            tracker.close(is_success=is_success, timeout_s=remaining)
 
     def _call(self, call: Call) -> None:
         for tracker in self._trackers:
@@ -187,9 +173,8 @@ def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.
     for row in np.nonzero(split.usable)[0][:NUM_IMAGES].tolist():
         image = Image.fromarray(split.decode(row))
         scale = image.width / split.sizes[row][0]  # below 1 in a store of smaller images
-        is_shown = (detections.image_ids == split.image_ids[row]) & (
-            detections.scores >= SHOWN_SCORE
-        )
+        is_here = detections.image_ids == split.image_ids[row]
+        is_shown = is_here & (detections.scores >= SHOWN_SCORE)
         boxes = scale * detections.boxes[is_shown]
         boxes[:, 2:] += boxes[:, :2]
         ids = detections.category_ids[is_shown].tolist()
@@ -200,7 +185,6 @@ def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.
 
 
 def tracker_id(run: RunDir) -> str:
-    """Return the id of the run in trackers, which is made at the first call."""
     path = run.tracker_id
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if re.fullmatch("[0-9a-f]{32}", text := path.read_text().strip()):

@@ -45,9 +45,7 @@ class TrackedRun(NamedTuple):
 
     def past_metrics(self) -> Iterator[Metrics]:
         """Return the figures up to the start step: a killed run may not have sent all of them."""
-        for record in self.records:
-            if (metrics := metrics_of(record)) is not None:
-                yield metrics
+        return filter(None, map(metrics_of, self.records))
 
 
 class Tracker:
@@ -116,12 +114,11 @@ BUILT_IN = {
 
 
 def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
-    """Return the trackers that a config names; their packages are not imported yet.
+    """Return the trackers that a config names; raise UsageError if one is not installed.
 
-    Raises:
-        UsageError: There is no tracker of that name, or its package is not installed.
+    Their packages are not imported yet.
     """
-    names = [*(["tensorboard"] if config.tensorboard else []), *config.tracker]
+    names = [*["tensorboard"] * config.tensorboard, *config.tracker]
     return {name: _find(name) for name in dict.fromkeys(names)}
 
 

@@ -40,8 +40,7 @@ class MLflow(Tracker):
         if commit := self.run.environment.get("git_commit"):
             tags["mlflow.source.git.commit"] = commit
         query = f"tags.`{RUN_TAG}` = '{self.run.id}'"
-        runs = self._client.search_runs([experiment], query, max_results=1)
-        if runs:
+        if runs := self._client.search_runs([experiment], query, max_results=1):
             run = runs[0]
             self._client.update_run(run.info.run_id, status="RUNNING")
         else:
@@ -59,12 +58,10 @@ class MLflow(Tracker):
             self._client.log_batch(self._id, params=new[start : start + MAX_PARAMS])
         self._send_missing()
 
-    def _experiment_id(self) -> str:
+    def _experiment_id(self) -> Any:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ssdctl"
         experiment = self._client.get_experiment_by_name(name)
-        if experiment is not None:
-            return str(experiment.experiment_id)
-        return str(self._client.create_experiment(name))
+        return experiment.experiment_id if experiment else self._client.create_experiment(name)
 
     def _send_missing(self) -> None:
         """Send the figures that a killed run recorded but did not send."""
@@ -107,7 +104,6 @@ def _key(group: str, name: str) -> str:
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested tables as one, with dots in the keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}.{key}"

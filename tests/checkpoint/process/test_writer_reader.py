@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,46 +35,6 @@ def test_network_round_trip(checkpoint: Path) -> None:
     read = load_checkpoint(checkpoint)
     for name, tensor in load_network(read).state_dict().items():
         assert torch.equal(tensor, read.model[name])
-
-
-def _without(key: str) -> Callable[[dict[str, Any]], object]:
-    return lambda payload: payload.pop(key)
-
-
-def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
-    return lambda payload: payload.update(changes)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        *map(_without, ("architecture", "classes", "samples_seen", "images", "optimizer")),
-        _with(model={"weight": "no tensor"}),
-        _with(trained=[1, 2]),
-        _with(images=0),
-        _with(classes=[{"id": 1}]),
-        _with(classes=7),
-        _with(architecture={"backbone": "vgg11", "extra_norm": "none", "num_classes": 6}),
-        _with(architecture={"backbone": "tiny"}),
-        _with(architecture={"backbone": "tiny", "extra_norm": "odd", "num_classes": 6}),
-        _with(architecture={"backbone": "tiny", "extra_norm": "none", "num_classes": "six"}),
-        _with(step="x"),
-        _with(samples_seen=-1),
-        _with(global_batch=0),
-        _with(best_ap="x"),
-        _with(config=[1]),
-        _with(optimizer={"state": {}}),
-    ],
-)
-def test_a_payload_with_a_part_amiss_is_an_integrity_error(
-    spoil: Callable[[dict[str, Any]], object], checkpoint: Path, tmp_path: Path
-) -> None:
-    payload = torch.load(checkpoint, weights_only=True)
-    spoil(payload)
-    path = tmp_path / "x.pt"
-    torch.save(payload, path)
-    with pytest.raises(IntegrityError, match=re.escape(str(path))):
-        load_checkpoint(path)
 
 
 def test_a_checkpoint_is_no_backbone(checkpoint: Path) -> None:
@@ -146,10 +104,10 @@ def test_flipped_bits_in_the_zip_directory_are_damage(checkpoint: Path, tmp_path
         spoiled = bytearray(content)
         spoiled[start + offset] ^= 0x55
         path.write_bytes(spoiled)
-        try:
+        with contextlib.suppress(
+            IntegrityError
+        ):  # any other error is a bug; some bits mean nothing
             load_checkpoint(path)
-        except IntegrityError:
-            continue  # anything else would be a bug; some bits mean nothing
 
 
 def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:

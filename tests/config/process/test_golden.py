@@ -7,8 +7,7 @@ be missing in it; the others keep their value and the text of their source.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +64,9 @@ COMMON = "--device cpu --backbone tiny --extra-norm none --backbone-weights none
 CHANGED_SINCE = {"evaluate.precision"}
 
 Cli = Callable[..., Result]
-Settings = dict[str, list[Any]]
 
 
-def shown(cli: Cli, options: str) -> Settings:
+def shown(cli: Cli, options: str) -> dict[str, list[Any]]:
     """Return value and source of each setting that `config show` prints."""
     Path("file.toml").write_text(FILE)
     result = cli("config", "show", "--json", *options.split())
@@ -90,28 +88,18 @@ def snapshot_lines(cli: Cli, shapes: Path, options: str) -> dict[str, str]:
     return lines
 
 
-def golden() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(GOLDEN.read_text())
-    return content
-
-
-def kept(settings: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of that version, without those that a later one changed on purpose."""
-    return {key: settings[key] for key in keys if key not in CHANGED_SINCE}
-
-
-def expected(name: str) -> Settings:
-    """Return the settings of a case: those of the plain command, and what differs."""
-    shown_before = golden()["config show"]
-    settings: Settings = {**shown_before["plain"], **shown_before[name]}
-    return settings
+def check(now: dict[str, Any], kind: str, first: str, name: str) -> None:
+    """Compare a case: the settings of the first one, what differs, no intended changes since."""
+    golden = json.loads(GOLDEN.read_text())[kind]
+    before = {**golden[first], **golden[name]}
+    kept = before.keys() - CHANGED_SINCE
+    assert {key: now[key] for key in kept} == {key: before[key] for key in kept}
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *OPTIONS])
 def test_settings_and_sources_of_options(cli: Cli, name: str) -> None:
-    before = expected(name)
     now = shown(cli, OPTIONS.get(name, f"--preset {name}"))
-    assert kept(now, before) == kept(before, before)
+    check(now, "config show", "plain", name)
 
 
 @pytest.mark.parametrize("name", list(ENVIRONMENT))
@@ -120,49 +108,9 @@ def test_settings_and_sources_of_variables(
 ) -> None:
     for variable, value in ENVIRONMENT[name].items():
         monkeypatch.setenv(variable, value)
-    before, now = expected(name), shown(cli, "")
-    assert kept(now, before) == kept(before, before)
+    check(shown(cli, ""), "config show", "plain", name)
 
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_config_file_of_a_run(cli: Cli, shapes: Path, name: str) -> None:
-    before = golden()["config.toml"]
-    lines = {**before["small data"], **before[name]}
-    now = snapshot_lines(cli, shapes, RUNS[name])
-    assert kept(now, lines) == kept(lines, lines)
-
-
-def rows(cases: dict[str, Any]) -> str:
-    """Return JSON with a line per case."""
-    return "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in cases.items()) + "\n}"
-
-
-if __name__ == "__main__":  # write the file, with the version that is installed
-    import os
-    import tempfile
-
-    from conftest import run_cli
-
-    from ssdctl.data.shapes import generate
-
-    os.chdir(tempfile.mkdtemp())
-    generate(Path("shapes"), num_train=24, num_val=9, seed=0)
-    show: dict[str, Settings] = {}
-    for name, options in {**OPTIONS, **{p: f"--preset {p}" for p in PRESETS}}.items():
-        show[name] = shown(run_cli, options)
-    for name, variables in ENVIRONMENT.items():
-        os.environ.update(variables)
-        show[name] = shown(run_cli, "")
-        for variable in variables:
-            del os.environ[variable]
-    plain = show["plain"]
-    for name in set(show) - {"plain"}:
-        show[name] = {k: v for k, v in show[name].items() if plain[k] != v}
-    files: dict[str, dict[str, str]] = {}
-    for name, options in RUNS.items():
-        files[name] = snapshot_lines(run_cli, Path("shapes").absolute(), options)
-        shutil.rmtree("run")
-    first = files["small data"]
-    for name in set(files) - {"small data"}:
-        files[name] = {k: v for k, v in files[name].items() if first[k] != v}
-    GOLDEN.write_text(f'{{\n"config show": {rows(show)},\n"config.toml": {rows(files)}\n}}\n')
+    check(snapshot_lines(cli, shapes, RUNS[name]), "config.toml", "small data", name)

@@ -1,10 +1,4 @@
-"""Manifests: checked against the MPI operator's own schema, and read back as Kubernetes reads them.
-
-There is no cluster: `kubectl` is a small program that records its calls.
-golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, golden/kubernetes-jobs.json
-that of TrainJobs (Kubeflow Trainer 2.3) and of batch/v1's JobSpec, as its runtimes embed it: without
-descriptions, and without the parts of pods that the first one has.
-"""
+"""The program that installs ssdctl in a pod: this interpreter replaces the image's."""
 
 from __future__ import annotations
 
@@ -22,54 +16,49 @@ import pytest
 
 from ssdctl.launch import _pod_install
 
-IN_A_POD = ["--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first"]
+PROGRAM = str(_pod_install.__file__)
+ENVIRONMENT = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}  # nothing is fetched
+needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+INFO = "probe_package-1.0.dist-info"
+METADATA = "Metadata-Version: 2.1\nName: probe-package\nVersion: 1.0\n"
+WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
-IN_A_POD += ["--set", "kubernetes.image=a", "--set", "kubernetes.install=image"]
-
-
-IN_A_POD += ["--set", "kubernetes.volumes=claim:/runs", "--set", "kubernetes.namespace=me"]
-
-
-def wheel(folder: Path, *requirements: str) -> Path:
-    """A package `probe_package` with nothing in it but its needs."""
+def install(
+    folder: Path, *requirements: str, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Install a package `probe_package` with nothing in it but its needs."""
+    folder.mkdir(exist_ok=True)
     path = folder / "probe_package-1.0-py3-none-any.whl"
-    info = "probe_package-1.0.dist-info"
     needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requirements)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("probe_package.py", "")
-        file.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: probe-package\nVersion: 1.0\n{needs}"
-        )
-        file.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr(f"{info}/RECORD", "")
-    return path
+        file.writestr(f"{INFO}/METADATA", METADATA + needs)
+        file.writestr(f"{INFO}/WHEEL", WHEEL)
+        file.writestr(f"{INFO}/RECORD", "")
+    argv = [python, PROGRAM, str(folder / "made"), str(path)]
+    return subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+def origins(folder: Path, *modules: str) -> list[str]:
+    """Return the files of modules, as the interpreter of an installation finds them."""
+    code = "import importlib.util as u, sys; print(*(u.find_spec(n).origin for n in sys.argv[1:]))"
+    argv = [str(folder / "made/bin/python"), "-c", code, *modules]
+    done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@needs_pip
 def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
-    """This interpreter replaces the image's; nothing is fetched."""
-    program = _pod_install.__file__
-    environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
-
-    def install(source: Path, where: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, program, str(tmp_path / where), str(source)]
-        return subprocess.run(argv, env=environment, capture_output=True, text=True)
-
-    done = install(wheel(tmp_path, "torch>=2.6.0a0", "numpy"), "good")
+    done = install(tmp_path / "good", "torch>=2.6.0a0", "numpy")
     assert done.returncode == 0, done.stderr
-    find = "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('torch', 'probe_package')))"
-    argv = [str(tmp_path / "good/bin/python"), "-c", find]
-    result = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    torch, package = result.stdout.split()
+    torch, package = origins(tmp_path / "good", "torch", "probe_package")
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert torch == spec.origin
     assert package.startswith(str(tmp_path / "good"))
     # A package that needs another torch is refused.
-    assert install(wheel(tmp_path, "torch>=99"), "bad").returncode != 0
+    assert install(tmp_path / "bad", "torch>=99").returncode != 0
 
 
 def with_pip(version: str) -> str | None:
@@ -89,27 +78,19 @@ def test_the_pods_installation_on_python_3_10(tmp_path: Path) -> None:
     python = with_pip("3.10")
     if python is None:
         pytest.skip("needs a Python 3.10 with pip")
-    environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
-    source = wheel(tmp_path, "pip")
-    argv = [python, _pod_install.__file__, str(tmp_path / "made"), str(source)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    done = install(tmp_path, "pip", python=python)
     assert done.returncode == 0, done.stderr
-    argv = [
-        str(tmp_path / "made/bin/python"),
-        "-c",
-        "import pip, probe_package as p; print(p.__file__)",
-    ]
-    result = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.startswith(str(tmp_path / "made"))
+    _, package = origins(tmp_path, "pip", "probe_package")
+    assert package.startswith(str(tmp_path / "made"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+@needs_pip
 def test_the_pods_installation_ends_on_sigterm(tmp_path: Path) -> None:
     """It has its own handler: 143; without one a signal gives -15."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/probe_package-1.0-py3-none-any.whl"
-        argv = [sys.executable, _pod_install.__file__, str(tmp_path / "made"), url]
+        argv = [sys.executable, PROGRAM, str(tmp_path / "made"), url]
         environment = {**os.environ, "no_proxy": "*", "PYTHONPATH": ""}
         with subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL) as process:
             connection, _ = silent.accept()  # pip waits for an answer now

@@ -1,4 +1,4 @@
-"""Slurm: the script as text, and real jobs on a Slurm of this test's own.
+"""Jobs on a Slurm of this test's own.
 
 munged, slurmctld and slurmd (Debian: munge slurmctld slurmd slurm-client) run on this machine with
 a key, ports and folders of their own; nothing of an installed cluster is touched.
@@ -25,10 +25,10 @@ from typing import Any
 import pytest
 from conftest import TINY_RUN
 from helpers import wait_for
-from launch.slurm_plan import plan_for
+from launch.plans import plan_for
 
 from ssdctl.distributed.addresses import free_port
-from ssdctl.launch.slurm import follow, submit
+from ssdctl.launch.slurm import Settings, follow, submit
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
@@ -209,9 +209,9 @@ def test_a_dead_task_ends_the_job_and_is_named(
 ) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    plan = plan_for("cpu", 2, "evaluate", restarts=restarts, nodes=nodes, cores_per_node=2)
-    assert plan.text is not None
-    plan = dataclasses.replace(plan, text=plan.text.replace("-m ssdctl evaluate", "-m probe"))
+    settings = {"restarts": restarts, "nodes": nodes, "cores_per_node": 2, "table": Settings()}
+    plan = plan_for("cpu", 2, "evaluate", launcher="slurm", **settings)
+    plan = dataclasses.replace(plan, text=str(plan.text).replace("-m ssdctl evaluate", "-m probe"))
     output: list[str] = []
     assert follow(submit(plan), plan, output.append) == code
     assert "task 1: Killed" in "".join(output)

@@ -116,43 +116,6 @@ def targets() -> tuple[Tensor, Tensor]:
     return boxes.double(), torch.tensor([[1, 17, 90], [3, 44, 0]])
 
 
-def their_losses(model: nn.Module, raw_images: Tensor) -> dict[str, Tensor]:
-    boxes, labels = targets()
-    expected = [
-        {"boxes": b[label > 0] * 300, "labels": label[label > 0]}
-        for b, label in zip(boxes, labels, strict=True)
-    ]
-    losses: dict[str, Tensor] = model(list(raw_images.permute(0, 3, 1, 2) / 255), expected)
-    return losses
-
-
-@pytest.mark.slow
-def test_six_training_steps_are_torchvisions(
-    theirs: nn.Module, file: Path, raw_images: Tensor
-) -> None:
-    theirs = deepcopy(theirs).train().double()
-    actual = load_network(load_checkpoint(file)).train().double()
-    loss = MultiboxLoss(torch.float64, constants=TORCHVISION_VGG16)
-    normalize = Normalize(TORCHVISION_VGG16.mean, TORCHVISION_VGG16.std, torch.float64)
-    optimizers = [
-        torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
-        for m in (theirs, actual)
-    ]
-    for _ in range(6):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        expected = their_losses(theirs, raw_images.double())
-        result = loss(*actual(normalize(raw_images)), *targets())
-        torch.testing.assert_close(result.box, expected["bbox_regression"], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(
-            result.classification, expected["classification"], rtol=1e-6, atol=1e-6
-        )
-        sum(expected.values()).backward()  # type: ignore[union-attr]
-        result.total.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
 @pytest.mark.slow(in_ci=True)
 def test_losses_are_torchvisions(theirs: nn.Module) -> None:
     """The loss of given outputs, without the network's cost."""

@@ -12,9 +12,8 @@ from ssdctl.runs.layout import run_dir
 
 def folder(**values: object) -> str:
     """Return the run folder for settings given as `section__name`."""
-    overrides = [
-        Override(key.replace("__", "."), value, of_call("--x")) for key, value in values.items()
-    ]
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    overrides = [Override(key, value, of_call("--x")) for key, value in given.items()]
     return str(run_dir(resolve(overrides=overrides, environment={}).config))
 
 
@@ -31,12 +30,9 @@ def test_the_name_has_dataset_network_and_preset(tmp_path: Path) -> None:
     assert folder(train__preset="nvidia-r50") == "runs/coco-resnet50-nvidia-r50"
     assert folder(train__fake_data=True, data__root="parts") == "runs/fake-resnet34"
     assert folder(train__out="here", data__root="parts") == "here"
-
-
-def test_a_link_keeps_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "versions/7").mkdir(parents=True)
-    (tmp_path / "parts").symlink_to("versions/7")
-    assert folder(data__root="parts") == "runs/parts-resnet34"
+    (tmp_path / "link").symlink_to("versions/7")
+    assert folder(data__root="link") == "runs/link-resnet34"
 
 
 def test_a_run_of_an_earlier_version_continues_in_its_folder(tiny_run: Path, shapes: Path) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -31,6 +31,11 @@ from helpers import (
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.cli.main import main
 from ssdctl.data import open_dataset
+from ssdctl.input import augmentations, sampler
+from ssdctl.input.augmentations import color
+
+if TYPE_CHECKING:
+    from training.process.conftest import Train
 
 Cli = Callable[..., Result]
 
@@ -56,20 +61,16 @@ def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) 
 
 
 def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
-    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+    run: Path, train: Train
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
-    options = ["train", "--data", shapes, "--out", run, "--steps", 4, *OPTIONS]
-    result = cli(*options)
-    assert result.code == 0, result.err
-    for text in ("ball", "ring", "tiny", "continues from step 3", "fp32", "4 steps"):
-        assert text in result.err
-    assert f"{run / 'checkpoints/best.pt'} (AP " in result.err
-    assert f"ssdctl predict {run} " in result.err
-    assert f"ssdctl report {run}" in result.err
+    words = train("--steps", 4)
+    for text in ("ball", "ring", "tiny", "step 3", "fp32", "4 steps"):
+        assert text in words
+    assert f"{run / 'checkpoints/best.pt'} (AP " in words
+    assert f"ssdctl predict {run} " in words
+    assert f"ssdctl report {run}" in words
     for quiet in ("-q", "--json"):
-        assert "ssdctl report" not in cli(*options, quiet).err
+        assert "ssdctl report" not in train("--steps", 4, quiet)
 
 
 def test_a_plan_knows_the_time_of_a_run_that_was_started(
@@ -80,58 +81,40 @@ def test_a_plan_knows_the_time_of_a_run_that_was_started(
     assert "img/s" not in cli(*plan, "--out", "another").out
 
 
-def test_resumed_run_is_bit_equal(tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_resumed_run_is_bit_equal(run: Path, tmp_path: Path, train: Train) -> None:
     """Three steps and then three more, with other threads, or six at once: the same weights."""
-    resumed, straight = tmp_path / "resumed", tmp_path / "straight"
-    shutil.copytree(tiny_run, resumed)
-    more = ["train", "--data", shapes, "--steps", 6, *OPTIONS]
-    again = cli(*more, "--out", resumed, "--workers", 3)
-    assert again.code == 0, again.err
-    assert "resuming from" in again.err
-    assert cli(*more, "--out", straight).code == 0
-    assert_same_state(last(resumed), last(straight))
-    assert [r["step"] for r in records(resumed, "train")] == [1, 2, 3, 4, 5, 6]
-    assert [r["loss"] for r in records(resumed, "train")] == [
-        r["loss"] for r in records(straight, "train")
-    ]
+    straight = tmp_path / "straight"
+    assert "step-00000003.pt" in train("--steps", 6, "--workers", 3)
+    train("--steps", 6, out=straight)
+    assert_same_state(last(run), last(straight))
+    assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4, 5, 6]
+    losses = ([r["loss"] for r in records(folder, "train")] for folder in (run, straight))
+    assert next(losses) == next(losses)
 
 
-def test_finished_run_is_not_trained_again(
-    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
+def test_finished_run_is_not_trained_again(run: Path, train: Train) -> None:
     before = last(run)
-    result = cli("train", "--data", shapes, "--out", run, "--steps", 3, *OPTIONS, "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["step"] == 3
-    assert "step 3 of 3: nothing left to train" in result.err
+    assert "step 3 of 3" in train("--steps", 3)
     assert_same_state(before, last(run))
 
 
-def test_each_epoch_has_a_record(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
     """Eight images and batches of two: an epoch ends at steps 4 and 8, also across a resume."""
-    run = tmp_path / "run"
-    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--limit-train", 8]
-    first = cli(*options, "--steps", 5)
-    assert first.code == 0, first.err
-    assert "epoch 1.00" in first.err
-    assert cli(*options, "--steps", 9).code == 0
-    epochs = records(run, "epoch")
+    assert "epoch 1.00" in train("--limit-train", 8, "--steps", 5)
+    train("--limit-train", 8, "--steps", 9)
+    epochs = records(tmp_path / "run", "epoch")
     assert [(r["step"], r["epoch"]) for r in epochs] == [(4, 1.0), (8, 2.0)]
     assert all(r["duration_s"] > 0 and r["images_per_second"] > 0 for r in epochs)
 
 
 def test_resuming_with_another_folder_is_reported(
-    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+    run: Path, shapes: Path, tmp_path: Path, train: Train
 ) -> None:
-    run, moved = tmp_path / "run", tmp_path / "moved"
-    shutil.copytree(tiny_run, run)
+    moved = tmp_path / "moved"
     moved.symlink_to(shapes)
-    result = cli("train", "--data", moved, "--out", run, "--steps", 3, *OPTIONS)
-    assert result.code == 0, result.err
-    assert {str(shapes), str(moved)} <= {w.strip(",;:.") for w in result.err.split()}
-    assert " 0.0 img/s" not in result.out
+    words = train("--steps", 3, data=moved).split()
+    assert {str(shapes), str(moved)} <= {word.strip(",;:.") for word in words}
+    assert "0.0 img/s" not in " ".join(words)
 
 
 @pytest.mark.parametrize(
@@ -140,59 +123,39 @@ def test_resuming_with_another_folder_is_reported(
         (["--lr", "0.1"], 2, "train.lr was 0.0025, is 0.1"),
         (["--seed", "5"], 2, "train.seed was 0, is 5"),
         (["--lr", "0.1", "--resume-changed"], 0, "train.lr was 0.0025, is 0.1"),
-        (["--keep", "5", "--save-every", "1st"], 0, "resuming"),
+        (["--keep", "5", "--save-every", "1st"], 0, "step-00000003.pt"),
     ],
 )
 def test_what_a_resume_refuses(
-    tiny_run: Path,
-    shapes: Path,
-    tmp_path: Path,
-    cli: Cli,
-    options: list[str],
-    code: int,
-    words: str,
+    run: Path, train: Train, options: list[str], code: int, words: str
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
-    result = cli("train", "--data", shapes, "--out", run, "--steps", 4, *OPTIONS, *options)
-    assert result.code == code, result.err
-    assert words in result.err
+    assert words in train("--steps", 4, *options, code=code)
 
 
-def test_a_checkpoint_of_a_newer_version_is_left_alone(
-    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
+def test_a_checkpoint_of_a_newer_version_is_left_alone(run: Path, train: Train) -> None:
     newest = run / "checkpoints/step-00000003.pt"
-    payload = torch.load(newest, weights_only=True) | {"format": 2}
-    torch.save(payload, newest)
+    torch.save(torch.load(newest, weights_only=True) | {"format": 2}, newest)
     content, names = newest.read_bytes(), sorted(p.name for p in newest.parent.iterdir())
-    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
-    assert result.code == 2, result.err
-    assert newest.name in result.err
+    assert newest.name in train("--steps", 4, code=2)
     assert newest.read_bytes() == content
     assert sorted(p.name for p in newest.parent.iterdir()) == names
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_saves_and_exits_75(
-    shapes: Path, tmp_path: Path, cli: Cli, number: signal.Signals
+    shapes: Path, tmp_path: Path, train: Train, number: signal.Signals
 ) -> None:
     run = tmp_path / "run"
-    options = ["train", "--data", shapes, "--out", run, *OPTIONS]
-    process = start(*options, "--steps", 1000)
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process)
+    process = start("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1000)
+    wait_for(lambda: has_steps(run), process)
     process.send_signal(number)
     _, words = process.communicate(timeout=120)
     assert process.returncode == 75, words
     assert number.name in words
-    assert "run the same command again" in words
     assert "Traceback" not in words
     stopped = last(run).step
     assert stopped == records(run, "train")[-1]["step"]
-    result = cli(*options, "--steps", stopped + 1)
-    assert result.code == 0, result.err
+    train("--steps", stopped + 1)
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped + 2))
 
 
@@ -291,7 +254,7 @@ def test_a_signal_during_the_imports_ends_it_there(
 
 
 def test_a_signal_while_it_prepares_ends_it_there(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large dataset takes minutes, and nothing needs to be saved yet."""
     went_on: list[bool] = []
@@ -301,9 +264,7 @@ def test_a_signal_while_it_prepares_ends_it_there(
         went_on.append(True)
 
     monkeypatch.setattr(open_dataset, "open_dataset", interrupted)
-    result = cli("train", "--data", "data", "--out", tmp_path / "run", *OPTIONS, "--steps", 1)
-    assert result.code == 75, result.err
-    assert "before the first step" in result.err
+    train("--steps", 1, data=Path("data"), code=75)
     assert not went_on
     assert not (tmp_path / "run").exists()
 
@@ -348,7 +309,7 @@ def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
     assert whole.returncode == 0, whole.stderr
     run = tmp_path / "run"
     process = subprocess.Popen([*command, str(run)], stderr=subprocess.PIPE, text=True)
-    while not ((run / "metrics.jsonl").exists() and len(records(run, "train")) > 1):
+    while not has_steps(run):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -360,59 +321,45 @@ def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
     assert_same_state(last(run), last(tmp_path / "whole"))
 
 
-def broken_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
-    """Make the colors of some batches infinite, as a broken sample would."""
-    from ssdctl.input import augmentations, sampler
-    from ssdctl.input.augmentations import color
-
-    calls = iter(range(10_000))
+@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
+def test_what_a_bad_step_leads_to(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """The colors of the fourth batch are infinite, as of a broken sample."""
+    run, calls, saved = tmp_path / "run", itertools.count(), list[tuple[int, int]]()
+    write = CheckpointFolder.write
 
     def draw(*arguments: Any) -> Any:
         result = color.draw(*arguments)
-        return result * float("inf") if next(calls) in bad_calls else result
-
-    *others, _ = augmentations.load("ssd")
-    broken = (*others, augmentations.Augmentation(4, draw, color.apply))
-    monkeypatch.setattr(sampler, "load", lambda _: broken)
-
-
-@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-def test_what_a_bad_step_leads_to(
-    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    run = tmp_path / "run"
-    broken_step(shapes, monkeypatch, {3})  # the fourth batch
-    saved: list[tuple[int, int]] = []
-    write = CheckpointFolder.write
+        return result * float("inf") if next(calls) == 3 else result
 
     def noted(folder: CheckpointFolder, payload: dict[str, Any]) -> None:
         saved.append((payload["step"], payload["samples_seen"]))
         write(folder, payload)
 
+    *others, _ = augmentations.load("ssd")
+    broken = (*others, augmentations.Augmentation(4, draw, color.apply))
+    monkeypatch.setattr(sampler, "load", lambda _: broken)
     monkeypatch.setattr(CheckpointFolder, "write", noted)
-    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "2st"]
-    result = cli(*options, "--steps", 6, "--on-nonfinite", policy)
+    code = 7 if policy == "stop" else 0
+    words = train("--save-every", "2st", "--steps", 6, "--on-nonfinite", policy, code=code)
     named = json.loads((run / "nonfinite/step-00000004.json").read_text())
     assert len(named["image_ids"]) == 2
-    assert result.code == (7 if policy == "stop" else 0), result.err
-    assert "Traceback" not in result.err
-    assert str(run / "nonfinite") in result.err
-    steps = [r["step"] for r in records(run, "train")]
-    checkpoint = last(run)
+    assert str(run / "nonfinite") in words
+    checkpoint, trained = last(run), records(run, "train")
     assert all(torch.isfinite(t).all() for t in checkpoint.model.values())
     if policy == "stop":
         assert checkpoint.step == 2
         return
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in trained] == [1, 2, 3, 4, 5, 6]
     # A rollback from step 4 to step 2 takes two more batches than a skip does.
     assert checkpoint.samples_seen == (12 if policy == "skip" else 16)
     kinds = [r["event"] for r in records(run, "event")]
     assert ("rolled_back" in kinds) == (policy == "rollback")
     # A run resumed from there must not read the offending images again.
-    assert saved[1] == ((4, 8) if policy == "skip" else (2, 8))
-    assert all(
-        r["loss"] == -1 for r in records(run, "train") if r["step"] == 4 and policy == "skip"
-    )
+    rolled_back = [(2, 4), (2, 8), (4, 12), (6, 16)]
+    assert saved == ([(2, 4), (4, 8), (6, 12)] if policy == "skip" else rolled_back)
+    assert (trained[3]["loss"] == -1) == (policy == "skip")
 
 
 PLAIN_RUN = TINY_RUN.replace("--preset stable-r34 ", "").split()
@@ -427,8 +374,7 @@ def test_the_dry_run_plans_what_is_trained(cli: Cli, shapes: Path, options: list
     plan = json.loads(cli(*command, "--dry-run", "--json").out)
     assert not Path("run").exists()
     assert cli(*command).code == 0
-    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    started = records[0]
+    started = records(Path("run"), "event")[0]
     assert plan["images"] == started["train_images"]
     assert plan["global_batch_size"] == started["global_batch_size"]
 
