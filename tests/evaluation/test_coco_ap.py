@@ -147,6 +147,14 @@ def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
     assert (scores.figures, scores.per_class) == (expected.figures, expected.per_class)
 
 
+def test_objects_of_unlisted_categories_are_left_out_up_to_5_percent(tmp_path: Path) -> None:
+    box = {"image_id": 0, "bbox": [1, 1, 5, 5]}
+    listed, unlisted = [{**box, "category_id": 2}] * 19, {**box, "category_id": 99}
+    assert len(read_ground_truth(annotations(tmp_path, [*listed, unlisted])).boxes) == 19
+    with pytest.raises(DataError, match=r"\b19 \(category 99\)"):
+        read_ground_truth(annotations(tmp_path, [*listed[1:], unlisted]))
+
+
 def test_results_file_round_trip(tmp_path: Path) -> None:
     before = detections([(139, 5, [1.5, 2, 3, 4], 0.25), (0, 2, [0.1, 0.2, 0.3, 0.4], 1 / 3)])
     path = tmp_path / "detections.json"
