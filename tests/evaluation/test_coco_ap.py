@@ -190,8 +190,15 @@ def test_what_is_not_a_results_file_is_refused(tmp_path: Path, text: str) -> Non
 def test_an_annotation_file_alone_is_the_split(tmp_path: Path, cli: Callable[..., Result]) -> None:
     box = {"image_id": 1, "bbox": [10.0, 10.0, 50.0, 50.0], "category_id": 5}
     path = annotations(tmp_path, [box])
+    content = json.loads(path.read_text())
+    for entry in content["images"]:
+        entry["id"] += 100
+    content["annotations"][0]["image_id"] = box["image_id"] = 101
+    path.write_text(json.dumps(content))
     Path("found.json").write_text(json.dumps([box | {"score": 0.5}]))
-    result = cli("evaluate", "found.json", "--data", path, "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["AP"] == pytest.approx(1)
+    for options, count in (([], 4), (["--annotated-only"], 1)):
+        result = cli("evaluate", "found.json", "--data", path, "--json", *options)
+        assert result.code == 0, result.err
+        figures = json.loads(result.out)
+        assert (figures["AP"], figures["images"]) == (pytest.approx(1), count)
     assert cli("evaluate", "found.json", "--data", path, "--split", "val").code == 3
