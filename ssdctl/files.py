@@ -38,7 +38,6 @@ else:
 log = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
 TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
-COPY_BYTES = 1024 * 1024
 # What decoding damaged or deeply nested JSON raises; ValidationError is a DecodeError.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 LOCK_POLL_S = 0.1
@@ -91,8 +90,8 @@ def disk_error(error: OSError, where: object, doing: str) -> DiskError:
 def unreadable(
     path: str | Path, error: Exception, wrong_file: type[SsdctlError] = DataError
 ) -> SsdctlError:
-    """Return the error for a user's file that cannot be read: exit 6 if the file system refuses,
-    that of `wrong_file` if the path or the content is wrong."""
+    """Return the error for an unreadable file: `wrong_file` if its path or its content is wrong,
+    DiskError (exit 6) if the file system refuses."""
     if isinstance(error, OSError) and error.errno not in (None, *UNSUITABLE_PATH):
         return disk_error(error, path, "reading")
     return wrong_file(f"{path}: cannot be read: {reason_of(error)}")
@@ -113,30 +112,23 @@ def retry_transient(work: Callable[[], T]) -> T:
 
 
 def no_follow(path: str | Path, flags: int) -> int:
-    """Open a regular file for writing, never through a symbolic link; return its descriptor.
+    """Open a regular file for writing, never through a symbolic link; an `opener` for `open`.
 
-    It fits the `opener` argument of `open`.
-
-    Raises:
-        UsageError: The path is a symbolic link, a pipe, a socket or a device.
-        OSError: The file cannot be opened.
+    UsageError: the path is a symbolic link, a pipe, a socket or a device.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
+    kind = "is not a regular file"
     try:
         descriptor = os.open(path, flags, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP and Path(path).is_symlink():
-            raise UsageError(
-                f"{path}: is a symbolic link, and ssdctl does not write through links",
-                hint="delete the link, or choose another folder",
-            ) from None
-        if error.errno != errno.ENXIO:  # a pipe without a reader, a socket
-            raise
-    else:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    raise UsageError(f"{path}: is not a regular file", hint="delete it, or choose another folder")
+    except OSError as error:
+        if error.errno == errno.ELOOP and Path(path).is_symlink():
+            kind = "is a symbolic link, and ssdctl does not write through links"
+        elif error.errno != errno.ENXIO:  # a pipe without a reader, a socket
+            raise
+    raise UsageError(f"{path}: {kind}", hint="delete it, or choose another folder")
 
 
 def _temporary(path: Path) -> Path:
@@ -207,27 +199,16 @@ def write_text(path: Path, content: str) -> None:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading without waiting for the writer of a pipe.
-
-    Raises:
-        OSError: It cannot be opened, or is a folder, pipe, socket or device.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    """Open a file for reading; OSError at once for a folder, pipe, socket or device."""
+    file = open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
     raise OSError(errno.ENXIO, "not a regular file", str(path))
 
 
 def read_limited(path: Path, max_bytes: int, *, may_be_pipe: bool = False) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: It cannot be read, has more than `max_bytes`, or is not a regular file.
-    """
+    """Return the content of a regular file; OSError if it has more than `max_bytes`."""
     with path.open("rb") if may_be_pipe else open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > max_bytes else file.read(max_bytes + 1)
@@ -238,24 +219,14 @@ def read_limited(path: Path, max_bytes: int, *, may_be_pipe: bool = False) -> by
 
 
 def read_text(path: Path, max_bytes: int, *, may_be_pipe: bool = False) -> str:
-    """Return the content of a UTF-8 file, which may begin with a byte order mark.
-
-    Raises:
-        OSError, UnicodeDecodeError: It cannot be read, has more than `max_bytes`, is not a regular
-            file, or is not UTF-8; UTF-16 is named.
-    """
+    """Return the content of a UTF-8 file, which may begin with a byte order mark."""
     content = read_limited(path, max_bytes, may_be_pipe=may_be_pipe)
     refuse_utf16(content)
     return "\n".join(content.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
 
 
 def read_toml(path: Path, max_bytes: int, what: str) -> tuple[str, dict[str, Any]]:
-    """Return the text and the tables of a TOML file.
-
-    Raises:
-        UsageError: It does not exist, is not a text file or is not valid TOML.
-        DiskError: The file system refuses to read it.
-    """
+    """Return the text and the tables of a TOML file; UsageError if it is absent or not valid."""
     try:
         text = read_text(path, max_bytes, may_be_pipe=True)
         return text, tomllib.loads(text)
@@ -268,11 +239,7 @@ def read_toml(path: Path, max_bytes: int, what: str) -> tuple[str, dict[str, Any
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text.
-
-    Raises:
-        ValueError, RecursionError: It is not valid.
-    """
+    """Return the tables of a TOML text; ValueError or RecursionError if it is not valid."""
     return tomllib.loads(text)
 
 
@@ -297,15 +264,6 @@ def refuse_utf16(content: bytes) -> None:
         raise UnicodeDecodeError("utf-8", content[:2], 0, 2, reason)
 
 
-def sync_dir(path: Path) -> None:
-    """Flush a folder to disk, so that a rename in it survives a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync(descriptor: int) -> None:
     """Flush a file or folder to disk, if its file system can."""
     try:
@@ -313,6 +271,15 @@ def sync(descriptor: int) -> None:
     except OSError as error:  # some network and FUSE file systems do not support it
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def sync_dir(path: Path) -> None:
+    """Flush a folder to disk, so that a rename in it survives a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -323,7 +290,7 @@ def link_or_copy(source: Path, target: Path) -> None:
             os.link(source, temporary)
         except OSError:
             with source.open("rb") as file, atomic_write(target) as copy:
-                shutil.copyfileobj(file, copy, COPY_BYTES)
+                shutil.copyfileobj(file, copy)
             return
         temporary.replace(target)
         temporary.unlink(missing_ok=True)  # a rename onto the same file does nothing
@@ -391,15 +358,10 @@ def try_lock(path: Path) -> int | None:
 def lock(path: Path, message: str = "", *, is_temporary: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on `path`, created if missing; wait for its owner.
 
-    Args:
-        path: The lock file.
-        message: Logged once if another process has the lock.
-        is_temporary: Delete the file at the end.
+    `message` is logged if another process has it. A temporary file is deleted at the end.
     """
-    with disk_errors(path, "locking"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = try_lock(path)
-    if descriptor is None and message:
+    make_dir(path.parent)
+    if (descriptor := try_lock(path)) is None and message:
         log.info(message)
     while descriptor is None:
         time.sleep(LOCK_POLL_S)

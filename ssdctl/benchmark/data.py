@@ -43,13 +43,7 @@ CHUNK = 8  # images per task of the full chain's last stages
 
 
 def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
-    """Return images per second of the host stage and the full chain, and ms of each stage.
-
-    Args:
-        split: The training images.
-        config: Of `ssdctl train`.
-        seconds: Length of each measurement.
-    """
+    """Return images per second of the host stage and the full chain, and ms of each stage."""
     device = open_device("cpu", execution=config.train.execution)
     for notice in device.notices:
         log.info(notice)
@@ -93,9 +87,7 @@ def required_cores(figures: Figures, gpu_rate: float, gpus: int) -> Figures:
     """Return how many cores the host stage of some GPUs needs, by this machine's rate per core.
 
     Args:
-        figures: The result of `benchmark_data`.
         gpu_rate: Images per second that one GPU trains, without waiting for input.
-        gpus: How many of them this machine has to supply with images.
     """
     required = gpu_rate * gpus
     cores = math.ceil(required / float(figures["images_per_second_per_core"]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdctl.benchmark.data import Figures
+from ssdctl.benchmark.train import timed
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL, default_boxes_cxcywh
 from ssdctl.config import Config
 from ssdctl.data.annotations import coco_document
@@ -44,12 +46,9 @@ PERCENTILES = (50, 90, 99)
 def benchmark_evaluate(
     split: Split, config: Config, seconds: float, *, score_images: int = NUM_IMAGES
 ) -> Figures:
-    """Measure evaluation on this machine with random weights.
+    """Measure evaluation on this machine with random weights, each part for some seconds.
 
     Args:
-        split: Real images.
-        config: Its `evaluate` and `model` tables.
-        seconds: Length of each measurement.
         score_images: Images of the split that is scored; its detections are in proportion.
 
     Returns:
@@ -76,13 +75,12 @@ def benchmark_evaluate(
         seconds,
         device,
     )
+    fractions = [whole / network for whole, network in zip(total, forward, strict=True)]
     return {
         "detect_images_per_second": round(detect_rate(device, len(split.classes) + 1, seconds), 1),
         "images_per_second": round(statistics.median(total), 2),
         "forward_images_per_second": round(statistics.median(forward), 2),
-        "network_fraction": round(
-            statistics.median(w / f for w, f in zip(total, forward, strict=True)), 4
-        ),
+        "network_fraction": round(statistics.median(fractions), 4),
         **_latencies(split, detector, seconds, device),
         **_scoring(score_images),
         "device": device.label,
@@ -154,9 +152,11 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
 
 def _latencies(split: Split, detector: Detector, seconds: float, device: Device) -> Figures:
     """Measure from one encoded image to its detections, without decoding ahead."""
-    usable = np.nonzero(split.usable)[0]
+    requests = (
+        next(iter(evaluation_batches(split, np.array([row]), 1, 1))).images
+        for row in itertools.cycle(np.nonzero(split.usable)[0])
+    )
     spent: list[float] = []
-    requests = _one_by_one(split, usable)
     detector(next(requests))  # the first one initializes the kernels
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(spent) < MIN_REQUESTS:
@@ -168,14 +168,6 @@ def _latencies(split: Split, detector: Detector, seconds: float, device: Device)
     for percent in PERCENTILES:
         figures[f"latency_p{percent}_ms"] = round(float(np.percentile(spent, percent)), 2)
     return figures
-
-
-def _one_by_one(split: Split, rows: np.ndarray[Any, Any]) -> Iterator[Tensor]:
-    number = 0
-    while True:
-        row = rows[number % len(rows)]
-        yield next(iter(evaluation_batches(split, np.array([row]), 1, 1))).images
-        number += 1
 
 
 def _scoring(num_images: int) -> Figures:
@@ -201,13 +193,8 @@ def _scoring(num_images: int) -> Figures:
 
 def _seconds_each(work: Callable[[], Any], seconds: float, device: Device) -> float:
     work()
-    device.synchronize()
-    count, start = 0, time.perf_counter()
-    while count < 2 or time.perf_counter() - start < seconds:
-        work()
-        count += 1
-    device.synchronize()
-    return (time.perf_counter() - start) / count
+    times, spent = timed(work, seconds, wait=device.synchronize, is_any=bool)
+    return spent / times
 
 
 def make_split(

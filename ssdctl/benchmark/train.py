@@ -43,12 +43,10 @@ CHECK_EVERY = 10  # steps
 
 
 def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> Figures | None:
-    """Measure optimizer steps: rate, FLOP/s and fraction of the peak, memory, hours of a run.
+    """Measure optimizer steps of a run as long as one on COCO, each kind for some seconds.
 
     Args:
         split: Real images; None measures only with fake data.
-        resolved: The settings of `ssdctl train`; the run is as long as one on COCO.
-        seconds: Length of each measurement.
 
     Returns:
         The figures on the first rank, None on the others.
@@ -175,8 +173,6 @@ def timed(
     """Repeat work until the seconds are over on any rank.
 
     Args:
-        work: Is timed.
-        seconds: The minimum duration.
         wait: Waits until the submitted work is done.
         drain: Wait at every check of the time, so that the host does not run far ahead of the
             device. Otherwise only after the first and the last repetition: each wait leaves the
@@ -220,13 +216,25 @@ def matmul_flops(device: Device, precision: str) -> float:
     """Return the FLOP/s of a large square matrix product on the device: the practical peak."""
     size = MATMUL_SIZE.get(device.name, ACCELERATOR_MATMUL_SIZE)
     a = torch.randn(size, size, device=device.torch_device).to(DTYPES[precision])
-    best = float("inf")
-    for _ in range(6):
+    return 2 * size**3 / fastest_s(lambda: a @ a, device, repeats=6)
+
+
+def fastest_s(
+    work: Callable[[], object],
+    device: Device,
+    repeats: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Return the seconds of the fastest of some repetitions, each after `before`."""
+    fastest = float("inf")
+    for _ in range(repeats):
         device.synchronize()
+        before()
         start = time.perf_counter()
-        product = a @ a
+        result = work()  # kept: a lazy device computes what is still referenced
         device.mark_step()
         device.synchronize()
-        best = min(best, time.perf_counter() - start)
-        del product
-    return 2 * size**3 / best
+        fastest = min(fastest, time.perf_counter() - start)
+        del result
+    return fastest

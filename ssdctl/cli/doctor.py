@@ -69,9 +69,9 @@ def doctor(
         text = to_text(
             checks,
             width,
-            next_command=f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo",
+            f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo",
+            paint,
             verbose=call.console.verbose,
-            paint=paint,
             marks=MARKS if is_encodable("".join(MARKS.values()), sys.stdout) else ASCII_MARKS,
         )
     if text or call.console.as_json:

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import table
 from ssdctl.cli.runs import newest_run
-from ssdctl.distributed.ranks import MainRankFilter, find_ranks
+from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
 from ssdctl.runtime.packages import check_memory_limit
@@ -110,7 +110,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     tune_process()
     ranks = find_ranks()
-    call.console.handler.addFilter(MainRankFilter(ranks))
+    call.console.handler.addFilter(lambda _: ranks.is_main)
     evaluations = []
     try:
         for evaluation in evaluate_files(

@@ -1,7 +1,7 @@
 """The table of device types: the names of a device in options, launchers and schedulers.
 
-A new device type gets a row here, a module in `ssdctl/device/` that opens it, a row in
-`ssdctl/device/__init__.py`, and its checks in `ssdctl/doctor/`.
+A new device type gets a row here, a module of its name in `ssdctl/device/` that opens it, and its
+checks in `ssdctl/doctor/`.
 """
 
 from __future__ import annotations

@@ -5,18 +5,13 @@ There is no silent fallback to another device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 
-from ssdctl.device import cpu, cuda, hpu, xla
+import torch
+
+from ssdctl.device import hpu
 from ssdctl.device.base import Device
 from ssdctl.runtime.cores import bind_to_card
-
-OPENERS: dict[str, Callable[[int, str | None], Device]] = {
-    "cpu": cpu.open_cpu,
-    "cuda": cuda.open_cuda,
-    "hpu": hpu.open_hpu,
-    "xla": xla.open_xla,
-}
 
 
 def open_device(name: str, local_rank: int = 0, execution: str | None = None) -> Device:
@@ -29,9 +24,10 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
         UsageError: The machine does not have it, or it does not support that execution.
     """
     if name == "auto":
-        name = next(
-            (n for n, test in (("cuda", cuda.is_available), ("hpu", hpu.is_available)) if test()),
-            "cpu",
-        )
+        accelerator = "hpu" if hpu.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else accelerator
     bind_to_card(name, local_rank)
-    return OPENERS[name](local_rank, execution)
+    device: Device = importlib.import_module(f"{__name__}.{name}").open_device(
+        local_rank, execution
+    )
+    return device

@@ -154,11 +154,6 @@ class Device(ABC):
         return {}
 
 
-def channels_last(model: Module) -> Module:
-    """Convert to channels-last, the fastest layout unless a compiler chooses its own."""
-    return model.to(memory_format=torch.channels_last)
-
-
 def choose_execution(device: str, requested: str | None) -> str:
     """Return the requested execution, or by default the first that the device type supports.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device import inductor
-from ssdctl.device.base import Device, Module, channels_last, choose_execution
+from ssdctl.device.base import Device, Module, choose_execution
 from ssdctl.runtime import system
 
 PROC = Path("/proc")
@@ -27,8 +27,8 @@ class Cpu(Device):
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
-        execution_mode = choose_execution("cpu", execution)
-        self.execution, self.notices = inductor.resolve_execution(execution_mode)
+        wanted = choose_execution("cpu", execution)
+        self.execution, self.notices = inductor.resolve_execution(wanted)
         name, self.has_native_bf16 = system.processor()
         self.label = name or "CPU"
         self.auto_precision = "bf16" if self.has_native_bf16 else "fp32"
@@ -41,7 +41,7 @@ class Cpu(Device):
         return ("compiled",) if self.execution == "compile" else ()
 
     def place(self, model: Module) -> Module:
-        return channels_last(model.to(self.torch_device))
+        return model.to(self.torch_device).to(memory_format=torch.channels_last)
 
     def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":
@@ -82,5 +82,5 @@ class Cpu(Device):
         )
 
 
-def open_cpu(local_rank: int, execution: str | None) -> Cpu:
+def open_device(local_rank: int, execution: str | None) -> Cpu:
     return Cpu(execution)

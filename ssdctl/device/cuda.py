@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device import inductor
-from ssdctl.device.base import Decoder, Device, Module, channels_last, choose_execution
+from ssdctl.device.base import Decoder, Device, Module, choose_execution
 from ssdctl.errors import UsageError
 from ssdctl.runtime.torch_compat import without_tf32_warnings
 
@@ -36,9 +36,11 @@ class Cuda(Device):
         self.label = torch.cuda.get_device_name(self.torch_device)
         capability = torch.cuda.get_device_capability(self.torch_device)
         self.has_native_bf16 = capability >= NATIVE_BF16
-        self.auto_precision = _auto_precision(capability)
-        execution_mode = choose_execution("cuda", execution)
-        self.execution, self.notices = inductor.resolve_execution(execution_mode, capability)
+        # fp16 with loss scaling on older tensor cores.
+        older = "fp16" if capability >= TENSOR_CORES else "fp32"
+        self.auto_precision = "bf16" if self.has_native_bf16 else older
+        wanted = choose_execution("cuda", execution)
+        self.execution, self.notices = inductor.resolve_execution(wanted, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: each kernel is searched for once
         torch.backends.cudnn.benchmark_limit = 0  # try every kernel, not 10
         self.set_tf32(False)
@@ -53,7 +55,7 @@ class Cuda(Device):
         return (*compiled, "no_scatter") if is_deterministic else compiled
 
     def place(self, model: Module) -> Module:
-        return channels_last(model.to(self.torch_device))
+        return model.to(self.torch_device).to(memory_format=torch.channels_last)
 
     def set_tf32(self, wanted: bool) -> None:
         # PyTorch's own default is TF32 for convolutions, which is less precise than fp32.
@@ -120,25 +122,13 @@ class Cuda(Device):
         )
 
 
-def _auto_precision(capability: tuple[int, int]) -> str:
-    """Return bf16 if the GPU has it, fp16 with loss scaling on older tensor cores, else fp32."""
-    if capability >= NATIVE_BF16:
-        return "bf16"
-    return "fp16" if capability >= TENSOR_CORES else "fp32"
-
-
-def is_available() -> bool:
-    """Return whether this machine has a GPU that PyTorch can use."""
-    return torch.cuda.is_available()
-
-
-def open_cuda(local_rank: int, execution: str | None) -> Cuda:
+def open_device(local_rank: int, execution: str | None) -> Cuda:
     """Open this process's GPU.
 
     Raises:
         UsageError: There is none, or fewer than local ranks.
     """
-    if not is_available():
+    if not torch.cuda.is_available():
         raise UsageError(
             "device cuda: PyTorch finds no GPU on this machine",
             hint="nvidia-smi shows whether the driver finds one; --device cpu trains without it",

@@ -101,12 +101,9 @@ class Hpu(Device):
 
 
 def _set_recipe_cache() -> tuple[str, ...]:
-    """Keep compiled graphs on a local disk, for the ranks of this machine and for resumed runs.
+    """Keep compiled graphs for the ranks of this machine and for resumed runs; return warnings.
 
     The vendor requires a local disk: the ranks lock the files.
-
-    Returns:
-        Warnings for the user.
     """
     if value := os.environ.get(RECIPES):
         folder, *fields = value.split(",")
@@ -127,12 +124,9 @@ def _set_recipe_cache() -> tuple[str, ...]:
 
 
 def _require_mode(execution: str) -> None:
-    """Check that the bridge is not loaded yet, or was loaded in the mode of this execution.
+    """Raise UsageError if the bridge was loaded in the other mode, which cannot be changed.
 
-    From torch 2.5 on `import torch` loads it, unless PT_HPU_AUTOLOAD is 0 (ssdctl/__init__.py).
-
-    Raises:
-        UsageError: It was loaded in the other mode, which cannot be changed.
+    `import torch` loads it, unless PT_HPU_AUTOLOAD is 0 (ssdctl/__init__.py).
     """
     if f"{BRIDGE}.torch.core" not in sys.modules:
         return
@@ -148,11 +142,8 @@ def _require_mode(execution: str) -> None:
 
 
 def _default_execution() -> str:
-    """Return the default execution of the installed release."""
     release = package_release(BRIDGE_PACKAGE)
-    if release is not None and release >= COMPILE_RELEASE:
-        return "compile"
-    return DEVICE_TYPES["hpu"].executions[0]
+    return "compile" if release is not None and release >= COMPILE_RELEASE else "lazy"
 
 
 @contextlib.contextmanager
@@ -163,23 +154,20 @@ def _clear_errors() -> Iterator[None]:
     except RuntimeError as error:
         if "acquire failed" not in str(error):
             raise
+        what = "no free Gaudi card: another process holds it"
+        hint = "hl-smi lists the processes that hold cards; end the one that is not needed"
         if "No devices found" in str(error):
-            raise UsageError(
-                "device hpu: no Gaudi card found on this machine",
-                hint="hl-smi lists the cards; a container needs --runtime=habana and "
-                "HABANA_VISIBLE_DEVICES",
-            ) from error
-        raise UsageError(
-            "device hpu: no free Gaudi card: another process holds it",
-            hint="hl-smi lists the processes that hold cards; end the one that is not needed",
-        ) from error
+            what = "no Gaudi card found on this machine"
+            hint = "hl-smi lists the cards; a container needs --runtime=habana and "
+            hint += "HABANA_VISIBLE_DEVICES"
+        raise UsageError(f"device hpu: {what}", hint=hint) from error
 
 
 def is_available() -> bool:
     return importlib.util.find_spec(BRIDGE) is not None
 
 
-def open_hpu(local_rank: int, execution: str | None) -> Hpu:
+def open_device(local_rank: int, execution: str | None) -> Hpu:
     """Open this process's Gaudi card.
 
     Raises:

@@ -27,11 +27,9 @@ def resolve_execution(
     Args:
         gpu: Compute capability of the GPU that runs the steps; None for the CPU.
     """
-    if execution != "compile":
-        return execution, ()
-    reason = _missing_requirement(gpu)
+    reason = _missing_requirement(gpu) if execution == "compile" else None
     if reason is None:
-        return "compile", ()
+        return execution, ()
     return "eager", (f"steps run eagerly, not compiled: {reason}",)
 
 

@@ -46,8 +46,7 @@ class Xla(Device):
         self._metrics = importlib.import_module(f"{PACKAGE}.debug.metrics")
         runtime = importlib.import_module(f"{PACKAGE}.runtime")
         # PJRT's CPU client can write compiled graphs, but not read them.
-        wants_cache = "XLA_PERSISTENT_CACHE_PATH" not in os.environ
-        if wants_cache and runtime.device_type() != "CPU":
+        if "XLA_PERSISTENT_CACHE_PATH" not in os.environ and runtime.device_type() != "CPU":
             cache = private_cache_dir(f"xla-{local_rank}")
             if cache is not None:
                 runtime.initialize_cache(str(cache))
@@ -55,12 +54,12 @@ class Xla(Device):
         self.num_cores = int(runtime.addressable_runtime_device_count())
         self._split_batch: Any = None
         if self.num_cores > 1:
-            _require_single_process(self.num_cores)
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise _several_processes(self.num_cores)
             runtime.use_spmd()
             self._split_batch = _batch_splitter(self.num_cores)
-        logging.getLogger(f"{PACKAGE}.backends").setLevel(
-            logging.ERROR
-        )  # it warns at each change of precision
+        # It warns at each change of precision.
+        logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)
         self._products = ""
         self.set_tf32(False)
         self.torch_device = self._xla.device()
@@ -145,19 +144,13 @@ def _claim_chips(local_rank: int, runtime: Any) -> None:
         importlib.import_module(f"{PACKAGE}._internal.tpu").configure_one_chip_topology()
 
 
-def _require_single_process(num_cores: int) -> None:
-    """Check that this process is the only one, since it drives several cores.
-
-    Raises:
-        UsageError: There are several processes.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError(
-            f"device xla: each of several processes drives {num_cores} cores, which is not "
-            "supported: only a single process can",
-            hint="on TPU v2 and v3 run ssdctl launch on the TPU host itself, which starts one "
-            "process for all its chips; slices of several such hosts are not supported",
-        )
+def _several_processes(num_cores: int) -> UsageError:
+    return UsageError(
+        f"device xla: each of several processes drives {num_cores} cores, which is not supported: "
+        "only a single process can",
+        hint="on TPU v2 and v3 run ssdctl launch on the TPU host itself, which starts one process "
+        "for all its chips; slices of several such hosts are not supported",
+    )
 
 
 def _batch_splitter(num_cores: int) -> Callable[[int], Any]:
@@ -167,7 +160,7 @@ def _batch_splitter(num_cores: int) -> Callable[[int], Any]:
     return lambda dims: spmd.ShardingSpec(mesh, ("batch", *[None] * (dims - 1)))
 
 
-def open_xla(local_rank: int, execution: str | None) -> Xla:
+def open_device(local_rank: int, execution: str | None) -> Xla:
     """Open this process's XLA device.
 
     Raises:

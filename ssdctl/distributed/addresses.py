@@ -44,10 +44,6 @@ def interface_for_peers(leader: str, world_size: int) -> str | None:
     gloo listens at the address of the machine's own name; on many machines that is 127.0.1.1, which
     other machines cannot reach.
 
-    Args:
-        leader: MASTER_ADDR.
-        world_size: Number of ranks.
-
     Returns:
         Its name; None if gloo chooses it anyway, or all ranks are on this machine.
     """
@@ -55,7 +51,7 @@ def interface_for_peers(leader: str, world_size: int) -> str | None:
         return None
     if any(os.environ.get(name) == str(world_size) for name in LOCAL_SIZES):
         return None
-    if not _is_loopback(_address_of(socket.gethostname())):
+    if not _own_address_is_loopback():
         return None
     reached = address_for_peers(leader)
     return next((name for name, address in own_addresses().items() if address == reached), None)
@@ -68,23 +64,19 @@ def address_for_peers(leader: str) -> str | None:
     is returned.
     """
     candidates = (_address_towards(leader), _address_towards(OUTSIDE))
-    return next((a for a in candidates if a and not _is_loopback(a)), None)
+    return next((a for a in candidates if a and not a.startswith("127.")), None)
 
 
-def _is_loopback(address: str | None) -> bool:
-    return address is None or address.startswith("127.")
-
-
-def _address_of(name: str) -> str | None:
+def _own_address_is_loopback() -> bool:
     try:
-        return socket.gethostbyname(name)
+        return socket.gethostbyname(socket.gethostname()).startswith("127.")
     except OSError:
-        return None
+        return True
 
 
-def _address_towards(host: str) -> str | None:
-    """Return the source address of packets to a host; no packet is sent."""
+def _address_towards(host: str) -> str:
+    """Return the source address of packets to a host, or nothing; no packet is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
-    return None
+    return ""

@@ -42,6 +42,10 @@ RANKS_PER_POLL = 64  # with more ranks each polls less often: a single process a
 GRACE_S = 1.0
 # Torchrun's store outlives a group: the next one of the same processes needs other keys.
 _groups = itertools.count()
+LOST = (  # parts of the errors of backends
+    *("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer"),
+    "pair closure",  # gloo's, without its name, when an all-reduce of a backward pass ends
+)
 MIN_TIMEOUT_S = 300.0  # for ranks that still import, or wait for a node
 
 
@@ -99,9 +103,7 @@ def wait_for_main(ranks: Ranks, task: str) -> None:
     """Wait without a time limit until the first rank calls this too; it returns at once.
 
     For work that one rank does for all, such as preparing a dataset. Signals interrupt the wait.
-
-    Args:
-        task: Identifies the wait; each name is used once in a run.
+    Each `task` is used once in a run.
     """
     if ranks.is_single_process:
         return
@@ -147,7 +149,7 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     device.register_backend()
-    store = rendezvous(ranks, timeout.total_seconds())
+    store = _rendezvous(ranks, timeout.total_seconds())
     # The hosts must detect a hanging rank before the device's own backend does, which may abort.
     dist.init_process_group(
         device.backend,
@@ -156,17 +158,13 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
         world_size=ranks.world_size,
         timeout=timeout if device.backend == "gloo" else 2 * timeout,
     )
-    is_host = device.backend == "gloo"
-    _Hosts.group = None if is_host else dist.new_group(backend="gloo", timeout=timeout)
+    if device.backend != "gloo":
+        _Hosts.group = dist.new_group(backend="gloo", timeout=timeout)
     _Hosts.store = _PrefixStore("ssdctl", store)
 
 
 def _is_communication_error(error: Exception) -> bool:
-    words = (
-        *("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer"),
-        "pair closure",  # gloo's, without its name, when an all-reduce of a backward pass ends
-    )
-    return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
+    return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in LOST)
 
 
 def _first_line(error: Exception) -> str:
@@ -193,16 +191,18 @@ def _missing_ranks(ranks: Ranks) -> str:
     return "rank " + ", ".join(map(str, sorted(others)))
 
 
-def rendezvous(ranks: Ranks, timeout_s: float) -> Any:
+def _rendezvous(ranks: Ranks, timeout_s: float) -> Any:
     """Return the key-value store of all ranks once all have arrived.
 
     Raises:
         Stopped: A signal came while ranks were missing.
         RuntimeError: Some did not arrive in time, or the first one is gone.
     """
-    with signals.ending_at_once():
-        store = _connect(ranks)
-    store = _PrefixStore(f"group-{next(_groups)}", store)
+    with signals.ending_at_once():  # a signal interrupts the wait for a thread, not torch's own
+        met = run_in_daemon_thread(
+            lambda: next(torch_rendezvous("env://", ranks.rank, ranks.world_size))
+        )
+        store = _PrefixStore(f"group-{next(_groups)}", met.result()[0])
     store.add(ARRIVED, 1)
     try:
         with signals.ending_at_once():
@@ -212,16 +212,6 @@ def rendezvous(ranks: Ranks, timeout_s: float) -> Any:
             raise
         # All had arrived, and some may have continued: stop where they do.
     return store
-
-
-def _connect(ranks: Ranks) -> Any:
-    """Return the store that all ranks reach. Signals interrupt the wait for it."""
-    store = run_in_daemon_thread(
-        lambda: next(torch_rendezvous("env://", ranks.rank, ranks.world_size))[0]
-    )
-    while not store.done():
-        time.sleep(POLL_S)
-    return store.result()
 
 
 def _wait_for_all(store: Any, world_size: int, timeout_s: float) -> None:

@@ -7,7 +7,6 @@ only one. So is the shell of an `sbatch` script: Slurm sets its rank to 0 of all
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -42,17 +41,6 @@ class Ranks(NamedTuple):
         return self.world_size == 1
 
 
-class MainRankFilter(logging.Filter):
-    """Lets only the first rank write log messages."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self._is_main = ranks.is_main
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._is_main
-
-
 SINGLE_PROCESS = Ranks(0, 1, 0)
 
 
@@ -64,17 +52,16 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
     """
     environment = os.environ if environment is None else environment
     for names in RANK_VARIABLES:
-        if names[0] in environment and names[1] in environment:
-            if _is_batch_shell(names[0], environment):
-                continue
-            try:
-                rank, size, local = (int(environment.get(n, "0")) for n in names)
-            except ValueError:
-                values = " ".join(f"{n}={environment[n]!r}" for n in names if n in environment)
-                raise UsageError(f"{values}: not a number", hint=HINT) from None
-            if not 0 <= rank < size:
-                raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=HINT)
-            return Ranks(rank, size, local)
+        if not {*names[:2]} <= environment.keys() or _is_batch_shell(names[0], environment):
+            continue
+        try:
+            rank, size, local = (int(environment.get(n, "0")) for n in names)
+        except ValueError:
+            values = " ".join(f"{n}={environment[n]!r}" for n in names if n in environment)
+            raise UsageError(f"{values}: not a number", hint=HINT) from None
+        if not 0 <= rank < size:
+            raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=HINT)
+        return Ranks(rank, size, local)
     return SINGLE_PROCESS
 
 

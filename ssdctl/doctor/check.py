@@ -20,6 +20,7 @@ ABSENT = "absent"  # optional, and not wanted by the config
 DRIVER_S = 20.0  # for a driver's own tool
 IMPORT_S = 120.0  # for what imports torch: a minute on a cold network file system
 DYING_S = 2.0  # a process in uninterruptible sleep in a driver cannot be killed
+PROBES = f"{__package__}.probes"
 
 
 class Check(NamedTuple):
@@ -41,7 +42,12 @@ def bad(name: str, detail: str, remedy: str, *, is_wanted: bool = False) -> Chec
     return Check(name, FAIL if is_wanted else WARN, detail, remedy)
 
 
-def absent(name: str, detail: str, remedy: str, *, is_wanted: bool) -> Check:
+def ok_unless(name: str, detail: str, remedy: str) -> Check:
+    """Return a warning if there is a remedy, else that all is well."""
+    return Check(name, WARN if remedy else OK, detail, remedy)
+
+
+def absent(name: str, detail: str, remedy: str = "", *, is_wanted: bool = False) -> Check:
     """Return the result for an absent component: a failure only if the config needs it."""
     return Check(name, FAIL, detail, remedy) if is_wanted else Check(name, ABSENT, detail)
 
@@ -55,16 +61,14 @@ def without_secrets(text: str) -> str:
     text = re.sub(r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text).strip()
     text = re.sub(r"://\S*@", "://***@", text)
     text = re.sub(r"(\w://[^\s?]+)\?[^\s,)]+", r"\1?***", text)
-    home = ""
     with contextlib.suppress(RuntimeError):  # an id without a home, as in some containers
         home = str(Path("~").expanduser())
-    if len(home) > 1:
-        text = re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # nor a name
-        return text
-    return re.sub(rf"(?<=/){re.escape(user)}(?=/|$|[\s:,;)'\"])", "$USER", text)
+        if len(home) > 1:
+            text = re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
+    with contextlib.suppress(OSError, KeyError):  # an id without a name
+        user = re.escape(getpass.getuser())
+        text = re.sub(rf"(?<=/){user}(?=/|$|[\s:,;)'\"])", "$USER", text)
+    return text
 
 
 class ProgramOutput(NamedTuple):
@@ -101,7 +105,6 @@ class Programs:
         """Run a program to its end, in a session of its own.
 
         Args:
-            argv: The program and its arguments.
             timeout_s: After this time it is killed with its children; its output so far is kept.
             text: Its stdin.
             environment: Its variables; None is this process's environment.
@@ -122,21 +125,19 @@ class Programs:
             out, stderr = process.communicate(text, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return ProgramOutput(_kill(process), f"no answer within {timeout_s:g} s")
+        except BaseException:  # a signal interrupts the main thread
+            _kill(process)
+            raise
         finally:
             with self._lock:
                 self._running.discard(process)
-        return ProgramOutput(
-            out, _reason(process.returncode, stderr, out) if process.returncode else ""
-        )
+        return ProgramOutput(out, _failure(process.returncode, stderr, out))
 
-    def run_python(self, code: str) -> ProgramOutput:
-        """Run a Python program given as text."""
-        return self.run([sys.executable, "-W", "ignore", "-c", code], IMPORT_S)
-
-    def run_probe(self, name: str, timeout_s: float, *arguments: str, **more: Any) -> ProgramOutput:
-        """Run one of the probes of probes.py; `more` is passed to `run`."""
-        argv = [sys.executable, "-W", "ignore", "-m", f"{__package__}.probes", name, *arguments]
-        return self.run(argv, timeout_s, **more)
+    def run_python(
+        self, *arguments: str, timeout_s: float = IMPORT_S, **options: Any
+    ) -> ProgramOutput:
+        """Run Python with these arguments; `options` are those of `run`."""
+        return self.run([sys.executable, "-W", "ignore", *arguments], timeout_s, **options)
 
     def stop(self) -> None:
         """Kill all running programs; later starts fail."""
@@ -162,8 +163,10 @@ def _kill(process: subprocess.Popen[str]) -> str:
         return out.decode(errors="replace") if isinstance(out, bytes) else out
 
 
-def _reason(code: int, stderr: str, out: str) -> str:
+def _failure(code: int, stderr: str, out: str) -> str:
     """Return why a program failed: the signal that ended it, else its last line of text."""
+    if code == 0:
+        return ""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"

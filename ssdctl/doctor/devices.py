@@ -6,13 +6,14 @@ import importlib.util
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 from xml.etree import ElementTree as Xml
 
 from ssdctl.config import Config
-from ssdctl.doctor.check import ABSENT, DRIVER_S, Check, ProgramOutput, Programs, absent, bad, ok
+from ssdctl.doctor.check import DRIVER_S, Check, ProgramOutput, Programs, absent, bad, ok, ok_unless
 from ssdctl.runtime import hardware
 from ssdctl.runtime.hardware import TPU_V2_OR_V3, TPUS, Hardware
 from ssdctl.runtime.packages import package_version
@@ -32,59 +33,64 @@ GAUDI2_BATCH = 24
 # Pages of 2 MiB. Voyager's pods get 95,000 MiB for eight cards; the 153,600 pages of Habana's
 # TensorFlow guide also hold that framework's dataset cache, which ssdctl does not have.
 HUGE_PAGES_PER_CARD = 5_937
+COUNT_TPUS = (
+    "import torch_xla.runtime as r; print(r.global_runtime_device_count(), 'x', r.device_type())"
+)
 SUCCESSOR = "TorchTPU, Google's announced successor of torch_xla, is not supported yet"
 
 
-def check_cpu(torch: Future[ProgramOutput]) -> list[Check]:
-    """Return the results of the torch probe for the CPU."""
-    cpu = torch.result().facts().get("cpu")
-    if cpu is None:
-        return []
+def check_cpu(torch: Future[ProgramOutput]) -> Iterator[Check]:
+    """Yield the results of the torch probe for the CPU."""
+    if (cpu := torch.result().facts().get("cpu")) is None:
+        return
     native = "bf16 native" if cpu["has_native_bf16"] else "bf16 works but slowly: prefer --fp32"
-    compiles = ok("cpu compile", "torch.compile has its C++ compiler and Python's headers")
+    yield ok("cpu", f"{cpu['label']}; fp32, {native}; no fp16")
     if cpu["compile"]:
         remedy = "apt-get install g++ python3-dev, for --execution compile"
-        compiles = bad("cpu compile", cpu["compile"][0], remedy)
-    return [ok("cpu", f"{cpu['label']}; fp32, {native}; no fp16"), compiles]
+        yield bad("cpu compile", cpu["compile"][0], remedy)
+    else:
+        yield ok("cpu compile", "torch.compile has its C++ compiler and Python's headers")
 
 
 def check_gpus(
     config: Config, programs: Programs, pci: Hardware, torch: Future[ProgramOutput]
-) -> list[Check]:
+) -> Iterator[Check]:
     """Query NVIDIA's driver while torch is being imported, then check what torch detects."""
     problem, state = "nvidia-smi is not on PATH", Xml.Element("none")
     if shutil.which("nvidia-smi") is not None:
         answer = programs.run(["nvidia-smi", "-q", "-x"], DRIVER_S)
         problem = answer.problem
-        if not problem:
-            try:
-                state = Xml.fromstring(answer.out)
-            except Xml.ParseError as error:
-                problem = f"nvidia-smi's answer cannot be read: {error}"
+        try:
+            state = state if problem else Xml.fromstring(answer.out)
+        except Xml.ParseError as error:
+            problem = f"nvidia-smi's answer cannot be read: {error}"
     facts, is_wanted = torch.result().facts(), config.train.device == "cuda"
-    version, num_gpus = state.findtext("driver_version", ""), len(state.findall("gpu"))
+    driver = state.findtext("driver_version", "")
+    cuda: Any = facts.get("cuda_build")
     if facts.get("gpus"):
-        results = _usable_gpus(facts, version)
-        return [*results, *_gpu_states(state), *_xids(programs)]
+        yield from _usable_gpus(facts["gpus"], facts.get("gpu_compile") or (), cuda, driver)
+        yield from _gpu_states(state)
+        yield from _xids(programs)
+        return
     reason = facts.get("gpu_problem") or "torch could not be queried"
     died = "cuda_build" in facts and torch.result().problem  # while it looked for GPUs
     if died:
         reason = f"looking for GPUs: {died}"
-    if not pci.num_nvidia and not version and not died:
+    if not pci.num_nvidia and not driver and not died:
         detail = f"no GPU: {reason}" if is_wanted else "no GPU"
-        return [absent("cuda", detail, CPU_REMEDY, is_wanted=is_wanted)]
+        yield absent("cuda", detail, CPU_REMEDY, is_wanted=is_wanted)
+        return
     # A card that torch cannot use: `--device auto` would silently train on the CPU.
-    num_gpus = pci.num_nvidia or num_gpus
+    num_gpus = pci.num_nvidia or len(state.findall("gpu"))
     detail = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
-    detail += f", not usable by torch: {reason}; driver {version or f': {problem}'}"
+    detail += f", not usable by torch: {reason}; driver{f' {driver}' if driver else f': {problem}'}"
     remedy = "nvidia-smi must list the card: install or reload NVIDIA's driver"
-    if version:
-        remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for torch's CUDA"
-    if too_old := _too_old(version, facts.get("cuda_build")):
-        remedy = too_old
-    if "cuda_build" in facts and facts["cuda_build"] is None:
+    if "cuda_build" in facts and cuda is None:
         remedy = "install a torch that is built for CUDA: pip install --force-reinstall torch"
-    return [bad("cuda", detail.replace("driver :", "driver:"), remedy, is_wanted=is_wanted)]
+    elif driver:
+        remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for torch's CUDA"
+        remedy = _too_old(driver, cuda) or remedy
+    yield bad("cuda", detail, remedy, is_wanted=is_wanted)
 
 
 def _too_old(driver: str, cuda: str | None) -> str:
@@ -96,90 +102,78 @@ def _too_old(driver: str, cuda: str | None) -> str:
     return f"torch's CUDA {cuda} needs driver {needed[0]}.{needed[1]} or newer: update it"
 
 
-def _usable_gpus(facts: dict[str, Any], driver: str) -> list[Check]:
-    gpus = facts["gpus"]
+def _usable_gpus(
+    gpus: list[dict[str, Any]], not_compiled: Sequence[str], cuda: str, driver: str
+) -> Iterator[Check]:
     names = Counter(
         f"{g['name']} ({g['memory_bytes'] / 2**30:.0f} GiB, compute "
         f"{g['capability'][0]}.{g['capability'][1]})"
         for g in gpus
     )
     detail = ", ".join(f"{count} x {name}" for name, count in names.items())
-    detail += f"; torch's CUDA {facts['cuda_build']}" + (f", driver {driver}" if driver else "")
-    usable = ok("cuda", detail)
-    if not all(g["has_kernels"] for g in gpus):
+    detail += f"; torch's CUDA {cuda}" + (f", driver {driver}" if driver else "")
+    if all(g["has_kernels"] for g in gpus):
+        yield ok_unless("cuda", detail, _too_old(driver, cuda))
+    else:
         remedy = f"install a torch built for them (an older one for old cards); {CPU_REMEDY}"
-        detail += "; this torch has no kernels for them"
-        usable = bad("cuda", detail, remedy, is_wanted=True)
-    elif too_old := _too_old(driver, facts["cuda_build"]):
-        usable = bad("cuda", detail, too_old)
+        yield bad("cuda", f"{detail}; this torch has no kernels for them", remedy, is_wanted=True)
     least = min(tuple(g["capability"]) for g in gpus)
     precision = "fp32, fp16 and bf16 native"
     if least < NATIVE_BF16:
         precision = "fp32, fp16; no native bf16 below compute 8.0"
     if least < TENSOR_CORES:
         precision = "fp32; fp16 only saves memory: no tensor cores below compute 7.0"
-    results = [usable, ok("cuda precision", precision)]
-    if facts.get("gpu_compile"):
+    yield ok("cuda precision", precision)
+    if not_compiled:
         remedy = "pip install triton; apt-get install g++ python3-dev"
-        results.append(bad("cuda compile", facts["gpu_compile"][0], remedy))
-    return results
+        yield bad("cuda compile", not_compiled[0], remedy)
 
 
-def _gpu_states(state: Xml.Element) -> list[Check]:
-    """Return what is wrong with the GPUs by NVIDIA's driver: memory, partitions, NVSwitch."""
-    wrong: dict[str, list[str]] = {}
+def _gpu_states(state: Xml.Element) -> Iterator[Check]:
+    """Yield what is wrong with the GPUs by NVIDIA's driver: memory, partitions, NVSwitch."""
+    wrong: dict[tuple[str, str], list[str]] = {}
     gpus = state.findall("gpu")
     for number, gpu in enumerate(gpus):
-
-        def says(path: str, gpu: Xml.Element = gpu) -> str:
-            return (gpu.findtext(path) or "").strip()
-
-        errors = gpu.find("ecc_errors/volatile")
-        counts = [e.text or "" for e in errors or () if "uncorrectable" in e.tag]
-        if any(count.isdigit() and int(count) for count in counts):
-            wrong.setdefault("uncorrectable ECC errors", []).append(f"{number}")
-        if "Yes" in (
-            says("remapped_rows/remapped_row_pending"),
-            says("retired_pages/pending_retirement"),
-        ):
-            wrong.setdefault("rows wait to be remapped", []).append(f"{number}")
-        if says("remapped_rows/remapped_row_failure") == "Yes":
-            wrong.setdefault("remapping of rows failed", []).append(f"{number}")
-        if says("mig_mode/current_mig") == "Enabled":
-            wrong.setdefault("partitioned (MIG)", []).append(f"{number}")
-        if says("fabric/state") not in ("", "N/A", "Completed"):
-            wrong.setdefault(f"NVSwitch fabric {says('fabric/state')}", []).append(f"{number}")
-        used, total = (_mebibytes(says(f"fb_memory_usage/{name}")) for name in ("used", "total"))
-        if total and used / total > USED_BY_OTHERS:
-            wrong.setdefault("memory used by other programs", []).append(f"{number} ({used:,} MiB)")
-    remedies = {
-        "uncorrectable": "reset the card (nvidia-smi -r) or reboot; replace it if they come again",
-        "rows": "reset the card (nvidia-smi -r) or reboot",
-        "remapping": "the card's memory is worn out: have it replaced",
-        "partitioned": "a rank takes one partition: nvidia-smi -mig 0 joins them",
-        "NVSwitch": "NCCL cannot start: check the service nvidia-fabricmanager and its version",
-        "memory": "nvidia-smi lists the programs; --bs auto fits what is left",
-    }  # fmt: skip
-    if not wrong:
-        return [ok("cuda state", "no ECC error, nothing else uses them")] if gpus else []
-    return [
-        bad("cuda state", f"GPU {', '.join(numbers)}: {what}", remedies[what.split()[0]])
-        for what, numbers in wrong.items()
-    ]
+        for what, remedy, note in _gpu_problems(gpu):
+            wrong.setdefault((what, remedy), []).append(f"{number}{note}")
+    for (what, remedy), numbers in wrong.items():
+        yield bad("cuda state", f"GPU {', '.join(numbers)}: {what}", remedy)
+    if gpus and not wrong:
+        yield ok("cuda state", "no ECC error, nothing else uses them")
 
 
-def _mebibytes(text: str) -> int:
-    number = text.partition(" ")[0]
-    return int(number) if number.isdigit() else 0
+def _gpu_problems(gpu: Xml.Element) -> Iterator[tuple[str, str, str]]:
+    """Yield each problem of a GPU, its remedy, and a note to the GPU's number."""
+
+    def says(path: str) -> str:
+        return (gpu.findtext(path) or "").strip()
+
+    counts = [e.text or "" for e in gpu.iterfind("ecc_errors/volatile/*") if "uncorrect" in e.tag]
+    if any(count.isdigit() and int(count) for count in counts):
+        remedy = "reset the card (nvidia-smi -r) or reboot; replace it if they come again"
+        yield "uncorrectable ECC errors", remedy, ""
+    waiting = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement")
+    if "Yes" in map(says, waiting):
+        yield "rows wait to be remapped", "reset the card (nvidia-smi -r) or reboot", ""
+    if says("remapped_rows/remapped_row_failure") == "Yes":
+        yield "remapping of rows failed", "the card's memory is worn out: have it replaced", ""
+    if says("mig_mode/current_mig") == "Enabled":
+        yield "partitioned (MIG)", "a rank takes one partition: nvidia-smi -mig 0 joins them", ""
+    if (fabric := says("fabric/state")) not in ("", "N/A", "Completed"):
+        remedy = "NCCL cannot start: check the service nvidia-fabricmanager and its version"
+        yield f"NVSwitch fabric {fabric}", remedy, ""
+    texts = [says(f"fb_memory_usage/{name}").removesuffix(" MiB") for name in ("used", "total")]
+    used, total = (int(text) if text.isdigit() else 0 for text in texts)
+    if total and used / total > USED_BY_OTHERS:
+        remedy = "nvidia-smi lists the programs; --bs auto fits what is left"
+        yield "memory used by other programs", remedy, f" ({used:,} MiB)"
 
 
-def _xids(programs: Programs) -> list[Check]:
-    """Return the errors that the driver wrote into the kernel's log, if that can be read."""
-    found = Counter(XID.findall(programs.run(["dmesg"], DRIVER_S).out))
-    if not found:
-        return []
-    detail = ", ".join(f"{text} ({count} times)" for text, count in found.items())
-    return [bad("cuda xid", detail, "docs.nvidia.com/deploy/xid-errors says what each code means")]
+def _xids(programs: Programs) -> Iterator[Check]:
+    """Yield the errors that the driver wrote into the kernel's log, if that can be read."""
+    if found := Counter(XID.findall(programs.run(["dmesg"], DRIVER_S).out)):
+        detail = ", ".join(f"{text} ({count} times)" for text, count in found.items())
+        yield bad("cuda xid", detail, "docs.nvidia.com/deploy/xid-errors says what each code means")
 
 
 class Driver(NamedTuple):
@@ -191,35 +185,37 @@ class Driver(NamedTuple):
     problem: str
 
 
-def check_gaudi(config: Config, programs: Programs, pci: Hardware) -> list[Check]:
+def check_gaudi(config: Config, programs: Programs, pci: Hardware) -> Iterator[Check]:
     """Query hl-smi, then import the bridge in a subprocess."""
     driver, device = _query_driver(programs), config.train.device
-    bridge = None
-    if importlib.util.find_spec(BRIDGE) is not None:
-        bridge = package_version(BRIDGE_PACKAGE) or "unknown"
+    has_bridge = importlib.util.find_spec(BRIDGE) is not None
+    bridge = (package_version(BRIDGE_PACKAGE) or "unknown") if has_bridge else "absent"
     num_cards = len(driver.cards) or pci.num_gaudi
-    pages = _huge_pages(num_cards)
-    if not num_cards and bridge is None:
-        return [absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=device == "hpu"), pages]
-    if not num_cards:
+    names = Counter(driver.cards) or {"Gaudi": num_cards}
+    detail = ", ".join(f"{number} x {name}" for name, number in names.items())
+    detail += f", driver {driver.version or 'unknown'}, bridge {bridge}"
+    if not num_cards and not has_bridge:
+        yield absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=device == "hpu")
+    elif not num_cards:
         detail = f"bridge {bridge}, but no card: {driver.problem}"
         if device == "auto":  # chosen by the bridge
             detail += "; --device auto would choose it and fail"
         remedy = "hl-smi must list the cards: load the driver habanalabs; or --device cpu"
-        return [bad("hpu", detail, remedy, is_wanted=device in ("auto", "hpu")), pages]
-    names = Counter(driver.cards) or {"Gaudi": num_cards}
-    detail = ", ".join(f"{number} x {name}" for name, number in names.items())
-    detail += f", driver {driver.version or 'unknown'}, bridge {bridge or 'absent'}"
-    results = [*_ports(programs, driver), *_numa_map(), pages]
-    if bridge is None:
-        return [bad("hpu", detail, IMAGE, is_wanted=device == "hpu"), *results]
-    cards = [_releases(detail, driver, bridge)]
-    answer = programs.run_python(f"import {BRIDGE}.torch.core")
-    if answer.problem:
-        detail = f"cannot be imported: {answer.problem}"
-        cards.append(bad("hpu bridge", detail, IMAGE, is_wanted=device == "hpu"))
-    cards.append(ok("hpu precision", "fp32, bf16 native; no fp16"))
-    return [*cards, *_batch(config, driver.cards), *results]
+        yield bad("hpu", detail, remedy, is_wanted=device in ("auto", "hpu"))
+    elif not has_bridge:
+        yield bad("hpu", detail, IMAGE, is_wanted=device == "hpu")
+    else:
+        yield _releases(detail, driver, bridge)
+        answer = programs.run_python("-c", f"import {BRIDGE}.torch.core")
+        if answer.problem:
+            detail = f"cannot be imported: {answer.problem}"
+            yield bad("hpu bridge", detail, IMAGE, is_wanted=device == "hpu")
+        yield ok("hpu precision", "fp32, bf16 native; no fp16")
+        yield from _batch(config, driver.cards)
+    if num_cards:
+        yield from _ports(programs, driver)
+        yield from _numa_map()
+    yield _huge_pages(num_cards)
 
 
 def _query_driver(programs: Programs) -> Driver:
@@ -249,7 +245,16 @@ def _releases(detail: str, driver: Driver, bridge: str) -> Check:
     return ok("hpu", detail)
 
 
-def _ports(programs: Programs, driver: Driver) -> list[Check]:
+def _batch(config: Config, cards: list[str]) -> Iterator[Check]:
+    """Suggest a faster batch size for Gaudi2."""
+    size = config.train.batch_size
+    if any(map(GAUDI2.match, cards)) and size != "auto" and size % GAUDI2_BATCH:
+        below = size - size % GAUDI2_BATCH
+        hint = " or ".join(f"--bs {n}" for n in (below, below + GAUDI2_BATCH) if n)
+        yield ok("hpu batch", f"{size} a device; Gaudi2 is faster at multiples of 24", hint)
+
+
+def _ports(programs: Programs, driver: Driver) -> Iterator[Check]:
     """Check the links between the cards, which all-reduces of several cards use."""
     commands = [["hl-smi", "-n", "link", "-i", address] for address in driver.addresses]
     futures = [run_in_daemon_thread(partial(programs.run, argv, DRIVER_S)) for argv in commands]
@@ -257,36 +262,28 @@ def _ports(programs: Programs, driver: Driver) -> list[Check]:
     for address, future in zip(driver.addresses, futures, strict=True):
         states = re.findall(r"port\s+(\d+)\s*:\s*(UP|DOWN)", future.result().out, re.IGNORECASE)
         num_ports += len(states)
-        ports = [port for port, state in states if state.upper() == "DOWN"]
-        down += [f"{address} port {', '.join(ports)}"] if ports else []
-    if not num_ports:
-        return []
-    if not down:
-        return [ok("hpu ports", f"{num_ports} up")]
-    remedy = "needed for several cards: see dmesg, reload the driver; external ports may be unused"
-    return [bad("hpu ports", f"down: {'; '.join(down)}", remedy)]
+        if ports := [port for port, state in states if state.upper() == "DOWN"]:
+            down.append(f"{address} port {', '.join(ports)}")
+    if down:
+        remedy = (
+            "needed for several cards: see dmesg, reload the driver; external ports may be unused"
+        )
+        yield bad("hpu ports", f"down: {'; '.join(down)}", remedy)
+    elif num_ports:
+        yield ok("hpu ports", f"{num_ports} up")
 
 
-def _numa_map() -> list[Check]:
-    """Return the cores that are next to each card."""
-    cards: dict[int, list[int]] = {}
+def _numa_map() -> Iterator[Check]:
+    """Yield the cores that are next to each card."""
+    cards: dict[int, list[str]] = {}
     for module, node in hardware.numa_nodes_of_cards("hpu").items():
-        cards.setdefault(node, []).append(module)
+        cards.setdefault(node, []).append(str(module))
     texts = []
     for node, modules in cards.items():
         cpus = read_text(hardware.SYS / f"devices/system/node/node{node}/cpulist")
-        texts.append(f"card {','.join(map(str, modules))}: NUMA node {node} (CPU {cpus})")
-    return [ok("hpu cores", "; ".join(texts))] if texts else []
-
-
-def _batch(config: Config, cards: list[str]) -> list[Check]:
-    """Suggest a faster batch size for Gaudi2."""
-    size = config.train.batch_size
-    if not any(map(GAUDI2.match, cards)) or size == "auto" or size % GAUDI2_BATCH == 0:
-        return []
-    below = size - size % GAUDI2_BATCH
-    hint = " or ".join(f"--bs {n}" for n in (below, below + GAUDI2_BATCH) if n)
-    return [ok("hpu batch", f"{size} a device; Gaudi2 is faster at multiples of 24", hint)]
+        texts.append(f"card {','.join(modules)}: NUMA node {node} (CPU {cpus})")
+    if texts:
+        yield ok("hpu cores", "; ".join(texts))
 
 
 def _huge_pages(num_cards: int) -> Check:
@@ -294,7 +291,7 @@ def _huge_pages(num_cards: int) -> Check:
     pages = int(table.get("HugePages_Total") or 0)
     detail = f"{pages:,} of {table.get('Hugepagesize', '?')}"
     if not num_cards:
-        return Check("huge pages", ABSENT, f"{detail}; not needed without Gaudi cards")
+        return absent("huge pages", f"{detail}; not needed without Gaudi cards")
     advised = HUGE_PAGES_PER_CARD * num_cards
     if pages >= advised:
         return ok("huge pages", detail)
@@ -307,32 +304,29 @@ def _huge_pages(num_cards: int) -> Check:
     return bad("huge pages", f"{detail}; {advised:,} are recommended (Voyager's number)", remedy)
 
 
-def check_tpus(config: Config, programs: Programs, pci: Hardware) -> list[Check]:
+def check_tpus(config: Config, programs: Programs, pci: Hardware) -> Check:
     """Check the chips, that torch_xla matches torch, and which devices it detects."""
     is_wanted = config.train.device == "xla"
     chips = ", ".join(f"{n} x {TPUS[model]}" for model, n in Counter(pci.tpus).items())
     found = f"{chips} on the PCI bus; " if chips else ""
     if TPU_V2_OR_V3 in pci.tpus:
         found = found.replace(";", " (two cores a chip);")
-    install = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'"
     if importlib.util.find_spec("torch_xla") is None:
-        detail = f"{found}no torch_xla"
+        remedy = f"pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'. {SUCCESSOR}"
         if chips:
-            return [bad("tpu", detail, f"{install}. {SUCCESSOR}", is_wanted=is_wanted)]
-        return [absent("tpu", detail, f"{install}. {SUCCESSOR}", is_wanted=is_wanted)]
-    full = {name: package_version(name) or "unknown" for name in ("torch", "torch_xla")}
-    versions = {name: ".".join(version.split(".")[:2]) for name, version in full.items()}
-    packages = f"torch_xla {versions['torch_xla']} with torch {versions['torch']}"
-    if len(set(versions.values())) > 1:
-        remedy = f"pip install 'torch=={versions['torch_xla']}.*'"
-        return [bad("tpu", f"{found}{packages}: no match", remedy, is_wanted=is_wanted)]
-    code = (
-        "import torch_xla.runtime as r; "
-        "print(r.global_runtime_device_count(), 'x', r.device_type())"
+            return bad("tpu", f"{found}no torch_xla", remedy, is_wanted=is_wanted)
+        return absent("tpu", "no torch_xla", remedy, is_wanted=is_wanted)
+    torch, xla = (
+        ".".join((package_version(name) or "unknown").split(".")[:2])
+        for name in ("torch", "torch_xla")
     )
-    answer = programs.run_python(code)
+    detail = f"{found}torch_xla {xla} with torch {torch}"
+    if torch != xla:
+        remedy = f"pip install 'torch=={xla}.*'"
+        return bad("tpu", f"{detail}: no match", remedy, is_wanted=is_wanted)
+    answer = programs.run_python("-c", COUNT_TPUS)
     if answer.problem:
         remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
-        return [bad("tpu", f"{found}{packages}: {answer.problem}", remedy, is_wanted=is_wanted)]
+        return bad("tpu", f"{detail}: {answer.problem}", remedy, is_wanted=is_wanted)
     devices = (answer.out.strip().splitlines() or ["?"])[-1]
-    return [ok("tpu", f"{devices}, {found}{packages}; fp32, bf16 native. {SUCCESSOR}")]
+    return ok("tpu", f"{devices}, {detail}; fp32, bf16 native. {SUCCESSOR}")

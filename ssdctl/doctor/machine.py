@@ -19,20 +19,13 @@ from packaging.requirements import Requirement
 
 from ssdctl._version import __version__
 from ssdctl.config import Config
-from ssdctl.doctor.check import ABSENT, OK, Check, ProgramOutput, Programs, absent, bad, ok
+from ssdctl.doctor.check import Check, ProgramOutput, Programs, absent, bad, ok, ok_unless
 from ssdctl.launch.base import read_node
-from ssdctl.runtime import hardware
+from ssdctl.runtime import hardware, system
 from ssdctl.runtime.cores import cpu_quota, memory_limit
 from ssdctl.runtime.hardware import Hardware
 from ssdctl.runtime.packages import package_version
-from ssdctl.runtime.system import (
-    UNLIMITED,
-    read_table,
-    read_text,
-    resource_limit,
-    table_bytes,
-    usable_cpus,
-)
+from ssdctl.runtime.system import UNLIMITED, read_text, resource_limit
 from ssdctl.runtime.threads import run_in_daemon_thread
 from ssdctl.runtime.torch_compat import dali_extra
 
@@ -52,6 +45,14 @@ PURPOSES = {
 LITTLE_MEMORY = 4 * 2**30
 SHM = Path("/dev/shm")
 SHM_WANTED = 2**30  # what collectives between the cards of a node need, with a margin
+SHM_REMEDY = (
+    "ranks of a node share it: docker run --shm-size=8g; in Kubernetes an emptyDir with medium "
+    "Memory on /dev/shm"
+)
+MEMLOCK_REMEDY = (
+    "RDMA and Gaudi lock their buffers: ulimit -l unlimited; docker run --ulimit memlock=-1; "
+    "Slurm: PropagateResourceLimitsExcept=MEMLOCK"
+)
 FILES_WANTED = 4096  # shards, connections, logs; a connection or two per rank
 FILES_NEEDED = 1024
 VERSION_S = 15.0
@@ -72,69 +73,66 @@ TOOLS = (
 
 def check_software(config: Config, torch: Future[ProgramOutput]) -> Iterator[Check]:
     """Yield the results for Python, the packages and the import of torch."""
-    python = f"{platform.python_version()} ({sys.executable})"
     yield ok("ssdctl", f"{__version__} on {platform.platform()}")
+    python, remedy = f"{platform.python_version()} ({sys.executable})", ""
     if sys.version_info[:2] > NEWEST_PYTHON:
+        python += ": newer than tested"
         remedy = f"use Python {'.'.join(map(str, NEWEST_PYTHON))}"
-        yield bad("python", f"{python}: newer than tested", remedy)
-    else:
-        yield ok("python", python)
+    yield ok_unless("python", python, remedy)
     try:
         requirements = [Requirement(text) for text in metadata.requires("ssdctl") or []]
     except metadata.PackageNotFoundError:
         remedy = "install it: pip install -e . in its folder, or pip install of its wheel"
         yield bad("packages", "ssdctl runs without being installed", remedy)
     else:
-        needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
-        yield from _packages(needed)
-        yield from _torchvision()
-        optional = [r for r in requirements if r not in needed]
-        yield from _extras(config, optional, {r.name for r in needed})
+        yield from _packages(config, requirements)
     facts = torch.result().facts()
     if "cpu" not in facts:
         remedy = "pip install --force-reinstall torch torchvision"
         yield bad("torch import", f"fails: {torch.result().problem}", remedy, is_wanted=True)
-    elif not facts["has_gloo"]:
-        detail = f"{facts['import_s']:.1f} s; built without gloo"
-        yield bad("torch import", detail, "several ranks need it: install PyTorch's own build")
-    else:
-        yield ok("torch import", f"{facts['import_s']:.1f} s")
+        return
+    detail, remedy = f"{facts['import_s']:.1f} s", ""
+    if not facts["has_gloo"]:
+        detail += "; built without gloo"
+        remedy = "several ranks need it: install PyTorch's own build"
+    yield ok_unless("torch import", detail, remedy)
 
 
-def _packages(needed: list[Requirement]) -> Iterator[Check]:
+def _packages(config: Config, requirements: list[Requirement]) -> Iterator[Check]:
+    needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
     results = [_check_requirement(requirement) for requirement in needed]
-    separate = [c for c in results if c.state != OK or c.name in OWN_LINE]
-    yield from sorted(separate, key=lambda check: check.state != OK)
+    separate = [c for c in results if c.remedy or c.name in OWN_LINE]
+    yield from sorted(separate, key=lambda check: bool(check.remedy))
     if rest := ", ".join(f"{c.name} {c.detail}" for c in results if c not in separate):
         yield ok("packages", rest)
+    yield from _torchvision()
+    optional = [r for r in requirements if r not in needed]
+    yield from _extras(config, optional, {r.name for r in needed})
 
 
 def _check_requirement(requirement: Requirement) -> Check:
     name, specifier = requirement.name, str(requirement.specifier)
+    version = package_version(name)
+    if version is not None and requirement.specifier.contains(version, prereleases=True):
+        return ok(name, version)
     remedy = f"pip install '{name}{specifier}'"
     if name in OWN_LINE and importlib.util.find_spec("habana_frameworks") is not None:
         remedy = "it is part of the vendor's image: use a newer image"
-    version = package_version(name)
-    if version is None or not requirement.specifier.contains(version, prereleases=True):
-        detail = f"{version or 'not installed'}; ssdctl needs {specifier}"
-        return bad(name, detail, remedy, is_wanted=True)
-    return ok(name, version)
+    detail = f"{version or 'not installed'}; ssdctl needs {specifier}"
+    return bad(name, detail, remedy, is_wanted=True)
 
 
 def _torchvision() -> Iterator[Check]:
     """Check that torchvision was built for the installed torch; else its kernels are missing."""
-    try:
-        requirements = map(Requirement, metadata.requires("torchvision") or [])
-    except metadata.PackageNotFoundError:
-        return  # reported by _packages
     version = package_version("torch")
-    built_for = [r.specifier for r in requirements if r.name == "torch" and r.specifier]
-    for specifier in built_for:
-        if version is not None and not specifier.contains(version, prereleases=True):
+    if version is None or package_version("torchvision") is None:
+        return  # reported already
+    for requirement in map(Requirement, metadata.requires("torchvision") or []):
+        specifier = requirement.specifier
+        if requirement.name == "torch" and not specifier.contains(version, prereleases=True):
             detail = f"built for torch {specifier}, installed is {version}"
             remedy = "pip install --upgrade torch torchvision, both at once"
             yield bad("torchvision", detail, remedy)
-            return
 
 
 def _extras(
@@ -153,7 +151,7 @@ def _extras(
         checks = [_check_requirement(r) for r in members if r.name != "ssdctl"]
         if not checks:  # unknown to the metadata
             continue
-        wrong = [c for c in checks if c.state != OK]
+        wrong = [c for c in checks if c.remedy]
         own = {c.name for c in checks} - always_installed
         has_all = all(package_version(name) for name in own)
         is_partly = any(package_version(c.name) and (has_all or c.name in own) for c in wrong)
@@ -169,39 +167,30 @@ def _extras(
     if installed:
         yield ok("extras", ", ".join(installed))
     if missing:
-        yield Check("other extras", ABSENT, f"not installed: {', '.join(missing)}")
+        yield absent("other extras", f"not installed: {', '.join(missing)}")
 
 
 def check_machine(pci: Hardware) -> Iterator[Check]:
     """Yield the results for cores, memory, limits of this process, and InfiniBand."""
     yield _cores()
-    table = read_table(hardware.PROC / "meminfo")
-    total, available = (table_bytes(table, name) for name in ("MemTotal", "MemAvailable"))
-    limit = memory_limit(hardware.PROC, hardware.SYS)
-    detail = f"{available / 2**30:.0f} GiB available of {total / 2**30:.0f}"
-    if limit is not None and limit < total:
-        detail += f"; the cgroup grants {limit / 2**30:.1f} GiB"
-        available = min(available, limit)
-    remedy = "end other programs or raise the limit; a smaller --bs needs less"
-    yield bad("memory", detail, remedy) if available < LITTLE_MEMORY else ok("memory", detail)
+    yield _memory()
     yield _shared_memory(pci)
     if (limits := resource_limit("MEMLOCK")) is not None:
         yield _locked_memory(limits[0], pci)
     if (limits := resource_limit("NOFILE")) is not None:
         yield _open_files(*limits)
-    ports = sorted((hardware.SYS / "class/infiniband").glob("*/ports/*"))
-    texts = [read_text(port / "state").partition(": ")[2] or "unknown" for port in ports]
-    names = [f"{port.parts[-3]}:{port.name}" for port in ports]
-    detail = ", ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
-    if "ACTIVE" in texts:
-        yield ok("infiniband", detail)
-    elif ports:
+    ports = {
+        f"{port.parts[-3]}:{port.name}": read_text(port / "state").partition(": ")[2] or "unknown"
+        for port in sorted((hardware.SYS / "class/infiniband").glob("*/ports/*"))
+    }
+    if ports:
         remedy = "several nodes would use TCP: check cables and the subnet manager (ibstat)"
-        yield bad("infiniband", detail, remedy)
+        detail = ", ".join(f"{name} {state}" for name, state in ports.items())
+        yield ok_unless("infiniband", detail, "" if "ACTIVE" in ports.values() else remedy)
 
 
 def _cores() -> Check:
-    cpus = len(usable_cpus())
+    cpus = len(system.usable_cpus())
     node = read_node(hardware.SYS / "devices/system/cpu")
     numa = len(list((hardware.SYS / "devices/system/node").glob("node[0-9]*"))) or 1
     detail = f"{cpus} usable of {os.cpu_count()}"
@@ -219,6 +208,18 @@ def _cores() -> Check:
     return ok("cores", detail)
 
 
+def _memory() -> Check:
+    table = system.read_table(hardware.PROC / "meminfo")
+    total, available = (system.table_bytes(table, name) for name in ("MemTotal", "MemAvailable"))
+    limit = memory_limit(hardware.PROC, hardware.SYS)
+    detail = f"{available / 2**30:.0f} GiB available of {total / 2**30:.0f}"
+    if limit is not None and limit < total:
+        detail += f"; the cgroup grants {limit / 2**30:.1f} GiB"
+        available = min(available, limit)
+    remedy = "end other programs or raise the limit; a smaller --bs needs less"
+    return ok_unless("memory", detail, remedy if available < LITTLE_MEMORY else "")
+
+
 def _shared_memory(pci: Hardware) -> Check:
     try:
         disk = os.statvfs(SHM)
@@ -226,13 +227,8 @@ def _shared_memory(pci: Hardware) -> Check:
         return bad("/dev/shm", f"absent: {error.strerror}", "mount -t tmpfs tmpfs /dev/shm")
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     detail = f"{free / 2**30:.1f} GiB free of {size / 2**30:.1f}"
-    if free < SHM_WANTED and pci.has_cards:
-        remedy = (
-            "ranks of a node share it: docker run --shm-size=8g; in Kubernetes an emptyDir "
-            "with medium Memory on /dev/shm"
-        )
-        return bad("/dev/shm", detail, remedy)
-    return ok("/dev/shm", detail)
+    is_too_small = free < SHM_WANTED and pci.has_cards
+    return ok_unless("/dev/shm", detail, SHM_REMEDY if is_too_small else "")
 
 
 def _locked_memory(soft: int, pci: Hardware) -> Check:
@@ -240,20 +236,15 @@ def _locked_memory(soft: int, pci: Hardware) -> Check:
         return ok("locked memory", "unlimited")
     detail = f"limit {soft / 2**20:,.1f} MiB"
     if pci.has_rdma or pci.num_gaudi:
-        remedy = (
-            "RDMA and Gaudi lock their buffers: ulimit -l unlimited; docker run --ulimit "
-            "memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK"
-        )
-        return bad("locked memory", detail, remedy)
+        return bad("locked memory", detail, MEMLOCK_REMEDY)
     return ok("locked memory", f"{detail}; it matters only for RDMA and Gaudi")
 
 
 def _open_files(soft: int, hard: int) -> Check:
     if soft == UNLIMITED or soft >= FILES_NEEDED:
         return ok("open files", "unlimited" if soft == UNLIMITED else f"limit {soft:,}")
-    is_raisable = hard == UNLIMITED or hard >= FILES_WANTED
-    remedy = f"ulimit -n {FILES_WANTED if is_raisable else hard}"
-    if not is_raisable and hard < FILES_NEEDED:
+    remedy = f"ulimit -n {FILES_WANTED if hard == UNLIMITED else min(hard, FILES_WANTED)}"
+    if hard != UNLIMITED and hard < FILES_NEEDED:
         remedy = f"raise the hard limit of {hard:,} (nofile in /etc/security/limits.conf)"
     return bad("open files", f"limit {soft:,}", remedy)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.doctor.check import Check, bad, ok
+from ssdctl.doctor.check import Check, ok, ok_unless
 from ssdctl.errors import SsdctlError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ NUMBERS = 2**20  # 4 MB, about a layer's gradients
 TIMEOUT_S = 60.0
 BATCH_SIZE = 1  # a step on two cores takes a second or two
 LR = 1e-4
-NUM_CLASSES = 81  # COCO's
+STEP_CLASSES, COCO_OUTPUTS = 21, 81  # with background
 REPEATS = 5
 SLOW = 0.8  # relative to the fastest card
 COLLECTIVES_S = 300.0
@@ -55,16 +56,13 @@ def probe_torch() -> None:
     from ssdctl.device import inductor
     from ssdctl.device.cpu import Cpu
 
-    cpu, problems = Cpu(), inductor.resolve_execution("compile")[1]
-    facts = {"label": cpu.label, "has_native_bf16": cpu.has_native_bf16, "compile": problems}
-    report(cpu=facts)
+    cpu = Cpu()
+    compiles = inductor.resolve_execution("compile")[1]
+    report(cpu={"label": cpu.label, "has_native_bf16": cpu.has_native_bf16, "compile": compiles})
     report(cuda_build=torch.version.cuda)
     gpus, problem = _gpus()
-    problems = ()
-    if gpus:
-        capability = torch.cuda.get_device_capability(0)
-        problems = inductor.resolve_execution("compile", capability)[1]
-    report(gpus=gpus, gpu_problem=problem, gpu_compile=problems)
+    compiles = inductor.resolve_execution("compile", gpus[0]["capability"])[1] if gpus else ()
+    report(gpus=gpus, gpu_problem=problem, gpu_compile=compiles)
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str]:
@@ -79,29 +77,23 @@ def _gpus() -> tuple[list[dict[str, Any]], str]:
     except (RuntimeError, AssertionError) as error:
         return [], str(error).strip().partition("\n")[0]
     built_for = torch.cuda.get_arch_list()
-    gpus = []
-    for facts in map(torch.cuda.get_device_properties, range(count)):
-        has_kernels = _has_kernels(facts.major, facts.minor, built_for)
-        gpus.append(
-            {
-                "name": facts.name,
-                "memory_bytes": facts.total_memory,
-                "capability": [facts.major, facts.minor],
-                "has_kernels": has_kernels,
-            }
-        )
+    gpus = [
+        {
+            "name": facts.name,
+            "memory_bytes": facts.total_memory,
+            "capability": (facts.major, facts.minor),
+            "has_kernels": _has_kernels((facts.major, facts.minor), built_for),
+        }
+        for facts in map(torch.cuda.get_device_properties, range(count))
+    ]
     return gpus, "" if gpus else "no GPU"
 
 
-def _has_kernels(major: int, minor: int, built_for: list[str]) -> bool:
+def _has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
     """Return whether torch has kernels for a card: binaries of its major version, or older PTX."""
-    for name in built_for:
-        kind, _, digits = name.partition("_")
-        digits = "".join(filter(str.isdigit, digits))
-        if not digits:
-            continue
-        version = (int(digits[:-1] or 0), int(digits[-1]))
-        if version <= (major, minor) and (kind == "compute" or version[0] == major):
+    for kind, digits in re.findall(r"(sm|compute)_(\d+)", " ".join(built_for)):
+        version = divmod(int(digits), 10)
+        if version <= capability and (kind == "compute" or version[0] == capability[0]):
             return True
     return not built_for
 
@@ -159,34 +151,31 @@ def probe_step() -> None:
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch
-    from ssdctl.model.ssd300 import Architecture
+    from ssdctl.model.ssd300 import SSD300
     from ssdctl.training.optimizer import without_dynamo
     from ssdctl.training.run import finalize
     from ssdctl.training.step import build_step
 
-    network = Architecture("resnet18", "none", num_classes=21)
     resolved = msgspec.json.decode(sys.stdin.buffer.read(), type=Resolved)
     config = resolved.config.train
     start = time.perf_counter()
     device = open_device(config.device, 0, config.execution)
     images = COCO_NUM_IMAGES
     run = finalize(resolved, device, SINGLE_PROCESS, images, largest_batch=lambda _: BATCH_SIZE)
-    precision = run.precision
-    how = {"precision": precision, "execution": device.execution}
+    how = {"precision": run.precision, "execution": device.execution}
     report(device=device.name, label=device.label, **how)
     torch.manual_seed(0)
     with without_dynamo():
-        model = device.place(network.build()).train()
-        step = build_step(model, config, device, precision)
-        batch = random_batch(BATCH_SIZE, network.num_classes)
+        model = device.place(SSD300("resnet18", STEP_CLASSES)).train()
+        step = build_step(model, config, device, run.precision)
+        batch = random_batch(BATCH_SIZE, STEP_CLASSES)
         before = [p.detach().clone() for p in model.parameters()]
         loss = step([batch], LR).read(SINGLE_PROCESS)["loss"]
         device.synchronize()
         first_s = time.perf_counter() - start
         if not math.isfinite(loss):
             sys.exit(f"the loss is {loss}")
-        pairs = zip(before, model.parameters(), strict=True)
-        if all(bool((old == new).all()) for old, new in pairs):
+        if all(map(torch.equal, before, model.parameters())):
             sys.exit("no weight changed")
         start = time.perf_counter()
         step([batch], LR)
@@ -233,39 +222,32 @@ def _all_reduce(config: Config, device: Device, ranks: Ranks) -> tuple[int, floa
     """Return the bytes of the network's gradient, and the seconds of their fastest all-reduce."""
     import torch
 
+    from ssdctl.benchmark.train import fastest_s
     from ssdctl.distributed.collectives import barrier
-    from ssdctl.model.ssd300 import Architecture
+    from ssdctl.model.ssd300 import SSD300
 
     with torch.device("meta"):
-        network = Architecture(config.model.backbone, "none", num_classes=NUM_CLASSES).build()
+        network = SSD300(config.model.backbone, COCO_OUTPUTS)
     numbers = sum(p.numel() for p in network.parameters())
     gradient = torch.zeros(numbers).to(device.torch_device)
-    fastest = float("inf")
-    for _ in range(REPEATS):  # the first one opens the connections
-        device.synchronize()
-        barrier(ranks)
-        start = time.perf_counter()
+
+    def average() -> None:
         device.sum_over_ranks([gradient])
-        device.mark_step()
-        device.synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    return 4 * numbers, fastest
+
+    # The first one opens the connections.
+    return 4 * numbers, fastest_s(average, device, REPEATS, before=lambda: barrier(ranks))
 
 
 def _cards(cards: list[Card]) -> Check:
     rates = [card.flops for card in cards]
-    slowest = min(range(len(cards)), key=rates.__getitem__)
+    slowest = rates.index(min(rates))
     card = cards[slowest]
     detail = (
-        f"{len(cards)} x {card.label}: {min(rates) / 1e12:.2f} to {max(rates) / 1e12:.2f} TFLOP/s"
+        f"{len(cards)} x {card.label}: {min(rates) / 1e12:.2f} to {max(rates) / 1e12:.2f} TFLOP/s; "
+        f"slowest is rank {slowest} (device {card.local_rank} of {card.host})"
     )
-    detail += f"; slowest is rank {slowest} (device {card.local_rank} of {card.host})"
-    if min(rates) < SLOW * max(rates):
-        remedy = (
-            f"the others wait for it in each step: check its clocks, cores and load on {card.host}"
-        )
-        return bad("matrix product", detail, remedy)
-    return ok("matrix product", detail)
+    remedy = f"the others wait for it in each step: check its clocks, cores and load on {card.host}"
+    return ok_unless("matrix product", detail, remedy if min(rates) < SLOW * max(rates) else "")
 
 
 def _network(num_bytes: int, seconds: float, cards: list[Card]) -> Check:

@@ -7,7 +7,6 @@ import os
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from functools import partial
 from itertools import groupby
@@ -22,12 +21,14 @@ from ssdctl.doctor.check import (
     FAIL,
     IMPORT_S,
     OK,
+    PROBES,
     WARN,
     Check,
     ProgramOutput,
     Programs,
     bad,
     ok,
+    ok_unless,
     without_secrets,
 )
 from ssdctl.doctor.devices import check_cpu, check_gaudi, check_gpus, check_tpus
@@ -56,15 +57,11 @@ Paint = Callable[[str, str], str]
 
 
 def examine(config: Config, *, network: bool = False, self_test: bool = False) -> list[Check]:
-    """Check this machine without importing torch into this process.
+    """Check this machine without importing torch into this process; return clean results in order.
 
     Args:
-        config: Its dataset, device, weights and launcher are checked.
         network: Also check the download hosts.
         self_test: Also write to the disk, join two ranks and train a step.
-
-    Returns:
-        The results in display order, grouped by heading, without secrets.
     """
     programs = Programs()
     try:
@@ -78,22 +75,22 @@ def examine(config: Config, *, network: bool = False, self_test: bool = False) -
 
 
 def _check_all(config: Config, programs: Programs, network: bool) -> list[Check]:
-    torch = run_in_daemon_thread(partial(programs.run_probe, "torch", IMPORT_S))
     pci = find_hardware()
+    torch = run_in_daemon_thread(
+        partial(programs.run_python, "-m", PROBES, "torch", timeout_s=IMPORT_S)
+    )
     checks: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("Python", partial(check_software, config, torch)),
         ("Devices", partial(check_cpu, torch)),
         ("Devices", partial(check_gpus, config, programs, pci, torch)),
         ("Devices", partial(check_gaudi, config, programs, pci)),
-        ("Devices", partial(check_tpus, config, programs, pci)),
+        ("Devices", lambda: [check_tpus(config, programs, pci)]),
         ("Machine", partial(check_machine, pci)),
         ("Launchers", partial(check_launchers, config, programs, pci)),
-        ("Data", partial(_check_data, config)),
+        ("Data", partial(_check_data, "check_data", config)),
     ]
     if network:
-        from ssdctl.doctor.data import check_network
-
-        checks.append(("Network", partial(check_network, config)))
+        checks.append(("Network", partial(_check_data, "check_network", config)))
     started = [(group, run_in_daemon_thread(partial(_run, group, run))) for group, run in checks]
     results = []
     for group, future in started:
@@ -106,10 +103,10 @@ def _check_all(config: Config, programs: Programs, network: bool) -> list[Check]
     return results
 
 
-def _check_data(config: Config) -> Iterable[Check]:
-    from ssdctl.doctor.data import check_data  # imports numpy, whose libraries may be broken
+def _check_data(name: str, config: Config) -> Iterable[Check]:
+    from ssdctl.doctor import data  # imports numpy, whose libraries may be broken
 
-    return check_data(config)
+    return getattr(data, name)(config)
 
 
 def _run(group: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
@@ -146,7 +143,7 @@ def _disk(config: Config, programs: Programs) -> Check:
     folder = nearest_folder(store)
     if free_bytes(folder) < DISK_NEEDS:
         return bad("disk rate", f"{folder}: too full to write 64 MB", "free some space")
-    answer = programs.run_probe("disk", DISK_S, str(folder))
+    answer = programs.run_python("-m", PROBES, "disk", str(folder), timeout_s=DISK_S)
     rates = answer.facts()
     if "write" not in rates:
         remedy = "--data only needs to be readable; put --store DIR and --out RUN on another disk"
@@ -156,25 +153,23 @@ def _disk(config: Config, programs: Programs) -> Check:
         return bad("disk rate", f"{detail}, read: {answer.problem}", "check the disk's log")
     images = rates["read"] / IMAGE_BYTES
     detail += f", read {rates['read'] / 1e6:,.0f} MB/s (about {images:,.0f} images/s)"
-    if rates["read"] < SLOW_DISK:
-        remedy = "copy the data to a local disk, or shrink the store: ssdctl prepare --shrink 512"
-        return bad("disk rate", detail, remedy)
-    return ok("disk rate", detail)
+    remedy = "copy the data to a local disk, or shrink the store: ssdctl prepare --shrink 512"
+    return ok_unless("disk rate", detail, remedy if rates["read"] < SLOW_DISK else "")
 
 
 def _ranks(programs: Programs) -> Check:
     """Start two ranks, without the variables of a job that this process belongs to."""
-    start = time.perf_counter()
-    common = {**_without_job(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = str(free_port())
+    start, common = time.perf_counter(), _without_job()
+    common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
-    def run(rank: str) -> Future[ProgramOutput]:
+    def run(rank: str) -> ProgramOutput:
         environment = {**common, "RANK": rank, "LOCAL_RANK": rank}
-        return run_in_daemon_thread(
-            lambda: programs.run_probe("ranks", RANKS_S, environment=environment)
+        return programs.run_python(
+            "-m", PROBES, "ranks", timeout_s=RANKS_S, environment=environment
         )
 
-    answers = [answer.result() for answer in [run("0"), run("1")]]
+    started = [run_in_daemon_thread(partial(run, rank)) for rank in "01"]
+    answers = [future.result() for future in started]
     if problems := [f"rank {i}: {a.problem}" for i, a in enumerate(answers) if a.problem]:
         remedy = (
             "the machine's own name must resolve (/etc/hosts) and loopback must be open; "
@@ -197,7 +192,9 @@ def _without_job() -> dict[str, str]:
 def _step(config: Config, programs: Programs) -> Check:
     start = time.perf_counter()
     text = msgspec.json.encode(Resolved(config, sources_of(config))).decode()
-    answer = programs.run_probe("step", STEP_S, text=text, environment=_without_job())
+    answer = programs.run_python(
+        "-m", PROBES, "step", timeout_s=STEP_S, text=text, environment=_without_job()
+    )
     facts = answer.facts()
     where = f"--device {config.train.device}"
     if "device" in facts:
@@ -214,21 +211,16 @@ def _step(config: Config, programs: Programs) -> Check:
 def to_text(
     checks: Sequence[Check],
     width: int,
-    *,
     next_command: str,
-    verbose: bool = False,
-    paint: Paint = lambda text, style: text,
-    marks: Mapping[str, str] = MARKS,
+    paint: Paint,
+    *,
+    verbose: bool,
+    marks: Mapping[str, str],
 ) -> str:
-    """Return the verdict and the checks.
+    """Return the verdict and the checks, with their headings if `verbose`.
 
-    Args:
-        checks: In the order of the output.
-        width: Of the lines, in columns; paths are not broken and may be longer.
-        next_command: What the verdict suggests if nothing failed.
-        verbose: Show all checks, under their headings.
-        paint: Applies a style to a text.
-        marks: The mark of each state.
+    Lines have `width` columns; paths are not broken and may be longer. If nothing failed, the
+    verdict suggests `next_command`.
     """
     is_ready = all(check.state != FAIL for check in checks)
     lines = [paint(_verdict(checks, next_command), STYLES[OK if is_ready else FAIL]), ""]
@@ -238,12 +230,7 @@ def to_text(
         if verbose or check.remedy or check.group in REQUESTED
         or (check.state == OK and check.name in BASIC)
     ]  # fmt: skip
-    names = max((len(check.name) for check in shown), default=0)
-    for group, members in groupby(shown, lambda check: check.group if verbose else ""):
-        lines += [paint(group, "bold")] if group else []
-        for check in members:
-            lines += _lines(check, names, width, paint, marks)
-        lines += [""] if verbose else []
+    lines += _table(shown, width, paint, marks, has_headings=verbose)
     if absent := [c.name for c in checks if c.state == ABSENT and c not in shown]:
         text = f"{marks[ABSENT]} not here, optional: {', '.join(absent)}"
         lines += [paint("  " + line, "dim") for line in _wrapped(text, width - 2)]
@@ -255,8 +242,7 @@ def to_text(
 def problems(checks: Sequence[Check], width: int, paint: Paint) -> str:
     """Return only warnings and failures, one line or more for each."""
     wrong = [check for check in checks if check.state in (WARN, FAIL)]
-    names = max((len(check.name) for check in wrong), default=0)
-    return "\n".join(line for c in wrong for line in _lines(c, names, width, paint, ASCII_MARKS))
+    return "\n".join(_table(wrong, width, paint, ASCII_MARKS))
 
 
 def _verdict(checks: Sequence[Check], next_command: str) -> str:
@@ -278,19 +264,32 @@ def _verdict(checks: Sequence[Check], next_command: str) -> str:
     return f"Ready to train on {device}{f', {counted}' if warnings else ''}. Try: {next_command}"
 
 
-def _lines(
-    check: Check, names: int, width: int, paint: Paint, marks: Mapping[str, str]
+def _table(
+    checks: Sequence[Check],
+    width: int,
+    paint: Paint,
+    marks: Mapping[str, str],
+    *,
+    has_headings: bool = False,
 ) -> list[str]:
-    mark = paint(marks[check.state], STYLES[check.state])
+    names = max((len(check.name) for check in checks), default=0)
     indent = names + 6
-    body = _wrapped(check.detail, width - indent)
-    if check.remedy:
-        first, *rest = _wrapped(check.remedy, width - indent - 3)
-        body += [f"-> {first}", *(f"   {line}" for line in rest)]
-    return [f"  {mark} {check.name:<{names}}  " + body[0], *(" " * indent + s for s in body[1:])]
+    lines: list[str] = []
+    for group, members in groupby(checks, lambda check: check.group if has_headings else ""):
+        lines += [paint(group, "bold")] if has_headings else []
+        for check in members:
+            first, *more = _wrapped(check.detail, width - indent)
+            mark = paint(marks[check.state], STYLES[check.state])
+            lines.append(f"  {mark} {check.name:<{names}}  {first}")
+            if check.remedy:
+                what, *rest = _wrapped(check.remedy, width - indent - 3)
+                more += [f"-> {what}", *(f"   {line}" for line in rest)]
+            lines += [" " * indent + line for line in more]
+        lines += [""] if has_headings else []
+    return lines
 
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Wrap text without breaking paths and commands, so that they can be copied."""
-    wrapper = textwrap.TextWrapper(max(width, 12), break_long_words=False, break_on_hyphens=False)
-    return wrapper.wrap(text) or [""]
+    width = max(width, 12)
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import stat
 import struct
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError
-from ssdctl.files import atomic_write, disk_error, disk_errors, is_plain_name
+from ssdctl.files import disk_error, disk_errors, is_plain_name, link_or_copy
 
 CHUNK_BYTES = 1024 * 1024
 MAX_ENTRIES = 2_000_000
@@ -32,6 +31,13 @@ RECORDS_DIR = ".ssdctl"  # download's records in the dataset folder: no archive 
 # too long for a file system, an invalid seek in the archive.
 OF_ARCHIVE = (
     None, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL,
+)  # fmt: skip
+# What zipfile and zlib raise.
+BROKEN_ZIP = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OverflowError,
+    ValueError,  # a seek before the start, an impossible date, a name that is not UTF-8
+    RuntimeError,  # an encrypted entry, an unknown method
+    OSError,  # an invalid seek
 )  # fmt: skip
 
 
@@ -46,10 +52,7 @@ class Entry(NamedTuple):
 def unpack(
     archive: Path, dest: Path, *, num_files: int | None = None, progress: Progress
 ) -> list[Entry]:
-    """Unpack `archive` into `dest`, replacing files of the same names.
-
-    A top-level folder that `dest` does not have is published by one rename; into one that exists,
-    the files are moved one by one (`annotations/` of several archives). The caller holds a lock.
+    """Unpack `archive` into `dest`, replacing files of the same names. The caller holds a lock.
 
     Raises:
         IntegrityError: It is cut, broken, unsafe, too large for its size, or has another number of
@@ -57,7 +60,7 @@ def unpack(
         DiskError: The content cannot be written.
     """
     temporary = dest / f".{archive.name}.unpacking"
-    _remove(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed run
     try:
         with _broken_zip(archive), zipfile.ZipFile(archive) as opened:
             infos = _checked_entries(opened, archive)
@@ -68,10 +71,11 @@ def unpack(
                 )
             with disk_errors(temporary, "creating"):
                 temporary.mkdir(parents=True)
-            _extract(opened, infos, temporary, f"unpacking {archive.name}", progress)
-        _publish(temporary, dest)
+            _extract(opened, infos, temporary, progress)
+        with disk_errors(dest, "writing"):
+            _publish(temporary, dest)
     finally:
-        _remove(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
     return entries
 
 
@@ -86,19 +90,10 @@ def _broken_zip(archive: Path) -> Iterator[None]:
     """Convert the errors of zipfile and zlib on a broken archive to an `IntegrityError`."""
     try:
         yield
-    except OSError as error:
-        if error.errno != errno.EINVAL or error.filename is not None:  # an invalid seek
+    except BROKEN_ZIP as error:
+        is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
+        if is_of_disk or getattr(error, "filename", None) is not None:
             raise
-        raise IntegrityError(f"{archive}: broken archive: {error}") from error
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        struct.error,
-        EOFError,
-        ValueError,  # a seek before the start, an impossible date, a name that is not UTF-8
-        RuntimeError,  # an encrypted entry, an unknown method
-        OverflowError,
-    ) as error:
         raise IntegrityError(
             f"{archive}: broken archive: {error or type(error).__name__}",
             hint="only zip archives are unpacked: delete it and fetch it again, or leave unpack "
@@ -138,13 +133,10 @@ def _checked_entries(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.Zip
 
 
 def _extract(
-    opened: zipfile.ZipFile,
-    infos: list[zipfile.ZipInfo],
-    folder: Path,
-    label: str,
-    progress: Progress,
+    opened: zipfile.ZipFile, infos: list[zipfile.ZipInfo], folder: Path, progress: Progress
 ) -> None:
     """Write the entries below `folder`; zipfile reads no more of one than it declared."""
+    label = f"unpacking {Path(opened.filename or '').name}"
     total, done = sum(info.file_size for info in infos), 0
     created: set[Path] = set()  # a hundred thousand files: no call of the file system for each
     for info in infos:
@@ -174,35 +166,20 @@ def _extract(
             )
 
 
-def _publish(temporary: Path, dest: Path) -> None:
-    """Move the content of `temporary` to `dest`, each new top-level folder by one rename."""
-    with disk_errors(dest, "writing"):
-        for item in sorted(temporary.iterdir()):
-            target = dest / item.name
-            if item.is_dir() and target.is_dir():
-                _merge(item, target)
+def _publish(source: Path, dest: Path) -> None:
+    """Move the content of a folder into another one; a new folder by one rename."""
+    for item in sorted(source.iterdir()):
+        target = dest / item.name
+        if item.is_dir() and target.is_dir():
+            _publish(item, target)
+            continue
+        try:
+            item.replace(target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # `dest` may be a link to another disk
+                raise
+            if item.is_dir():
+                target.mkdir()
+                _publish(item, target)
             else:
-                item.replace(target)
-
-
-def _merge(source: Path, target: Path) -> None:
-    for folder, folders, files in os.walk(source):
-        destination = target / Path(folder).relative_to(source)
-        for name in folders:
-            (destination / name).mkdir(exist_ok=True)
-        for name in files:
-            try:
-                (Path(folder) / name).replace(destination / name)
-            except OSError as error:
-                if error.errno != errno.EXDEV:  # `target` may be a link to another disk
-                    raise
-                with (
-                    (Path(folder) / name).open("rb") as old,
-                    atomic_write(destination / name) as new,
-                ):
-                    shutil.copyfileobj(old, new, CHUNK_BYTES)
-
-
-def _remove(folder: Path) -> None:
-    with disk_errors(folder, "removing"), contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+                link_or_copy(item, target)

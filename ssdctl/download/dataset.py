@@ -8,6 +8,7 @@ what it contained (path, size, CRC). So a second run detects what is done withou
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,9 +20,11 @@ import msgspec
 from ssdctl.download.archive import RECORDS_DIR, Entry, content_bytes, unpack
 from ssdctl.download.fetch import (
     DEFAULT_POLICY,
+    HASH_BYTES,
     check_space,
     claim,
     fetch,
+    has_size,
     is_whole,
     missing_bytes,
     no_progress,
@@ -33,7 +36,6 @@ from ssdctl.download.transfer import Progress
 from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, safe_join, write_bytes
 from ssdctl.runtime.safe_text import redact_url
 
-READ_BYTES = 1024 * 1024
 MAX_RECORD_BYTES = 1 << 28  # the names of two million files
 
 
@@ -68,34 +70,28 @@ def download(
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
 
-    def get(file: PinnedFile) -> Path:
-        return fetch(
-            file,
-            dest,
-            mirror=mirror,
-            connections=connections,
-            retry_policy=retry_policy,
-            progress=progress,
-        )
-
+    get = functools.partial(
+        fetch,
+        folder=dest,
+        mirror=mirror,
+        connections=connections,
+        retry_policy=retry_policy,
+        progress=progress,
+    )
     results = []
     for file in files:
         if file.unpack:
             result = _get_archive(file, dest, keep_archives, get, progress)
         else:
-            before = _identity(safe_join(dest, file.name))
-            result = {"state": "present" if _identity(get(file)) == before else "fetched"}
+            before = _modified_ns(safe_join(dest, file.name))
+            result = {"state": "present" if _modified_ns(get(file)) == before else "fetched"}
         head = {"name": file.name, "bytes": file.bytes, "sha256": file.sha256}
         results.append(head | result)
     return results
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+def _modified_ns(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def _get_archive(
@@ -112,9 +108,8 @@ def _get_archive(
         return {"state": "present", "files": len(record.entries)}  # no lock on a read-only disk
     with claim(record_path):
         record = _whole_record(dest, file)
-        state = "present"
+        state = "present" if record is not None else "fetched"
         if record is None:
-            state = "fetched"
             get(file)
             check_space(dest, content_bytes(archive), f"unpacking {file.name}")
             entries = unpack(archive, dest, num_files=file.num_files, progress=progress)
@@ -134,12 +129,10 @@ def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -
     """
     kept = most = 0
     for file in files:
-        target = safe_join(dest, file.name)
-        num_bytes = file.bytes or 0
+        target, num_bytes = safe_join(dest, file.name), file.bytes or 0
         if file.unpack and _whole_record(dest, file) is not None:
             continue
-        there = target.stat().st_size if target.is_file() else -1
-        archive = 0 if there == num_bytes else missing_bytes(target, num_bytes)
+        archive = 0 if has_size(target, num_bytes) else missing_bytes(target, num_bytes)
         content = (file.unpacked_bytes or num_bytes) if file.unpack else 0
         most = max(most, kept + archive + content)
         kept += content + (archive if keep_archives or not file.unpack else 0)
@@ -152,8 +145,7 @@ def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[di
     def is_present(file: PinnedFile) -> bool:
         if file.unpack:
             return _whole_record(dest, file) is not None
-        target = safe_join(dest, file.name)
-        return target.is_file() and target.stat().st_size == file.bytes
+        return has_size(safe_join(dest, file.name), file.bytes)
 
     return [
         {
@@ -173,8 +165,7 @@ def verify(
 ) -> list[dict[str, Any]]:
     """Check the files in `dest` byte by byte, without network.
 
-    The record of an archive whose content is broken is dropped, so that the next download gets
-    it again.
+    The record of an archive whose content is broken is dropped: the next download gets it again.
 
     Returns:
         For each file: `name`, `state` (`intact`, `broken` or `missing`) and `problems`, the paths
@@ -189,12 +180,10 @@ def verify(
             if problems:
                 with contextlib.suppress(OSError):  # a read-only folder
                     _record_path(dest, file).unlink()
-            state = "broken" if problems else "intact"
-        elif not target.is_file():
-            state, problems = "missing", [file.name]
         else:
-            intact = is_whole(target, file, progress)
-            state, problems = ("intact", []) if intact else ("broken", [file.name])
+            problems = [] if is_whole(target, file, progress) else [file.name]
+        is_missing = record is None and not target.is_file()
+        state = "missing" if is_missing else "broken" if problems else "intact"
         results.append({"name": file.name, "state": state, "problems": problems})
     return results
 
@@ -217,12 +206,8 @@ def _read_record(dest: Path, file: PinnedFile) -> Record | None:
 def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
     """Return the same, if each of its files exists with its size; no file is read."""
     record = _read_record(dest, file)
-    for entry in record.entries if record is not None else ():
-        try:
-            if safe_join(dest, entry.path).stat().st_size != entry.size:
-                return None
-        except OSError:
-            return None
+    if record is None or not all(has_size(safe_join(dest, e.path), e.size) for e in record.entries):
+        return None
     return record
 
 
@@ -232,15 +217,12 @@ def _differing(dest: Path, record: Record, progress: Progress) -> list[str]:
     done = 0
     differing = []
     for entry in record.entries:
-        crc = size = 0
-        try:
-            with safe_join(dest, entry.path).open("rb") as stream:
-                while data := stream.read(READ_BYTES):
-                    crc = zlib.crc32(data, crc)
-                    size += len(data)
-        except OSError:
-            size = -1
-        if (size, crc) != (entry.size, entry.crc):
+        crc = 0
+        path = safe_join(dest, entry.path)
+        with contextlib.suppress(OSError), path.open("rb") as stream:
+            while data := stream.read(HASH_BYTES):
+                crc = zlib.crc32(data, crc)
+        if crc != entry.crc or not has_size(path, entry.size):
             differing.append(entry.path)
         done += entry.size
         progress(f"checking what {record.name} held", done, total)

@@ -14,10 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from ssdctl.download.fetch import fetch_one, is_whole, sha256_of, torch_cache_dir
 from ssdctl.download.pinned_files import WEIGHTS_URL, PinnedFile
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import IntegrityError
 from ssdctl.files import write_text
-
-Trust = Literal["pinned", "prefix", "first use"]
 
 
 class DetectorSource(NamedTuple):
@@ -31,11 +29,9 @@ class DetectorSource(NamedTuple):
     page: str  # where the publisher describes it
 
     @property
-    def trust(self) -> Trust:
-        """Whether the whole SHA-256 is known, its first digits, or none of it."""
-        if not self.file.sha256:
-            return "first use"
-        return "pinned" if len(self.file.sha256) == SHA256_DIGITS else "prefix"
+    def trust(self) -> Literal["prefix", "first use"]:
+        """Whether the first digits of the SHA-256 are known, or none of it."""
+        return "prefix" if self.file.sha256 else "first use"
 
 
 SHA256_DIGITS = 64
@@ -95,24 +91,17 @@ def cached_path(detector: DetectorSource, dest: Path | None = None) -> Path | No
 
 
 def fetch_detector(name: str, dest: Path | None = None, **how: Any) -> Path:
-    """Return the detector's file, fetched if it is not in `dest` (default: torch.hub's cache).
+    """Return the file of the detector `name`, fetched if `dest` (default: the cache) has none.
 
     A file without published checksum still has to pass `remember_checksum` once it has been read.
     `how` are the options `mirror`, `retry_policy` and `progress` of `fetch`.
 
     Raises:
-        UsageError: No detector has that name.
         NetworkError: It cannot be fetched; the hint names the file and its folder.
         IntegrityError: The server's file is another one, or a file changed since its first use.
         DiskError: No space or no permission.
     """
-    detector = find_detector(name)
-    if detector is None:
-        near = nearest_detector(name)
-        raise UsageError(
-            f"no detector is called {name!r}",
-            hint=(f"did you mean {near!r}? " if near else "") + "`ssdctl models` lists them",
-        )
+    detector = next(d for d in DETECTORS if d.name == name)
     folder = dest or torch_cache_dir()
     return cached_path(detector, folder) or fetch_one(name, detector.file, folder, **how)
 

@@ -51,13 +51,8 @@ def fetch(
 ) -> Path:
     """Make sure that `file` is in `folder`, complete and verified; return its path.
 
-    Args:
-        file: What to fetch, with its pins.
-        folder: Created if it does not exist.
-        mirror: Base URL to fetch from instead.
-        connections: How many at once, if the server supports ranges.
-        retry_policy: Timeouts and retries.
-        progress: Called with (label, bytes done, bytes in total) a few times a second.
+    `mirror` is a base URL to fetch from instead. Several connections are used if the server
+    supports ranges.
 
     Raises:
         NetworkError: No answer, a refusal, a stall. The received bytes are kept for the next call.
@@ -66,8 +61,8 @@ def fetch(
     """
     target = safe_join(folder, file.name)
     urls = file.urls(mirror)
-    leftovers = any(path.exists() for path in (*part_paths(target), _lock_path(target)))
-    may_clean = leftovers and os.access(target.parent, os.W_OK)
+    has_leftovers = any(path.exists() for path in (*part_paths(target), _lock_path(target)))
+    may_clean = has_leftovers and os.access(target.parent, os.W_OK)
     if not may_clean and is_whole(target, file, progress):
         return target  # without a lock: the folder may be read-only
     with claim(target):
@@ -77,13 +72,12 @@ def fetch(
         for url in urls:
             try:
                 _fetch_from(url, file, target, connections, retry_policy, progress)
-                break
+                return target
             except NotFound as error:
-                if url == urls[-1]:
-                    others = ", ".join(map(redact_url, urls[:-1]))
-                    also = f"; also tried: {others}" if others else ""
-                    raise NotFound(f"{error}{also}", hint=error.hint) from None
-    return target
+                absent = error
+    others = ", ".join(map(redact_url, urls[:-1]))
+    also = f"; also tried: {others}" if others else ""
+    raise NotFound(f"{absent}{also}", hint=absent.hint)
 
 
 def fetch_one(name: str, file: PinnedFile, folder: Path, **how: Any) -> Path:
@@ -109,13 +103,17 @@ def _lock_path(target: Path) -> Path:
 
 def is_whole(path: Path, file: PinnedFile, progress: Progress = no_progress) -> bool:
     """Return whether `path` is `file`, by size and hash."""
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return False
-    if file.bytes is not None and size != file.bytes:
+    if not has_size(path, file.bytes):
         return False
     return sha256_of(path, f"checking {file.name}", progress).startswith(file.sha256)
+
+
+def has_size(path: Path, num_bytes: int | None) -> bool:
+    """Return whether a file exists and has this size (None: any)."""
+    try:
+        return path.stat().st_size == num_bytes or num_bytes is None
+    except OSError:
+        return False
 
 
 def sha256_of(path: Path, label: str, progress: Progress = no_progress) -> str:
@@ -139,11 +137,7 @@ def missing_bytes(target: Path, num_bytes: int) -> int:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Check before the first byte that there is enough disk space.
-
-    Raises:
-        DiskError: Less than `needed` bytes and a reserve are free.
-    """
+    """Raise DiskError unless `needed` bytes and a reserve are free, before the first byte."""
     free = free_bytes(folder.absolute())
     if needed and free < needed + SPARE_BYTES:
         raise DiskError(
@@ -165,20 +159,19 @@ def _fetch_from(
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
     part = Part(target, num_bytes, connections, url)
     try:
-        is_old = True
-        while is_old:
-            is_old = bool(part.inherited)
+        has_old_bytes = True
+        while has_old_bytes:
+            has_old_bytes = bool(part.inherited)
             transfer(url, part, file.name, connections, policy, progress)
             digest = sha256_of(part.path, f"verifying {file.name}", progress)
             if digest.startswith(file.sha256):
                 part.publish(target)
                 return
-            if is_old:  # bytes of another server, or lost in a power cut: try again
+            if has_old_bytes:  # of another server, or lost in a power cut: try again
                 part.reset("")
     finally:
-        is_unused = part.arrived_bytes == 0
         part.close()
-        if is_unused:
+        if part.arrived_bytes == 0:
             remove_part(target)
     corrupt = target.with_name(target.name + ".corrupt")
     with disk_errors(corrupt, "writing"):

@@ -24,14 +24,7 @@ from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
 MAX_REDIRECTS = 10
 TEMPORARY = (408, 429, 500, 502, 503, 504)
 ABSENT = (403, 404, 410)  # S3 answers 403 for a missing file
-PERMANENT = (
-    requests.TooManyRedirects,
-    requests.exceptions.InvalidSchema,
-    requests.exceptions.InvalidURL,
-    requests.exceptions.MissingSchema,
-    requests.exceptions.InvalidHeader,
-    requests.exceptions.InvalidProxyURL,
-)
+PERMANENT = (requests.TooManyRedirects, ValueError)  # also: an invalid URL, header or proxy
 
 
 class RetryPolicy(NamedTuple):
@@ -121,10 +114,8 @@ def open_session(
 ) -> requests.Session:
     """Open a session that follows redirects to http(s) only, through the environment's proxies.
 
-    Args:
-        connections: How many the pool keeps.
-        policy: How often a request is sent again; None: once.
-        pause: Waits so many seconds between two attempts; true if the server asked for it.
+    Without a policy, a request is sent once. `pause` waits so many seconds between two attempts,
+    with True if the server asked for it.
     """
     retry = _Retry(0)
     if policy is not None:
@@ -152,9 +143,7 @@ def get(
 ) -> requests.Response:
     """Request `wanted` bytes (None: all) of a known version; the body is not read yet.
 
-    Raises:
-        NetworkError: The server refuses, or fails repeatedly.
-        IntegrityError: It answers with a web page.
+    NetworkError: the server refuses, or fails repeatedly. IntegrityError: it sends a web page.
     """
     headers = request_headers(wanted, validator)
     timeout = (policy.connect_s, policy.read_s)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -43,7 +44,6 @@ DEFAULT_REVISION = "main"
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _REFERENCE = re.compile(rf"hf://(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]{{1,200}}))?")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{4,}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class HubReference(NamedTuple):
@@ -94,8 +94,9 @@ def fetch_model(reference: HubReference) -> Path:
 
 def _fetch(hub: ModuleType, reference: HubReference, name: str) -> Path:
     """Return one file of a repository, from the cache if the Hub cannot be reached."""
-    url = hub.hf_hub_url(reference.repo, name, revision=reference.revision, endpoint=endpoint(hub))
-    where = {"repo_id": reference.repo, "filename": name, "endpoint": endpoint(hub)}
+    where = {"revision": reference.revision, "endpoint": endpoint(hub)}
+    url = hub.hf_hub_url(reference.repo, name, **where)
+    download = functools.partial(hub.hf_hub_download, reference.repo, name, **where)
     try:
         try:
             listed = hub.get_hf_file_metadata(url, timeout=TIMEOUT_S)
@@ -103,19 +104,16 @@ def _fetch(hub: ModuleType, reference: HubReference, name: str) -> Path:
             if not _is_unreachable(hub, error):
                 raise
             try:
-                cached = hub.hf_hub_download(
-                    **where, revision=reference.revision, local_files_only=True
-                )
+                return Path(download(local_files_only=True))
             except hub.errors.LocalEntryNotFoundError:
                 raise error from None
-            return Path(cached)
         if listed.size is None or listed.size > MAX_BYTES[name]:
             raise IntegrityError(
                 f"{redact_url(url)}: {listed.size} bytes; the limit is {MAX_BYTES[name]}"
             )
         if listed.size > 1 << 20:
             log.info("%s: %.0f MB", redact_url(url), listed.size / 1e6)
-        return Path(hub.hf_hub_download(**where, revision=reference.revision))
+        return Path(download())
     except (hub.errors.HTTPError, OSError) as error:
         raise hub_error(hub, error, str(reference), url) from None
 
@@ -123,7 +121,7 @@ def _fetch(hub: ModuleType, reference: HubReference, name: str) -> Path:
 def _check_blob(path: Path) -> None:
     """Compare a file in the cache with its SHA-256, which is the name of the link's target."""
     expected = path.resolve().name
-    if _SHA256.fullmatch(expected) and (actual := sha256_of(path, WEIGHTS)) != expected:
+    if re.fullmatch("[0-9a-f]{64}", expected) and (actual := sha256_of(path, WEIGHTS)) != expected:
         raise IntegrityError(
             f"{path}: not the file that the Hub lists: SHA-256 {actual}, not {expected}",
             hint=f"delete {path.resolve()} and run it again",
@@ -135,7 +133,7 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
     errors = hub.errors
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
         return DiskError(f"{what}: {error.strerror}: {error.filename}", hint="see HF_HOME")
-    place, reason = redact_url(url), _reason(hub, error, url)
+    place, reason = redact_url(url), _reason(hub, error)
     if isinstance(error, errors.GatedRepoError):
         return UsageError(f"{what}: access must be granted on its page first ({place})")
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -175,13 +173,12 @@ def _status(error: Exception) -> int | None:
     return status
 
 
-def _reason(hub: ModuleType, error: Exception, url: str) -> str:
+def _reason(hub: ModuleType, error: Exception) -> str:
     """Return the first line of an error, or the server's own words, without tokens."""
     text = getattr(error, "server_message", None) or describe_error(error)
     status = _status(error)
     line = redact_urls(text.splitlines()[0][:300])
-    token = hub.get_token()
-    if token:
+    if token := hub.get_token():
         line = line.replace(token, HIDDEN)
     line = _TOKEN.sub(HIDDEN, line)
     return f"HTTP {status}: {line}" if status is not None and str(status) not in line else line

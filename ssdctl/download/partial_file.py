@@ -25,7 +25,6 @@ MIN_PIECE_BYTES = 256 * 1024
 MAX_PIECE_BYTES = 16 * 1024 * 1024
 MAX_STATE_BYTES = 1 << 20
 RECORD_S = 0.02  # between two records of the state: what a kill loses
-LONGEST_VALIDATOR = 300  # what is longer is not remembered
 
 
 def boot_id() -> str:
@@ -58,15 +57,8 @@ class _State(msgspec.Struct):
 class Part:
     """The part file of `target` and its state. Not thread-safe: the caller holds a lock.
 
-    Args:
-        target: The file's final path; the part is in the same folder.
-        num_bytes: The file's whole length.
-        connections: How many will fetch at once; about four pieces for each end at the same time.
-        source: The URL. A part of another URL keeps its bytes (the hash decides at the end) but
-            not its validator.
-
-    Raises:
-        DiskError: The part cannot be made.
+    Each of the `connections` fetches about four pieces. A part of another `source`, the URL, keeps
+    its bytes (the hash decides at the end) but not its validator.
     """
 
     def __init__(self, target: Path, num_bytes: int, connections: int, source: str) -> None:
@@ -78,16 +70,16 @@ class Part:
         self.piece_bytes = min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
         missing = self._read_state()
         self._data = self._state = -1
-        with disk_errors(self.path, "writing"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._data = no_follow(self.path, os.O_RDWR | os.O_CREAT)
-            try:
+        try:
+            with disk_errors(self.path, "writing"):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._data = no_follow(self.path, os.O_RDWR | os.O_CREAT)
                 # The state first: a part of full length without one would pass for whole.
                 self._restart(missing)
                 os.ftruncate(self._data, num_bytes)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
         self.inherited = self.arrived_bytes
 
     def reset(self, validator: str) -> None:
@@ -98,7 +90,7 @@ class Part:
 
     def adopt(self, validator: str) -> None:
         """Store the server's name of the file version, to detect a later change."""
-        self.validator = validator if len(validator) <= LONGEST_VALIDATOR else ""
+        self.validator = validator
         self._record()
 
     def take(self) -> Piece | None:
@@ -216,8 +208,7 @@ class Part:
 
 def part_paths(target: Path) -> tuple[Path, Path]:
     """Return the paths of the part of `target` and of its state."""
-    part = target.with_name(target.name + ".part")
-    return part, part.with_name(part.name + ".state")
+    return Path(f"{target}.part"), Path(f"{target}.part.state")
 
 
 def remove_part(target: Path) -> None:

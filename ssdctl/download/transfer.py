@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
 
 import requests
 import urllib3
@@ -56,18 +57,16 @@ def transfer(
 ) -> None:
     """Fetch the missing bytes of `part`, over several connections if the server supports ranges.
 
-    Raises:
-        NetworkError: The server refuses, stalls or fails repeatedly. Received bytes are kept.
-        IntegrityError: The server offers another file than the pinned one.
-        DiskError: The part cannot be written.
+    Received bytes are kept after a NetworkError.
     """
     ranges = True
     for left in range(policy.restarts, -1, -1):
         # Servers behind one name may give the same file different validators. So the last attempt
         # ignores them: the hash decides.
-        attempt = _Attempt(url, part, connections, policy, ranges=ranges, watch_version=left > 0)
         try:
-            attempt.run(lambda done: progress(label, done, part.num_bytes))
+            _Attempt(url, part, policy, connections if ranges else 1, ranges, left > 0).run(
+                lambda done: progress(label, done, part.num_bytes)
+            )
             return
         except _Restart as change:
             ranges = ranges and change.ranges
@@ -79,30 +78,27 @@ def transfer(
     )
 
 
+@dataclass
 class _Attempt:
     """One set of workers for a file, until it is complete or must restart."""
 
-    def __init__(
-        self,
-        url: str,
-        part: Part,
-        connections: int,
-        policy: RetryPolicy,
-        *,
-        ranges: bool,
-        watch_version: bool,
-    ) -> None:
-        self.url, self.part, self.policy = url, part, policy
-        self.connections = connections if ranges else 1
-        self.ranges, self.watch_version = ranges, watch_version
-        self.session = open_session(connections, policy, self._pause)
-        self.over = threading.Event()
-        self.lock = threading.Lock()  # guards all below, and the part
-        self.workers: list[Future[None]] = []
-        self.open_replies: set[requests.Response] = set()
-        self.received_bytes = 0
-        self.waited_until_s = 0.0  # the end of the last wait that the server asked for
-        self.waiting = 0
+    url: str
+    part: Part
+    policy: RetryPolicy
+    connections: int
+    ranges: bool  # whether to request ranges
+    watch_version: bool  # whether another validator means another file
+
+    over: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below, and the part
+    workers: list[Future[None]] = field(default_factory=list)
+    open_replies: set[requests.Response] = field(default_factory=set)
+    received_bytes: int = 0
+    waited_until_s: float = 0.0  # the end of the last wait that the server asked for
+    waiting: int = 0
+
+    def __post_init__(self) -> None:
+        self.session = open_session(self.connections, self.policy, self._pause)
 
     def run(self, progress: Callable[[int], None]) -> None:
         progress(self.part.arrived_bytes)  # before the first byte: what an earlier run received
@@ -255,12 +251,7 @@ class _Attempt:
 
 
 def length_of(url: str, policy: RetryPolicy) -> int:
-    """Request the size of the file in bytes.
-
-    Raises:
-        NetworkError: It does not answer in time, refuses, or does not state the size.
-        IntegrityError: It answers with a web page.
-    """
+    """Request the size of the file in bytes; NetworkError if the server does not state it."""
     deadline = time.monotonic() + policy.stall_s
 
     def pause(seconds: float, is_asked: bool) -> None:

@@ -9,8 +9,6 @@ The report page is drawn from this file, so a network need not run again for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,30 +38,31 @@ SEED = 0  # random samples
 MAX_SAMPLE_BOXES = 100  # per image
 NUM_CONFUSIONS = 12
 MAX_MATRIX = 100  # classes of a confusion matrix
-ERROR_MEANINGS = {  # TIDE's kinds (Bolya et al. 2020), in their order
-    "Cls": "right place, wrong class",
-    "Loc": "right class, IoU with the object between 0.1 and 0.5",
-    "Both": "wrong class and IoU between 0.1 and 0.5",
-    "Dupe": "object already detected with a higher score",
-    "Bkg": "IoU below 0.1 with every object",
-    "Miss": "object with no detection nearby",
+ERRORS = {  # TIDE's kinds (Bolya et al. 2020): name, meaning, what one would have to do
+    "Cls": ("Classification", "right place, wrong class", "Fixing wrong classes"),
+    "Loc": (
+        "Localization",
+        "right class, IoU with the object between 0.1 and 0.5",
+        "Fitting boxes better",
+    ),
+    "Both": (
+        "Both",
+        "wrong class and IoU between 0.1 and 0.5",
+        "Fixing wrong classes with inexact boxes",
+    ),
+    "Dupe": (
+        "Duplicate",
+        "object already detected with a higher score",
+        "Removing duplicate detections",
+    ),
+    "Bkg": (
+        "Background",
+        "IoU below 0.1 with every object",
+        "Removing detections of background",
+    ),
+    "Miss": ("Missed", "object with no detection nearby", "Finding missed objects"),
 }
-ERROR_NAMES = {
-    "Cls": "Classification",
-    "Loc": "Localization",
-    "Both": "Both",
-    "Dupe": "Duplicate",
-    "Bkg": "Background",
-    "Miss": "Missed",
-}
-ERROR_REMEDIES = {  # what diagnosis() says one would have to do
-    "Cls": "Fixing wrong classes",
-    "Loc": "Fitting boxes better",
-    "Both": "Fixing wrong classes with inexact boxes",
-    "Dupe": "Removing duplicate detections",
-    "Bkg": "Removing detections of background",
-    "Miss": "Finding missed objects",
-}
+ERROR_NAMES = {kind: name for kind, (name, _, _) in ERRORS.items()}
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
 NEGLIGIBLE_GAIN = 0.005  # AP50
 BARELY_TRAINED = 0.02  # AP50 below which the types of errors say nothing
@@ -74,7 +73,8 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
     engine = scoring.engine
     precision, cut = engine.eval["precision"], engine.eval["scores"]
     confusion = engine.confusion_matrix(iou_thr=IOU_FOUND)["matrix"]
-    shown_confusion = engine.confusion_matrix(iou_thr=IOU_FOUND, min_score=SHOWN_SCORE)
+    shown = engine.confusion_matrix(iou_thr=IOU_FOUND, min_score=SHOWN_SCORE)
+    counts = shown["matrix"].astype(np.int64)
     has_probabilities = bool(((detections.scores >= 0) & (detections.scores <= 1)).all())
     if not has_probabilities:
         log.warning("there are scores outside of 0 to 1: their calibration is not computed")
@@ -105,10 +105,10 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
             for b in calibration["bins"]
         ],
         calibration_error=calibration["ece"],
-        confusions=_confusions(shown_confusion),
+        confusions=_confusions(counts[:-1, :-1], shown["cat_names"]),
         samples=choose_samples(scoring.truth, scoring.image_ids, detections),
         sample_score=SAMPLE_SCORE,
-        confusion=_matrix(shown_confusion),
+        confusion=counts.tolist() if len(counts) <= MAX_MATRIX + 1 else [],  # background last
     )
 
 
@@ -117,7 +117,7 @@ def error_kinds(scoring: Scoring) -> list[ErrorKind]:
     tide = scoring.engine.tide_errors(pos_thr=IOU_FOUND, bg_thr=IOU_BACKGROUND)
     kinds = [
         ErrorKind(kind, meaning, tide["counts"][kind], tide["delta_ap"][kind])
-        for kind, meaning in ERROR_MEANINGS.items()
+        for kind, (_, meaning, _) in ERRORS.items()
     ]
     return sorted(kinds, key=lambda e: -e.delta_ap)
 
@@ -133,7 +133,7 @@ def diagnosis(evaluation: Evaluation) -> str:
     worst = max(evaluation.errors, key=lambda e: e.delta_ap, default=None)
     if worst is None or worst.delta_ap < NEGLIGIBLE_GAIN:
         return f"No type of error costs more than {NEGLIGIBLE_GAIN} AP50."
-    remedy = ERROR_REMEDIES.get(worst.kind, worst.kind)
+    remedy = ERRORS[worst.kind][2] if worst.kind in ERRORS else worst.kind
     sentence = f"{remedy} would gain most: +{worst.delta_ap:.3f} AP50"
     if worst.kind == "Cls" and evaluation.confusions:
         pair = evaluation.confusions[0]
@@ -146,13 +146,17 @@ def f1_curve(entry: ClassAnalysis) -> list[float]:
     if not entry.scores or len(entry.scores) != len(entry.precision):
         return []
     precision, cut = np.array(entry.precision), np.array(entry.scores)
-    recall = np.linspace(0, 1, len(precision))
-    f1 = np.where(cut > 0, 2 * precision * recall / np.maximum(precision + recall, 1e-12), 0)
+    f1 = np.where(cut > 0, _f1(precision), 0)
     # Scores fall with recall: a threshold reaches the recalls whose scores are not below it.
     reached = np.searchsorted(-cut, -np.linspace(0, 1, 101), side="right")
     reached = np.minimum(reached, (cut > 0).sum())
     curve: list[float] = np.where(reached > 0, f1[reached - 1], 0).round(4).tolist()
     return curve
+
+
+def _f1(precision: NDArray[np.float64]) -> NDArray[np.float64]:
+    recall = np.linspace(0, 1, len(precision))
+    return 2 * precision * recall / np.maximum(precision + recall, 1e-12)
 
 
 def best_threshold(evaluation: Evaluation) -> tuple[float, float] | None:
@@ -175,25 +179,17 @@ def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[
     """Return the best F1 over a curve's recalls, and the score threshold that gives it."""
     if not (precision > -1).all():
         return -1.0, -1.0
-    recall = np.linspace(0, 1, len(precision))
-    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+    f1 = _f1(precision)
     best = int(f1.argmax())
     return round(float(f1[best]), 4), round(float(cut[best]), 4)
 
 
-def _matrix(table: dict[str, Any]) -> list[list[int]]:
-    """Return how often each class was detected as each class; the last index is the background."""
-    is_small = len(table["cat_names"]) <= MAX_MATRIX
-    counts: list[list[int]] = table["matrix"].astype(np.int64).tolist()
-    return counts if is_small else []
-
-
-def _confusions(table: dict[str, Any]) -> list[Confusion]:
-    names, counts = table["cat_names"], table["matrix"][:-1, :-1].astype(np.int64)
-    np.fill_diagonal(counts, 0)
-    order = np.argsort(-counts, axis=None, kind="stable")[:NUM_CONFUSIONS]
-    pairs = zip(*np.unravel_index(order, counts.shape), strict=True)
-    return [Confusion(names[t], names[f], int(counts[t, f])) for t, f in pairs if counts[t, f]]
+def _confusions(counts: NDArray[np.int64], names: list[str]) -> list[Confusion]:
+    wrong = counts.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:NUM_CONFUSIONS]
+    pairs = zip(*np.unravel_index(order, wrong.shape), strict=True)
+    return [Confusion(names[t], names[f], int(wrong[t, f])) for t, f in pairs if wrong[t, f]]
 
 
 def choose_samples(
@@ -221,69 +217,48 @@ def _image_errors(
     As COCO does, the detections with the highest scores choose first among the objects of their
     class. Crowds, and the detections in them, do not count.
     """
-    object_image_ids, object_category_ids = truth.object_image_ids, truth.object_category_ids
-    shown = np.flatnonzero(
-        (detections.scores >= SHOWN_SCORE) & np.isin(detections.image_ids, image_ids)
-    )
+    shown = np.flatnonzero(detections.scores >= SHOWN_SCORE)
     shown = shown[np.argsort(-detections.scores[shown], kind="stable")]
-    objects = np.flatnonzero(np.isin(object_image_ids, image_ids))
-    image_of_object = np.searchsorted(image_ids, object_image_ids[objects])
-    image_of_detection = np.searchsorted(image_ids, detections.image_ids[shown])
+    found = _by_image(shown, detections.image_ids[shown], image_ids)
+    objects = _by_image(np.arange(len(truth.ids)), truth.object_image_ids, image_ids)
+    category_ids = truth.object_category_ids
+    hits, errors = np.zeros((2, len(image_ids)), np.int64)
+    for row, (detected, own) in enumerate(zip(found, objects, strict=True)):
+        is_crowd = truth.is_crowd[own]
+        iou = _iou(detections.boxes[detected], truth.boxes[own], is_crowd)
+        iou[detections.category_ids[detected, None] != category_ids[own]] = 0
+        num_ignored, is_free = 0, ~is_crowd
+        for values in iou[(iou >= IOU_FOUND).any(axis=1)]:
+            free = np.where(is_free, values, 0)
+            if free.max() >= IOU_FOUND:
+                is_free[free.argmax()] = False
+                hits[row] += 1
+            elif (values[is_crowd] >= IOU_FOUND).any():
+                num_ignored += 1
+        errors[row] = len(detected) - hits[row] - num_ignored + is_free.sum()
+    return np.where(errors > 0, 2 * hits / np.maximum(2 * hits + errors, 1), 1), errors
 
-    # Number the pairs of an image and a class, so that those of a detection are one range.
-    classes = np.unique(
-        np.concatenate([object_category_ids[objects], detections.category_ids[shown]])
-    )
-    group = image_of_object * len(classes) + np.searchsorted(classes, object_category_ids[objects])
-    order = np.argsort(group, kind="stable")
-    objects, image_of_object, group = objects[order], image_of_object[order], group[order]
-    wanted = image_of_detection * len(classes) + np.searchsorted(
-        classes, detections.category_ids[shown]
-    )
-    first = np.searchsorted(group, wanted, side="left")
-    counts = np.searchsorted(group, wanted, side="right") - first
-    pair_detection = np.repeat(np.arange(len(shown)), counts)
-    ends = np.cumsum(counts)
-    pair_object = np.arange(counts.sum()) - np.repeat(ends - counts - first, counts)
 
-    is_crowd = truth.is_crowd[objects]
-    iou = _iou(
-        detections.boxes[shown[pair_detection]],
-        truth.boxes[objects[pair_object]],
-        is_crowd[pair_object],
-    )
-    close = np.flatnonzero(iou >= IOU_FOUND)
-    close = close[np.lexsort((-iou[close], is_crowd[pair_object[close]], pair_detection[close]))]
-    is_found = np.zeros(len(objects), np.bool_)
-    is_right, is_ignored = np.zeros((2, len(shown)), np.bool_)
-    for d, o in zip(pair_detection[close].tolist(), pair_object[close].tolist(), strict=True):
-        if is_right[d]:
-            continue
-        if is_crowd[o]:
-            is_ignored[d] = True
-        elif not is_found[o]:
-            is_found[o] = is_right[d] = True
-    is_wrong = ~is_right & ~is_ignored
-
-    def per_image(images: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.bincount(images, minlength=len(image_ids))
-
-    errors = per_image(image_of_detection[is_wrong])
-    errors = errors + per_image(image_of_object[~is_found & ~is_crowd])
-    hits = per_image(image_of_detection[is_right])
-    f1 = np.where(errors > 0, 2 * hits / np.maximum(2 * hits + errors, 1), 1)
-    return f1, errors
+def _by_image(
+    chosen: NDArray[np.int64], ids: NDArray[np.int64], image_ids: NDArray[np.int64]
+) -> list[NDArray[np.int64]]:
+    """Group what has these image ids; within an image, the order stays."""
+    order = np.argsort(ids, kind="stable")
+    first = np.searchsorted(ids[order], image_ids, "left")
+    end = np.searchsorted(ids[order], image_ids, "right")
+    return [chosen[order[a:b]] for a, b in zip(first, end, strict=True)]
 
 
 def _iou(
     detected: NDArray[np.float64], objects: NDArray[np.float64], is_crowd: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Return the IoU of P pairs of boxes; with a crowd, the share of the detection in it."""
-    low = np.maximum(detected[:, :2], objects[:, :2])
-    high = np.minimum(detected[:, :2] + detected[:, 2:], objects[:, :2] + objects[:, 2:])
-    common = np.maximum(high - low, 0).prod(axis=1)
-    area = detected[:, 2:].prod(axis=1)
-    union = area + np.where(is_crowd, 0, objects[:, 2:].prod(axis=1) - common)
+    """Return the IoU of D x O pairs of boxes; with a crowd, the share of the detection in it."""
+    sizes = detected[:, None, 2:], objects[:, 2:]
+    low = np.maximum(detected[:, None, :2], objects[:, :2])
+    high = np.minimum(detected[:, None, :2] + sizes[0], objects[:, :2] + sizes[1])
+    common = np.maximum(high - low, 0).prod(axis=2)
+    area, object_area = (size.prod(axis=-1) for size in sizes)
+    union = area + np.where(is_crowd, 0, object_area - common)
     return common / np.maximum(union, 1e-12)
 
 
@@ -291,26 +266,21 @@ def _sample(
     truth: Annotations, detections: Detections, image_id: int, is_worst: bool
 ) -> SampleImage:
     is_shown = (detections.image_ids == image_id) & (detections.scores >= SAMPLE_SCORE)
-    detected = [
-        SampleBox(c, _box(b), round(s, 4))
-        for c, b, s in zip(
-            detections.category_ids[is_shown].tolist(),
-            detections.boxes[is_shown].tolist(),
-            detections.scores[is_shown].tolist(),
-            strict=True,
-        )
+    shown = np.flatnonzero(is_shown)
+    shown = shown[np.argsort(-detections.scores[shown].round(4), kind="stable")][:MAX_SAMPLE_BOXES]
+    found = [
+        SampleBox(int(detections.category_ids[n]), _box(detections.boxes[n]), round(float(s), 4))
+        for n, s in zip(shown, detections.scores[shown], strict=True)
     ]
     row = int(np.flatnonzero(truth.image_ids == image_id)[0])
+    category_ids = truth.object_category_ids
     objects = [
-        SampleBox(category_id, _box(truth.boxes[m]), is_crowd=bool(truth.is_crowd[m]))
-        for m in np.flatnonzero(truth.rows == row)
-        for category_id in [truth.classes[truth.labels[m] - 1].id or 0]
+        SampleBox(int(category_ids[n]), _box(truth.boxes[n]), is_crowd=bool(truth.is_crowd[n]))
+        for n in np.flatnonzero(truth.rows == row)
     ]
-    detected.sort(key=lambda d: -(d.score or 0))
-    found = detected[:MAX_SAMPLE_BOXES]
     return SampleImage(image_id, truth.file_names[row], objects, found, is_worst)
 
 
-def _box(values: Sequence[float] | NDArray[np.float64]) -> Box:
+def _box(values: NDArray[np.float64]) -> Box:
     left, top, width, height = (round(float(v), 2) for v in values)
     return left, top, width, height

@@ -58,10 +58,8 @@ def evaluate_checkpoint(
     checkpoint = read_model(path)
     data = choose_data(checkpoint, config.data, given)
     root, folder = dataset_folders(data)
-    splits = open_on_all_ranks(root, folder, ranks, progress)
-    split = require_split(splits, settings.split, root)
+    split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
-
     place = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
     rows = _rows_to_score(split, settings, f"{path} (step {checkpoint.step}) on {place}")
     precision = choose_precision(checkpoint, settings, device)
@@ -107,11 +105,8 @@ def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray
         counted += f", {empty} without objects (counted; skip with --annotated-only)"
     log.info("%s: %s", what, counted)
     if bad := split.image_ids[rows[~split.usable[rows]]].tolist():
-        log.warning(
-            "%d images cannot be decoded and count as images without detections: %s",
-            len(bad),
-            bad[:5],
-        )
+        what = "images cannot be decoded and count as images without detections"
+        log.warning("%d %s: %s", len(bad), what, bad[:5])
     return rows
 
 
@@ -122,11 +117,12 @@ def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: D
     AP differs in the last digits is reported.
     """
     trained = checkpoint.config.get("train.precision", "fp32")
+    is_computed = trained in device.precisions
     precision = settings.precision
     if precision == "auto":
-        precision = trained if trained in device.precisions else "fp32"
+        precision = trained if is_computed else "fp32"
     if precision != trained and checkpoint.is_of_run:
-        reason = "" if trained in device.precisions else f", which {device.label} does not compute"
+        reason = "" if is_computed else f", which {device.label} does not compute"
         log.info(
             "computing in %s; training computed its AP in %s%s: the last digits differ",
             precision,
@@ -147,18 +143,17 @@ def dataset_category_ids(
         IntegrityError: One has classes that the other does not have.
     """
     ids = np.array([c.id for c in classes], np.int64)
-    count = checkpoint.architecture.num_classes - 1
+    known = [c for c in checkpoint.classes if c.name != UNUSED]
+    order = match_classes(known, classes)
+    if checkpoint.classes and order is not None:
+        matched = iter(ids[order])
+        return np.array([-1 if c.name == UNUSED else next(matched) for c in checkpoint.classes])
+    difference = class_differences(known, classes)
     if not checkpoint.classes:  # a third-party file without names: only the number can be compared
+        count = checkpoint.architecture.num_classes - 1
         if count == len(classes):
             return ids
         difference = f"it has {count} classes without names, the dataset has {len(classes)}"
-    else:
-        used = [c for c in checkpoint.classes if c.name != UNUSED]
-        order = match_classes(used, classes)
-        if order is not None:
-            matched = iter(ids[order])
-            return np.array([-1 if c.name == UNUSED else next(matched) for c in checkpoint.classes])
-        difference = class_differences(used, classes)
     raise IntegrityError(
         f"{checkpoint.path} was trained on other classes than {root} has: {difference}",
         hint="name the dataset that it was trained on: --data DIR",
@@ -171,9 +166,8 @@ def data_of(checkpoint: Checkpoint) -> tuple[Path, Path]:
 
 
 def _trained_on(checkpoint: Checkpoint) -> DataConfig:
-    return DataConfig(
-        root=checkpoint.config.get("data.root"), store=checkpoint.config.get("data.store")
-    )
+    config = checkpoint.config
+    return DataConfig(root=config.get("data.root"), store=config.get("data.store"))
 
 
 def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> DataConfig:

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, SplitFiles, coco_document
-from ssdctl.data.classes import ClassName
+from ssdctl.data.formats import coco
+from ssdctl.data.formats.coco import positions
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.runtime.safe_text import listed
 
@@ -63,16 +64,8 @@ class Detections(NamedTuple):
 
     def to_coco(self) -> list[dict[str, Any]]:
         """Return COCO's results format."""
-        return [
-            {"image_id": i, "category_id": c, "bbox": b, "score": s}
-            for i, c, b, s in zip(
-                self.image_ids.tolist(),
-                self.category_ids.tolist(),
-                self.boxes.tolist(),
-                self.scores.tolist(),
-                strict=True,
-            )
-        ]
+        rows = zip(*(column.tolist() for column in self), strict=True)
+        return [{"image_id": i, "category_id": c, "bbox": b, "score": s} for i, b, s, c in rows]
 
 
 class ClassScore(NamedTuple):
@@ -107,8 +100,6 @@ def read_ground_truth(path: Path) -> Annotations:
         from ssdctl.data.index import read_annotations  # late: pyarrow
 
         return ground_truth(read_annotations(path))
-    from ssdctl.data.formats import coco
-
     return ground_truth(coco.read_files({"val": SplitFiles(path.parent, path)})["val"])
 
 
@@ -131,33 +122,6 @@ def ground_truth(annotations: Annotations) -> Annotations:
     return scored._replace(areas=np.where(np.isnan(areas), width * height, areas))
 
 
-class DenseIds(NamedTuple):
-    """Images numbered from 0 and classes from 1, both by ascending id.
-
-    Scoring breaks ties by the order of the ids, so the numbering keeps it. Any 64-bit id, negative
-    ones too, becomes one that every engine stores exactly.
-    """
-
-    image_ids: NDArray[np.int64]  # N, ascending: the id of image i
-    category_ids: NDArray[np.int64]  # C, ascending: the id of class c + 1
-
-    def images(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of image ids, which all have to be listed."""
-        return np.searchsorted(self.image_ids, ids)
-
-    def classes(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of category ids; 0 for an id that is not listed."""
-        if not len(self.category_ids):
-            return np.zeros(len(ids), np.int64)
-        place = np.searchsorted(self.category_ids, ids).clip(max=len(self.category_ids) - 1)
-        return np.where(self.category_ids[place] == ids, place + 1, 0)
-
-
-def _classes_by_id(truth: Annotations) -> list[ClassName]:
-    """Return the classes by ascending category id, as the engines order AP per class."""
-    return sorted(truth.classes, key=lambda c: c.id or 0)
-
-
 def run_scoring(
     truth: Annotations,
     detections: Detections,
@@ -176,78 +140,68 @@ def run_scoring(
     """
     import hotcoco
 
-    _refuse_unlisted_images(truth, detections)
-    classes = _classes_by_id(truth)
-    ids = DenseIds(np.sort(truth.image_ids), np.array([c.id for c in classes], np.int64))
-    scored = ids.image_ids if image_ids is None else np.unique(image_ids)
-    columns = _engine_columns(truth, ids)
-    table = _table(detections, ids)
-    if unlisted := len(detections.scores) - len(table):
-        log.warning(
-            "%d detections are of categories that %s does not list and are ignored; "
-            "it lists the ids %s, ...",
-            unlisted,
-            truth.origin,
-            ", ".join(map(str, ids.category_ids[:5].tolist())),
-        )
-    annotations = hotcoco.COCO.from_arrays(**columns)
-    evaluation: Any = hotcoco.COCOeval(annotations, annotations.load_res(table), "bbox")
-    evaluation.params.img_ids = ids.images(scored).tolist()
-    evaluation.evaluate()
-    evaluation.accumulate()
-    precision, recall = evaluation.eval["precision"], evaluation.eval["recall"]
-    figures = {name: _figure(precision, recall, *spec) for name, spec in FIGURES.items()}
-    per_class = [
-        ClassScore(
-            int(entry.id or 0),
-            entry.name,
-            *(
-                _figure(precision[:, :, [k]], recall, *FIGURES[name])
-                for name in ClassScore._fields[2:]
-            ),
-        )
-        for k, entry in enumerate(classes)
-    ]
-    if verify:
-        _verify(figures, _document(columns), table, evaluation.params.img_ids)
-    return Scoring(figures, per_class, evaluation, truth, scored)
-
-
-def _engine_columns(truth: Annotations, ids: DenseIds) -> dict[str, Any]:
-    """Return the arguments of `hotcoco.COCO.from_arrays`, with dense ids."""
-    images = [
-        (number, truth.file_names[row], *truth.sizes[row].tolist())
-        for number, row in enumerate(np.argsort(truth.image_ids))
-    ]
-    categories = [(number, c.name) for number, c in enumerate(_classes_by_id(truth), 1)]
-    document = coco_document(images, categories, ())
-    return {
-        "images": document["images"],
-        "categories": document["categories"],
-        "image_ids": ids.images(truth.object_image_ids),
-        "category_ids": ids.classes(truth.object_category_ids),
+    # Engines get images numbered from 0 and classes from 1. Scoring breaks ties by the order of the
+    # ids, so the numbering keeps it; any 64-bit id becomes one that every engine stores exactly.
+    rows = np.argsort(truth.image_ids)
+    all_ids = truth.image_ids[rows]
+    classes = sorted(truth.classes, key=lambda c: c.id or 0)
+    category_ids = np.array([c.id for c in classes], np.int64)
+    scored = all_ids if image_ids is None else np.unique(image_ids)
+    objects: dict[str, Any] = {
+        "image_ids": positions(all_ids, truth.object_image_ids),
+        "category_ids": 1 + positions(category_ids, truth.object_category_ids),
         "boxes": truth.boxes,
         "area": truth.areas,
         "iscrowd": truth.is_crowd,
     }
+    images = [(n, truth.file_names[row], *truth.sizes[row].tolist()) for n, row in enumerate(rows)]
+    categories = [(n, c.name) for n, c in enumerate(classes, 1)]
+    tables = coco_document(images, categories, ())
+    annotations = hotcoco.COCO.from_arrays(tables["images"], tables["categories"], **objects)
+    found = _detection_table(detections, all_ids, category_ids, truth.origin)
+    evaluation: Any = hotcoco.COCOeval(annotations, annotations.load_res(found), "bbox")
+    evaluation.params.img_ids = positions(all_ids, scored).tolist()
+    evaluation.evaluate()
+    evaluation.accumulate()
+    precision, recall = evaluation.eval["precision"], evaluation.eval["recall"]
+    figures = {name: _figure(precision, recall, *spec) for name, spec in FIGURES.items()}
+    per_class = []
+    for k, entry in enumerate(classes):
+        names = ClassScore._fields[2:]
+        values = (_figure(precision[:, :, [k]], recall, *FIGURES[name]) for name in names)
+        per_class.append(ClassScore(int(entry.id or 0), entry.name, *values))
+    if verify:
+        columns = (column.tolist() for column in objects.values())
+        document = coco_document(images, categories, zip(*columns, strict=True))
+        _verify(figures, document, found, evaluation.params.img_ids)
+    return Scoring(figures, per_class, evaluation, truth, scored)
 
 
-def _document(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns as a document for pycocotools."""
-    names = ("image_ids", "category_ids", "boxes", "area", "iscrowd")
-    objects = zip(*(np.asarray(columns[name]).tolist() for name in names), strict=True)
-    return {**coco_document((), (), objects), **{k: columns[k] for k in ("images", "categories")}}
-
-
-def _table(detections: Detections, ids: DenseIds) -> NDArray[np.float64]:
-    """Return the detections of listed categories with dense ids, K x 7, as COCO's tools take."""
-    labels = ids.classes(detections.category_ids)
-    table = np.empty((len(labels), 7))
-    first, counts = _runs(detections.image_ids)
-    table[:, 0] = np.repeat(ids.images(detections.image_ids[first]), counts)
-    table[:, 1:5] = detections.boxes
-    table[:, 5], table[:, 6] = detections.scores, labels
-    return table if labels.all() else table[labels > 0]
+def _detection_table(
+    detections: Detections,
+    image_ids: NDArray[np.int64],
+    category_ids: NDArray[np.int64],
+    origin: Path,
+) -> NDArray[np.float64]:
+    """Return the detections of listed categories with numbers for ids, K x 7, as engines take."""
+    images = positions(image_ids, detections.image_ids)
+    if len(unlisted := np.unique(detections.image_ids[images < 0])):
+        raise DataError(
+            f"{len(unlisted)} images with detections are not in {origin}, "
+            f"among them {', '.join(map(str, unlisted[:5]))}",
+            hint="score them against the annotations they belong to: --data DIR, --split",
+        )
+    labels = 1 + positions(category_ids, detections.category_ids)
+    if num_unlisted := int((labels < 1).sum()):
+        log.warning(
+            "%d detections are of categories that %s does not list and are ignored; "
+            "it lists the ids %s, ...",
+            num_unlisted,
+            origin,
+            ", ".join(map(str, category_ids[:5].tolist())),
+        )
+    table = np.column_stack([images, detections.boxes, detections.scores, labels])
+    return table[labels > 0] if num_unlisted else table
 
 
 def _figure(
@@ -256,30 +210,9 @@ def _figure(
     values = precision if source == "precision" else recall
     if iou is not None:
         values = values[np.isclose(IOU_THRESHOLDS, iou)]
-    return _mean(values[..., area, max_dets])
-
-
-def _mean(values: NDArray[np.float64]) -> float:
+    values = values[..., area, max_dets]
     measured = values[values > -1]
     return float(np.mean(measured)) if measured.size else -1.0
-
-
-def _runs(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where each run of equal ids starts, and its length: detections come by image."""
-    edges = np.flatnonzero(ids[1:] != ids[:-1]) + 1
-    first = np.concatenate([np.zeros(min(len(ids), 1), np.int64), edges])
-    return first, np.diff(first, append=len(ids))
-
-
-def _refuse_unlisted_images(truth: Annotations, detections: Detections) -> None:
-    first, _ = _runs(detections.image_ids)
-    unlisted = np.setdiff1d(detections.image_ids[first], truth.image_ids)
-    if len(unlisted):
-        raise DataError(
-            f"{len(unlisted)} images with detections are not in {truth.origin}, "
-            f"among them {', '.join(map(str, unlisted[:5]))}",
-            hint="score them against the annotations they belong to: --data DIR, --split",
-        )
 
 
 def _verify(

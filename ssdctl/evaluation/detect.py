@@ -51,14 +51,10 @@ def detect(
 ) -> Detections | None:
     """Return the detections on images of a split; None on ranks other than the first.
 
+    An image that cannot be opened has no detections. The ranks share the rows. `progress` wraps the
+    iteration over batches (`total=`, `label=`, `unit=`).
+
     Args:
-        detector: The network.
-        split: An image that cannot be opened has no detections.
-        rows: The rows of the images, which the ranks share.
-        batch_size: Images that go through the network together.
-        threads: Threads that decode images.
-        ranks: This process and the others.
-        progress: Wraps the iteration over batches (`total=`, `label=`, `unit=`).
         category_ids: The category id of each class of the network, -1 to leave it out; None: the
             split's, in order.
         losses: Adds up the losses of the images.

@@ -14,8 +14,7 @@ import numpy as np
 
 from ssdctl.config import Resolved
 from ssdctl.data.dataset import require_split
-from ssdctl.data.formats._coco_json import Int64, decode
-from ssdctl.data.formats.coco import read_content
+from ssdctl.data.formats._coco_json import Int64, column, decode, read_content
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import find_ranks
@@ -72,20 +71,17 @@ def evaluate_files(
 
 
 def _check_target(target: Path, files: Sequence[Path], *, is_results: bool) -> None:
+    problem, hint = "", ""
     if is_results:
-        raise UsageError(
-            f"--detections: {files[0]} is a file of detections already",
-            hint="pass a checkpoint instead",
-        )
-    if len(files) > 1:
-        raise UsageError(
-            f"--detections writes one file, but there are {len(files)} checkpoints",
-            hint=f"give one of them, such as {files[0]}",
-        )
-    if target.is_dir():
-        raise UsageError(
-            f"--detections {target}: is a folder", hint="give the name of a file in it"
-        )
+        problem = f": {files[0]} is a file of detections already"
+        hint = "pass a checkpoint instead"
+    elif len(files) > 1:
+        problem = f" writes one file, but there are {len(files)} checkpoints"
+        hint = f"give one of them, such as {files[0]}"
+    elif target.is_dir():
+        problem, hint = f" {target}: is a folder", "give the name of a file in it"
+    if problem:
+        raise UsageError(f"--detections{problem}", hint=hint)
 
 
 def _evaluate_results(path: Path, resolved: Resolved) -> Evaluation:
@@ -121,22 +117,17 @@ def read_detections(path: Path) -> Detections:
     Raises:
         DataError: It is not such a file; the message gives the place.
     """
-    content = read_content(path)
-    hint = 'expected [{"image_id", "category_id", "bbox", "score"}, ...]'
+    problem, content = "", read_content(path)
     try:
         rows = decode(content, list[_Result])
+        boxes = np.array([r.bbox for r in rows], np.float64).reshape(-1, 4)
+        scores = np.array([r.score for r in rows], np.float64)
+        if not (np.isfinite(boxes).all() and np.isfinite(scores).all()):
+            problem = "numbers that are not finite"
     except DECODE_ERRORS as error:
-        problem = f"{path}: not in COCO's results format: {error}"
-        raise DataError(problem.replace("`", ""), hint=hint) from None
-    boxes = np.array([r.bbox for r in rows], np.float64).reshape(-1, 4)
-    scores = np.array([r.score for r in rows], np.float64)
-    if not (np.isfinite(boxes).all() and np.isfinite(scores).all()):
-        raise DataError(
-            f"{path}: not in COCO's results format: numbers that are not finite", hint=hint
-        )
-    return Detections(
-        np.array([r.image_id for r in rows], np.int64),
-        boxes,
-        scores,
-        np.array([r.category_id for r in rows], np.int64),
-    )
+        problem = str(error).replace("`", "")
+    if problem:
+        hint = 'expected [{"image_id", "category_id", "bbox", "score"}, ...]'
+        raise DataError(f"{path}: not in COCO's results format: {problem}", hint=hint)
+    image_ids, category_ids = column(rows, "image_id"), column(rows, "category_id")
+    return Detections(image_ids, boxes, scores, category_ids)

@@ -8,8 +8,8 @@ writes an `Evaluation` to stdout. It ignores signals: the parent process handles
 
 from __future__ import annotations
 
-import io
 import logging
+import pickle
 import signal
 import subprocess
 import sys
@@ -83,7 +83,7 @@ class BackgroundScoring:
     def _run(self) -> Evaluation | None:
         command = [sys.executable, "-m", "ssdctl.evaluation.score", str(self._annotations)]
         try:
-            done = subprocess.run(command, input=_packed(*self._job), capture_output=True)
+            done = subprocess.run(command, input=pickle.dumps(self._job), capture_output=True)
             if done.returncode < 0:
                 log.warning(
                     "the process that scores was killed (%s), as if memory ran out: scoring in the "
@@ -95,27 +95,12 @@ class BackgroundScoring:
             return None
 
 
-def _packed(
-    detections: Detections, about: EvaluationInfo, image_ids: NDArray[np.int64] | None
-) -> bytes:
-    buffer = io.BytesIO()
-    arrays = {f"d_{name}": column for name, column in detections._asdict().items()}
-    if image_ids is not None:
-        arrays["image_ids"] = image_ids
-    arrays["about"] = np.frombuffer(msgspec.json.encode(about), np.uint8)
-    np.savez(buffer, allow_pickle=False, **arrays)
-    return buffer.getvalue()
-
-
 def main() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as arrays:
-        detections = Detections(*(arrays[f"d_{name}"] for name in Detections._fields))
-        about = msgspec.json.decode(arrays["about"].tobytes(), type=EvaluationInfo)
-        image_ids = arrays.get("image_ids")
+    job = pickle.load(sys.stdin.buffer)  # of the parent process
     try:
-        evaluation = score(read_ground_truth(Path(sys.argv[1])), detections, about, image_ids)
+        evaluation = score(read_ground_truth(Path(sys.argv[1])), *job)
     except SsdctlError:
         sys.exit(1)  # the parent repeats the job and raises the error
     sys.stdout.buffer.write(msgspec.json.encode(evaluation))

@@ -71,17 +71,12 @@ class ExportOptions(NamedTuple):
 class Comparison(NamedTuple):
     """The difference between another runtime's outputs and PyTorch's."""
 
-    images: int
     box_difference: float  # the largest, in fractions of the image
     score_difference: float
     # OpenVINO without INFERENCE_PRECISION_HINT; None: of other runtimes.
     default_precision: str | None = None
     default_box_difference: float | None = None
     default_score_difference: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        values = {"pictures": self.images, **self._asdict()}
-        return {k: v for k, v in values.items() if v is not None and k != "images"}
 
 
 class Deployed(nn.Module):
@@ -105,16 +100,10 @@ class Deployed(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         offsets, logits = self.network(self.normalize(images))
         assert isinstance(self.defaults, Tensor)
-        return (
-            boxes_and_scores(
-                offsets,
-                logits,
-                self.defaults,
-                clips_boxes=self.network.constants.clips_boxes,
-            )
-            if self.is_decoded
-            else (offsets, logits)
-        )
+        if not self.is_decoded:
+            return offsets, logits
+        clips_boxes = self.network.constants.clips_boxes
+        return boxes_and_scores(offsets, logits, self.defaults, clips_boxes=clips_boxes)
 
 
 class HalfConv2d(nn.Conv2d):
@@ -153,21 +142,19 @@ class Reference:
         self._detector = Detector(network, open_device("cpu"), config)
         self._output = self._detector.forward(torch.from_numpy(images))
         refuse_non_finite(self._output)
-        self._images = images
-        self._options = options
-        self._runtime = runtime
+        self._images, self._options, self._runtime = images, options, runtime
         self._tolerance = TOLERANCE_FP16 if options.is_fp16 else TOLERANCE
 
     def check_outputs(self, run: Runner) -> Comparison:
         """Compare all boxes and scores before NMS; IntegrityError if they differ."""
-        comparison = self.compare(run)
-        differences = comparison.box_difference, comparison.score_difference
-        if not all(value <= self._tolerance for value in differences):  # NaN fails too
+        found = self.compare(run)
+        boxes, scores = found.box_difference, found.score_difference
+        if not (boxes <= self._tolerance and scores <= self._tolerance):  # NaN fails too
             raise self._error(
-                f"{self._runtime} differs from PyTorch by {differences[0]:.2g} in boxes and "
-                f"{differences[1]:.2g} in scores"
+                f"{self._runtime} differs from PyTorch by {boxes:.2g} in boxes and {scores:.2g} in "
+                "scores"
             )
-        return comparison
+        return found
 
     def compare(self, run: Runner) -> Comparison:
         """Return the differences of all boxes and scores; NaN if the shapes differ."""
@@ -176,12 +163,11 @@ class Reference:
         if self._options.nms == "raw":
             exported = self._decoded(*exported)
         expected = self._decoded(*self._output)
-        differences = [
+        boxes, scores = (
             float((a - b).abs().max()) if a.shape == b.shape else float("nan")
             for a, b in zip(expected, exported, strict=True)
-        ]
-        boxes, scores = differences
-        return Comparison(len(self._images), boxes, scores)
+        )
+        return Comparison(boxes, scores)
 
     def check_detections(self, run: Runner) -> None:
         """Compare the detections after NMS; IntegrityError if they differ."""

@@ -7,20 +7,22 @@ import itertools
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from PIL import Image
 
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
+from ssdctl.config import Config
 from ssdctl.data import shapes
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store import open_splits
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.exporting import nvidia
 from ssdctl.exporting.deployed import (
@@ -31,16 +33,20 @@ from ssdctl.exporting.deployed import (
     Reference,
     example,
 )
+from ssdctl.exporting.int8 import int8_model
 from ssdctl.exporting.onnx import description, onnx_model
 from ssdctl.exporting.openvino import write_openvino
+from ssdctl.exporting.request import CALIBRATION_IMAGES, MAX_AP_LOSS, ExportRequest
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.inference.image_detector import open_image, resized
+from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 NUM_IMAGES = 5  # an ONNX file is compared with PyTorch on them
 MAX_TRIED = 10  # images of the dataset that are opened for each of them
 PT2_METADATA = "ssdctl.json"
 PT2_MAX_BATCH = 65_536
+RUNTIMES = {"onnx": "onnxruntime", "openvino": "OpenVINO", "pt2": "the loaded program"}
 EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
 
 
@@ -51,48 +57,43 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
         UsageError: The third-party program has no such network, or a package is absent.
         IntegrityError: The optimizer state does not fit the network.
     """
+    architecture = checkpoint.architecture
     if kind == "safetensors":
-        _write_safetensors(checkpoint, target)
+        facts = {
+            "architecture": architecture._asdict(),
+            "classes": msgspec.to_builtins(checkpoint.classes),
+            "step": checkpoint.step,
+            "epoch": checkpoint.epoch,
+        }
+        metadata = {name: json.dumps(value) for name, value in facts.items()}
+        write_bytes(target, safetensors_bytes(checkpoint.model, metadata))
         return
-    if checkpoint.architecture.backbone == "vgg16":
+    if architecture.backbone == "vgg16":
         raise UsageError(
             f"{checkpoint.path}: {kind}'s network is a ResNet, this one is a VGG16",
             hint="--format onnx and --format safetensors write any network",
         )
-    if checkpoint.architecture.extra_norm != EXTRA_NORM[kind]:
+    if architecture.extra_norm != EXTRA_NORM[kind]:
+        fitting = next(k for k, norm in EXTRA_NORM.items() if norm == architecture.extra_norm)
         raise UsageError(
             f"{checkpoint.path}: {kind}'s network has extra blocks with "
-            f"extra_norm={EXTRA_NORM[kind]}, this one has {checkpoint.architecture.extra_norm}",
-            hint=f"--format {_format_of(checkpoint)} fits this network; for {kind} train one with "
+            f"extra_norm={EXTRA_NORM[kind]}, this one has {architecture.extra_norm}",
+            hint=f"--format {fitting} fits this network; for {kind} train one with "
             f"--extra-norm {EXTRA_NORM[kind]}",
         )
     names = label_map(checkpoint.classes)
     payload = {"model": to_third_party(checkpoint.model, kind), "label_map": names}
     if kind == "nvidia":
         payload |= nvidia.training_state(checkpoint)
-        if checkpoint.architecture.num_classes != nvidia.NUM_CLASSES:
+        if architecture.num_classes != nvidia.NUM_CLASSES:
             log.warning(
                 "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: only "
                 "ssdctl reads it",
                 nvidia.NUM_CLASSES,
-                checkpoint.architecture.num_classes,
+                architecture.num_classes,
             )
     with atomic_write(target) as file:
         torch.save(payload, file)
-
-
-def _format_of(checkpoint: Checkpoint) -> str:
-    return next(k for k, norm in EXTRA_NORM.items() if norm == checkpoint.architecture.extra_norm)
-
-
-def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
-    metadata = {
-        "architecture": json.dumps(checkpoint.architecture._asdict()),
-        "classes": json.dumps(msgspec.to_builtins(checkpoint.classes)),
-        "step": json.dumps(checkpoint.step),
-        "epoch": json.dumps(checkpoint.epoch),
-    }
-    write_bytes(target, safetensors_bytes(checkpoint.model, metadata))
 
 
 def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
@@ -105,24 +106,66 @@ def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str
 
 
 def export_graph(
-    checkpoint: Checkpoint, kind: str, target: Path, data: tuple[Path, Path], options: ExportOptions
-) -> tuple[Comparison, str]:
-    """Write `onnx`, `openvino` or `pt2` if it gives PyTorch's outputs on images of a dataset.
+    checkpoint: Checkpoint, request: ExportRequest, options: ExportOptions, config: Config
+) -> dict[str, Any]:
+    """Write `onnx`, `openvino` or `pt2` if it gives PyTorch's outputs on images of the dataset.
 
-    The images are generated if the folders of `data`, the dataset and its store, are absent.
-    Return the largest differences, and the source of the images.
+    The images are generated if there is no dataset. Return the largest differences.
 
     Raises:
         UsageError: A package is absent, or the file name does not suit the format.
         IntegrityError: The outputs differ.
     """
-    images, source = images_of(*data)
-    if kind == "openvino":
-        return write_openvino(checkpoint, target, images, options), source
-    convert = onnx_model if kind == "onnx" else pt2_program
-    content, comparison = convert(checkpoint, images, options)
-    write_bytes(target, content)
-    return comparison, source
+    images, source = images_of(*dataset_folders(config.data))
+    if request.format == "openvino":
+        found = write_openvino(checkpoint, request.out, images, options)
+    else:
+        convert = onnx_model if request.format == "onnx" else pt2_program
+        content, found = convert(checkpoint, images, options)
+        write_bytes(request.out, content)
+    log.info(
+        "%s agrees with PyTorch on %d images (%s): largest difference of boxes %.1g of the image "
+        "size, of scores %.1g",
+        RUNTIMES[request.format],
+        len(images),
+        source,
+        found.box_difference,
+        found.score_difference,
+    )
+    if found.default_precision is not None:
+        log.info(
+            "with OpenVINO's default precision on this CPU (%s): boxes %.1g of the image size, "
+            "scores %.1g; the agreement above is that of INFERENCE_PRECISION_HINT f32",
+            found.default_precision,
+            found.default_box_difference,
+            found.default_score_difference,
+        )
+    differences = {key: value for key, value in found._asdict().items() if value is not None}
+    return {"fp16": options.is_fp16, "pictures": len(images), **differences}
+
+
+def export_int8(
+    checkpoint: Checkpoint,
+    request: ExportRequest,
+    options: ExportOptions,
+    config: Config,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write an int8 ONNX file that loses little AP; return what it costs. Errors: `int8_model`."""
+    count = CALIBRATION_IMAGES if request.calibrate is None else request.calibrate
+    images = training_images(*dataset_folders(config.data), count)
+    max_ap_loss = MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss
+    quantized = int8_model(
+        checkpoint, options, images, config, max_ap_loss=max_ap_loss, progress=progress
+    )
+    write_bytes(request.out, quantized.content)
+    for name, cost in (("fp32", quantized.before), ("int8", quantized.after)):
+        log.info(
+            "%s: AP %.4f, %.1f MB, %.1f ms a call", name, cost.ap, cost.size / 1e6, cost.latency_ms
+        )
+    log.info("ranges from %d images; heads in %s", len(images), quantized.heads)
+    costs = {"before": quantized.before._asdict(), "after": quantized.after._asdict()}
+    return {"heads": quantized.heads, "pictures": len(images), **costs}
 
 
 def pt2_program(
@@ -152,56 +195,49 @@ def pt2_program(
     return file.getvalue(), comparison
 
 
-def images_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
+def images_of(root: Path, store: Path) -> tuple[Images, str]:
     """Return images to compare two programs on, and their source."""
-    images = _of_dataset(root, store)
+    images = [*itertools.islice(dataset_images(root, store, NUM_IMAGES), NUM_IMAGES)]
     if len(images) == NUM_IMAGES:
-        return np.stack(images), str(root)
+        return np.stack([resized(image) for image in images]), str(root)
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
         generated = Path(folder)
         shapes.generate(generated, num_train=1, num_val=NUM_IMAGES)
-        return np.stack(_opened(sorted((generated / "val2017").iterdir()))), "generated shapes"
+        files = sorted((generated / "val2017").iterdir())
+        return np.stack([resized(open_image(file)) for file in files]), "generated shapes"
 
 
-def training_images(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
+def training_images(root: Path, store: Path, count: int) -> Images:
     """Return (P, 300, 300, 3) images of the training split, evenly spaced; at most `count`."""
-    images = _of_dataset(root, store, count, ("train", "val"))
-    if not images:
+    images = dataset_images(root, store, count, ("train", "val"))
+    if not (pixels := [resized(image) for image in itertools.islice(images, count)]):
         raise DataError(
             f"{root}: no images for the calibration of int8",
             hint="name the dataset: --data DIR; `ssdctl prepare` checks it",
         )
-    return np.stack(images)
+    return np.stack(pixels)
 
 
-def _of_dataset(
-    root: Path, store: Path, count: int = NUM_IMAGES, names: tuple[str, ...] = ("val", "train")
-) -> list[NDArray[np.uint8]]:
-    """Return images that open: the store's or, without a store, those of the annotations."""
+def dataset_images(
+    root: Path, store: Path, count: int, names: tuple[str, ...] = ("val", "train")
+) -> Iterator[Image.Image]:
+    """Yield images that open, of the store (about `count`, evenly spaced) or the annotations."""
     try:
         try:
             splits = open_splits(root, store)
         except DataError:
             read = annotations_of(root, store)
             part = next(read[name] for name in names if name in read)
-            return _opened((part.folder / name for name in sorted(part.file_names)), count)
-        split = next(splits[name] for name in names if name in splits)
-        rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))
-        return _opened((io.BytesIO(split.read(row)) for row in rows), count)
+            sources: Iterator[Any] = (part.folder / name for name in sorted(part.file_names))
+        else:
+            split = next(splits[name] for name in names if name in splits)
+            rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))
+            sources = (io.BytesIO(split.read(row)) for row in rows)
+        for source in itertools.islice(sources, MAX_TRIED * count):
+            try:
+                image = open_image(source)
+            except DataError:
+                continue
+            yield image
     except (DataError, OSError, StopIteration):
-        return []
-
-
-def _opened(
-    sources: Iterable[Path | IO[bytes]], count: int = NUM_IMAGES
-) -> list[NDArray[np.uint8]]:
-    """Return the first images that open."""
-    images: list[NDArray[np.uint8]] = []
-    for source in itertools.islice(sources, MAX_TRIED * count):
-        try:
-            images.append(resized(open_image(source)))
-        except DataError:
-            continue
-        if len(images) == count:
-            break
-    return images
+        return

@@ -9,11 +9,10 @@ samples/1.jpg ...    images of the dataset with detections
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ssdctl._version import __version__
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.contents import FORMAT, Checkpoint
-from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.download.hub import (
     CONFIG,
@@ -34,21 +32,21 @@ from ssdctl.download.hub import (
     hub_package,
     no_progress_bars,
 )
-from ssdctl.errors import DataError, NetworkError, SsdctlError
+from ssdctl.errors import NetworkError, SsdctlError
 from ssdctl.evaluation.checkpoint import data_of
 from ssdctl.evaluation.coco_ap import FIGURES
 from ssdctl.exporting.deployed import ExportOptions
-from ssdctl.exporting.formats import images_of, safetensors_bytes
+from ssdctl.exporting.formats import dataset_images, images_of, safetensors_bytes
 from ssdctl.exporting.onnx import onnx_model, require_onnx
 from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.drawing import one_line
-from ssdctl.inference.image_detector import ImageDetector, open_image
+from ssdctl.inference.image_detector import ImageDetector
 from ssdctl.inference.predict import Predictor, class_names, open_detector
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.reader import RunData, read_run
+from ssdctl.runs.reader import read_run
 from ssdctl.runtime.safe_text import listed
 
 MAX_CLASSES = 100  # in the card
@@ -74,7 +72,7 @@ def write_model_folder(
     """
     config = model_config(checkpoint)
     require_onnx()
-    images = [f"samples/{n}.jpg" for n, _ in enumerate(_draw(checkpoint, folder, samples), 1)]
+    images = _draw(checkpoint, folder, samples)
     write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=True) + "\n")
     graph, _ = onnx_model(checkpoint, images_of(*data_of(checkpoint))[0], ExportOptions())
@@ -86,9 +84,7 @@ def write_model_folder(
 
 def model_card(checkpoint: Checkpoint, **facts: Any) -> str:
     """Return the text of README.md; names of others are plain text in it."""
-    run, settings = _run_of(checkpoint.path), checkpoint.config
-    evaluated = _metrics(checkpoint, run)
-    class_ap = run.class_ap if run is not None and evaluated is not None else {}
+    settings, (metrics, class_ap) = checkpoint.config, _metrics(checkpoint)
     training = {
         "preset": settings.get("train.preset"),
         "step": checkpoint.step,
@@ -109,7 +105,7 @@ def model_card(checkpoint: Checkpoint, **facts: Any) -> str:
         version=__version__,
         architecture=checkpoint.architecture,
         step=checkpoint.step,
-        metrics={name: v for name in FIGURES if (v := (evaluated or {}).get(name, -1)) >= 0},
+        metrics={name: v for name in FIGURES if (v := metrics.get(name, -1)) >= 0},
         class_ap=[(name, ap) for name, ap in class_ap.items() if ap >= 0][:MAX_CLASSES],
         dataset=Path(root).name if (root := settings.get("data.root")) else None,
         images=checkpoint.images,
@@ -145,66 +141,38 @@ def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _run_of(path: Path) -> RunData | None:
-    folder = path.parent.parent
+def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics of this step and the AP of each class, from the run folder."""
+    folder = checkpoint.path.parent.parent
     if not RunDir(folder).metrics.is_file():
-        return None
+        return {}, {}
     try:
-        return read_run(folder)
+        run = read_run(folder)
     except SsdctlError:  # weights of a broken run are pushed without metrics
-        return None
+        return {}, {}
+    records = [r for r in (*run.evals, run.best or {}) if r.get("step") == checkpoint.step]
+    return (dict(records[-1]), run.class_ap) if records else ({}, {})
 
 
-def _metrics(checkpoint: Checkpoint, run: RunData | None) -> dict[str, float] | None:
-    if run is None:
-        return None
-    best = run.best
-    if best is None or best.get("step") != checkpoint.step:
-        evals = [record for record in run.evals if record.get("step") == checkpoint.step]
-        best = dict(evals[-1]) if evals else None
-    return best
-
-
-def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
-    """Draw detections on images of the dataset; yield the files."""
-    if not count:
-        return
-    device = open_device("cpu")
-    detector = open_detector(checkpoint, device, DetectorConfig(score_threshold=SAMPLE_SCORE))
+def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> list[str]:
+    """Draw detections on images of the dataset; return the names of the files."""
+    if not count or not checkpoint.is_of_run:
+        return []
+    config = DetectorConfig(score_threshold=SAMPLE_SCORE)
+    detector = open_detector(checkpoint, open_device("cpu"), config)
     predictor = Predictor(ImageDetector(detector, class_names(checkpoint)), checkpoint.path.name)
-    drawn = 0
-    for content in itertools.islice(_images(checkpoint), MAX_TRIED):
-        try:
-            image = open_image(content)
-        except DataError:
-            continue
-        found = predictor.predict(image)
-        if not found:
-            continue
-        drawn += 1
-        target = folder / "samples" / f"{drawn}.jpg"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        result = found.plot()
-        result.thumbnail((SAMPLE_PIXELS, SAMPLE_PIXELS))
-        with atomic_write(target) as file:
-            result.save(file, "JPEG", quality=85)
-        yield target
-        if drawn == count:
-            return
-
-
-def _images(checkpoint: Checkpoint) -> Iterator[io.BytesIO]:
-    """Yield the encoded images of the validation split that the checkpoint names."""
-    if not checkpoint.is_of_run:
-        return
-    try:
-        root, store = data_of(checkpoint)
-        splits = open_splits(root, store)
-        split = splits.get("val") or next(iter(splits.values()))
-        for row in range(len(split.image_ids)):
-            yield io.BytesIO(split.read(row))
-    except (DataError, OSError):
-        return
+    names: list[str] = []
+    images = dataset_images(*data_of(checkpoint), MAX_TRIED)
+    for found in map(predictor.predict, itertools.islice(images, MAX_TRIED)):
+        if found:
+            names.append(f"samples/{len(names) + 1}.jpg")
+            image = found.plot()
+            image.thumbnail((SAMPLE_PIXELS, SAMPLE_PIXELS))
+            with atomic_write(folder / names[-1]) as file:
+                image.save(file, "JPEG", quality=85)
+        if len(names) == count:
+            break
+    return names
 
 
 def upload_folder(

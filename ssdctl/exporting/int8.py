@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,7 +106,8 @@ def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: 
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    size = batch or CALIBRATION_BATCH
+    batches = iter(filled_batches(calibration, batch or CALIBRATION_BATCH))
+    feeds = ({"images": images} for images in batches)
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
         source, prepared, target = (Path(folder) / f"{n}.onnx" for n in ("source", "prepared", "q"))
         source.write_bytes(graph.SerializeToString())
@@ -114,7 +115,7 @@ def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: 
         quantization.quantize_static(
             prepared,
             target,
-            _reader(calibration, size),
+            SimpleNamespace(get_next=lambda: next(feeds, None)),
             quant_format=quantization.QuantFormat.QDQ,
             per_channel=True,
             # 7 bits: with 8, the sums of processors without VNNI overflow.
@@ -127,21 +128,6 @@ def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: 
         quantized = package.load(target)
     onnx.clean_opsets(quantized)
     return quantized
-
-
-def _reader(images: Images, size: int) -> Any:
-    """Return onnxruntime's reader of calibration data; the last batch is filled."""
-    from onnxruntime.quantization import CalibrationDataReader
-
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self._batches: Iterator[Images] = iter(filled_batches(images, size))
-
-        def get_next(self) -> dict[str, Images] | None:
-            batch = next(self._batches, None)
-            return None if batch is None else {"images": batch}
-
-    return Reader()
 
 
 def _fp32_nodes(model: Any, keep_heads: bool) -> list[str]:

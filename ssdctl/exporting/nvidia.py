@@ -51,12 +51,10 @@ def training_state(checkpoint: Checkpoint) -> dict[str, Any]:
     recipe = _recipe(checkpoint)
     with torch.device("meta"):
         model = checkpoint.architecture.build()
-    named = dict(model.named_parameters())
-    vectors = [name for name, p in named.items() if p.dim() == 1]
-    others = [name for name, p in named.items() if p.dim() != 1]
+    named = sorted(model.named_parameters(), key=lambda item: item[1].dim() != 1)  # vectors first
     groups: list[dict[str, Any]] = [
-        {"params": [named[name] for name in vectors], "weight_decay": 0.0},
-        {"params": [named[name] for name in others]},
+        {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for _, p in named if p.dim() != 1]},
     ]
     with without_dynamo():
         optimizer = torch.optim.SGD(
@@ -75,7 +73,7 @@ def training_state(checkpoint: Checkpoint) -> dict[str, Any]:
         state = optimizer.state_dict()
     state["state"] = {
         index: {"momentum_buffer": momenta[name]}
-        for index, name in enumerate([*vectors, *others])
+        for index, (name, _) in enumerate(named)
         if name in momenta
     }
     return {

@@ -14,13 +14,7 @@ from typing import Any
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.exporting import onnx
-from ssdctl.exporting.deployed import (
-    Comparison,
-    ExportOptions,
-    Images,
-    Reference,
-    Runner,
-)
+from ssdctl.exporting.deployed import Comparison, ExportOptions, Images, Reference, Runner
 from ssdctl.files import write_bytes
 from ssdctl.inference.onnx_detector import DETECTIONS
 from ssdctl.runtime.cores import quota_cores
@@ -47,14 +41,22 @@ def write_openvino(
     reference = Reference(checkpoint, images, options, "OpenVINO")
     graph = onnx.network_graph(checkpoint, options)
     with _converted(openvino, graph, checkpoint, options) as file:
-        comparison = reference.check_outputs(_runner(openvino, file, options.output_names))
-        comparison = _with_defaults(openvino, file, options, reference, comparison)
+        compiled = _compiled(openvino, file, INFERENCE_PRECISION_HINT="f32")
+        comparison = reference.check_outputs(_runner(compiled, options.output_names))
+        compiled = _compiled(openvino, file)  # computes in bf16 where it can
+        default = reference.compare(_runner(compiled, options.output_names))
+        comparison = comparison._replace(
+            default_precision=compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name(),
+            default_box_difference=default.box_difference,
+            default_score_difference=default.score_difference,
+        )
         if not options.has_nms:
             _publish(file, target)
             return comparison
     graph = onnx.with_nms(graph, checkpoint, options)
     with _converted(openvino, graph, checkpoint, options) as file:
-        reference.check_detections(_runner(openvino, file, DETECTIONS))
+        compiled = _compiled(openvino, file, INFERENCE_PRECISION_HINT="f32")
+        reference.check_detections(_runner(compiled, DETECTIONS))
         _publish(file, target)
     return comparison
 
@@ -74,31 +76,12 @@ def _converted(
         yield file
 
 
-def _with_defaults(
-    openvino: Any, file: Path, options: ExportOptions, reference: Reference, comparison: Comparison
-) -> Comparison:
-    """Add the differences without a hint: by default OpenVINO computes in bf16 where it can."""
-    compiled = _compiled(openvino, file)
-    found = reference.compare(_runner_of(compiled, options.output_names))
-    return comparison._replace(
-        default_precision=compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name(),
-        default_box_difference=found.box_difference,
-        default_score_difference=found.score_difference,
-    )
-
-
-def _runner(openvino: Any, file: Path, names: tuple[str, ...]) -> Runner:
-    """Return a function that runs the IR on the CPU in fp32."""
-    return _runner_of(_compiled(openvino, file, INFERENCE_PRECISION_HINT="f32"), names)
-
-
 def _compiled(openvino: Any, file: Path, **hints: str) -> Any:
     threads = {"INFERENCE_NUM_THREADS": quota_cores() or 0}
     return openvino.Core().compile_model(file, "CPU", {**hints, **threads})
 
 
-def _runner_of(compiled: Any, names: tuple[str, ...]) -> Runner:
-
+def _runner(compiled: Any, names: tuple[str, ...]) -> Runner:
     def run(images: Images) -> list[Any]:
         results = compiled(images)
         return [results[name] for name in names]

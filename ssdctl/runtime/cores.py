@@ -72,10 +72,9 @@ def bind_to_card(device: str, local_rank: int, sysfs: Path = SYSFS) -> None:
         return
     if os.environ.get(BINDING_VARIABLE) == "none" or not hasattr(os, "sched_setaffinity"):
         return
-    cpus = cpus_of_rank(numa_nodes_of_cards(device), local_rank, size, sysfs)
-    before = set(usable_cpus())
-    if not cpus:
+    if not (cpus := cpus_of_rank(numa_nodes_of_cards(device), local_rank, size, sysfs)):
         return
+    before = set(usable_cpus())
     with contextlib.suppress(OSError):  # none of them is in this process's cgroup
         os.sched_setaffinity(0, cpus)
         if len(usable_cpus()) < min(len(before), len(cpus)):
@@ -85,13 +84,9 @@ def bind_to_card(device: str, local_rank: int, sysfs: Path = SYSFS) -> None:
 def cpus_of_rank(
     nodes: Mapping[int, int], local_rank: int, size: int, sysfs: Path = SYSFS
 ) -> set[int]:
-    """Return the CPUs of a rank; empty if they are unknown.
+    """Return the CPUs of one of `size` ranks; empty if they are unknown.
 
-    Args:
-        nodes: The NUMA node of each card, by its number, which is that of a rank.
-        local_rank: Number of the rank on its node.
-        size: Ranks on the node.
-        sysfs: The folder with `cpu0/topology/` and its siblings.
+    `nodes` has the NUMA node of each card, by its number, which is that of a rank.
     """
     if not set(range(size)) <= nodes.keys():
         return set()
@@ -110,9 +105,8 @@ def cpu_quota(proc: Path = PROC, sys: Path = SYS) -> float | None:
     quotas = []
     for folder in _cgroups("cpu", proc, sys):
         text = read_text(folder / "cpu.max")  # version 2: "200000 100000", or "max 100000"
-        if not text:
-            text = " ".join(read_text(folder / f"cpu.cfs_{n}_us") for n in ("quota", "period"))
-        numbers = text.split()
+        version_1 = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        numbers = text.split() or list(version_1)
         if len(numbers) == 2 and all(n.isdigit() and int(n) for n in numbers):  # not -1, max
             quotas.append(int(numbers[0]) / int(numbers[1]))
     return min(quotas, default=None)
@@ -120,13 +114,9 @@ def cpu_quota(proc: Path = PROC, sys: Path = SYS) -> float | None:
 
 def memory_limit(proc: Path = PROC, sys: Path = SYS) -> int | None:
     """Return the bytes of memory that the cgroups of this process grant; None means all."""
-    limits = []
-    for folder in _cgroups("memory", proc, sys):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = read_text(folder / name)
-            if text.isdigit():
-                limits.append(int(text))
-    return min(limits, default=None)
+    names = ("memory.max", "memory.limit_in_bytes")  # versions 2 and 1
+    texts = [read_text(folder / name) for folder in _cgroups("memory", proc, sys) for name in names]
+    return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
 def memory_kills(proc: Path = PROC, sys: Path = SYS) -> int:

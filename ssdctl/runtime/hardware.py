@@ -41,18 +41,20 @@ class Hardware(NamedTuple):
 
 def find_hardware() -> Hardware:
     """Return the hardware that sysfs lists."""
-    devices = sorted((SYS / "bus/pci/devices").glob("*"))
-    vendors = [read_text(device / "vendor") for device in devices]
-    chips = [read_text(d / "device") for d, v in zip(devices, vendors, strict=True) if v == GOOGLE]
+    chips = [read_text(path / "device") for path in _pci_devices(GOOGLE)]
     tpus = tuple(chip for chip in chips if chip in TPUS)
     has_rdma = any((SYS / "class/infiniband").glob("*"))
-    return Hardware(vendors.count(HABANA), len(_nvidia_gpus()), tpus, has_rdma)
+    return Hardware(len(_pci_devices(HABANA)), len(_nvidia_gpus()), tpus, has_rdma)
+
+
+def _pci_devices(vendor: str) -> list[Path]:
+    """Return a vendor's devices, by their address on the PCI bus."""
+    devices = sorted((SYS / "bus/pci/devices").glob("*"))
+    return [path for path in devices if read_text(path / "vendor") == vendor]
 
 
 def _nvidia_gpus() -> list[Path]:
-    """Return NVIDIA's graphics cards, by their address on the PCI bus."""
-    devices = sorted((SYS / "bus/pci/devices").glob("*"))
-    cards = [path for path in devices if read_text(path / "vendor") == NVIDIA]
+    cards = _pci_devices(NVIDIA)
     return [path for path in cards if read_text(path / "class").startswith(DISPLAYS)]
 
 
@@ -92,9 +94,8 @@ def numa_nodes_of_cards(device: str) -> dict[int, int]:
     if not re.fullmatch(r"\d+(,\d+)*", visible):  # all, or identifiers
         return dict(sorted(nodes.items())) if visible in ("", "all") else {}
     chosen = [int(number) for number in visible.split(",")]
-    return (
-        {place: nodes[n] for place, n in enumerate(chosen)} if set(chosen) <= nodes.keys() else {}
-    )
+    is_known = set(chosen) <= nodes.keys()
+    return {place: nodes[n] for place, n in enumerate(chosen)} if is_known else {}
 
 
 def cpus_of_numa_node(node: int) -> set[int]:

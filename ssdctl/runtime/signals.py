@@ -93,7 +93,9 @@ def announced(show: Callable[[str], None]) -> Iterator[None]:
     def wait() -> None:
         for (number,) in iter(lambda: os.read(reader, 1), b""):
             if number in STOP_SIGNALS:
-                show(_announcement(number))
+                again = " (Ctrl-C again to quit without saving)" if number == signal.SIGINT else ""
+                name = "" if again else f"{signal.Signals(number).name}: "
+                show(f"{name}stopping after this step...{again}")
                 break
 
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -106,12 +108,6 @@ def announced(show: Callable[[str], None]) -> Iterator[None]:
         os.close(writer)  # ends the thread
         thread.join()
         os.close(reader)
-
-
-def _announcement(number: int) -> str:
-    if number == signal.SIGINT:
-        return "stopping after this step... (Ctrl-C again to quit without saving)"
-    return f"{signal.Signals(number).name}: stopping after this step..."
 
 
 def stop_requested() -> str | None:

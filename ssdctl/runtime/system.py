@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, in /proc/cpuinfo
-UNLIMITED = -1  # a limit that is not set
+UNLIMITED = resource.RLIM_INFINITY  # a limit that is not set
 RESERVED_FILES = 512  # for everything but the store
 NETWORK_FILE_SYSTEMS = {
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.ceph", "gpfs", "beegfs", "pvfs2"),
@@ -35,26 +35,19 @@ def usable_cpus() -> Collection[int]:
 def resource_limit(name: str) -> tuple[int, int] | None:
     """Return the soft and the hard limit of a resource, or `UNLIMITED`; None if it is unknown.
 
-    Args:
-        name: As in the names of the module `resource`: `NOFILE`, `MEMLOCK`, `AS`.
+    `name` is one of the module `resource`: `NOFILE`, `MEMLOCK`, `AS`.
     """
     number = getattr(resource, f"RLIMIT_{name}", None)
-    if number is None:
-        return None
-    soft, hard = (
-        UNLIMITED if limit == resource.RLIM_INFINITY else limit
-        for limit in resource.getrlimit(number)
-    )
-    return soft, hard
+    return None if number is None else resource.getrlimit(number)
 
 
 def allow_open_files(count: int) -> None:
     """Raise this process's limit of open files, as far as it may, if `count` more need it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + RESERVED_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if soft == UNLIMITED or soft >= needed:
         return
-    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    soft = needed if hard == UNLIMITED else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -102,7 +95,7 @@ def is_process_running(process: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # another user's
-        return True
+        pass
     return True
 
 
@@ -117,9 +110,8 @@ def private_cache_dir(name: str) -> Path | None:
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
         status = root.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            return None
-        if status.st_mode & 0o077:
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if not is_own or status.st_mode & 0o077:
             return None
         folder = root / name
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny_network import batch, build_training, everything, losses
+from tiny_network import batch, build_training
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.open_dataset import open_dataset
@@ -19,7 +17,6 @@ from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.input.batch import Batch
 from ssdctl.input.sampler import LoaderConfig
-from ssdctl.training.state import load_optimizer
 from ssdctl.training.step_input import copy_ahead, open_input
 
 pytestmark = [
@@ -39,32 +36,6 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Device]:
     torch.compiler.reset()
 
 
-def on_the_gpu(step: Any, numbers: range, size: int = 2) -> list[float]:
-    """The losses of steps whose batches are copied ahead, as in training."""
-    device = open_device("cuda")
-    ahead = copy_ahead((batch(size, seed=n) for n in numbers), device)
-    results = [step([micro_batch], 1e-3 * n) for n, micro_batch in zip(numbers, ahead, strict=True)]
-    return [float(result.losses.total) for result in results]
-
-
-@OPTIMIZERS
-def test_losses_are_those_of_the_cpu(cuda: Device, optimizer: str) -> None:
-    expected = losses(build_training(open_device("cpu"), optimizer=optimizer)[2], steps=6)
-    _, _, step = build_training(cuda, optimizer=optimizer)
-    assert on_the_gpu(step, range(6)) == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precisions_are_close(cuda: Device, precision: str) -> None:
-    expected = losses(build_training(open_device("cpu"))[2])
-    _, optimizer, step = build_training(cuda, precision)
-    if precision == "fp16":  # already adapted: else the first steps are skipped
-        state = optimizer.state_dict()
-        state["loss_scale"] = [torch.tensor(256.0), torch.tensor(0)]
-        optimizer.load_state_dict(state)
-    assert on_the_gpu(step, range(4)) == pytest.approx(expected, rel=2e-2)
-
-
 @OPTIMIZERS
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_never_waits_for_the_gpu_and_compiles_once(
@@ -81,18 +52,6 @@ def test_a_step_never_waits_for_the_gpu_and_compiles_once(
                 step([micro_batch], 1e-4 * number)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@OPTIMIZERS
-def test_a_bad_step_moves_nothing(cuda: Device, optimizer: str) -> None:
-    model, state, step = build_training(cuda, optimizer=optimizer)
-    for number in range(3):
-        step([batch(seed=number)], 1e-3)
-
-    before = everything(model, state)
-    assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
-    after = everything(model, state)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_micro_batches_add_up(cuda: Device) -> None:
@@ -140,21 +99,6 @@ def test_dali_decodes_on_the_gpu_what_the_host_would(shapes: Path) -> None:
         assert difference.mean() < 2  # nvJPEG rounds otherwise
 
 
-@OPTIMIZERS
-@pytest.mark.parametrize("onto_gpu", [True, False])
-def test_an_optimizers_state_continues_on_another_device(optimizer: str, onto_gpu: bool) -> None:
-    cpu, gpu = open_device("cpu"), open_device("cuda", execution="eager")
-    complete = losses(build_training(cpu, optimizer=optimizer)[2], steps=4)
-    first, second = (cpu, gpu) if onto_gpu else (gpu, cpu)
-    model, before, step = build_training(first, optimizer=optimizer)
-    result = losses(step, steps=2)
-    other, after, step = build_training(second, optimizer=optimizer)
-    other.load_state_dict(model.state_dict())
-    load_optimizer(after, before.state_dict(), Path("x.pt"))
-    result += losses(step, first=2, steps=2)
-    assert result == pytest.approx(complete, rel=1e-4)
-
-
 def test_memory_is_reported_and_freed() -> None:
     device = open_device("cuda")
     device.release_memory()
@@ -168,24 +112,6 @@ def test_memory_is_reported_and_freed() -> None:
     with pytest.raises(torch.OutOfMemoryError) as full:
         torch.empty(1 << 44, dtype=torch.uint8, device=device.torch_device)
     assert device.is_out_of_memory(full.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("execution", ["eager", "compile"])
-def test_a_run_and_its_resume(shapes: Path, tmp_path: Path, cli: Cli, execution: str) -> None:
-    """Train, evaluate, save, stop, resume: the losses equal the CPU's."""
-    by_device = {}
-    for device, how in (("cpu", "eager"), ("cuda", execution)):
-        options = TINY_RUN.replace("--device cpu", f"--device {device} --execution {how}").split()
-        run = tmp_path / device
-        for steps in (3, 6):
-            command = ["train", "--data", shapes, "--out", run, "--steps", steps, *options]
-            result = cli(*command, "--augment", "none")
-            assert result.code == 0, result.err
-        lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-        by_device[device] = [r["loss"] for r in lines if r["kind"] == "train"]
-        assert any(r["kind"] == "eval" for r in lines)
-    assert by_device["cuda"] == pytest.approx(by_device["cpu"], rel=1e-2)
 
 
 @pytest.mark.slow

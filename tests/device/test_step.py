@@ -64,9 +64,6 @@ class Elsewhere(Cpu):
         super().__init__()
         self.torch_device = torch.device("meta")
 
-    def autocast(self, precision: str) -> Any:
-        return contextlib.nullcontext()
-
     def sgd(self, groups: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=lr, momentum=momentum)
 
@@ -74,16 +71,14 @@ class Elsewhere(Cpu):
         return tensor.to(self.torch_device)
 
 
-def no_autocast(*_: Any, **__: Any) -> Any:
+@pytest.fixture
+def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device has none."""
-    return contextlib.nullcontext()
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_never_waits_for_the_device(
-    accumulate: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "autocast", no_autocast)
+def test_a_step_never_waits_for_the_device(accumulate: int, no_autocast: None) -> None:
     for device in (CPU, Elsewhere()):
         _, _, step = build_training(device, clip_grad=10.0)
         batches = [batch(seed=number) for number in range(2)]
@@ -95,14 +90,13 @@ def test_a_step_never_waits_for_the_device(
         assert waits.found == [], device.torch_device
 
 
-def test_a_new_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_wait_is_detected(no_autocast: None, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Tiny.forward
 
     def waiting(self: Tiny, images: torch.Tensor) -> Any:
         images.mean().item()
         return forward(self, images)
 
-    monkeypatch.setattr(torch, "autocast", no_autocast)
     monkeypatch.setattr(Tiny, "forward", waiting)
     _, _, step = build_training(CPU)
     micro_batch = batch()
@@ -111,37 +105,6 @@ def test_a_new_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits.found == ["aten::_local_scalar_dense"]
     with pytest.raises(RuntimeError, match="meta"):
         build_training(Elsewhere())[2]([batch()], 1e-3)
-
-
-def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
-    """The masked update of their states: the same weights."""
-
-    class Plain(Cpu):
-        supports_found_inf = False
-
-        def sgd(self, groups: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
-            return torch.optim.SGD(groups, lr=lr, momentum=momentum)
-
-        def adamw(self, groups: Any, lr: float, betas: Any) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(groups, lr=lr, betas=betas)
-
-    for name in ("sgd", "adamw"):
-        ends = []
-        for device in (CPU, Plain()):
-            model, optimizer, step = build_training(
-                device, optimizer=name, weight_decay=0.1, clip_grad=1.0
-            )
-            for number, jitter in enumerate((float("inf"), 1.0, 1.0, float("inf"), 1.0)):
-                result = step([batch(seed=number, jitter=jitter)], 1e-2)
-                assert bool(result.is_bad) == (jitter != 1.0)
-            ends.append((model.state_dict(), optimizer.state_dict()["state"]))
-        for key, tensor in ends[0][0].items():
-            torch.testing.assert_close(tensor, ends[1][0][key], rtol=1e-5, atol=1e-7)
-        for key, state in ends[0][1].items():
-            for entry, value in state.items():
-                torch.testing.assert_close(
-                    torch.as_tensor(value), torch.as_tensor(ends[1][1][key][entry])
-                )
 
 
 @pytest.fixture

@@ -7,38 +7,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_RUN, Result
-from tiny_network import Tiny, batch, build_training, everything, losses
+from tiny_network import Tiny, batch, build_training
 
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.training.state import load_optimizer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,
     reason="torch_xla is not installed (extra tpu; .ci/run has an environment with it)",
 )
-Cli = Callable[..., Result]
-
-
-@pytest.fixture(scope="module")
-def xla() -> Device:
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
-    return open_device("xla")
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_losses_are_those_of_the_cpu(xla: Device, optimizer: str) -> None:
-    actual, expected = (
-        losses(build_training(d, optimizer=optimizer)[2]) for d in (xla, open_device("cpu"))
-    )
-    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -81,43 +63,6 @@ def test_a_new_wait_or_a_new_shape_is_detected(
     before = xla.counters()
     step([batch()], 1e-3)
     assert xla.counters()["pulls"] > before["pulls"]
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_bad_step_moves_nothing(xla: Device, optimizer: str) -> None:
-    model, state, step = build_training(xla, optimizer=optimizer)
-    step([batch()], 1e-3)
-    xla.synchronize()
-
-    before = everything(model, state)
-    assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
-    after = everything(model, state)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    step([batch(seed=1)], 1e-3)
-    assert not torch.equal(everything(model, state)["heads.weight"], before["heads.weight"])
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("onto_xla", [True, False])
-def test_an_optimizers_state_continues_on_another_device(
-    xla: Device, optimizer: str, onto_xla: bool
-) -> None:
-    """The CPU's kernels are fused, XLA's are not, and its AdamW counts on the device."""
-    cpu = open_device("cpu")
-    first, second = (cpu, xla) if onto_xla else (xla, cpu)
-    complete = losses(build_training(cpu, optimizer=optimizer)[2], steps=4)
-    model, before, step = build_training(first, optimizer=optimizer)
-    result = losses(step, steps=2)
-    other, after, step = build_training(second, optimizer=optimizer)
-    other.load_state_dict(model.state_dict())
-    load_optimizer(after, torch.utils._pytree.tree_map(to_host, before.state_dict()), Path("x.pt"))
-    result += losses(step, first=2, steps=2)
-    assert result == pytest.approx(complete, rel=1e-4)
-
-
-def to_host(value: object) -> object:
-    """As in a checkpoint."""
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def test_fp32_is_fp32(xla: Device) -> None:
@@ -259,31 +204,3 @@ def test_two_replicas_equal_one_with_the_joined_batch() -> None:
     )
     weights = [p.double().sum().item() for p in model.parameters()]
     assert first[2] == pytest.approx(weights, rel=1e-4)  # type: ignore[index]
-
-
-def test_bf16_runs(xla: Device) -> None:
-    actual = losses(build_training(xla, "bf16")[2], steps=2)
-    assert actual == pytest.approx(losses(build_training(open_device("cpu"))[2], steps=2), rel=1e-2)
-
-
-@pytest.mark.slow
-def test_a_run_and_its_resume(
-    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Train, save, stop, go on, evaluate: the losses and the score are those of the CPU."""
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    options = TINY_RUN.replace("--device cpu", "").split()
-    options += ["--augment", "none", "--set", "evaluate.batch_size=4"]
-    by_device, scores = {}, {}
-    for device in ("xla", "cpu"):  # PyTorch must see XLA before the first backward pass
-        run = tmp_path / device
-        for steps in (2, 3):
-            command = ["train", "--data", shapes, "--out", run, "--steps", steps, *options]
-            result = cli(*command, "--device", device)
-            assert result.code == 0, result.err
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        by_device[device] = [r["loss"] for r in lines if r["kind"] == "train"]
-        scores[device] = [r["AP50"] for r in lines if r["kind"] == "eval"]
-    assert by_device["xla"] == pytest.approx(by_device["cpu"], rel=1e-3)
-    assert scores["xla"] == pytest.approx(scores["cpu"], abs=1e-3)
-    assert scores["cpu"]

@@ -30,6 +30,7 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sys, self.proc = folder / "sys", folder / "proc"
         self.bin, self.modules = folder / "bin", folder / "modules"
+        self.packages, self._patch = folder / "packages", monkeypatch
         for folder in (self.sys, self.proc, self.bin, self.modules):
             folder.mkdir(parents=True)
         self.put(self.proc / "meminfo", "MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")
@@ -62,6 +63,11 @@ class Machine:
         info = f"{name.replace('-', '_')}-{version}.dist-info"
         self.put(folder / info / "METADATA", text)
 
+    def use_packages(self) -> None:
+        """Put `packages` on the path of this process and of the probes."""
+        self._patch.syspath_prepend(str(self.packages))
+        self._patch.setenv("PYTHONPATH", f"{self.modules}:{self.packages}")
+
     def torch_says(self, end: str = "os._exit(0)", **facts: Any) -> None:
         """Replace torch's probe by a program that prints these facts and exits with this code."""
         self.probe_prints("torch", json.dumps(facts), end)
@@ -81,5 +87,7 @@ class Machine:
         self.put(self.modules / "torch" / "__init__.py", code)
 
 
-def state(check: dict[str, str]) -> tuple[str, str]:
-    return check["state"], check["detail"]
+def expect(check: dict[str, str], state: str, *parts: str) -> None:
+    """Assert the state of a check, and that its detail and remedy contain these parts."""
+    text = f"{check['detail']}\n{check['remedy']}"
+    assert (check["state"], [part for part in parts if part not in text]) == (state, []), check

@@ -10,13 +10,17 @@ Files over 1 MiB, and those that end in .safetensors, go through LFS, as on the 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
+import pytest
 from download.http_server import Server
 
 TOKEN = "hf_SecretTokenOfTheTests"
@@ -143,6 +147,19 @@ class HubServer(Server):
         assert commit is not None
         url = f"{self.url}/{match[1]}/commit/{commit[0]}"
         return _json({"commitUrl": url, "commitOid": commit[0]})
+
+
+@contextlib.contextmanager
+def open_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Start a Hub without models, with an empty cache and a token. LFS, not Xet, which needs more."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 def _is_large(name: str, size: int) -> bool:

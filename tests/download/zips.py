@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from download.http_server import Server, changed, file
+from download.http_server import Server, file
 
 from ssdctl.download.pinned_files import PinnedFile
 
@@ -37,11 +39,26 @@ def tree(folder: Path) -> dict[str, bytes]:
 def pinned(
     server: Server, name: str, content: bytes, *, unpack: bool = False, pause_s: float = 0
 ) -> PinnedFile:
-    slow = changed(file(content), lambda _, reply: setattr(reply, "pause_s", pause_s))
-    url = server.route(f"/{name}", slow)
+    url = server.route(f"/{name}", file(content, pause_s=pause_s))
     return PinnedFile(name, url, hashlib.sha256(content).hexdigest(), len(content), unpack)
 
 
 def content(dest: Path) -> dict[str, bytes]:
     """The files in `dest`, except for its records."""
     return {name: data for name, data in tree(dest).items() if not name.startswith(".ssdctl/")}
+
+
+def start_download(
+    pin: PinnedFile, dest: Path, connections: int = 8, before: str = ""
+) -> subprocess.Popen[str]:
+    """Download one file in a process, which prints `go`, and the state at its end."""
+    program = f"""{before}
+from pathlib import Path
+from ssdctl.download.dataset import download
+from ssdctl.download.pinned_files import PinnedFile
+print("go", flush=True)
+pins = [PinnedFile(*{tuple(pin)!r})]
+print(download(pins, Path({str(dest)!r}), connections={connections})[0]["state"])
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Result
+from evaluation.judge import Row, detections, pycocotools_figures
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from ssdctl.data.annotations import Conversion, Labels, SplitFiles
 from ssdctl.data.check import check
@@ -23,40 +20,27 @@ from ssdctl.data.formats import coco
 from ssdctl.data.image_check import FingerprintColumns
 from ssdctl.data.index import FORMAT, Made, Metadata, index_path, write_index
 from ssdctl.errors import DataError
-from ssdctl.evaluation.coco_ap import Detections, read_ground_truth, run_scoring
+from ssdctl.evaluation.coco_ap import read_ground_truth, run_scoring
 from ssdctl.evaluation.evaluate import read_detections
 
 CATEGORIES = [{"id": i, "name": f"class {i}"} for i in (2, 5, 11)]
 
 
-def annotations(folder: Path, boxes: list[dict[str, object]], images: int = 4) -> Path:
+def annotations(folder: Path, boxes: list[dict[str, Any]]) -> Path:
     path = folder / "annotations.json"
     entries = [
-        {"id": i + 1, "area": b["bbox"][2] * b["bbox"][3], "iscrowd": 0, **b}  # type: ignore[index]
+        {"id": i + 1, "area": b["bbox"][2] * b["bbox"][3], "iscrowd": 0, **b}
         for i, b in enumerate(boxes)
     ]
-    listed = [
-        {"id": i, "width": 200, "height": 200, "file_name": f"{i}.jpg"} for i in range(images)
-    ]
+    listed = [{"id": i, "width": 200, "height": 200, "file_name": f"{i}.jpg"} for i in range(4)]
     path.write_text(
         json.dumps({"images": listed, "annotations": entries, "categories": CATEGORIES})
     )
     return path
 
 
-def detections(rows: list[tuple[int, list[float], float, int]]) -> Detections:
-    return Detections(
-        np.array([r[0] for r in rows], np.int64),
-        np.array([r[1] for r in rows], np.float64).reshape(-1, 4),
-        np.array([r[2] for r in rows], np.float64),
-        np.array([r[3] for r in rows], np.int64),
-    )
-
-
 @st.composite
-def cases(
-    draw: st.DrawFn,
-) -> tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]]:
+def cases(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Row]]:
     """Use few places and few scores, so that overlaps and ties are common."""
     place = st.integers(0, 6).map(lambda n: n * 12.0)
     edge = st.sampled_from([0.0, 12.0, 24.0, 72.0, 180.0, 300.0])  # boxes leave their image, too
@@ -72,11 +56,11 @@ def cases(
             "iscrowd": st.sampled_from([0, 0, 0, 1]),
         }
     )
-    detection = st.tuples(image, box, st.sampled_from([0.2, 0.5, 0.5, 0.9]), category)
+    detection = st.tuples(image, category, box, st.sampled_from([0.2, 0.5, 0.5, 0.9]))
     return draw(st.lists(truth, max_size=20)), draw(st.lists(detection, max_size=40))
 
 
-Case = tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]]
+Case = tuple[list[dict[str, Any]], list[Row]]
 
 
 @settings(max_examples=40)
@@ -96,35 +80,15 @@ def test_equal_to_pycocotools_in_many_cases(
 
 def check_against_pycocotools(folder: Path, case: Case) -> None:
     """Score by the file and by its index; the judge reads the file itself."""
-    truth, result = case
-    path = annotations(folder, truth)
+    truth, rows = case
+    path, found = annotations(folder, truth), detections(rows)
     for image_ids in (None, np.array([0, 2])):
-        expected = pycocotools_figures(path, detections(result), image_ids)
+        expected = pycocotools_figures(json.loads(path.read_text()), found, image_ids)
         for source in (path, index_of(path)):
-            scoring = run_scoring(
-                read_ground_truth(source), detections(result), image_ids=image_ids, verify=True
-            )
+            truth_read = read_ground_truth(source)
+            scoring = run_scoring(truth_read, found, image_ids=image_ids, verify=True)
             actual = list(scoring.figures.values())
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
-
-
-def pycocotools_figures(
-    path: Path, found: Detections, image_ids: NDArray[np.int64] | None
-) -> list[float]:
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
-        truth = COCO(str(path))
-        results = COCO()
-        results.dataset = {**truth.dataset, "annotations": []}
-        results.createIndex()
-        if rows := found.to_coco():
-            results = truth.loadRes(rows)
-        scoring = COCOeval(truth, results, "bbox")
-        if image_ids is not None:
-            scoring.params.imgIds = image_ids.tolist()
-        scoring.evaluate()
-        scoring.accumulate()
-        scoring.summarize()
-    return scoring.stats.tolist()
 
 
 def index_of(path: Path) -> Path:
@@ -151,7 +115,7 @@ def index_of(path: Path) -> Path:
 def test_perfect_detections_score_one(tmp_path: Path) -> None:
     truth = [{"image_id": i, "bbox": [10.0, 10, 50, 50], "category_id": 5} for i in range(3)]
     path = annotations(tmp_path, truth)
-    actual = [(i, [10.0, 10, 50, 50], 0.9, 5) for i in range(3)]
+    actual = [(i, 5, [10.0, 10, 50, 50], 0.9) for i in range(3)]
     result = run_scoring(read_ground_truth(path), detections(actual))
     assert result.figures["AP"] == pytest.approx(1.0)
     assert result.figures["APs"] == -1
@@ -170,32 +134,35 @@ def test_no_detections_score_zero(tmp_path: Path) -> None:
 def test_detections_on_unlisted_images_are_refused(tmp_path: Path) -> None:
     path = annotations(tmp_path, [])
     with pytest.raises(DataError, match=r"\b1 images"):
-        run_scoring(read_ground_truth(path), detections([(99, [1.0, 1, 1, 1], 0.5, 2)]))
+        run_scoring(read_ground_truth(path), detections([(99, 2, [1.0, 1, 1, 1], 0.5)]))
 
 
 def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
     path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
-    listed = [(0, [1.0, 1, 5, 5], 0.5, 2)]
-    unlisted = [(0, [1.0, 1, 5, 5], 0.9, 99), (1, [1.0, 1, 5, 5], 0.9, -1)]
+    listed = [(0, 2, [1.0, 1, 5, 5], 0.5)]
+    unlisted = [(0, 99, [1.0, 1, 5, 5], 0.9), (1, -1, [1.0, 1, 5, 5], 0.9)]
     truth = read_ground_truth(path)
     scores = run_scoring(truth, detections([*listed, *unlisted]), verify=True)
     expected = run_scoring(truth, detections(listed))
     assert (scores.figures, scores.per_class) == (expected.figures, expected.per_class)
 
 
+def test_objects_of_unlisted_categories_are_left_out_up_to_5_percent(tmp_path: Path) -> None:
+    box = {"image_id": 0, "bbox": [1, 1, 5, 5]}
+    listed, unlisted = [{**box, "category_id": 2}] * 19, {**box, "category_id": 99}
+    assert len(read_ground_truth(annotations(tmp_path, [*listed, unlisted])).boxes) == 19
+    with pytest.raises(DataError, match=r"\b19 \(category 99\)"):
+        read_ground_truth(annotations(tmp_path, [*listed[1:], unlisted]))
+
+
 def test_results_file_round_trip(tmp_path: Path) -> None:
-    before = detections([(1, [1.5, 2, 3, 4], 0.25, 5), (0, [0.1, 0.2, 0.3, 0.4], 1 / 3, 2)])
+    before = detections([(139, 5, [1.5, 2, 3, 4], 0.25), (0, 2, [0.1, 0.2, 0.3, 0.4], 1 / 3)])
     path = tmp_path / "detections.json"
-    path.write_text(json.dumps(before.to_coco()))
-    after = read_detections(path)
-    assert all(np.array_equal(*pair) for pair in zip(after, before, strict=True))
-
-
-def test_ids_may_be_whole_floats(tmp_path: Path) -> None:
-    path = tmp_path / "detections.json"
-    path.write_text('[{"image_id": 139.0, "category_id": 2.0, "bbox": [1, 2, 3, 4], "score": 1}]')
-    after = read_detections(path)
-    assert (after.image_ids.tolist(), after.category_ids.tolist()) == ([139], [2])
+    text = json.dumps(before.to_coco())
+    for content in (text, text.replace(": 139,", ": 139.0,")):  # ids may be whole floats
+        path.write_text(content)
+        after = read_detections(path)
+        assert all(np.array_equal(*pair) for pair in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -223,8 +190,15 @@ def test_what_is_not_a_results_file_is_refused(tmp_path: Path, text: str) -> Non
 def test_an_annotation_file_alone_is_the_split(tmp_path: Path, cli: Callable[..., Result]) -> None:
     box = {"image_id": 1, "bbox": [10.0, 10.0, 50.0, 50.0], "category_id": 5}
     path = annotations(tmp_path, [box])
+    content = json.loads(path.read_text())
+    for entry in content["images"]:
+        entry["id"] += 100
+    content["annotations"][0]["image_id"] = box["image_id"] = 101
+    path.write_text(json.dumps(content))
     Path("found.json").write_text(json.dumps([box | {"score": 0.5}]))
-    result = cli("evaluate", "found.json", "--data", path, "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["AP"] == pytest.approx(1)
+    for options, count in (([], 4), (["--annotated-only"], 1)):
+        result = cli("evaluate", "found.json", "--data", path, "--json", *options)
+        assert result.code == 0, result.err
+        figures = json.loads(result.out)
+        assert (figures["AP"], figures["images"]) == (pytest.approx(1), count)
     assert cli("evaluate", "found.json", "--data", path, "--split", "val").code == 3

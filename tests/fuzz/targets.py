@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import json
 import shutil
+import socket
+import socketserver
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import Result, run_cli
 from data.formats import exports
 from download.zips import zipped
-from fuzz import model_file_targets
 from fuzz.mutations import mutated_bytes, mutated_json, mutated_tree
 from fuzz.runner import COMMAND_EVERY, Target, as_command, file_target
 from hypothesis import strategies as st
 
 from ssdctl.data.shapes import generate
+
+BOX = {"image_id": 1, "category_id": 1, "bbox": [1.0, 2.0, 30.0, 40.0], "score": 0.5}
 
 
 def _prepare(root: Path, store: Path) -> Callable[[], Result]:
@@ -64,10 +71,9 @@ def _exported(
         root = folder / "data"
         root.mkdir()
         made = make(root)
-        path = next(iter(sorted(root.glob(name))))
+        path = min(root.glob(name))
         inputs = mutated_bytes([path.read_bytes()], tokens)
-        command = _prepare(made, folder / "store")
-        yield file_target(path, inputs, lambda: _read_any(made), command)
+        yield file_target(path, inputs, lambda: _read_any(made), _prepare(made, folder / "store"))
 
     return target
 
@@ -76,18 +82,13 @@ ENTITY = b'<!DOCTYPE a [<!ENTITY b "cccccccccc"><!ENTITY d "&b;&b;">]>'
 XML = (ENTITY, b"&d;", b"<object>", b"</annotation>", b"<![CDATA[", b"<a>" * 2000, b"<?xml ?>")
 
 
-@contextmanager
-def dataset_toml(folder: Path) -> Iterator[Target]:
-    root = folder / "data"
+def with_dataset_toml(root: Path) -> Path:
     generate(root, num_train=2, num_val=1, seed=0)
-    text = (
-        b'[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
-        b'[val]\nimages = "val2017"\nannotations = "annotations/instances_val2017.json"\n'
+    (root / "dataset.toml").write_text(
+        '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
+        '[val]\nimages = "val2017"\nannotations = "annotations/instances_val2017.json"\n'
     )
-    tokens = (b"[made]", b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]")
-    path = root / "dataset.toml"
-    inputs = mutated_bytes([text], tokens)
-    yield file_target(path, inputs, lambda: _read_any(root), _prepare(root, folder / "store"))
+    return root
 
 
 @contextmanager
@@ -97,8 +98,7 @@ def results(folder: Path) -> Iterator[Target]:
 
     root = folder / "data"
     generate(root, num_train=1, num_val=2, seed=0)
-    box = {"image_id": 1, "category_id": 1, "bbox": [1.0, 2.0, 30.0, 40.0], "score": 0.5}
-    inputs = mutated_json([[box, {**box, "image_id": 2, "score": 0.25}]])
+    inputs = mutated_json([[BOX, {**BOX, "image_id": 2, "score": 0.25}]])
     path = folder / "detections.json"
     command = ("evaluate", path, "--data", root)
     yield file_target(path, inputs, lambda: read_detections(path), lambda: run_cli(*command))
@@ -107,15 +107,15 @@ def results(folder: Path) -> Iterator[Target]:
 @contextmanager
 def store(folder: Path) -> Iterator[Target]:
     """The files that `prepare` leaves in a dataset folder: its report, and an index in Arrow."""
+    from ssdctl.config import PrepareConfig
     from ssdctl.data.annotations import AUTOMATIC
-    from ssdctl.data.image_check import PackOptions
     from ssdctl.data.index import read_annotations
     from ssdctl.data.prepare import _unchanged_outcome, prepare
     from ssdctl.data.store import open_split
 
     root, prepared = folder / "data", folder / "data" / "prepared"
     generate(root, num_train=2, num_val=1, seed=0)
-    prepare(root, prepared, pack=True)
+    prepare(root, prepared)
     paths = [prepared / "report.json", *prepared.glob("*train*.arrow")]
     whole = {path: path.read_bytes() for path in paths}
     inputs = [st.tuples(st.just(path), mutated_bytes([content])) for path, content in whole.items()]
@@ -123,7 +123,7 @@ def store(folder: Path) -> Iterator[Target]:
     inputs.append(st.tuples(st.just(paths[0]), mutated_json([report])))
 
     def read() -> None:
-        _unchanged_outcome(root, prepared, AUTOMATIC, PackOptions(True, None, False))
+        _unchanged_outcome(root, prepared, PrepareConfig(), AUTOMATIC)
         split = open_split(root, prepared, "train")
         read_annotations(split.index_file)
         for row in range(len(split.image_ids)):
@@ -140,21 +140,27 @@ def store(folder: Path) -> Iterator[Target]:
 # Checkpoints
 
 
-def _load(path: Path) -> None:
-    """Read a checkpoint, build its network, resume from it and train a step."""
-    import torch
-
+def _build(path: Path) -> tuple[Any, Any, Any]:
+    """Read a checkpoint and build its network, with an optimizer."""
     from ssdctl.checkpoint.file import load_checkpoint, load_network
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.training.optimizer import build_optimizer
-    from ssdctl.training.state import restore
 
     checkpoint = load_checkpoint(path)
     model = load_network(checkpoint)
+    config = resolve(environment={}).config.train
+    return checkpoint, model, build_optimizer(model, config, open_device("cpu"))
+
+
+def _load(path: Path) -> None:
+    """Read a checkpoint, build its network, resume from it and train a step."""
+    import torch
+
+    from ssdctl.training.state import restore
+
+    checkpoint, model, optimizer = _build(path)
     if checkpoint.third_party is None:
-        config = resolve(environment={}).config.train
-        optimizer = build_optimizer(model, config, open_device("cpu"))
         restore(model, optimizer, checkpoint)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -162,20 +168,13 @@ def _load(path: Path) -> None:
 
 
 def _payload(folder: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint after a step, with the optimizer's state."""
+    """Return the contents of a checkpoint, with the optimizer's state; it is also `first.pt`."""
     import torch
     from checkpoint.test_hostile import payload
 
-    from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.config import resolve
-    from ssdctl.device import open_device
-    from ssdctl.training.optimizer import build_optimizer
-
     content = payload()
     torch.save(content, folder / "first.pt")
-    model = load_network(load_checkpoint(folder / "first.pt"))
-    optimizer = build_optimizer(model, resolve(environment={}).config.train, open_device("cpu"))
-    return {**content, "optimizer": optimizer.state_dict()}
+    return {**content, "optimizer": _build(folder / "first.pt")[2].state_dict()}
 
 
 @contextmanager
@@ -232,17 +231,60 @@ def checkpoint_bytes(folder: Path) -> Iterator[Target]:
         return as_command(lambda: _load(path))
 
     codes = (
-        b"cos\nsystem\n",
-        b"R",
-        b"(",
-        b"\x93",
-        b"\x8a\xff",
-        b"ctorch\nzeros\n",
-        b"\x80\x05",
-        b".",
+        *(
+            b"cos\nsystem\n",
+            b"R",
+            b"(",
+            b"\x93",
+            b"\x8a\xff",
+            b"ctorch\nzeros\n",
+            b"\x80\x05",
+            b".",
+        ),
     )
     pickles = mutated_bytes([content[name]], codes)
     yield Target(st.one_of(pickles, pickles, mutated_bytes([whole], (b"PK\1\2", b"PK\5\6"))), run)
+
+
+@contextmanager
+def safetensors(folder: Path) -> Iterator[Target]:
+    """Files of `export --format safetensors`: the header in JSON, the metadata, the tensors."""
+    pytest.importorskip("safetensors")
+    import torch
+    from checkpoint.test_hostile import payload
+
+    from ssdctl.checkpoint.file import load_checkpoint, load_network
+    from ssdctl.exporting.formats import export
+
+    torch.save(payload(), folder / "first.pt")
+    path = folder / "x.safetensors"
+    export(load_checkpoint(folder / "first.pt"), "safetensors", path)
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    words = (b'"dtype":"F64"', b'"shape":[', b'"data_offsets":[0,', b"__metadata__", b"},", b":[]")
+
+    def joined(header: bytes) -> bytes:
+        """Return a file whose length of the header is correct, so that the header is parsed."""
+        return len(header).to_bytes(8, "little") + header + whole[end:]
+
+    inputs = mutated_bytes([whole[8:end]], words).map(joined)
+    yield file_target(path, inputs, lambda: load_network(load_checkpoint(path)))
+
+
+@contextmanager
+def onnx(folder: Path) -> Iterator[Target]:
+    """A small graph with the description of an exported network."""
+    package = pytest.importorskip("onnx")
+    from inference.test_onnx_detector import FACTS, GRAPH
+
+    from ssdctl.checkpoint.exported import read_onnx
+
+    model = package.parser.parse_model(GRAPH.replace("BATCH", "batch"))
+    package.helper.set_model_props(model, FACTS.as_metadata())
+    path = folder / "x.onnx"
+    words = (b"\x0a\x80\x80\x80\x80\x08", b"location", b"../../etc/passwd", b"\x70\x01", b"TRT")
+    inputs = mutated_bytes([model.SerializeToString()], words)
+    yield file_target(path, inputs, lambda: read_onnx(path))
 
 
 # Config
@@ -253,14 +295,13 @@ def config(folder: Path) -> Iterator[Target]:
     from ssdctl.config import resolve
 
     path = folder / "c.toml"
-    template = folder / "template.toml"
-    run_cli("config", "init", template)
-    text = template.read_bytes().replace(b"\n# ", b"\n")
+    run_cli("config", "init", folder / "template.toml")
+    text = (folder / "template.toml").read_bytes().replace(b"\n# ", b"\n")
     short = (
         b'[train]\npreset = "stable-r34"\nlr = 0.1\nepochs = 2\nwarmup = "3ep"\ndecay_epochs = [1, 2]\n'
         b'[data]\nroot = "data"\n[evaluate]\nnms_iou = 0.5\n[kubernetes]\nenv = ["A=b"]\n'
     )
-    tokens = (
+    words = (
         b"[train]",
         b"train.lr = 1\n",
         b'"""',
@@ -270,7 +311,7 @@ def config(folder: Path) -> Iterator[Target]:
         b"# ",
         b"bs = 2\n",
     )
-    inputs = mutated_bytes([short, text], tokens)
+    inputs = mutated_bytes([short, text], words)
     yield file_target(
         path,
         inputs,
@@ -337,12 +378,7 @@ def manifest(folder: Path) -> Iterator[Target]:
         b'sha256 = "' + b"0" * 64 + b'"\nunpack = true\n'
     )
     tokens = (
-        b"[[file]]\n",
-        b"name = 7\n",
-        b"http://",
-        b"file:///",
-        b"unpack = 1\n",
-        b"bytes = -1\n",
+        *(b"[[file]]\n", b"name = 7\n", b"http://", b"file:///", b"unpack = 1\n", b"bytes = -1\n"),
     )
     path = folder / "manifest.toml"
     command = ("download", "--dest", folder / "dest", "--manifest", path, "--dry-run")
@@ -350,13 +386,22 @@ def manifest(folder: Path) -> Iterator[Target]:
     yield file_target(path, inputs, lambda: read_manifest(path), lambda: run_cli(*command))
 
 
+class _Answer(socketserver.BaseRequestHandler):
+    """Send the server's `reply` to a client and close the connection."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            self.request.settimeout(1)
+            self.request.recv(65536)
+            self.request.sendall(self.server.reply)  # type: ignore[attr-defined]
+            self.request.shutdown(socket.SHUT_WR)
+            while self.request.recv(65536):  # an RST would lose the reply
+                pass
+
+
 @contextmanager
 def http(folder: Path) -> Iterator[Target]:
     """A server's status line, headers and body, byte by byte."""
-    import hashlib
-
-    from fuzz.raw_server import RawServer
-
     from ssdctl.download.fetch import fetch
     from ssdctl.download.http import RetryPolicy
     from ssdctl.download.pinned_files import PinnedFile
@@ -383,13 +428,15 @@ def http(folder: Path) -> Iterator[Target]:
         *(b"Content-Encoding: gzip\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Length: "),
         *(b"Fri, 31 Dec 9999 23:59:59 GMT", b"HTTP/1.1 100 Continue\r\n\r\n", b"://[", b"\x80"),
     )
-    with RawServer() as server:
+    with socketserver.TCPServer(("127.0.0.1", 0), _Answer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/a.bin"
 
         def run(content: bytes) -> Result:
-            server.reply = content
+            server.reply = content  # type: ignore[attr-defined]
             target = folder / "a.bin"
             for size in (len(body), None):
-                pin = PinnedFile("a.bin", server.url, digest, size)
+                pin = PinnedFile("a.bin", url, digest, size)
                 result = as_command(
                     lambda pin=pin: fetch(pin, folder, connections=2, retry_policy=policy)
                 )
@@ -401,6 +448,7 @@ def http(folder: Path) -> Iterator[Target]:
             return result
 
         yield Target(mutated_bytes(samples, tokens), run)
+        server.shutdown()
 
 
 # Run folders
@@ -440,8 +488,7 @@ def report(folder: Path) -> Iterator[Target]:
     run_folder = make_run(folder / "run")
     root = folder / "data"
     generate(root, num_train=1, num_val=2, seed=0)
-    box = {"image_id": 1, "category_id": 1, "bbox": [1.0, 2.0, 30.0, 40.0], "score": 0.5}
-    (folder / "d.json").write_text(json.dumps([box]))
+    (folder / "d.json").write_text(json.dumps([BOX]))
     done = run_cli("evaluate", folder / "d.json", "--data", root, "--report", run_folder)
     assert done.code == 0, done.err
     names = ("metrics.jsonl", "environment.json", "evaluation.json", "config.toml")
@@ -505,13 +552,17 @@ TARGETS: dict[str, Callable[[Path], AbstractContextManager[Target]]] = {
     "annotations: open images": _exported(
         exports.open_images, "*train*.csv", (b",", b"/m/0bolt", b'"')
     ),
-    "annotations: dataset.toml": dataset_toml,
+    "annotations: dataset.toml": _exported(
+        with_dataset_toml,
+        "dataset.toml",
+        (b"[made]", b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]"),
+    ),
     "annotations: results": results,
     "store": store,
     "checkpoint": checkpoint,
     "checkpoint: bytes": checkpoint_bytes,
-    "safetensors": model_file_targets.safetensors,
-    "onnx": model_file_targets.onnx,
+    "safetensors": safetensors,
+    "onnx": onnx,
     "config": config,
     "config: --set": assignments,
     "archive": archive,

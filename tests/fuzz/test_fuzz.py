@@ -2,7 +2,6 @@
 
     scripts/test -m slow tests/fuzz                       # a minute per parser
     FUZZ_S=3600 scripts/test -m slow tests/fuzz -n 0      # an hour per parser
-    FUZZ_COUNTS=counts.jsonl ...                          # append a line per parser to this file
 
 The default suite runs a few inputs of each, always the same ones. Each bug is printed with one input
 that shows it, which becomes a test of its parser.
@@ -11,7 +10,6 @@ that shows it, which becomes a test of its parser.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import resource
@@ -38,15 +36,10 @@ CONTRACT = frozenset(ExitCode) - {ExitCode.BUG, ExitCode.INTERRUPTED}
 
 
 class Outcome(NamedTuple):
-    """What became of the inputs.
+    """What became of the inputs."""
 
-    Attributes:
-        ends: Their number by exit code and whether there was a message.
-        bugs: An input for each bug, by its place in the code.
-    """
-
-    ends: Counter[tuple[int, bool]]
-    bugs: dict[str, Any]
+    ends: Counter[tuple[int, bool]]  # their number by exit code and whether there was a message
+    bugs: dict[str, Any]  # an input for each bug, by its place in the code
 
 
 def fuzz(
@@ -77,25 +70,6 @@ def fuzz(
     check()
 
 
-def record(name: str, outcome: Outcome, seconds: float) -> str:
-    """Return the number of inputs by exit code; append it to the file of FUZZ_COUNTS."""
-    codes: Counter[int] = Counter()
-    for (code, _), count in outcome.ends.items():
-        codes[code] += count
-    if path := os.environ.get("FUZZ_COUNTS"):
-        line = {
-            "target": name,
-            "inputs": codes.total(),
-            "codes": {int(code): count for code, count in sorted(codes.items())},
-            "bugs": list(outcome.bugs),
-            "seconds": round(seconds),
-        }
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-    listed = ", ".join(f"{n} x exit {int(code)}" for code, n in sorted(codes.items()))
-    return f"{name}: {codes.total():,} inputs: {listed}"
-
-
 def report_bugs(bugs: dict[str, Any]) -> str:
     return "\n".join(f"{place}\n  input: {content!r:.1000}" for place, content in bugs.items())
 
@@ -115,8 +89,7 @@ def test_few_mutated_inputs(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")
 def test_mutated_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = Outcome(Counter(), {})
-    start = time.monotonic()
-    limit = start + SECONDS
+    limit = time.monotonic() + SECONDS
     seed = time.time_ns()
     with TARGETS[name](tmp_path) as target:
         fuzz(target, ROUND, outcome, seed=seed)
@@ -126,9 +99,9 @@ def test_mutated_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
             seed += 1
             fuzz(target, ROUND, outcome, seed=seed, limit=limit)
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    line = record(name, outcome, time.monotonic() - start)
+    codes = ", ".join(f"{n} x exit {code}" for (code, _), n in sorted(outcome.ends.items()))
     with capsys.disabled():
-        sys.stdout.write(f"\n{line}\n")
+        sys.stdout.write(f"\n{name}: {outcome.ends.total():,} inputs: {codes}\n")
         sys.stdout.write(report_bugs(outcome.bugs))
         sys.stdout.flush()
     assert not outcome.bugs, report_bugs(outcome.bugs)

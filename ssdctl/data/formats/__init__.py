@@ -3,14 +3,9 @@
     name, module = find(Path("export"))
     splits = module.read(Path("export"))
 
-A format has two functions; so has an entry point of `ssdctl.datasets`, which adds another one:
-
-    recognise(path: Path) -> Path | bool | None: the file or folder of labels by which a dataset is
-        of this format. It is fast and writes nothing.
-    read(path: Path) -> dict[str, Annotations]: the splits, in the order train, val, test.
-
-`path` is a folder, or a file such as `data.yaml`. LOOKED_FOR names the files for messages. Files
-that begin with an underscore are not formats.
+A format is a module with the functions of `Format`, and LOOKED_FOR, the names of its files for
+messages. An entry point of `ssdctl.datasets` adds one. Files that begin with an underscore are not
+formats.
 """
 
 from __future__ import annotations
@@ -52,13 +47,16 @@ T = TypeVar("T")
 
 
 class Format(Protocol):
-    """A module of this folder, or a plugin."""
+    """A module of this folder, or a plugin. `path` is a folder, or a file such as data.yaml."""
 
     def recognise(self, path: Path) -> Path | bool | None:
-        """Return by which file or folder a dataset is of this format, if it is."""
+        """Return by which file or folder of labels a dataset is of this format, if it is.
+
+        It is fast and writes nothing.
+        """
 
     def read(self, path: Path) -> dict[str, Annotations]:
-        """Return the splits.
+        """Return the splits, in the order train, val, test.
 
         Raises:
             DataError: It is not of this format, or broken.
@@ -109,7 +107,6 @@ def built_in() -> list[str]:
 
 
 def names() -> list[str]:
-    """Return the names of all formats; nothing is imported."""
     return [*built_in(), *entry_point_names(ENTRY_POINTS)]
 
 
@@ -144,25 +141,23 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
 
     if path.is_file():
         found = [entry for entry in _recognized(path) if name in (None, entry[0])]
-        if not found:
-            raise _not_a_dataset(path, name)
     elif name is not None:
         return name, load(name)  # it says what is absent
     elif coco.own_splits(path):
         return "coco", coco  # there may be other labels as well
     else:
         found = list(_recognized(path))
-        if not found:
-            raise _no_dataset(path)
-    if len(found) > 1:
-        described = ", ".join(_describe(path, name, by) for name, _, by in found)
-        raise DataError(
-            f"{path}: contains several datasets: {described}",
-            hint=f"choose one: ssdctl prepare --data {path} --from {found[0][0]}",
-        )
+    if not found:
+        raise _not_a_dataset(path, name) if path.is_file() else _no_dataset(path)
+    described = [_describe(path, name, by) for name, _, by in found]
     name, module, by = found[0]
+    if len(found) > 1:
+        raise DataError(
+            f"{path}: contains several datasets: {', '.join(described)}",
+            hint=f"choose one: ssdctl prepare --data {path} --from {name}",
+        )
     if by != path:
-        log.info("%s: detected %s", path, _describe(path, name, by))
+        log.info("%s: detected %s", path, described[0])
     return name, module
 
 
@@ -211,8 +206,10 @@ def _has_labels(folder: Path) -> bool:
 
 
 def _no_dataset(path: Path) -> DataError:
-    files = [file for name in built_in() for file in getattr(load(name), "LOOKED_FOR", ())]
-    found, hint = _instead_of_dataset(path, built_in())
+    looked_for = ["dataset.toml"]
+    for name in built_in():
+        looked_for += getattr(load(name), "LOOKED_FOR", ())
+    found, hint = _instead_of_dataset(path)
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above):
         hint = f"did you mean the folder above, --data {above}?"
@@ -221,39 +218,40 @@ def _no_dataset(path: Path) -> DataError:
             f"a folder in it is a dataset: --data {below[0]}; or describe the dataset in a "
             "dataset.toml"
         )
-    looked_for = ", ".join(["dataset.toml", *files])
-    return DataError(f"{path}: no dataset found{found} (looked for {looked_for})", hint=hint)
+    looked = ", ".join(looked_for)
+    return DataError(f"{path}: no dataset found{found} (looked for {looked})", hint=hint)
 
 
-def _instead_of_dataset(folder: Path, formats: list[str]) -> tuple[str, str]:
+def _instead_of_dataset(folder: Path) -> tuple[str, str]:
     """Return what a folder without a dataset has, for the message, and the hint."""
     from ssdctl.data.formats import yolo
 
     files = sorted(Path(n) for n in itertools.islice(files_below(folder), MAX_FILES))
-    images = {file.name: file.stem for file in files if is_image(file)}
+    images = [file for file in files if is_image(file)]
+    stems, image_names = {file.stem for file in images}, {file.name for file in images}
+    export = f"export one of the formats that are read: {', '.join(built_in())}"
     jsons = [file for file in files if file.suffix == ".json"][:MAX_READ]
     if labelme := [file for file in jsons if b'"shapes"' in _head(folder / file)]:
         return f", but labelme's JSON files, such as {labelme[0]}", CONVERT_LABELME
-    stems = set(images.values())
     texts = [f for f in files if f.suffix == ".txt" and f.stem in stems][:MAX_READ]
     if labels := [file for file in texts if yolo.has_boxes(folder / file)]:
-        pairs = [f for f in files if is_image(f) and f.stem == labels[0].stem]
-        is_in_place = any(yolo.label_file(folder, folder / f) == folder / labels[0] for f in pairs)
-        return _without_names(folder, labels[0], is_in_place)
-    if other := [file for file in texts if _head(folder / file).strip()]:
+        own = (folder / image for image in images if image.stem == labels[0].stem)
+        is_in_place = any(yolo.label_file(folder, image) == folder / labels[0] for image in own)
+        hint = "" if is_in_place else ", and move each label file beside its image"
         return (
-            f", but text labels of another format, such as {other[0]}",
-            f"export one of the formats that are read: {', '.join(formats)}",
+            f", but YOLO's labels, such as {labels[0]}, without the names of the classes",
+            f"write {folder / 'classes.txt'}: a name per line, in the order of the class numbers"
+            f"{hint}",
         )
+    if other := [file for file in texts if _head(folder / file).strip()]:
+        return f", but text labels of another format, such as {other[0]}", export
     if records := [file for file in files if TFRECORD.search(file.name)]:
         return f", but TFRecord files, such as {records[0]}", TFRECORD_HINT
     if archives := [file for file in files if file.suffix.lower() in ARCHIVES]:
         return f", but an archive, {archives[0]}", f"unpack {folder / archives[0]}"
-    if images and (labels := [f for f in files if _is_labels(folder, f, images)]):
-        return (
-            f", but labels in a format that is not read, such as {labels[0]}",
-            f"export one of the formats that are read: {', '.join(formats)}",
-        )
+    unread = (file for file in files if _is_labels(folder / file, stems, image_names))
+    if images and (label := next(unread, None)):
+        return f", but labels in a format that is not read, such as {label}", export
     hint = (
         "give the folder that an export was unpacked to, or describe the dataset in a "
         "dataset.toml (docs/custom-dataset.md)"
@@ -266,45 +264,32 @@ def _instead_of_dataset(folder: Path, formats: list[str]) -> tuple[str, str]:
 def _not_a_dataset(path: Path, name: str | None) -> DataError:
     """Return the error for a file that is not a dataset, or not of the format `name`."""
     suffix = path.suffix.lower()
+    problem = "not a dataset file" + (f" of {name}" if name else "")
+    hint: str | None = (
+        "give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file"
+    )
     if suffix in ARCHIVES:
-        return DataError(f"{path}: an archive", hint="unpack it and give the folder")
-    if TFRECORD.search(path.name):
-        return DataError(f"{path}: a TFRecord file", hint=TFRECORD_HINT)
-    if suffix == ".json" and name in (None, "coco"):
-        hint = CONVERT_LABELME if b'"shapes"' in _head(path) else None
+        problem, hint = "an archive", "unpack it and give the folder"
+    elif TFRECORD.search(path.name):
+        problem, hint = "a TFRecord file", TFRECORD_HINT
+    elif suffix == ".json" and name in (None, "coco"):
         problem = "not in COCO's format: no images, annotations and categories"
-        return DataError(f"{path}: {problem}", hint=hint)
-    return DataError(
-        f"{path}: not a dataset file" + (f" of {name}" if name else ""),
-        hint="give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file",
-    )
+        hint = CONVERT_LABELME if b'"shapes"' in _head(path) else None
+    return DataError(f"{path}: {problem}", hint=hint)
 
 
-def _without_names(folder: Path, label: Path, is_in_place: bool) -> tuple[str, str]:
-    found = f", but YOLO's labels, such as {label}, without the names of the classes"
-    hint = f"write {folder / 'classes.txt'}: a name per line, in the order of the class numbers" + (
-        "" if is_in_place else ", and move each label file beside its image"
-    )
-    return found, hint
-
-
-def _is_labels(folder: Path, file: Path, images: dict[str, str]) -> bool:
+def _is_labels(file: Path, stems: set[str], image_names: set[str]) -> bool:
     """Return whether a file has something to say about the images, in a form that is not read."""
-    if file.suffix in BINARIES:
-        return True
     if file.suffix not in TEXTS:
-        return False
-    head = _head(folder / file)
+        return file.suffix in BINARIES
+    head = _head(file)
     if file.suffix == ".txt" and not COORDINATES.search(head):
         return False  # a license, or a list of images
-    if file.stem in images.values():
-        return True
-    return any(word.decode(errors="replace") in images for word in SEPARATORS.split(head))
+    words = (word.decode(errors="replace") for word in SEPARATORS.split(head))
+    return file.stem in stems or not image_names.isdisjoint(words)
 
 
 def _head(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            return file.read(HEAD_BYTES)
-    except OSError:
-        return b""
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return file.read(HEAD_BYTES)
+    return b""

@@ -1,40 +1,34 @@
-"""Decode COCO annotation files, `decode_tables(open_content(path))`, in little memory.
+"""Decode COCO annotation files, `decode_tables(read_content(path))`, in little memory.
 
-The arrays of images and annotations of a large file are decoded in slices of some MB, which become
-columns: 14.6 million annotations take 1 GB, as Python objects 5. A slice is right if `[slice]` is
-valid JSON, which is only so if it ends between two elements. The rest of the document is decoded
-with a placeholder for each array. What cannot be sliced, or is broken, is decoded as a whole.
+Large files are decoded in slices of some MB, which become columns: 14.6 million annotations take
+1 GB, as Python objects 5. A slice is right if `[slice]` is valid JSON, which is only so if it ends
+between two elements.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.classes import Name
-from ssdctl.files import open_regular, refuse_utf16
+from ssdctl.files import DECODE_ERRORS, open_regular, read_errors, refuse_utf16
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAPPED_BYTES = 1 << 30  # larger files are mapped into memory instead of read
 SLICE_BYTES = 8 << 20
-SEARCH_BYTES = 4 * SLICE_BYTES  # in which the end of a slice is searched
 MAX_SLICE_TRIES = 4  # ends of a slice that are tried
-MAX_END_TRIES = 64  # ends of an array that are tried
-WINDOW_BYTES = 64 << 20  # searched at a time in a mapped file
-FIRST_KEY = re.compile(rb'\{\s*("[^"\\]*")')
-ARRAY_END = re.compile(rb"\}\s*\]")
+FIRST_KEY = re.compile(rb'\[\s*\{\s*("[^"\\]*")')
 # What tells keys of the document from keys of its parts: braces, and strings as keys or as values.
 STRUCTURE = re.compile(rb'[{}]|"(?:[^"\\]|\\.)*"(\s*:)?', re.DOTALL)
 
@@ -96,51 +90,17 @@ class AnnotationColumns(NamedTuple):
     is_crowd: NDArray[np.bool_]  # M
 
 
-class Tables(NamedTuple):
+class Tables(msgspec.Struct, Generic[T]):
     """What training and scoring need of an annotation file."""
 
     images: list[ImageEntry]
-    annotations: AnnotationColumns
+    annotations: T
     categories: list[Category]
 
 
-class _File(msgspec.Struct):
-    images: list[ImageEntry]
-    annotations: list[Annotation]
-    categories: list[Category]
-
-
-class _Rest(msgspec.Struct):
-    """The document without its large arrays."""
-
-    images: msgspec.Raw
-    annotations: msgspec.Raw
-    categories: msgspec.Raw
-
-
-class _NotSlicedError(Exception):
-    """Raised if a document must be decoded as a whole."""
-
-
-class _Span(NamedTuple):
-    """Where an array is in the document, brackets included."""
-
-    start: int
-    end: int
-
-
-DECODERS: dict[str, Any] = {
-    "images": msgspec.json.Decoder(list[ImageEntry], strict=False),
-    "annotations": msgspec.json.Decoder(list[Annotation], strict=False),
-    "categories": msgspec.json.Decoder(list[Category], strict=False),
-}
-# msgspec.ValidationError is a DecodeError: a field is absent or of the wrong type.
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-def open_content(path: Path) -> Content:
+def read_content(path: Path) -> Content:
     """Return the bytes of a file; a large file is mapped, so it must not be truncated meanwhile."""
-    with open_regular(path) as file:
+    with read_errors(path), open_regular(path) as file:
         if os.fstat(file.fileno()).st_size >= MAPPED_BYTES:
             with contextlib.suppress(OSError):  # a file system without memory maps
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -162,108 +122,45 @@ def decode(content: Content, kind: type[T]) -> T:
             raise msgspec.DecodeError("nested too deeply") from None
 
 
-def decode_tables(content: Content) -> Tables:
-    if len(content) > SLICE_BYTES:
-        with without_gc(), contextlib.suppress(_NotSlicedError, *NOT_JSON):
-            return _decode_sliced(content)
-    return decode_whole(content)
-
-
-def decode_whole(content: Content) -> Tables:
-    file = decode(content, _File)
-    return Tables(file.images, to_columns(file.annotations), file.categories)
-
-
-def _decode_sliced(content: Content) -> Tables:
-    images: list[ImageEntry] = []
-    parts: list[AnnotationColumns] = []
-
-    def take_annotations(rows: list[Annotation]) -> None:
-        parts.append(to_columns(rows))
-
-    takers: dict[str, Callable[[list[Any]], None]]
-    takers = {"images": images.extend, "annotations": take_annotations}
-    spans: dict[str, _Span] = {}
-    end = 0
-    for name, take in takers.items():
-        span = _decode_array(content, name, end, take) or _decode_array(content, name, 0, take)
-        if span is not None:
-            spans[name], end = span, span.end
-    rest = _decode_rest(content, spans)
-    for name, take in takers.items():
-        raw = bytes(getattr(rest, name))
-        if name not in spans:
-            take(DECODERS[name].decode(raw))
-        elif raw != _placeholder(name):
-            raise _NotSlicedError
-    categories: list[Category] = DECODERS["categories"].decode(bytes(rest.categories))
-    columns = AnnotationColumns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-    return Tables(images, columns, categories)
-
-
-def _decode_array(
-    content: Content, name: str, start: int, take: Callable[[list[Any]], None]
-) -> _Span | None:
-    """Decode an array of objects slice by slice; None if there is none after `start`."""
-    key = b'"%s"' % name.encode()
-    match = re.compile(key + rb"\s*:\s*(\[)\s*(?=\{)").search(content, start)
-    if match is None:
-        return None
-    position = match.end()
-    first_key = FIRST_KEY.match(content, position)
-    if first_key is None:
-        raise _NotSlicedError
-    boundary = re.compile(rb"\}\s*,\s*(?=\{\s*%s)" % re.escape(first_key[1]))
-    while True:
-        limit = position + SEARCH_BYTES
-        boundaries = boundary.finditer(content, position + SLICE_BYTES, limit)
-        end = _decode_slice(content, name, position, boundaries, MAX_SLICE_TRIES, take)
-        if end is None:
-            ends = ARRAY_END.finditer(content, position, limit)
-            end = _decode_slice(content, name, position, ends, MAX_END_TRIES, take)
-            if end is None:
-                raise _NotSlicedError
-            return _Span(match.start(1), end)
-        release(content, position, end)
-        position = end
-
-
-def _decode_slice(
-    content: Content,
-    name: str,
-    start: int,
-    ends: Iterable[re.Match[bytes]],
-    max_tries: int,
-    take: Callable[[list[Any]], None],
-) -> int | None:
-    """Decode the elements up to the first of `ends` that is one; return where it ends."""
-    for match in itertools.islice(ends, max_tries):
+def decode_tables(content: Content) -> Tables[AnnotationColumns]:
+    """Decode an annotation file; the exceptions are those of `decode`."""
+    file = decode(content, Tables[msgspec.Raw])
+    release(content)
+    parts = []
+    with without_gc():
         try:
-            rows = DECODERS[name].decode(b"[%b]" % content[start : match.start() + 1])
+            for rows in _annotation_slices(memoryview(file.annotations)):
+                parts.append(to_columns(rows))
+                release(content)
+        except DECODE_ERRORS:
+            decode(
+                content, Tables[list[Annotation]]
+            )  # names the place in the file, not in the slice
+            raise
+    columns = AnnotationColumns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return Tables(file.images, columns, file.categories)
+
+
+def _annotation_slices(array: memoryview) -> Iterator[list[Annotation]]:
+    """Decode an array slice by slice; the last slice is all that cannot be divided."""
+    decoder = msgspec.json.Decoder(list[Annotation], strict=False)
+    first_key = FIRST_KEY.match(array)
+    if first_key is None:
+        yield decoder.decode(array)
+        return
+    boundary = re.compile(rb"\}\s*(,)\s*\{\s*%s" % re.escape(first_key[1]))
+    start, search, tries = 1, SLICE_BYTES, 0
+    while tries < MAX_SLICE_TRIES and (match := boundary.search(array, search)):
+        try:
+            rows = decoder.decode(b"[" + array[start : match.start(1)] + b"]")
         except msgspec.ValidationError:
-            raise _NotSlicedError from None
-        except NOT_JSON:
-            continue  # it ends within an element, or within a later array
-        take(rows)
-        return match.end()
-    return None
-
-
-def _decode_rest(content: Content, spans: dict[str, _Span]) -> _Rest:
-    """Decode the document with a placeholder for each array that was decoded already."""
-    pieces = []
-    position = 0
-    for name, span in sorted(spans.items(), key=lambda item: item[1]):
-        if span.start < position:
-            raise _NotSlicedError  # one is inside of the other
-        pieces += [content[position : span.start], _placeholder(name)]
-        position = span.end
-    pieces.append(content[position:])
-    return decode(b"".join(pieces), _Rest)
-
-
-def _placeholder(name: str) -> bytes:
-    return b'"decoded %s"' % name.encode()
+            raise
+        except DECODE_ERRORS:  # it ends within an element
+            tries, search = tries + 1, match.end()
+        else:
+            yield rows
+            start, search, tries = match.end(1), match.end(1) + SLICE_BYTES, 0
+    yield decoder.decode(b"[" + array[start:])
 
 
 def repeated_table(content: Content) -> tuple[str, list[int]] | None:
@@ -271,8 +168,10 @@ def repeated_table(content: Content) -> tuple[str, list[int]] | None:
 
     Decoding takes the last of equal keys and drops the others without a word.
     """
-    keys = [b'"%s"' % name.encode() for name in Tables._fields]
-    if all(_occurs_once(content, key) for key in keys):
+    keys = [b'"%s"' % name.encode() for name in Tables.__struct_fields__]
+    occurs_once = [content.find(key, content.find(key) + 1) < 0 for key in keys]
+    release(content)
+    if all(occurs_once):
         return None  # the usual file: the parts have no such keys
     places: dict[bytes, list[int]] = {key: [] for key in keys}
     depth = 0
@@ -289,26 +188,10 @@ def repeated_table(content: Content) -> tuple[str, list[int]] | None:
     return None
 
 
-def _occurs_once(content: Content, key: bytes) -> bool:
-    """Return whether a file has a key at most once, with few pages in memory at a time."""
-    count = 0
-    for start in range(0, len(content), WINDOW_BYTES):
-        end = min(start + WINDOW_BYTES, len(content))
-        place = content.find(key, start, end + len(key) - 1)
-        while place >= 0:
-            count += 1
-            place = content.find(key, place + 1, end + len(key) - 1)
-        release(content, start, end)
-        if count > 1:
-            return False
-    return True
-
-
-def release(content: Content, start: int, end: int) -> None:
+def release(content: Content) -> None:
     """Unmap the pages of a mapped file: if they are read again, they come from the page cache."""
     if isinstance(content, mmap.mmap):
-        first = start - start % mmap.PAGESIZE
-        content.madvise(mmap.MADV_DONTNEED, first, end - first)
+        content.madvise(mmap.MADV_DONTNEED)
 
 
 def to_columns(annotations: Sequence[Annotation]) -> AnnotationColumns:

@@ -1,22 +1,39 @@
-"""Parse what several formats share: XML without document types, headers of CSV files, numbers."""
+"""What several formats share: lines, numbers, XML without document types, headers of CSV files."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 from xml.etree import ElementTree
 
-from ssdctl.data.annotations import split_of
+from ssdctl.data.annotations import LabeledBox, split_of
+from ssdctl.data.image_files import dataset_folder
 from ssdctl.errors import DataError
-from ssdctl.files import open_regular, read_errors, read_limited
+from ssdctl.files import open_regular, read_errors, read_limited, read_text
 
+THREADS = 8
 MAX_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
 COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
 ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Apply `work` to each item, in order; in threads, because it waits for the file system."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(work, items))
+
+
+def read_lines(path: Path, max_bytes: int) -> list[str]:
+    with read_errors(path):
+        return read_text(path, max_bytes).splitlines()
 
 
 def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
@@ -46,6 +63,12 @@ def root_element(path: Path) -> str:
         return ""
     match = ROOT_ELEMENT.search(COMMENT.sub(b"", head))
     return match[1].decode() if match else ""
+
+
+def in_pixels(box: LabeledBox, width: int, height: int) -> LabeledBox:
+    """Convert a box in fractions of its image."""
+    left, top = box.left * width, box.top * height
+    return LabeledBox(box.name, left, top, box.width * width, box.height * height, box.is_crowd)
 
 
 def numbers(values: list[str]) -> list[float]:
@@ -84,18 +107,16 @@ def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     return [file for file in files if set(columns) <= set(csv_header(file))]
 
 
-def csv_by_split(
-    path: Path, root: Path, files: Sequence[Path], columns: Sequence[str]
-) -> dict[str, Path]:
-    """Return the file of each split, by a word in its name or its folder's."""
-    if not files:
-        raise DataError(f"{path}: no CSV file with the columns {', '.join(columns)}")
-    by_split: dict[str, Path] = {}
-    for file in files:
+def csv_by_split(path: Path, columns: Sequence[str]) -> dict[str, Path]:
+    """Return the CSV file of each split, by a word in its name or its folder's."""
+    root, by_split = dataset_folder(path), dict[str, Path]()
+    for file in csv_files(path, columns):
         split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
         if by_split.setdefault(split, file) != file:
             problem = f"{root}: two CSV files for the split {split}, the second is {file}"
             raise DataError(problem, hint="keep one, or give one: --data FILE.csv")
+    if not by_split:
+        raise DataError(f"{path}: no CSV file with the columns {', '.join(columns)}")
     return by_split
 
 

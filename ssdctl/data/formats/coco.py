@@ -8,6 +8,7 @@ Classes are the file's categories in its order.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 from collections.abc import Iterator, Mapping
@@ -29,18 +30,19 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.classes import ClassName
 from ssdctl.data.formats._coco_json import (
-    Content,
+    AnnotationColumns,
     Tables,
     column,
     decode_tables,
-    open_content,
+    read_content,
     repeated_table,
 )
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below
 from ssdctl.errors import DataError
-from ssdctl.files import open_regular, read_errors
+from ssdctl.files import open_regular
 
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
+TABLES = (b'"images"', b'"annotations"', b'"categories"')
 RENUMBERED = "duplicate annotation id, renumbered"
 WRITTEN_BY_SSDCTL = "ssdctl_"
 SAMPLE_BYTES, SAMPLE_NAMES = 1_000_000, 20
@@ -84,19 +86,13 @@ def read_files(splits: Mapping[str, SplitFiles]) -> dict[str, Annotations]:
     }
     result = {}
     for split, files in splits.items():
-        elsewhere = set[str]().union(*(names for other, names in kept.items() if other != split))
+        elsewhere = {name for other in kept if other != split for name in kept[other]}
         left_out = {i: name for i, name in unused[split].items() if name not in elsewhere}
         result[split] = _columns(tables.pop(split), left_out, files)
     return result
 
 
-def read_content(path: Path) -> Content:
-    """Return the content of an annotation file; a large one is mapped into memory."""
-    with read_errors(path):
-        return open_content(path)
-
-
-def _decode(path: Path) -> Tables:
+def _decode(path: Path) -> Tables[AnnotationColumns]:
     content = read_content(path)
     try:
         tables = decode_tables(content)
@@ -118,7 +114,7 @@ def _decode(path: Path) -> Tables:
     return tables
 
 
-def _unused_supercategories(tables: Tables) -> dict[int, str]:
+def _unused_supercategories(tables: Tables[AnnotationColumns]) -> dict[int, str]:
     """Return the categories without boxes that only name the supercategory of others, by id."""
     parents = {c.supercategory for c in tables.categories if isinstance(c.supercategory, str)}
     used = set(np.unique(tables.annotations.category_id).tolist())
@@ -132,43 +128,41 @@ def _unused_supercategories(tables: Tables) -> dict[int, str]:
     }
 
 
-def _columns(tables: Tables, left_out: Mapping[int, str], files: SplitFiles) -> Annotations:
+def _columns(
+    tables: Tables[AnnotationColumns], left_out: Mapping[int, str], files: SplitFiles
+) -> Annotations:
     path, columns = files.annotations, tables.annotations
     classes = [ClassName(c.id, str(c.name)) for c in tables.categories if c.id not in left_out]
     image_ids = column(tables.images, "id")
     category_ids = np.array([c.id for c in classes], np.int64)
-    _refuse_duplicates(path, "image ids", image_ids)
-    _refuse_duplicates(path, "category ids", column(tables.categories, "id"))
-    rows = _positions(image_ids, columns.image_id)
-    absent = rows < 0
-    pairs = zip(columns.id[absent].tolist(), columns.image_id[absent].tolist(), strict=True)
+    for what, ids in (("image", image_ids), ("category", column(tables.categories, "id"))):
+        duplicates = np.unique(ids[_repeated(ids)]).tolist()
+        refuse(path, f"duplicate {what} ids", duplicates, "each must occur once")
+    rows = positions(image_ids, columns.image_id)
+    absent = np.flatnonzero(rows < 0)
     refuse(
         path,
         "annotations of images that the file does not list",
-        [f"{i} (image {image})" for i, image in pairs],
+        [f"{columns.id[n]} (image {columns.image_id[n]})" for n in absent],
         "each image_id must be the id of an entry in images",
     )
-    labels = 1 + _positions(category_ids, columns.category_id)
+    labels = 1 + positions(category_ids, columns.category_id)
     ids, findings = _unique_ids(columns.id, columns.image_id)
-    for n in np.nonzero(labels < 1)[0]:
+    for n in np.flatnonzero(labels < 1):
         detail = f"category {columns.category_id[n]}"
         findings.append(Finding(UNLISTED, int(columns.image_id[n]), int(ids[n]), detail))
     # Most files list all: an index that copies nothing.
     listed = slice(None) if labels.all() else labels > 0
     names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
     note = f"category {names} is the supercategory of others and has no boxes: not a class"
-    images = tables.images
-    sizes = [
-        np.fromiter((getattr(image, side) or 0 for image in images), np.int64, len(images))
-        for side in ("width", "height")
-    ]
+    sizes = [(image.width or 0, image.height or 0) for image in tables.images]
     return one_image_per_file(
         Annotations(
             folder=files.images,
             origin=path,
             image_ids=image_ids,
-            file_names=[image.file_name for image in images],
-            sizes=np.stack(sizes, axis=1),
+            file_names=[image.file_name for image in tables.images],
+            sizes=np.array(sizes, np.int64).reshape(-1, 2),
             classes=classes,
             ids=ids[listed],
             rows=rows[listed].astype(np.int32),
@@ -186,8 +180,7 @@ def _unique_ids(
     ids: NDArray[np.int64], image_ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], list[Finding]]:
     """Give annotations that repeat an id, as merging tools write them, ids that are free."""
-    order = np.argsort(ids, kind="stable")  # np.unique takes many times as long
-    repeated = np.sort(order[1:][ids[order[1:]] == ids[order[:-1]]])
+    repeated = _repeated(ids)
     if not len(repeated):
         return ids, []
     taken = set(ids.tolist())
@@ -201,7 +194,7 @@ def _unique_ids(
     return new, findings
 
 
-def _positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the position of each wanted id in `listed`; -1 if it is not listed."""
     if not len(listed):
         return np.full(len(wanted), -1)
@@ -211,18 +204,17 @@ def _positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[
     return np.where(ranked[rank] == wanted, order[rank], -1)
 
 
-def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
-    ranked = np.sort(ids)
-    twice = ranked[1:][ranked[1:] == ranked[:-1]]
-    refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must occur once")
+def _repeated(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the places of ids that occurred before."""
+    order = np.argsort(ids, kind="stable")  # np.unique takes many times as long
+    return np.sort(order[1:][ids[order[1:]] == ids[order[:-1]]])
 
 
 def splits_of(path: Path) -> dict[str, SplitFiles]:
     """Return the splits of a folder in COCO's format, or of a file; empty if it has none."""
-    if path.is_file():
-        is_coco = path.suffix.lower() == ".json" and is_coco_file(path)
-        return _of_file(path) if is_coco else {}
-    return own_splits(path) or exported_splits(path)
+    if not path.is_file():
+        return own_splits(path) or exported_splits(path)
+    return _of_file(path) if path.suffix.lower() == ".json" and is_coco_file(path) else {}
 
 
 def _of_file(path: Path) -> dict[str, SplitFiles]:
@@ -244,25 +236,21 @@ def own_splits(root: Path) -> dict[str, SplitFiles]:
 def exported_splits(root: Path) -> dict[str, SplitFiles]:
     """Return the splits of a labeling tool's COCO export; empty if there is none."""
     files = _coco_files(root)
-    if not files:
-        return {}
-    by_split: dict[str, list[Path]] = {}
+    by_split: dict[str, Path] = {}
     for file in files:
-        folder = file.parent.relative_to(root).name
-        split = split_of(file.stem) or split_of(folder)
-        by_split.setdefault(split or ("train" if len(files) == 1 else ""), []).append(file)
-    several = next((paths for s, paths in by_split.items() if len(paths) > 1 or not s), None)
-    if several is not None:
-        named = ", ".join(str(file.relative_to(root)) for file in files)
-        raise DataError(
-            f"{root}: several annotation files, not one for each split: {named}",
-            hint="give one: --data FILE, or name them in a dataset.toml "
-            "([train] and [val], each with images and annotations)",
-        )
-    if "train" not in by_split and "val" not in by_split:
+        split = split_of(file.stem) or split_of(file.parent.relative_to(root).name)
+        split = split or ("train" if len(files) == 1 else "")
+        if not split or by_split.setdefault(split, file) != file:
+            named = ", ".join(str(file.relative_to(root)) for file in files)
+            raise DataError(
+                f"{root}: several annotation files, not one for each split: {named}",
+                hint="give one: --data FILE, or name them in a dataset.toml "
+                "([train] and [val], each with images and annotations)",
+            )
+    if by_split.keys() <= {"test"}:
         return {}
     return {
-        split: SplitFiles(image_folder(by_split[split][0], root, split), by_split[split][0])
+        split: SplitFiles(image_folder(by_split[split], root, split), by_split[split])
         for split in SPLITS
         if split in by_split
     }
@@ -283,15 +271,13 @@ def _coco_files(root: Path) -> list[Path]:
 
 def is_coco_file(path: Path) -> bool:
     """Return whether a JSON file contains COCO's three tables, without parsing it."""
-    try:
-        with open_regular(path) as file:
-            if not path.stat().st_size:
-                return False
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                keys = (b'"images"', b'"annotations"', b'"categories"')
-                return all(content.find(key) >= 0 for key in keys)
-    except OSError:
-        return False
+    with (
+        contextlib.suppress(OSError, ValueError),  # ValueError: an empty file
+        open_regular(path) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return all(content.find(key) >= 0 for key in TABLES)
+    return False
 
 
 def image_folder(annotations: Path, root: Path, split: str | None = None) -> Path:
@@ -306,9 +292,9 @@ def image_folder(annotations: Path, root: Path, split: str | None = None) -> Pat
         if names and sum((folder / name).is_file() for name in names) * 2 > len(names):
             return folder
     base_names = {name.rpartition("/")[2] for name in names}
-    for folder in folders:
+    for folder in folders if names else ():
         files = {path.rpartition("/")[2] for path in files_below(folder)}
-        if base_names and len(base_names & files) * 2 > len(base_names):
+        if len(base_names & files) * 2 > len(base_names):
             return folder
     return folders[0]
 
@@ -333,8 +319,6 @@ def _sample_names(annotations: Path) -> list[str]:
         matches = FILE_NAME.findall(head) or FILE_NAME.findall(head + file.read())
     names = []
     for match in matches[:SAMPLE_NAMES]:
-        try:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             names.append(str(msgspec.json.decode(match)).replace("\\", "/"))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
     return [name for name in names if name and "\0" not in name]

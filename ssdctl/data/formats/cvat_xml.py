@@ -38,11 +38,12 @@ def _files(path: Path) -> list[Path]:
 def read(path: Path) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its XML file; classes are in the order of the file."""
     files = [path] if path.is_file() else _files(path)
-    if len(files) != 1:
-        named = f"several XML files of CVAT: {', '.join(file.name for file in files)}"
-        absent = "no XML file of CVAT (looked for annotations.xml)"
-        hint = "give one: --data FILE" if files else None
-        raise DataError(f"{path}: {named if files else absent}", hint=hint)
+    if not files:
+        raise DataError(f"{path}: no XML file of CVAT (looked for annotations.xml)")
+    if len(files) > 1:
+        named = ", ".join(file.name for file in files)
+        hint = "give one: --data FILE"
+        raise DataError(f"{path}: several XML files of CVAT: {named}", hint=hint)
     file, root = files[0], dataset_folder(path)
     tree = read_xml(file, MAX_BYTES)
     if tree.tag != "annotations":
@@ -66,9 +67,12 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
         if not name:
             raise DataError(f"{path}: an image without a name")
         place = f"{path}: image {name}"
-        shapes = [element for element in image if element.tag in SHAPES]
-        boxes = [b for e in shapes if (b := _shape(e, e.get("label"), place, counts)) is not None]
-        counts.update(f"{element.tag} shapes" for element in image if element.tag not in SHAPES)
+        boxes: list[LabeledBox] = []
+        for element in image:
+            if element.tag not in SHAPES:
+                counts[f"{element.tag} shapes"] += 1
+            else:
+                boxes += _boxes(element, element.get("label"), place, counts)
         split = split_of(image.get("subset") or "") or "train"
         width, height = (
             whole_number(image.get(side, "0"), f"{place}: {side}") for side in ("width", "height")
@@ -88,25 +92,23 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
                 counts[OUTSIDE] += 1
             else:
                 place = f"{path}: track {track.get('id')}, frame {element.get('frame')}"
-                box = _shape(element, track.get("label"), place, counts)
                 frame = whole_number(element.get("frame", ""), f"{place}: frame")
-                by_frame.setdefault(frame, []).extend([] if box is None else [box])
+                boxes = _boxes(element, track.get("label"), place, counts)
+                by_frame.setdefault(frame, []).extend(boxes)
     size = next(tree.iterfind("meta//original_size"), None)
-    sides = (0, 0)
-    if size is not None:
-        width, height = (
-            whole_number(size.findtext(side, "0"), f"{path}: original_size/{side}")
-            for side in ("width", "height")
-        )
-        sides = (width, height)
+    place = f"{path}: original_size"
+    width, height = (
+        0 if size is None else whole_number(size.findtext(side, "0"), f"{place}/{side}")
+        for side in ("width", "height")
+    )
     return [
-        ("train", LabeledImage(f"frame_{number:06d}", *sides, boxes))
+        ("train", LabeledImage(f"frame_{number:06d}", width, height, boxes))
         for number, boxes in sorted(by_frame.items())
     ]
 
 
-def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) -> LabeledBox | None:
-    """Return the upright box around a shape; None if the shape has no label."""
+def _boxes(element: Any, label: str | None, place: str, counts: Counter[str]) -> list[LabeledBox]:
+    """Return the upright box around a shape; none if the shape has no label."""
     try:
         left, top, right, bottom = _extent(element)
         degrees = numbers([element.get("rotation") or "0"])[0]
@@ -114,7 +116,7 @@ def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) ->
         raise DataError(f"{place}: a {element.tag} without its coordinates") from None
     if not label or not label.strip():
         counts[UNLABELED] += 1
-        return None
+        return []
     if degrees % 180 and element.tag in ("box", "ellipse"):
         counts[ROTATED] += 1
         angle, width, height = math.radians(degrees), right - left, bottom - top
@@ -122,7 +124,7 @@ def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) ->
         half_x, half_y = (width * cosine + height * sine) / 2, (width * sine + height * cosine) / 2
         x, y = (left + right) / 2, (top + bottom) / 2
         left, top, right, bottom = x - half_x, y - half_y, x + half_x, y + half_y
-    return LabeledBox(label, left, top, right - left, bottom - top)
+    return [LabeledBox(label, left, top, right - left, bottom - top)]
 
 
 def _extent(element: Any) -> list[float]:
@@ -144,8 +146,8 @@ def _located(frames: list[_Frame], root: Path, path: Path) -> dict[str, list[Lab
     found = find_by_name(root, [(image.file_name, split) for split, image in frames], path)
     splits: dict[str, list[LabeledImage]] = {}
     for (split, image), file in zip(frames, found, strict=True):
-        width, height = image.width, image.height
-        if not (width and height):
+        if not (image.width and image.height):
             width, height = header_size(root / file)
-        splits.setdefault(split, []).append(LabeledImage(file, width, height, image.boxes))
+            image = image._replace(width=width, height=height)
+        splits.setdefault(split, []).append(image._replace(file_name=file))
     return splits

@@ -6,7 +6,6 @@ space. Regions of the type DontCare are counted and left out.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ssdctl.data.annotations import (
@@ -17,18 +16,16 @@ from ssdctl.data.annotations import (
     refuse,
     split_of,
 )
-from ssdctl.data.formats._parse import numbers
+from ssdctl.data.formats._parse import in_threads, numbers, read_lines
 from ssdctl.data.image_check import size_or_none
 from ssdctl.data.image_files import is_image
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_text
 
 LOOKED_FOR = ("label_2/*.txt",)
 LABELS, IMAGES = "label_2", "image_2"
 NUM_WORDS = 15
 DONT_CARE = "DontCare"
 MAX_BYTES = 16 << 20
-THREADS = 8
 
 
 def recognise(path: Path) -> Path | None:
@@ -63,8 +60,7 @@ def _read_folder(root: Path, folder: Path, notes: list[str]) -> list[LabeledImag
         image = images[file.stem]
         return LabeledImage(image.relative_to(root).as_posix(), *size_or_none(image), _boxes(file))
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        labeled = list(pool.map(read_image, labels))
+    labeled = in_threads(read_image, labels)
     count = sum(box.name == DONT_CARE for image in labeled for box in image.boxes)
     if count:
         notes.append(f"{folder.relative_to(root)}: {count:,} regions {DONT_CARE} are left out")
@@ -72,13 +68,11 @@ def _read_folder(root: Path, folder: Path, notes: list[str]) -> list[LabeledImag
 
 
 def _boxes(path: Path) -> list[LabeledBox]:
-    with read_errors(path):
-        lines = read_text(path, MAX_BYTES).splitlines()
     boxes = []
-    for number, line in enumerate(lines, 1):
-        name, *words = line.split() or [""]
-        if not name:
+    for number, line in enumerate(read_lines(path, MAX_BYTES), 1):
+        if not line.strip():
             continue
+        name, *words = line.split()
         try:
             if len(words) + 1 < NUM_WORDS:
                 raise ValueError("too short")

@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
-from ssdctl.data.formats._parse import csv_by_split, csv_files, csv_header
+from ssdctl.data.formats._parse import csv_by_split, csv_files, csv_header, in_pixels, in_threads
 from ssdctl.data.image_check import size_or_none
 from ssdctl.data.image_files import dataset_folder, files_below, is_image
 from ssdctl.errors import DataError
@@ -29,7 +28,6 @@ MASK = re.compile(r"(^|/)masks?/|(^|/)[0-9a-f]{16}_m[^/]*_[0-9a-f]{8}\.png$")
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
 CROWD = "IsGroupOf"
 MAX_NAMES_BYTES = 16 << 20
-THREADS = 8
 
 
 def recognise(path: Path) -> Path | None:
@@ -38,16 +36,17 @@ def recognise(path: Path) -> Path | None:
 
 def read(path: Path) -> dict[str, Annotations]:
     """Return the splits of a folder, or of one of its CSV files; classes are sorted by name."""
-    root, files = dataset_folder(path), csv_files(path, COLUMNS)
+    root, files, notes = dataset_folder(path), csv_by_split(path, COLUMNS), list[str]()
     names = _class_names(root)
-    notes: list[str] = []
-    images = [f for f in files_below(root) if is_image(Path(f)) and not MASK.search(f)]
-    splits: dict[str, list[LabeledImage]] = {}
-    for split, file in csv_by_split(path, root, files, COLUMNS).items():
-        if not (own := [f for f in images if split_of(str(Path(f).parent)) == split]):
-            own = [f for f in images if split_of(str(Path(f).parent)) is None]
-        splits[split] = _read_split(root, file, own, names, notes)
-    return from_images(splits, None, root, files[0], notes)
+    images: dict[str | None, list[str]] = {}  # by the split that their folder names
+    for image in files_below(root):
+        if is_image(Path(image)) and not MASK.search(image):
+            images.setdefault(split_of(image.rpartition("/")[0]), []).append(image)
+    splits = {
+        split: _read_split(root, file, images.get(split) or images.get(None, []), names, notes)
+        for split, file in files.items()
+    }
+    return from_images(splits, None, root, next(iter(files.values())), notes)
 
 
 def _class_names(root: Path) -> dict[str, str]:
@@ -71,22 +70,22 @@ def _read_split(
     root: Path, file: Path, images: list[str], names: dict[str, str], notes: list[str]
 ) -> list[LabeledImage]:
     ids = {Path(image).stem: image for image in images}
-    boxes: dict[str, list[tuple[str, Any, bool]]] = {}
-    num_absent, absent = 0, set()
+    boxes: dict[str, list[LabeledBox]] = {}
+    absent: Counter[str] = Counter()
     num_unlabeled = 0
-    for image_id, label, edges, is_group in _rows(file):
+    for image_id, label, (x0, x1, y0, y1), is_group in _rows(file):
         if not label:
             num_unlabeled += 1
-        elif image_id in ids:
-            boxes.setdefault(image_id, []).append((names.get(label, label), edges, is_group))
+        elif image_id not in ids:
+            absent[image_id] += 1
         else:
-            num_absent += 1
-            absent.add(image_id)
+            box = LabeledBox(names.get(label, label), x0, y0, x1 - x0, y1 - y0, is_group)
+            boxes.setdefault(image_id, []).append(box)
     if num_unlabeled:
         notes.append(f"{file.name}: {num_unlabeled:,} boxes without LabelName are left out")
     if absent:
         notes.append(
-            f"{file.name}: {num_absent:,} boxes of {len(absent):,} images that are not below "
+            f"{file.name}: {absent.total():,} boxes of {len(absent):,} images that are not below "
             f"{root} are left out"
         )
     if not boxes:
@@ -95,18 +94,14 @@ def _read_split(
             hint="the images are named after their ImageID, as in train/000002b66c9c498e.jpg",
         )
 
-    def located(image_id: str) -> LabeledImage:
+    def read_image(image_id: str) -> LabeledImage:
         width, height = size_or_none(root / ids[image_id])
-        own = [
-            LabeledBox(
-                name, x0 * width, y0 * height, (x1 - x0) * width, (y1 - y0) * height, is_group
-            )
-            for name, (x0, x1, y0, y1), is_group in (boxes.get(image_id, []) if width else [])
-        ]
-        return LabeledImage(ids[image_id], width, height, own)
+        own = boxes.get(image_id, []) if width else []
+        return LabeledImage(
+            ids[image_id], width, height, [in_pixels(box, width, height) for box in own]
+        )
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(located, sorted(ids)))
+    return in_threads(read_image, sorted(ids))
 
 
 def _rows(file: Path) -> Iterator[tuple[str, str, Any, bool]]:

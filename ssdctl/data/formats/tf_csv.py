@@ -27,13 +27,9 @@ def recognise(path: Path) -> Path | None:
 
 def read(path: Path) -> dict[str, Annotations]:
     """Return the splits of a folder, or of one of its CSV files; classes are sorted by name."""
-    root, files = dataset_folder(path), csv_files(path, COLUMNS)
-    notes: list[str] = []
-    splits = {
-        split: _read_split(root, file, split, notes)
-        for split, file in csv_by_split(path, root, files, COLUMNS).items()
-    }
-    return from_images(splits, None, root, files[0], notes)
+    root, files, notes = dataset_folder(path), csv_by_split(path, COLUMNS), list[str]()
+    splits = {split: _read_split(root, file, split, notes) for split, file in files.items()}
+    return from_images(splits, None, root, next(iter(files.values())), notes)
 
 
 def _read_split(root: Path, file: Path, split: str, notes: list[str]) -> list[LabeledImage]:

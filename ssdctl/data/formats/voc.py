@@ -10,8 +10,6 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -25,25 +23,31 @@ from ssdctl.data.annotations import (
     refuse,
     split_of,
 )
-from ssdctl.data.formats._parse import numbers, read_xml, root_element, whole_number
+from ssdctl.data.formats._parse import (
+    in_threads,
+    numbers,
+    read_lines,
+    read_xml,
+    root_element,
+    whole_number,
+)
 from ssdctl.data.image_check import header_size
 from ssdctl.data.image_files import files_below, is_image
 from ssdctl.errors import DataError
-from ssdctl.files import is_plain_name, read_errors, read_text
+from ssdctl.files import is_plain_name
 
 LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
 MAX_LIST_BYTES = 1 << 28
 MAX_DEPTH = 4  # folders above the first XML file, as in data/VOCdevkit/VOC2012/Annotations
-XML_THREADS = 8  # they wait for the file system
 
 
 class _Files(NamedTuple):
-    """The files below a dataset folder. Folders are relative to it, "" is itself."""
+    """The files below a dataset folder. Paths are relative to it, the folder "" is itself."""
 
     root: Path
     xml: dict[str, list[str]]  # stems by folder
-    images: dict[str, dict[str, list[str]]]  # names by folder and stem
+    images: dict[str, list[str]]  # paths by path without suffix
     folders: dict[str, list[str]]  # image folders by stem
 
 
@@ -77,20 +81,17 @@ def read(path: Path) -> dict[str, Annotations]:
     Without lists, the name of the folder of XML files or of images is the split, else all images
     are for training.
     """
-    root, files = path, _find_files(path)
+    root, files, notes = path, _find_files(path), list[str]()
     if not files.xml:
         raise DataError(
             f"{root}: not Pascal VOC's format: no folder of XML files (Annotations)",
             hint="give the folder that holds XML files and images, as in --data VOCdevkit/VOC2012",
         )
     xmls = _xml_files(files)
-    with ThreadPoolExecutor(XML_THREADS) as pool:
-        contents = list(pool.map(lambda xml: _read(root / xml.path), xmls))
-    notes: list[str] = []
-    contents = _from_zero(xmls, contents, notes)
+    contents = _from_one(xmls, in_threads(lambda xml: _read(root / xml.path), xmls), notes)
     places = {folder: _image_folder(files, folder) for folder in {xml.folder for xml in xmls}}
     splits: dict[str, list[LabeledImage]] = {}
-    used: dict[str, _Xml] = {}
+    used: dict[str, _Xml] = {}  # by image
     absent, repeated = [], []
     for xml, content in zip(xmls, contents, strict=True):
         image = _image_of(files, places[xml.folder], xml, content.file_name)
@@ -100,10 +101,10 @@ def read(path: Path) -> dict[str, Annotations]:
             repeated.append(xml.path)  # a copy of the labels in another folder
         else:
             split = xml.split or split_of(image.rpartition("/")[0]) or "train"
-            _, width, height, boxes = content
+            width, height = content.width, content.height
             if width <= 0 or height <= 0:  # some tools write no size
                 width, height = header_size(root / image)
-            splits.setdefault(split, []).append(LabeledImage(image, width, height, boxes))
+            splits.setdefault(split, []).append(LabeledImage(image, width, height, content.boxes))
     if len(absent) == len(xmls):
         raise DataError(
             f"no image for {len(xmls):,} XML files was found below {root}",
@@ -113,8 +114,8 @@ def read(path: Path) -> dict[str, Annotations]:
     if repeated:
         first = f"are left out, among them {repeated[0]}"
         notes.append(f"{len(repeated):,} XML files of images that have another one {first}")
-    searched = {p for x in xmls if not x.is_listed and (p := places[x.folder]) is not None}
-    notes += _unlabeled(files, searched, used)
+    searched = {places[xml.folder] for xml in xmls if not xml.is_listed}
+    notes += _unlabeled(files, searched, {_without_suffix(image) for image in used})
     return from_images(splits, None, root, root, notes)
 
 
@@ -122,16 +123,19 @@ def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
+def _without_suffix(path: str) -> str:
+    return str(PurePosixPath(path).with_suffix(""))
+
+
 def _find_files(root: Path) -> _Files:
     files = _Files(root, {}, {}, {})
     for name in sorted(files_below(root), key=lambda n: (n.count("/"), n)):
-        folder, _, file = name.rpartition("/")
-        path = PurePosixPath(file)
-        if path.suffix == ".xml" and not file.startswith("._"):  # metadata from macOS
-            files.xml.setdefault(folder, []).append(path.stem)
-        elif is_image(Path(file)):
-            files.images.setdefault(folder, {}).setdefault(path.stem, []).append(file)
-            files.folders.setdefault(path.stem, []).append(folder)
+        folder, _, stem = _without_suffix(name).rpartition("/")
+        if is_image(path := PurePosixPath(name)):
+            files.images.setdefault(_join(folder, stem), []).append(name)
+            files.folders.setdefault(stem, []).append(folder)
+        elif path.suffix == ".xml" and not stem.startswith("._"):  # metadata from macOS
+            files.xml.setdefault(folder, []).append(stem)
     for folder, stems in list(files.xml.items()):
         if root_element(root / folder / f"{stems[0]}.xml") not in ("annotation", ""):
             del files.xml[folder]  # CVAT's, or of another program
@@ -182,10 +186,8 @@ def _splits(lists: Path, annotations: Path) -> dict[str, list[str]]:
 
 def _stems(path: Path, annotations: Path) -> list[str]:
     """Return the name in each line: lists of one class have a flag after it."""
-    with read_errors(path):
-        lines = read_text(path, MAX_LIST_BYTES).splitlines()
     words = []
-    for line in (line.strip() for line in lines):
+    for line in map(str.strip, read_lines(path, MAX_LIST_BYTES)):
         if not line or line.startswith("#"):
             continue
         if line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
@@ -206,7 +208,7 @@ def _image_folder(files: _Files, folder: str) -> str | None:
     may have the same names.
     """
     stems = files.xml.get(folder, [])
-    if folder in files.images and all(stem in files.images[folder] for stem in stems):
+    if all(_join(folder, stem) in files.images for stem in stems):
         return folder
     counts = Counter(place for stem in stems for place in set(files.folders.get(stem, ())))
     split, words = split_of(folder), set(folder.split("/"))
@@ -225,34 +227,32 @@ def _image_of(files: _Files, folder: str | None, xml: _Xml, named: str) -> str |
     Of several with its stem, it is the one with the suffix of the name. Outside of `folder`, it
     must be the only one, and not of another split.
     """
-    named_stem, suffix = PurePosixPath(named).stem, PurePosixPath(named).suffix
-    for stem in (xml.stem, named_stem):
-        places = [folder] if folder is not None and stem in files.images[folder] else []
-        if not places:
+    suffix = PurePosixPath(named).suffix
+    for stem in (xml.stem, PurePosixPath(named).stem):
+        place = folder
+        if place is None or _join(place, stem) not in files.images:
             places = files.folders.get(stem, [])
             split = split_of(places[0]) if places else None
             if len(places) != 1 or (xml.split and split not in (None, xml.split)):
                 continue
-        names = files.images[places[0]][stem]
-        return _join(places[0], next((n for n in names if suffix and n.endswith(suffix)), names[0]))
+            place = places[0]
+        images = files.images[_join(place, stem)]
+        return next((image for image in images if suffix and image.endswith(suffix)), images[0])
     return None
 
 
-def _unlabeled(files: _Files, folders: set[str], used: Iterable[str]) -> list[str]:
-    """Return a note for each folder that has images without an XML file."""
-    stems = {str(PurePosixPath(image).with_suffix("")) for image in used}
-    notes = []
-    for folder in sorted(folders):
-        names = [
-            name
-            for stem, named in files.images[folder].items()
-            if _join(folder, stem) not in stems
-            for name in named
-        ]
-        if names:
-            first = f"are left out, among them {min(names)}"
-            notes.append(f"{folder or '.'}: {len(names):,} images have no XML file and {first}")
-    return notes
+def _unlabeled(files: _Files, folders: set[str | None], labeled: set[str]) -> list[str]:
+    """Return a note for each of the folders that has images without an XML file."""
+    unlabeled: dict[str, list[str]] = {}
+    for path, images in files.images.items():
+        folder = path.rpartition("/")[0]
+        if folder in folders and path not in labeled:
+            unlabeled.setdefault(folder, []).extend(images)
+    return [
+        f"{folder or '.'}: {len(images):,} images have no XML file and are left out, among them "
+        f"{PurePosixPath(min(images)).name}"
+        for folder, images in sorted(unlabeled.items())
+    ]
 
 
 def _read(path: Path) -> LabeledImage:
@@ -288,18 +288,17 @@ def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
     return LabeledBox(name, left, top, right - left, bottom - top, is_crowd)
 
 
-def _from_zero(
+def _from_one(
     xmls: list[_Xml], contents: list[LabeledImage], notes: list[str]
 ) -> list[LabeledImage]:
-    """Return the files with boxes that count pixels from 0."""
+    """Move boxes that count pixels from 1, unless one shows that they count from 0."""
     for xml, content in zip(xmls, contents, strict=True):
         if any(min(box.left, box.top) < 1 for box in content.boxes):
             notes.append(f"boxes count pixels from 0, not from 1 as Pascal VOC's do: {xml.path}")
             return contents
 
-    def shifted(box: LabeledBox) -> LabeledBox:
-        return box._replace(
-            left=box.left - 1, top=box.top - 1, width=box.width + 1, height=box.height + 1
-        )
+    def moved(box: LabeledBox) -> LabeledBox:
+        left, top = box.left - 1, box.top - 1
+        return LabeledBox(box.name, left, top, box.width + 1, box.height + 1, box.is_crowd)
 
-    return [content._replace(boxes=[shifted(b) for b in content.boxes]) for content in contents]
+    return [content._replace(boxes=list(map(moved, content.boxes))) for content in contents]

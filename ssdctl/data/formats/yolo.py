@@ -12,7 +12,6 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -20,33 +19,28 @@ import yaml
 
 from ssdctl.data.annotations import (
     SPLIT_WORDS,
+    SPLITS,
     Annotations,
     LabeledBox,
     LabeledImage,
     from_images,
     refuse,
 )
+from ssdctl.data.formats._parse import in_pixels, in_threads, read_lines
 from ssdctl.data.image_check import size_or_none
 from ssdctl.data.image_files import dataset_folder, files_below, is_image
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_limited, read_text, unreadable
+from ssdctl.files import read_errors, read_limited, read_text
 
 LOOKED_FOR = ("data.yaml", "classes.txt", "*.names")
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
 YAML = (".yaml", ".yml")
-USUAL = {
-    "train": ("images/train", "train/images", "images/train2017", "train"),
-    "val": ("images/val", "val/images", "valid/images", "images/val2017", "val", "valid"),
-    "test": ("images/test", "test/images", "test"),
-}
-UNDIVIDED = ("images", ".")
 SLACK = 0.01  # boxes overshoot their image by rounding; the check clips them
 MAX_YAML_BYTES = 1 << 20
 MAX_LABEL_BYTES = 16 << 20  # labels of an image, or class names
 MAX_LIST_BYTES = 1 << 28  # paths of images
 MAX_DEPTH = 2  # folders above a *.names
 MAX_TRIED = 200  # label files
-THREADS = 8
 
 
 class _DistinctKeys(yaml.BaseLoader):
@@ -103,8 +97,7 @@ def read(path: Path) -> dict[str, Annotations]:
 
 def has_labels(root: Path) -> bool:
     """Return whether a folder has labels in the usual places, whatever the classes are called."""
-    folders = ("labels", *(f for usual in USUAL.values() for f in usual), *UNDIVIDED)
-    names = (root / f / name for f in folders for name in files_below(root / f))
+    names = (root / f / name for f in ("labels", ".") for name in files_below(root / f))
     texts = (path for path in names if path.suffix == ".txt")
     return any(has_boxes(path) for path in itertools.islice(texts, MAX_TRIED))
 
@@ -126,10 +119,9 @@ def _read_yaml(root: Path, file: Path | None = None) -> _Description | None:
         if path.suffix.lower() not in YAML or not path.is_file():
             continue
         try:
-            content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=_DistinctKeys)
-        except OSError as error:
-            raise unreadable(path, error) from None
-        except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+            with read_errors(path):
+                content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=_DistinctKeys)
+        except (yaml.YAMLError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
         if isinstance(content, dict) and "names" in content:
             return _Description(path, content)
@@ -188,12 +180,12 @@ def _image_files(root: Path, description: _Description, notes: list[str]) -> dic
             if split is not None and isinstance(entry, str) and entry:
                 by_split.setdefault(split, [])
                 by_split[split] += _named_images(root, description, split, entry, notes)
-    for split in [split for split in USUAL if split not in by_split]:
+    for split in [split for split in SPLITS if split not in by_split]:
         found = (files for folder in _usual_folders(root, split) if (files := _images_in(folder)))
         by_split[split] = next(found, [])
     if not by_split.get("train"):
-        undivided = (_images_in(root / f) for f in UNDIVIDED if (root / f).is_dir())
         assigned = {path for files in by_split.values() for path in files}
+        undivided = (_images_in(folder) for folder in (root / "images", root))
         by_split["train"] = next((f for f in undivided if f and not assigned.intersection(f)), [])
     if not by_split["train"]:
         raise DataError(f"{root}: no images to train on in any of the usual folders")
@@ -201,13 +193,12 @@ def _image_files(root: Path, description: _Description, notes: list[str]) -> dic
 
 
 def _usual_folders(root: Path, split: str) -> Iterator[Path]:
-    """Return the usual folders of a split, in any case: `images/Train`, `obj_Train_data`."""
-    yield from (root / name for name in USUAL[split])
+    """Return the folders with the name of a split: `images/Train`, `val2017`, `obj_Train_data`."""
     for base in (root / "images", root):
         for folder in sorted(base.iterdir()) if base.is_dir() else ():
             word = folder.name.lower().removeprefix("obj_").removesuffix("_data")
-            if SPLIT_WORDS.get(word) == split:
-                yield folder
+            if SPLIT_WORDS.get(word.removesuffix("2017")) == split:
+                yield from (folder / "images", folder)
 
 
 def _named_images(
@@ -251,10 +242,8 @@ def _tail(text: str) -> PurePosixPath:
 
 
 def _listed_images(root: Path, path: Path) -> list[Path]:
-    with read_errors(path):
-        lines = read_text(path, MAX_LIST_BYTES).splitlines()
     images, absent = [], []
-    for line in filter(None, (line.strip() for line in lines)):
+    for line in filter(None, map(str.strip, read_lines(path, MAX_LIST_BYTES))):
         parts = _tail(line).parts
         places = [
             base.joinpath(*parts[i:]) for i in range(len(parts)) for base in (path.parent, root)
@@ -276,16 +265,14 @@ def _read_split(
     root: Path, files: list[Path], names: list[str], keypoints: bool, notes: list[str]
 ) -> list[LabeledImage]:
     def read_image(path: Path) -> LabeledImage:
-        name = path.relative_to(root).as_posix()
         # Trainers that use this format show images upright, so the boxes fit that view.
         width, height = size_or_none(path, upright=True)
         label = label_file(root, path)
-        has_boxes = width and label.is_file()
-        boxes = _boxes(label, names, keypoints, width, height) if has_boxes else []
-        return LabeledImage(name, width, height, boxes)
+        lines = _boxes(label, names, keypoints) if width and label.is_file() else []
+        boxes = dict.fromkeys(in_pixels(box, width, height) for box in lines)
+        return LabeledImage(path.relative_to(root).as_posix(), width, height, list(boxes))
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        images = list(pool.map(read_image, files))
+    images = in_threads(read_image, files)
     if files and not any(image.boxes for image in images):
         expected = label_file(root, files[0])
         notes.append(f"no image of {files[0].parent} has a label: looked for {expected}")
@@ -320,60 +307,43 @@ def label_file(root: Path, image: Path) -> Path:
     return adjacent if adjacent.is_file() or not in_labels.is_file() else in_labels
 
 
-def _boxes(
-    path: Path, names: list[str], keypoints: bool, width: int, height: int
-) -> list[LabeledBox]:
-    """Return the boxes of a label file; the same line twice counts once."""
-    with read_errors(path):
-        lines = read_text(path, MAX_LABEL_BYTES).splitlines()
+def _boxes(path: Path, names: list[str], keypoints: bool) -> list[LabeledBox]:
+    """Return the boxes of a label file, in fractions of the image."""
     boxes = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path, MAX_LABEL_BYTES), 1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
         with contextlib.suppress(ValueError, OverflowError):
             index, *numbers = (float(word) for word in line.split())
-            boxes.append(_box(index, numbers, names, keypoints, place, width, height))
+            if index != int(index) or not 0 <= index < len(names):
+                problem = f"class {index:g}, but there are {len(names)} names, from 0 on"
+                raise DataError(f"{place}: {problem}")
+            left, top, right, bottom = _edges(numbers[:4] if keypoints else numbers, place)
+            boxes.append(LabeledBox(names[int(index)], left, top, right - left, bottom - top))
             continue
         raise DataError(f"{place}: {line[:60]!r}: expected a class number and fractions")
-    return list(dict.fromkeys(boxes))
+    return boxes
 
 
 def _are_fractions(numbers: list[float]) -> bool:
     return all(-SLACK <= number <= 1 + SLACK for number in numbers)
 
 
-def _box(
-    index: float,
-    numbers: list[float],
-    names: list[str],
-    keypoints: bool,
-    place: str,
-    width: int,
-    height: int,
-) -> LabeledBox:
-    if index != int(index) or not 0 <= index < len(names):
-        raise DataError(f"{place}: class {index:g}, but there are {len(names)} names, from 0 on")
-    if keypoints and len(numbers) > 4:
-        numbers = numbers[:4]
+def _edges(numbers: list[float], place: str) -> tuple[float, float, float, float]:
+    """Return left, top, right and bottom of a box or a polygon."""
     if not _are_fractions(numbers):
         raise DataError(
             f"{place}: the numbers are not fractions of the image's width and height",
             hint="this format uses fractions from 0 to 1, not pixels",
         )
     if len(numbers) == 4:
-        cx, cy, w, h = numbers
-        edges = (cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2)
-    elif len(numbers) >= 6 and len(numbers) % 2 == 0:
+        x, y, width, height = numbers
+        return x - width / 2, y - height / 2, x + width / 2, y + height / 2
+    if len(numbers) >= 6 and len(numbers) % 2 == 0:
         xs, ys = numbers[::2], numbers[1::2]
-        edges = (min(xs), min(ys), max(xs), max(ys))
-    else:
-        raise DataError(
-            f"{place}: {len(numbers)} numbers after the class: 4 are a box, 6 or more (an even "
-            "number) are a polygon"
-        )
-    left, top, right, bottom = edges
-    name = names[int(index)]
-    return LabeledBox(
-        name, left * width, top * height, (right - left) * width, (bottom - top) * height
+        return min(xs), min(ys), max(xs), max(ys)
+    raise DataError(
+        f"{place}: {len(numbers)} numbers after the class: 4 are a box, 6 or more (an even "
+        "number) are a polygon"
     )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import Result
+from helpers import run_ranks, start_script
 
 from ssdctl.benchmark.data import required_cores
 from ssdctl.benchmark.train import timed, train_flops
@@ -37,7 +35,13 @@ def test_arithmetic_of_a_step_equals_the_recorded_figures(
 
 @pytest.mark.parametrize(
     ("gpu_rate", "gpus", "cores", "is_sufficient"),
-    [(900.0, 1, 2, True), (1000.0, 1, 2, True), (500.0, 2, 2, True), (3000.0, 8, 48, False)],
+    [
+        (900.0, 1, 2, True),
+        (1000.0, 1, 2, True),
+        (1000.1, 1, 3, False),  # a part of a core is a core
+        (500.0, 2, 2, True),
+        (3000.0, 8, 48, False),
+    ],
 )
 def test_the_cores_that_gpus_need_follow_from_the_rate_of_one_core(
     gpu_rate: float, gpus: int, cores: int, is_sufficient: bool
@@ -48,12 +52,6 @@ def test_the_cores_that_gpus_need_follow_from_the_rate_of_one_core(
         "required_cores": cores,
         "is_sufficient": is_sufficient,
     }
-
-
-def test_a_part_of_a_core_is_a_core() -> None:
-    measured = {"images_per_second": 1000.0, "images_per_second_per_core": 500.0}
-    figures = required_cores({**measured}, 1000.1, 1)
-    assert (figures["required_cores"], figures["is_sufficient"]) == (3, False)
 
 
 @pytest.mark.slow
@@ -73,25 +71,6 @@ def test_figures_hang_together(cli: Cli, shapes: Path) -> None:
         1 - rate / figures["images_per_second_fake"], abs=0.02
     )
     assert figures["peak_memory_bytes"] > 1e8
-
-
-def on_two_ranks(*command: object) -> list[str]:
-    """What each rank printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][1]
-    return [out for out, _ in outputs]
 
 
 class Pair:
@@ -140,13 +119,8 @@ def test_only_a_device_with_an_unbounded_queue_is_drained_while_it_is_timed(
     """Before and after the first repetition and at the end; else at both checks as well."""
     calls: list[str] = []
     monkeypatch.setattr(time, "perf_counter", lambda: 0.05 * calls.count("work"))
-    times, _ = timed(
-        lambda: calls.append("work"),
-        0.95,
-        wait=lambda: calls.append("wait"),
-        is_any=bool,
-        drain=drain,
-    )
+    wait = partial(calls.append, "wait")
+    times, _ = timed(partial(calls.append, "work"), 0.95, wait=wait, is_any=bool, drain=drain)
     assert times == 20
     assert calls[:3] == ["wait", "work", "wait"]
     assert calls[-1] == "wait"
@@ -155,8 +129,9 @@ def test_only_a_device_with_an_unbounded_queue_is_drained_while_it_is_timed(
 
 @pytest.mark.slow
 def test_ranks_report_their_scaling_efficiency() -> None:
-    first, second = on_two_ranks("-m", "ssdctl", *OPTIONS, "--fake-data")
-    assert second == ""
-    figures = json.loads(first)
+    script = "import sys; from ssdctl.cli.main import main; main(sys.argv[1:])"
+    ranks = run_ranks(2, script, *OPTIONS, "--fake-data", start=start_script)
+    assert [(rank.code, bool(rank.out)) for rank in ranks] == [(0, True), (0, False)], ranks
+    figures = json.loads(ranks[0].out)
     assert figures["world_size"] == 2
     assert 0.1 < figures["scaling_efficiency"] < 1.5

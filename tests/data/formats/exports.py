@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,40 +76,43 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
+def _coco(
+    images: Sequence[tuple[str, Sample]], *, first: int, category: int, **more: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """COCO's images and annotations, with ids from `first` on; class 0 has the id `category`."""
+    objects = [(n, *o) for n, (_, sample) in enumerate(images, first) for o in sample.objects]
+    return {
+        "images": [
+            {"id": n, "file_name": name, "width": SIZE[0], "height": SIZE[1]}
+            for n, (name, _) in enumerate(images, first)
+        ],
+        "annotations": [
+            {"id": n, "image_id": image, "category_id": label + category, "bbox": bbox}
+            | {"area": bbox[2] * bbox[3], "segmentation": [], "iscrowd": 0, **more}
+            for n, (image, label, *bbox) in enumerate(objects, first)
+        ],
+    }
+
+
 def cvat_coco(root: Path, splits: tuple[str, ...] = ("default",)) -> Path:
     """CVAT, "COCO 1.0": text and zero for missing header fields, attributes, ids from 1."""
     for k, split in enumerate(splits):
-        images, annotations = [], []
-        for sample in samples(start=10 * k):
-            name = f"frame {sample.number:03d}.png"
-            folder = root / "images" if split == "default" else root / "images" / split
-            save(folder / name, sample)
-            image_id = len(images) + 1
-            header = {"license": 0, "flickr_url": "", "coco_url": "", "date_captured": 0}
-            sides = {"width": SIZE[0], "height": SIZE[1]}
-            images.append({"id": image_id, **sides, "file_name": name, **header})
-            for label, *bbox in sample.objects:
-                annotations.append(
-                    {
-                        "id": len(annotations) + 1,
-                        "image_id": image_id,
-                        "category_id": label + 1,
-                        "segmentation": [],
-                        "area": float(bbox[2] * bbox[3]),
-                        "bbox": [float(v) for v in bbox],
-                        "iscrowd": 0,
-                        "attributes": {"occluded": False, "rotation": 0.0},
-                    }
-                )
-        info = dict.fromkeys(("contributor", "date_created", "description", "url", "version"), "")
-        content = {
+        images = [(f"frame {sample.number:03d}.png", sample) for sample in samples(start=10 * k)]
+        for name, sample in images:
+            save(root / "images" / ("" if split == "default" else split) / name, sample)
+        attributes = {"occluded": False, "rotation": 0.0}
+        content: dict[str, Any] = _coco(images, first=1, category=1, attributes=attributes)
+        for image in content["images"]:
+            image |= {"license": 0, "flickr_url": "", "coco_url": "", "date_captured": 0}
+        for entry in content["annotations"]:
+            entry |= {"bbox": [float(v) for v in entry["bbox"]], "area": float(entry["area"])}
+        info = ("contributor", "date_created", "description", "url", "version", "year")
+        content |= {
             "licenses": [{"name": "", "id": 0, "url": ""}],
-            "info": {**info, "year": ""},
+            "info": dict.fromkeys(info, ""),
             "categories": [
                 {"id": i, "name": name, "supercategory": ""} for i, name in enumerate(NAMES, 1)
             ],
-            "images": images,
-            "annotations": annotations,
         }
         write_json(root / f"annotations/instances_{split}.json", content)
     return root
@@ -118,37 +121,22 @@ def cvat_coco(root: Path, splits: tuple[str, ...] = ("default",)) -> Path:
 def roboflow_coco(root: Path) -> Path:
     """Roboflow, "COCO": a folder per split, category 0 is the project, the year is text."""
     for k, split in enumerate(("train", "valid", "test")):
-        images, annotations = [], []
-        for sample in samples(start=10 * k):
-            name = f"shot_{sample.number}_jpg.rf.{sample.number:032x}.jpg"
-            save(root / split / name, sample)
-            sides = {"height": SIZE[1], "width": SIZE[0]}
-            captured = "2026-01-12T09:00:00+00:00"
-            images.append(
-                {"id": len(images), "license": 1, "file_name": name, **sides}
-                | {"date_captured": captured, "extra": {"name": f"shot {sample.number}.jpg"}}
-            )
-            for label, *bbox in sample.objects:
-                annotations.append(
-                    {
-                        "id": len(annotations),
-                        "image_id": len(images) - 1,
-                        "category_id": label + 1,
-                        "bbox": bbox,
-                        "area": bbox[2] * bbox[3],
-                        "segmentation": [],
-                        "iscrowd": 0,
-                    }
-                )
-        categories = [{"id": 0, "name": "parts", "supercategory": "none"}] + [
-            {"id": i, "name": name, "supercategory": "parts"} for i, name in enumerate(NAMES, 1)
+        images = [
+            (f"shot_{sample.number}_jpg.rf.{sample.number:032x}.jpg", sample)
+            for sample in samples(start=10 * k)
         ]
-        content = {
+        content: dict[str, Any] = _coco(images, first=0, category=1)
+        for name, sample in images:
+            save(root / split / name, sample)
+        for image in content["images"]:
+            image |= {"date_captured": "2026-01-12T09:00:00+00:00", "extra": {"name": "shot.jpg"}}
+        content |= {
             "info": {"year": "2026", "version": "3", "contributor": "", "date_created": ""},
             "licenses": [{"id": 1, "url": "https://example.org/", "name": "CC BY 4.0"}],
-            "categories": categories,
-            "images": images,
-            "annotations": annotations,
+            "categories": [
+                {"id": 0, "name": "parts", "supercategory": "none"},
+                *({"id": i, "name": n, "supercategory": "parts"} for i, n in enumerate(NAMES, 1)),
+            ],
         }
         write_json(root / split / "_annotations.coco.json", content)
     (root / "README.roboflow.txt").write_text("exported\n")
@@ -157,7 +145,6 @@ def roboflow_coco(root: Path) -> Path:
 
 def label_studio_coco(root: Path) -> Path:
     """Label Studio, "COCO": all ids from 0, paths of its server."""
-    images, annotations = [], []
     prefixes = (
         "..\\..\\label-studio\\label-studio\\media\\upload\\4\\",
         "/data/upload/3/",
@@ -166,31 +153,19 @@ def label_studio_coco(root: Path) -> Path:
         "../../label-studio/data/media/upload/4/",
         "",
     )
+    images = []
     for sample, prefix in zip(samples(), prefixes, strict=True):
         name = f"{sample.number:08x}-shot_{sample.number}.jpg"
         save(root / "images" / name, sample)
-        sides = {"width": SIZE[0], "height": SIZE[1]}
-        images.append({**sides, "id": sample.number, "file_name": prefix + name})
-        for label, *bbox in sample.objects:
-            annotations.append(
-                {
-                    "id": len(annotations),
-                    "image_id": sample.number,
-                    "category_id": label,
-                    "segmentation": [],
-                    "bbox": [v + 0.0 for v in bbox],
-                    "ignore": 0,
-                    "iscrowd": 0,
-                    "area": bbox[2] * bbox[3] + 0.0,
-                }
-            )
-    content = {
-        "images": images,
-        "categories": [{"id": i, "name": name} for i, name in enumerate(NAMES)],
-        "annotations": annotations,
-        "info": {"year": 2026, "version": "1.0", "description": "", "contributor": "Label Studio"},
-    }
-    write_json(root / "result.json", content)
+        images.append((prefix + name, sample))
+    write_json(
+        root / "result.json",
+        {
+            **_coco(images, first=0, category=0, ignore=0),
+            "categories": [{"id": i, "name": name} for i, name in enumerate(NAMES)],
+            "info": {"year": 2026, "version": "1.0", "contributor": "Label Studio"},
+        },
+    )
     return root
 
 
@@ -228,25 +203,29 @@ def ultralytics_yolo(root: Path) -> Path:
     return root / "data.yaml"
 
 
-def _voc_xml(name: str, sample: Sample) -> str:
-    objects = "".join(
-        f"<object><name>{NAMES[label]}</name><truncated>0</truncated><difficult>0</difficult>"
-        f"<bndbox><xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + w}</xmax><ymax>{y + h}</ymax>"
-        "</bndbox></object>"
-        for label, x, y, w, h in sample.objects
-    )
-    size = f"<size><width>{SIZE[0]}</width><height>{SIZE[1]}</height><depth>3</depth></size>"
-    return f"<annotation><folder></folder><filename>{name}</filename>{size}{objects}</annotation>"
+def _voc(root: Path, images: str, labels: str, start: int = 0) -> None:
+    """Write images and XML files, by their number in these two paths."""
+    for sample in samples(start=start):
+        image, path = (root / place.format(sample.number) for place in (images, labels))
+        objects = "".join(
+            f"<object><name>{NAMES[label]}</name><truncated>0</truncated><difficult>0</difficult>"
+            f"<bndbox><xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + w}</xmax>"
+            f"<ymax>{y + h}</ymax></bndbox></object>"
+            for label, x, y, w, h in sample.objects
+        )
+        save(image, sample)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            f"<annotation><folder></folder><filename>{image.name}</filename><size>"
+            f"<width>{SIZE[0]}</width><height>{SIZE[1]}</height><depth>3</depth></size>{objects}"
+            "</annotation>"
+        )
 
 
 def voc_lists(root: Path) -> Path:
     """Pascal VOC with ImageSets."""
     for split, start in (("train", 0), ("val", 10)):
-        for sample in samples(start=start):
-            save(root / f"JPEGImages/{sample.number:06d}.jpg", sample)
-            path = root / f"Annotations/{sample.number:06d}.xml"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(_voc_xml(f"{sample.number:06d}.jpg", sample))
+        _voc(root, "JPEGImages/{:06d}.jpg", "Annotations/{:06d}.xml", start)
         lists = root / f"ImageSets/Main/{split}.txt"
         lists.parent.mkdir(parents=True, exist_ok=True)
         lists.write_text("".join(f"{p.number:06d}\n" for p in samples(start=start)))
@@ -254,30 +233,21 @@ def voc_lists(root: Path) -> Path:
 
 
 def voc_plain(root: Path) -> Path:
-    """XML files and images in one folder, as labelImg and Label Studio leave them."""
-    for sample in samples():
-        save(root / f"images/{sample.number}.jpg", sample)
-        path = root / f"Annotations/{sample.number}.xml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(_voc_xml(f"{sample.number}.jpg", sample))
+    """XML files and images, as labelImg and Label Studio leave them."""
+    _voc(root, "images/{}.jpg", "Annotations/{}.xml")
     return root
 
 
 def voc_other_names(root: Path) -> Path:
     """Pascal VOC's XML under other names, as the tutorials' repositories have it."""
-    voc_plain(root)
-    (root / "Annotations").rename(root / "annots")
+    _voc(root, "images/{}.jpg", "annots/{}.xml")
     return root
 
 
 def voc_mirrored(root: Path) -> Path:
     """A folder of XML files and one of images for each split, with the same names in both."""
     for split in ("train", "test"):
-        for sample in samples():
-            save(root / f"images/{split}/{sample.number}.jpg", sample)
-            path = root / f"annotations/{split}/{sample.number}.xml"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_voc_xml(f"{sample.number}.jpg", sample))
+        _voc(root, f"images/{split}/{{}}.jpg", f"annotations/{split}/{{}}.xml")
     return root
 
 
@@ -295,36 +265,29 @@ def darknet(root: Path) -> Path:
     return root
 
 
-TF_HEADER = ["filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax"]
+def _tf_csv(root: Path, file: str, folder: str, start: int) -> None:
+    with (root / file).open("w", newline="") as table:
+        rows = csv.writer(table)
+        rows.writerow(["filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax"])
+        for sample in samples(start=start):
+            save(root / folder / f"{sample.number}.jpg", sample)
+            for label, x, y, w, h in sample.objects:
+                rows.writerow([f"{sample.number}.jpg", *SIZE, NAMES[label], x, y, x + w, y + h])
 
 
 def tf_csv(root: Path) -> Path:
     """xml_to_csv.py of the TensorFlow tutorials: `data/SPLIT_labels.csv`, `images/SPLIT`."""
     (root / "data").mkdir()
     for split, start in (("train", 0), ("test", 10)):
-        with (root / f"data/{split}_labels.csv").open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(TF_HEADER)
-            for sample in samples(start=start):
-                name = f"{sample.number}.jpg"
-                save(root / f"images/{split}" / name, sample)
-                for label, x, y, w, h in sample.objects:
-                    rows.writerow([name, *SIZE, NAMES[label], x, y, x + w, y + h])
+        _tf_csv(root, f"data/{split}_labels.csv", f"images/{split}", start)
     return root
 
 
 def roboflow_tf_csv(root: Path) -> Path:
     """Roboflow, "Tensorflow Object Detection CSV": a folder per split."""
     for split, start in (("train", 0), ("valid", 10)):
-        lines = [",".join(TF_HEADER)]
-        for sample in samples(start=start):
-            name = f"shot_{sample.number}_jpg.rf.{sample.number:032x}.jpg"
-            save(root / split / name, sample)
-            lines += [
-                f"{name},{SIZE[0]},{SIZE[1]},{NAMES[label]},{x},{y},{x + w},{y + h}"
-                for label, x, y, w, h in sample.objects
-            ]
-        (root / split / "_annotations.csv").write_text("\n".join(lines))
+        (root / split).mkdir()
+        _tf_csv(root, f"{split}/_annotations.csv", split, start)
     return root
 
 

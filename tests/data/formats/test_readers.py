@@ -28,14 +28,19 @@ def rounded(boxes: Iterator[Box]) -> list[Box]:
     return sorted((file, name, *(round(v, 2) for v in sides)) for file, name, *sides in boxes)
 
 
-def coco(images: str, file: str) -> Callable[[Path], Iterator[Box]]:
-    """Supervision on a COCO file."""
+def supervised(kind: str, *paths: str) -> Callable[[Path], Iterator[Box]]:
+    """Supervision on a format, by the paths of its images and labels."""
 
     def read(root: Path) -> Iterator[Box]:
         import supervision
 
-        read = supervision.DetectionDataset.from_coco
-        yield from of_supervision(read(str(root / images), str(root / file)))
+        (root / "names.yaml").write_text(f"names: {list(exports.NAMES)}\nnc: 2\n")  # for YOLO
+        read = getattr(supervision.DetectionDataset, f"from_{kind}")
+        dataset = read(*(str(root / p) for p in paths))
+        for path, _, found in dataset:
+            for box, label in zip(found.xyxy, found.class_id, strict=True):
+                yield Path(path).name, dataset.classes[label], *box.tolist()
+        (root / "names.yaml").unlink()
 
     return read
 
@@ -49,39 +54,6 @@ def label_studio(root: Path) -> Iterator[Box]:
         file = read.imgs[entry["image_id"]]["file_name"].replace("\\", "/").rpartition("/")[2]
         x, y, w, h = entry["bbox"]
         yield file, read.cats[entry["category_id"]]["name"], x, y, x + w, y + h
-
-
-def of_supervision(dataset: object) -> Iterator[Box]:
-    for path, _, found in dataset:  # type: ignore[attr-defined]
-        for box, label in zip(found.xyxy, found.class_id, strict=True):
-            left, top, right, bottom = box.tolist()
-            name = dataset.classes[label]  # type: ignore[attr-defined]
-            yield Path(path).name, name, left, top, right, bottom
-
-
-def voc(images: str, labels: str) -> Callable[[Path], Iterator[Box]]:
-    """Supervision on XML files, whose pixels count from 1."""
-
-    def read(root: Path) -> Iterator[Box]:
-        import supervision
-
-        read = supervision.DetectionDataset.from_pascal_voc
-        yield from of_supervision(read(str(root / images), str(root / labels)))
-
-    return read
-
-
-def yolo(images: str, labels: str) -> Callable[[Path], Iterator[Box]]:
-    def read(root: Path) -> Iterator[Box]:
-        import supervision
-
-        (root / "names.yaml").write_text(f"names: {list(exports.NAMES)}\nnc: 2\n")
-        read = supervision.DetectionDataset.from_yolo
-        folders = str(root / images), str(root / labels), str(root / "names.yaml")
-        yield from of_supervision(read(*folders))
-        (root / "names.yaml").unlink()
-
-    return read
 
 
 def of_globox(annotations: object, names: dict[str, str] | None = None) -> Iterator[Box]:
@@ -134,16 +106,16 @@ def kitti(root: Path) -> Iterator[Box]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[Box]]] = {
-    "cvat_coco": coco("images", "annotations/instances_default.json"),
-    "roboflow_coco": coco("train", "train/_annotations.coco.json"),
+    "cvat_coco": supervised("coco", "images", "annotations/instances_default.json"),
+    "roboflow_coco": supervised("coco", "train", "train/_annotations.coco.json"),
     "label_studio_coco": label_studio,
-    "roboflow_yolo": yolo("train/images", "train/labels"),
-    "ultralytics_yolo": yolo("images/train", "labels/train"),
-    "darknet": yolo("data/img", "data/img"),
-    "voc_lists": voc("JPEGImages", "Annotations"),
-    "voc_plain": voc("images", "Annotations"),
-    "voc_other_names": voc("images", "annots"),
-    "voc_mirrored": voc("images/train", "annotations/train"),
+    "roboflow_yolo": supervised("yolo", "train/images", "train/labels", "names.yaml"),
+    "ultralytics_yolo": supervised("yolo", "images/train", "labels/train", "names.yaml"),
+    "darknet": supervised("yolo", "data/img", "data/img", "names.yaml"),
+    "voc_lists": supervised("pascal_voc", "JPEGImages", "Annotations"),
+    "voc_plain": supervised("pascal_voc", "images", "Annotations"),
+    "voc_other_names": supervised("pascal_voc", "images", "annots"),
+    "voc_mirrored": supervised("pascal_voc", "images/train", "annotations/train"),
     "cvat_xml": cvat_xml,
     "open_images": open_images,
     "tf_csv": tf_csv("data/train_labels.csv"),

@@ -85,6 +85,16 @@ def test_no_lists_no_size_another_suffix(tmp_path: Path) -> None:
     assert splits["train"].sizes.tolist() == [[30, 20]]
 
 
+@pytest.mark.parametrize(("side", "width"), [("96.0", 96), ("", 100), ("wide", 0), ("96.5", 0)])
+def test_a_size_is_a_whole_number_or_absent(tmp_path: Path, side: str, width: int) -> None:
+    voc(tmp_path, {"a": xml(thing("cat", 2, 2, 4, 4)).replace(">100<", f">{side}<")})
+    if width:
+        assert read(tmp_path)["train"].sizes.tolist() == [[width, 50]]
+    else:
+        with pytest.raises(DataError, match=r"a\.xml: size/width"):
+            read(tmp_path)
+
+
 def test_xml_next_to_the_images_in_a_folder_per_split(tmp_path: Path) -> None:
     for k, names in enumerate((("train", "valid", "test"), ("Train", "Val2017", "Test"))):
         root = tmp_path / str(k)
@@ -100,6 +110,7 @@ def test_xml_next_to_the_images_in_a_folder_per_split(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("<annotation>", "a.xml: broken XML"),
+        ('<?xml version="1.0" encoding="none"?><annotation/>', "a.xml: broken XML"),
         ("", "a.xml: not plain XML"),
         ('<!DOCTYPE a [<!ENTITY b "bb">]><annotation>&b;</annotation>', "not plain XML"),
         (xml(thing("", 1, 1, 2, 2)), "a.xml: object 1 has no name"),
@@ -130,7 +141,11 @@ def test_lists_and_folders_of_cvat(tmp_path: Path) -> None:
     for stem in stems:
         (tmp_path / "Annotations" / stem).parent.mkdir(parents=True, exist_ok=True)
     content = xml(thing("cat", 1, 1, 9, 9))
-    lists = {"Train": ["a", "day 1/b"], "Validation": ["c d  "], "default": ["e"]}
+    lists = {
+        "Train": ["# made by hand", "a", "#e", "day 1/b"],
+        "Validation": ["c d  "],
+        "default": ["e"],
+    }
     voc(tmp_path, dict.fromkeys(stems, content), {**lists, "cat_Train": ["a  1"]})
     splits = read(tmp_path)
     images = ["JPEGImages/a.jpg", "JPEGImages/day 1/b.jpg", "JPEGImages/e.jpg"]
@@ -163,6 +178,8 @@ def test_images_without_xml_are_counted_and_files_of_macos_ignored(tmp_path: Pat
 
 
 def test_absent_and_unsafe_names(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not Pascal VOC"):
+        read(tmp_path)
     voc(tmp_path, {"a": xml(thing("cat", 1, 1, 2, 2))}, {"train": ["a", "b"]})
     with pytest.raises(DataError, match=r"b\.xml"):
         read(tmp_path)
@@ -172,11 +189,6 @@ def test_absent_and_unsafe_names(tmp_path: Path) -> None:
     voc(tmp_path, {"b": xml(thing("cat", 1, 1, 2, 2))}, {"train": ["a", "b"]})
     (tmp_path / "JPEGImages/b.jpg").unlink()
     with pytest.raises(DataError, match=r"Annotations/b\.xml"):
-        read(tmp_path)
-
-
-def test_another_format(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not Pascal VOC"):
         read(tmp_path)
 
 
@@ -200,6 +212,10 @@ def test_mirrored_folders_of_splits(tmp_path: Path) -> None:
         "images/test",
         "images/train",
     ]
+    # An image is not taken from another split.
+    (tmp_path / "annotations/train/6.xml").write_text(xml(thing("cat", 2, 2, 9, 9)))
+    with pytest.raises(DataError, match=r"missing: annotations/train/6\.xml"):
+        read(tmp_path)
 
 
 def test_images_in_folders_of_splits_and_labels_in_one(tmp_path: Path) -> None:
@@ -217,14 +233,6 @@ def test_no_image_is_found(tmp_path: Path) -> None:
     for path in (tmp_path / "JPEGImages").iterdir():
         path.unlink()
     with pytest.raises(DataError, match=rf"\b3\b.*{tmp_path}"):
-        read(tmp_path)
-
-
-def test_an_image_is_not_taken_from_another_split(tmp_path: Path) -> None:
-    exports.voc_mirrored(tmp_path)
-    exports.image_file(tmp_path / "images/test/9.jpg")
-    (tmp_path / "annotations/train/9.xml").write_text(xml(thing("cat", 2, 2, 9, 9)))
-    with pytest.raises(DataError, match=r"missing: annotations/train/9\.xml"):
         read(tmp_path)
 
 
@@ -249,12 +257,6 @@ def test_pixels_that_count_from_zero(tmp_path: Path, first: float) -> None:
     (note,) = splits["train"].notes
     assert "from 0" in note
     assert "b.xml" in note
-
-
-def test_comments_in_lists(tmp_path: Path) -> None:
-    files = dict.fromkeys("ab", xml(thing("cat", 2, 2, 9, 9)))
-    voc(tmp_path, files, {"train": ["# made by hand", "a", "#b"]})
-    assert list(exports.boxes_of(read(tmp_path))) == ["JPEGImages/a.jpg"]
 
 
 def test_labelme_of_mit_is_named(tmp_path: Path) -> None:

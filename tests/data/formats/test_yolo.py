@@ -63,27 +63,23 @@ def test_places_of_images(tmp_path: Path, yaml: str, images: str) -> None:
     assert exports.boxes_of(splits) == {f"{images}/a.jpg": [("cat", [40, 15, 20, 20], 0)]}
 
 
-def test_lists_of_images(tmp_path: Path) -> None:
-    yolo(
-        tmp_path,
-        {f"images/{n}.jpg": "0 .5 .5 .2 .4" for n in "abc"},
-        "names: [no, yes]\ntrain: train.txt\nval: val.txt\n",
-    )
-    (tmp_path / "train.txt").write_text("./images/a.jpg\n/home/me/data/images/b.jpg\n")
-    (tmp_path / "val.txt").write_text("images/c.jpg\n")
+@pytest.mark.parametrize("is_file", [True, False])
+def test_lists_of_images(tmp_path: Path, is_file: bool) -> None:
+    """In files, or in data.yaml."""
+    train = ["./images/a.jpg", "/home/me/data/images/b.jpg"]
+    val = ["../images/c.jpg"]
+    listed = "train: train.txt\nval: val.txt\n" if is_file else f"train: {train}\nval: {val}\n"
+    images = {f"images/{n}.jpg": "0 .5 .5 .2 .4" for n in "abc"}
+    yolo(tmp_path, images, f"names: [no, yes]\n{listed}")
+    (tmp_path / "train.txt").write_text("\n".join(train))
+    (tmp_path / "val.txt").write_text("\n".join(val))
     splits = read(tmp_path)
     assert list(exports.boxes_of(splits)) == ["images/a.jpg", "images/b.jpg"]
     assert exports.boxes_of(splits, "val")["images/c.jpg"][0][0] == "no"  # not false
     (tmp_path / "val.txt").write_text("images/z.jpg\n")
-    with pytest.raises(DataError, match=r"val\.txt.*images/z\.jpg"):
-        read(tmp_path)
-
-
-def test_names_without_yaml_and_labels_next_to_images(tmp_path: Path) -> None:
-    yolo(tmp_path, {"a.jpg": "1 .5 .5 .2 .4"}, None)
-    (tmp_path / "classes.txt").write_text("cat\ndog\n")
-    splits = read(tmp_path)
-    assert exports.boxes_of(splits) == {"a.jpg": [("dog", [40, 15, 20, 20], 0)]}
+    if is_file:
+        with pytest.raises(DataError, match=r"val\.txt.*images/z\.jpg"):
+            read(tmp_path)
 
 
 def test_turned_images_count_as_shown(tmp_path: Path) -> None:
@@ -245,15 +241,6 @@ def test_lists_of_darknet(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_images_in_data_yaml(tmp_path: Path) -> None:
-    images = {f"images/{n}.jpg": "0 .5 .5 .2 .4" for n in "abc"}
-    yaml = "train: [images/a.jpg, ../images/b.jpg]\nval: [./images/c.jpg]\nnames: [cat]\n"
-    yolo(tmp_path, images, yaml)
-    splits = read(tmp_path)
-    assert list(exports.boxes_of(splits)) == ["images/a.jpg", "images/b.jpg"]
-    assert list(exports.boxes_of(splits, "val")) == ["images/c.jpg"]
-
-
 @pytest.mark.parametrize(
     ("line", "is_yolo"),
     [
@@ -278,7 +265,7 @@ def test_text_beside_an_image_is_yolo_if_its_content_is(
     assert (recognise(root) is not None) == is_yolo
     if is_yolo:
         assert "classes.txt" in str(error.value.hint)
-        assert exports.boxes_of(read(root))["a.jpg"]
+        assert exports.boxes_of(read(root)) == {"a.jpg": [("cat", [40, 15, 20, 20], 0)]}
 
 
 def test_the_hint_for_labels_in_an_unusual_place(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from doctor.machines import Machine, RunDoctor, state
-from helpers import is_alive
+from doctor.machines import Machine, RunDoctor, expect
+from helpers import is_alive, wait_for
 
+from ssdctl.doctor import machine as doctor_machine
+from ssdctl.doctor.check import Programs
 from ssdctl.runtime import hardware
 
 
@@ -31,22 +33,35 @@ def test_what_a_cgroup_grants(
     machine.put(group / "one/memory.max", str(2**30))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     _, checks = run_doctor()
-    assert checks["cores"]["state"] == "ok"
-    assert "the cgroup grants 0.5" in checks["cores"]["detail"]
-    assert checks["memory"]["state"] == "warn"
-    assert "the cgroup grants 1.0 GiB" in checks["memory"]["detail"]
+    expect(checks["cores"], "ok", "grants 0.5")
+    expect(checks["memory"], "warn", "grants 1.0 GiB")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert run_doctor()[1]["cores"]["state"] == "warn"
+    expect(run_doctor()[1]["cores"], "warn", "OMP_NUM_THREADS is 2")
 
 
-def test_numa_nodes_and_physical_cores(run_doctor: RunDoctor, machine: Machine) -> None:
+def test_what_sysfs_lists(
+    run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cores, NUMA nodes, InfiniBand, and cards, for which there is too little shared memory."""
     for cpu in os.sched_getaffinity(0):
         topology = machine.sys / f"devices/system/cpu/cpu{cpu}/topology"
         machine.put(topology / "physical_package_id", "0")
         machine.put(topology / "core_id", "0")  # all threads of one core
     for node in range(3):
         machine.put(machine.sys / f"devices/system/node/node{node}/cpulist", "0")
-    assert "1 physical on 1 socket(s), 3 NUMA node(s)" in run_doctor()[1]["cores"]["detail"]
+    monkeypatch.setattr(doctor_machine, "SHM", Path("/proc"))  # a file system without free space
+    _, checks = run_doctor()
+    expect(checks["cores"], "ok", "1 physical on 1 socket(s), 3 NUMA node(s)")
+    expect(checks["/dev/shm"], "ok")
+    assert "infiniband" not in checks
+    machine.card(hardware.HABANA)
+    ports = machine.sys / "class/infiniband"
+    machine.put(ports / "mlx5_0/ports/1/state", "1: DOWN")
+    _, checks = run_doctor()
+    expect(checks["/dev/shm"], "warn", "--shm-size")
+    expect(checks["infiniband"], "warn", "mlx5_0:1 DOWN")
+    machine.put(ports / "mlx5_1/ports/1/state", "4: ACTIVE")
+    expect(run_doctor()[1]["infiniband"], "ok", "mlx5_0:1 DOWN, mlx5_1:1 ACTIVE")
 
 
 def test_a_low_limit_of_open_files(machine: Machine) -> None:
@@ -57,98 +72,79 @@ def test_a_low_limit_of_open_files(machine: Machine) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)}
-    assert state(checks["open files"]) == ("warn", "limit 300")
-    assert checks["open files"]["remedy"].startswith("ulimit -n")
-    assert checks["locked memory"]["detail"].startswith("limit 0.1 MiB")
+    expect(checks["open files"], "warn", "300", "ulimit -n")
+    expect(checks["locked memory"], "ok", "0.1 MiB")
 
 
 def test_memory_that_cannot_be_locked_for_rdma(run_doctor: RunDoctor, machine: Machine) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
     try:
-        assert run_doctor()[1]["locked memory"]["state"] == "ok"
+        expect(run_doctor()[1]["locked memory"], "ok")
         (machine.sys / "class/infiniband/mlx5_0").mkdir(parents=True)
-        check = run_doctor()[1]["locked memory"]
+        expect(run_doctor()[1]["locked memory"], "warn", "memlock")
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
-    assert check["state"] == "warn"
-    assert "memlock" in check["remedy"]
-
-
-def test_ports_of_infiniband(run_doctor: RunDoctor, machine: Machine) -> None:
-    assert "infiniband" not in run_doctor()[1]
-    ports = machine.sys / "class/infiniband"
-    machine.put(ports / "mlx5_0/ports/1/state", "1: DOWN")
-    assert state(run_doctor()[1]["infiniband"]) == ("warn", "mlx5_0:1 DOWN")
-    machine.put(ports / "mlx5_1/ports/1/state", "4: ACTIVE")
-    assert state(run_doctor()[1]["infiniband"]) == ("ok", "mlx5_0:1 DOWN, mlx5_1:1 ACTIVE")
-
-
-def test_little_shared_memory_matters_where_cards_are(
-    run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ssdctl.doctor import machine as limits
-
-    monkeypatch.setattr(limits, "SHM", Path("/proc"))  # a file system without free space
-    assert run_doctor()[1]["/dev/shm"]["state"] == "ok"
-    machine.card(hardware.HABANA)
-    check = run_doctor()[1]["/dev/shm"]
-    assert check["state"] == "warn"
-    assert "--shm-size" in check["remedy"]
 
 
 def test_launchers(run_doctor: RunDoctor, machine: Machine) -> None:
     code, checks = run_doctor()
     assert code == 0
     for name in ("mpirun", "sbatch", "srun", "kubectl"):
-        assert checks[name]["state"] == "absent"
-        assert checks[name]["detail"].startswith("not found; for ")
-    assert run_doctor("--set", "launch.launcher=kubernetes")[1]["kubectl"]["state"] == "fail"
+        expect(checks[name], "absent")
+    expect(run_doctor("--set", "launch.launcher=kubernetes")[1]["kubectl"], "fail")
     machine.program("mpirun", "[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.3'")
     machine.program("sbatch", "[ $1 = --version ] && printf 'slurm \\033[1m23.02.6\\007'")
     machine.program("kubectl", "echo 'no config' >&2; exit 1")
     code, checks = run_doctor()
-    assert state(checks["mpirun"]) == ("ok", "mpirun (Open MPI) 5.0.3")
-    assert state(checks["sbatch"]) == ("ok", "slurm  23.02.6"), "no escapes of others'"
-    assert state(checks["kubectl"]) == ("warn", "does not answer: no config")
+    expect(checks["mpirun"], "ok", "mpirun (Open MPI) 5.0.3")
+    assert checks["sbatch"]["detail"] == "slurm  23.02.6", "no escapes of others"
+    expect(checks["kubectl"], "warn", "no config")
     machine.program("mpirun", "echo 'HYDRA build details: 4.1'")
-    check = run_doctor()[1]["mpirun"]
-    assert check["state"] == "warn"
-    assert "Open MPI" in check["remedy"]
+    expect(run_doctor()[1]["mpirun"], "warn", "HYDRA", "Open MPI")
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(
     run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ssdctl.doctor import machine as launchers
-
-    monkeypatch.setattr(launchers, "VERSION_S", 0.5)
+    monkeypatch.setattr(doctor_machine, "VERSION_S", 0.5)
     machine.program("srun", f"/bin/sleep 60 & echo $! > {tmp_path}/child; wait")
     start = time.monotonic()
-    assert state(run_doctor()[1]["srun"]) == ("warn", "does not answer: no answer within 0.5 s")
+    expect(run_doctor()[1]["srun"], "warn", "within 0.5 s")
     assert time.monotonic() - start < 20
     child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 5
-    while is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(child)
+    wait_for(lambda: not is_alive(child), timeout_s=5)
+
+
+def test_a_program_ends_with_an_exception_of_the_main_thread(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+
+    def interrupt(*_: object) -> None:
+        if child.is_file() and child.read_text().endswith("\n"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise RuntimeError("stopped")
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(RuntimeError, match="stopped"):
+            Programs().run(["/bin/sh", "-c", f"echo $$ > {child}; exec /bin/sleep 60"], 50)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+    wait_for(lambda: not is_alive(int(child.read_text())), timeout_s=30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_running_probes(machine: Machine, tmp_path: Path, number: int) -> None:
-    machine.program("srun", f"echo $$ > {tmp_path}/child; exec /bin/sleep 60")
+    child = tmp_path / "child"
+    machine.program("srun", f"echo $$ > {child}; exec /bin/sleep 60")
     doctor = subprocess.Popen(
         [sys.executable, "-m", "ssdctl", "doctor"], stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text().strip():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: child.is_file() and child.read_text().strip(), timeout_s=30)
     time.sleep(0.2)
     doctor.send_signal(number)
     _, err = doctor.communicate(timeout=20)
     assert (doctor.returncode, err.splitlines()[0]) == (75, "stopped; nothing was changed")
-    child = int((tmp_path / "child").read_text())
-    while is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(child)
+    wait_for(lambda: not is_alive(int(child.read_text())), timeout_s=30)

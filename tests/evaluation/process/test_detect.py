@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +29,14 @@ def split(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Split:
     return open_dataset(shapes, store)["val"]
 
 
-def detected(checkpoint: Path, split: Split, rows: list[int], batch_size: int) -> Detections:
+def detected(
+    checkpoint: Path, split: Split, rows: list[int], batch_size: int, **more: Any
+) -> Detections:
     device = open_device("cpu")
     model = device.place(load_network(load_checkpoint(checkpoint)))
     detector = Detector(model, device, DetectorConfig(score_threshold=0.02))
     images = np.array(rows, np.int64)
-    result = detect.detect(detector, split, images, batch_size=batch_size, threads=2)
+    result = detect.detect(detector, split, images, batch_size=batch_size, threads=2, **more)
     assert model.training  # its mode is restored
     assert result is not None
     return result
@@ -63,6 +66,16 @@ def test_images_that_do_not_open_have_no_detections(checkpoint: Path, split: Spl
     detections = detected(checkpoint, split._replace(usable=usable), list(range(9)), 4)
     bad = set(split.image_ids[[0, 5]].tolist())
     assert set(detections.image_ids.tolist()) == set(split.image_ids.tolist()) - bad
+
+
+def test_category_ids_are_chosen_or_left_out(checkpoint: Path, split: Split) -> None:
+    ids = {c.id: place - 1 for place, c in enumerate(split.classes)}  # -1, 0, 1 ...
+    found = detected(checkpoint, split, [0, 1], 2)
+    new = np.array([ids[n] for n in found.category_ids.tolist()])
+    chosen = detected(checkpoint, split, [0, 1], 2, category_ids=np.array([*ids.values()]))
+    assert {-1, 0} < set(new.tolist())
+    assert chosen.category_ids.tolist() == new[new >= 0].tolist()
+    assert np.array_equal(chosen.boxes, found.boxes[new >= 0])
 
 
 def test_nothing_to_look_at(checkpoint: Path, split: Split) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections import defaultdict
@@ -15,8 +14,6 @@ from conftest import Result
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-if importlib.util.find_spec("onnxscript") is None:  # not imported: it takes a second
-    pytest.skip("onnxscript is not installed", allow_module_level=True)
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6"), reason="torch 2.6 cannot export the network to ONNX"
 )
@@ -45,26 +42,17 @@ def own_truth(cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path) -> Path:
     sizes = {image["id"]: (image["width"], image["height"]) for image in document["images"]}
     document["annotations"] = []
     for image_id, entries in found.items():
-        for entry in entries[:OBJECTS]:
-            left, top, right, bottom = clipped(entry["bbox"], *sizes[image_id])
+        width, height = sizes[image_id]
+        for number, entry in enumerate(entries[:OBJECTS]):
+            left, top, w, h = entry["bbox"]
+            right, bottom = min(left + w, width), min(top + h, height)
+            left, top = max(left, 0), max(top, 0)
             box = [left, top, right - left, bottom - top]
-            document["annotations"].append(
-                {
-                    "id": len(document["annotations"]) + 1,
-                    "image_id": image_id,
-                    "category_id": entry["category_id"],
-                    "bbox": box,
-                    "area": box[2] * box[3],
-                    "iscrowd": 0,
-                }
-            )
+            found_box = {"bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+            names = {key: entry[key] for key in ("image_id", "category_id")}
+            document["annotations"].append({**names, **found_box, "id": 100 * image_id + number})
     path.write_text(json.dumps(document))
     return root
-
-
-def clipped(box: list[float], width: int, height: int) -> tuple[float, float, float, float]:
-    left, top, right, bottom = box[0], box[1], box[0] + box[2], box[1] + box[3]
-    return max(left, 0), max(top, 0), min(right, width), min(bottom, height)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ published."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -13,13 +12,11 @@ import pytest
 import torch
 from conftest import Result
 
-onnxruntime = pytest.importorskip("onnxruntime")
-onnx = pytest.importorskip("onnx")
-if importlib.util.find_spec("onnxscript") is None:  # not imported: it takes a second
-    pytest.skip("onnxscript is not installed", allow_module_level=True)
+from ssdctl.exporting import onnx as onnx_export
+from ssdctl.exporting.formats import images_of
 
-from ssdctl.exporting import onnx as onnx_export  # noqa: E402 - after the skips
-from ssdctl.exporting.formats import images_of  # noqa: E402
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
 
 Cli = Callable[..., Result]
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import yaml
 from conftest import Result
-from download.hub_server import TOKEN, HubServer
+from download.hub_server import TOKEN, HubServer, open_hub
 from PIL import Image
 
 import ssdctl
 
-constants = pytest.importorskip("huggingface_hub.constants")
 # huggingface_hub's, of its HTTP client.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 Cli = Callable[..., Result]
@@ -27,13 +26,7 @@ REPOSITORY = "acme/shapes-ssd"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A Hub without models, an empty cache, and a token. LFS instead of Xet, which needs more."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with open_hub(tmp_path, monkeypatch) as server:
         yield server
 
 

@@ -1,31 +1,26 @@
-"""Threads follow the CPU quota of the container: in cgroups where these can be made, and in a file
-tree like that of a pod."""
+"""Threads follow the CPU quota of the container, here a file tree like that of a pod."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ssdctl.runtime.cores import cpu_quota, memory_limit
 
-CPU_V1 = Path("/sys/fs/cgroup/cpu")
-CPU_V2 = Path("/sys/fs/cgroup")
 Run = Callable[..., str]
 PROGRAM = """
 import contextlib, os, sys
 from pathlib import Path
 from ssdctl.runtime import cores
-if sys.argv[1] != "real":
-    folder = Path(sys.argv[1])
-    cores.cpu_quota.__defaults__ = (folder / "proc", folder / "sys")
-    os.sched_getaffinity = lambda _: set(range(64))
+folder = Path(sys.argv[1])
+cores.cpu_quota.__defaults__ = (folder / "proc", folder / "sys")
+os.sched_getaffinity = lambda _: set(range(64))
 """
 
 
@@ -68,56 +63,20 @@ def test_version_1_and_malformed_files(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "none", tmp_path / "none") is None
 
 
-@contextlib.contextmanager
-def real_group(quota_us: int) -> Iterator[Path]:
-    """Make a group with a child that grants more; skip the test where that is not possible."""
-    is_v1 = CPU_V1.is_dir()
-    group = (CPU_V1 if is_v1 else CPU_V2) / f"ssdctl-test-{os.getpid()}"
-    child = group / "child"
-    name, text = ("cpu.cfs_quota_us", "{}") if is_v1 else ("cpu.max", "{} 100000")
-    try:
-        group.mkdir()
-        (group / name).write_text(text.format(quota_us))
-        child.mkdir()
-        if not is_v1:
-            (group / "cgroup.subtree_control").write_text("+cpu")
-    except OSError as error:
-        _remove(child, group)
-        pytest.skip(f"no cgroup can be made here: {error}")
-    try:
-        yield child
-    finally:
-        _remove(child, group)
-
-
-def _remove(*groups: Path) -> None:
-    for group in groups:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-
-
-@pytest.fixture(params=["cgroup", "files"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
     """Run code in a process to which 0.8 of a core is granted."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "cgroup":
-            where, group = "real", stack.enter_context(real_group(80_000))
-            start = ["/bin/sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
-        else:
-            where, start = str(tmp_path / "machine"), []
-            tree(tmp_path / "machine", "0::/pod")
-            put(tmp_path / "machine/sys/fs/cgroup/pod", cpu__max="80000 100000")
+    tree(tmp_path / "machine", "0::/pod")
+    put(tmp_path / "machine/sys/fs/cgroup/pod", cpu__max="80000 100000")
 
-        def run(code: str, **variables: str) -> str:
-            environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-            done = subprocess.run(
-                [*start, sys.executable, "-c", PROGRAM + code, where],
-                capture_output=True, text=True, env=environment | variables,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            return done.stdout
+    def run(code: str, **variables: str) -> str:
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        command = [sys.executable, "-c", PROGRAM + code, str(tmp_path / "machine")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment | variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-        yield run
+    return run
 
 
 def started(command: str) -> str:
@@ -132,13 +91,11 @@ def started(command: str) -> str:
 TORCH_THREADS = started("config presets --json") + "import torch; print(torch.get_num_threads())"
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_torch_starts_as_many_threads_as_the_quota(run: Run) -> None:
     assert run(TORCH_THREADS).split()[-1] == "1"
     assert run(TORCH_THREADS, OMP_NUM_THREADS="2").split()[-1] == "2", "the user's number"
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_the_plan_and_its_decode_threads(run: Run) -> None:
     plan = json.loads(run(started("train --fake-data --dry-run --json")))
     assert (plan["workers"], plan["cpu_quota"]) == (1, 1)
@@ -147,7 +104,6 @@ def test_the_plan_and_its_decode_threads(run: Run) -> None:
     assert "quota" in run(started("train --fake-data --dry-run"))
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_ranks_share_the_quota_and_set_their_own_threads(run: Run) -> None:
     plan = json.loads(run(started("launch --cpus 2 --dry-run --json")))
     assert plan["environment"]["OMP_NUM_THREADS"] == "1"

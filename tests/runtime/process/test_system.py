@@ -69,25 +69,27 @@ for line in sys.argv[1:]:
 """
 
 
-def test_commands_without_affinity(tmp_path: Path) -> None:
-    run_hidden(
-        COMMANDS,
-        "download --dataset shapes --dest data --images 4 --val-images 2",
-        "prepare --data data",
-    )
-    assert (tmp_path / "data/prepared/report.json").is_file()
+PREPARE = (
+    "download --dataset shapes --dest data --images 4 --val-images 2",
+    "prepare --data data",
+)
+TRAIN = (
+    "train --data data --out run --steps 1 --bs 2 --backbone tiny --backbone-weights none "
+    "--warmup 1st --device cpu",
+    "evaluate run --device cpu",
+)
 
 
-@pytest.mark.slow
-def test_training_without_affinity(tmp_path: Path) -> None:
-    run_hidden(
-        COMMANDS,
-        "download --dataset shapes --dest data --images 4 --val-images 2",
-        "train --data data --out run --steps 1 --bs 2 --backbone tiny --backbone-weights none "
-        "--warmup 1st --device cpu",
-        "evaluate run --device cpu",
-    )
-    assert (tmp_path / "run/checkpoints/best.pt").is_file()
+@pytest.mark.parametrize(
+    ("commands", "written"),
+    [
+        (PREPARE, "data/prepared/report.json"),
+        pytest.param(PREPARE + TRAIN, "run/checkpoints/best.pt", marks=pytest.mark.slow),
+    ],
+)
+def test_commands_without_affinity(tmp_path: Path, commands: tuple[str, ...], written: str) -> None:
+    run_hidden(COMMANDS, *commands)
+    assert (tmp_path / written).is_file()
 
 
 Cli = Callable[..., Result]

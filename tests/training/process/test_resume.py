@@ -16,6 +16,7 @@ from helpers import last, records
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder, save_checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
+from ssdctl.config import PrepareConfig
 from ssdctl.data.prepare import prepare
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training import resume
@@ -188,7 +189,7 @@ def test_a_validation_image_that_does_not_open_counts_without_detections(
     tiny_run: Path, dataset: Path, cli: Cli
 ) -> None:
     (dataset / "val2017/000000000002.jpg").write_bytes(b"spoiled")
-    prepare(dataset, dataset / "prepared", pack=False, allow_dropped=True)
+    prepare(dataset, dataset / "prepared", PrepareConfig(pack=False, allow_dropped=True))
     options = ["--data", dataset, "--device", "cpu", "--score-threshold", 0.01, "--json"]
     result = cli(
         "evaluate", tiny_run / "checkpoints/last.pt", *options, "--detections", "found.json"

@@ -1,0 +1,47 @@
+"""Detections for tests, and pycocotools' figures of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from ssdctl.evaluation.coco_ap import Detections
+
+Row = tuple[int, int, list[float], float]  # image, category, box, score
+
+
+def detections(rows: Sequence[Row]) -> Detections:
+    image_ids, category_ids, boxes, scores = zip(*rows, strict=True) if rows else ((),) * 4
+    return Detections(
+        np.array(image_ids, np.int64),
+        np.array(boxes, np.float64).reshape(-1, 4),
+        np.array(scores, np.float64),
+        np.array(category_ids, np.int64),
+    )
+
+
+def pycocotools_figures(
+    document: dict[str, Any], found: Detections, image_ids: NDArray[np.int64] | None = None
+) -> list[float]:
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+        truth, results = COCO(), COCO()
+        truth.dataset, results.dataset = document, {**document, "annotations": []}
+        truth.createIndex()
+        results.createIndex()
+        if rows := found.to_coco():
+            results = truth.loadRes(rows)
+        scoring = COCOeval(truth, results, "bbox")
+        if image_ids is not None:
+            scoring.params.imgIds = image_ids.tolist()
+        scoring.evaluate()
+        scoring.accumulate()
+        scoring.summarize()
+    figures: list[float] = scoring.stats.tolist()
+    return figures
