@@ -37,6 +37,7 @@ from ssdctl.benchmark.data import full_chain, stage_times
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, encode, pairwise_iou
+from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
@@ -314,10 +315,10 @@ def main() -> None:
         root = Path(folder) / "data"
         make_dataset(root, options.images)
         stores = {name: Path(folder) / name for name in ("files", "packed", "shrunk", "raw")}
-        prepare(root, stores["files"], pack=False)
-        prepare(root, stores["packed"], pack=True)
-        prepare(root, stores["shrunk"], pack=True, shrink=300)
-        prepare(root, stores["raw"], pack=True, shrink=300, encoding="raw")
+        prepare(root, stores["files"], PrepareConfig(pack=False))
+        prepare(root, stores["packed"])
+        prepare(root, stores["shrunk"], PrepareConfig(shrink=300))
+        prepare(root, stores["raw"], PrepareConfig(shrink=300, encoding="raw"))
         threads = options.threads
         ssdctl = partial(partial, ssdctl_batches, root, threads)
         makers = {
