@@ -59,7 +59,7 @@ def _assemble(name: str, tuner: Any, config: Any, capability: int, folder: Path)
     binary = folder / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    command = [dump, "--dump-resource-usage", binary]
+    command: list[str | Path] = [dump, "--dump-resource-usage", binary]
     usage = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     atomics = len(re.findall(r"\b(?:atom|red)\.", kernel.asm["ptx"]))

@@ -198,10 +198,11 @@ def busy(load: str, folder: Path) -> Iterator[None]:
         "memory": [[python, "-c", MEMORY.format(size=free // 4)]] * 2,
     }[load]
     processes = [
-        subprocess.Popen(command, start_new_session=own_session, stdout=subprocess.DEVNULL,
-                         process_group=None if own_session else 0)
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, preexec_fn=os.setsid if own_session else os.setpgrp
+        )
         for command in commands
-    ]  # fmt: skip
+    ]
     try:
         if processes:
             time.sleep(3)

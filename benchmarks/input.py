@@ -6,8 +6,8 @@ Images are generated: 640 x 480, natural spectrum, JPEG quality 75 (about 120 KB
 Each pipeline runs in a separate process, a few seconds per round and in turn, so that a slow period
 of the machine affects all of them; figures are medians over the rounds, ratios are medians of the
 rounds' ratios. Those of ssdctl ("ours") keep freed memory, as `ssdctl train` does; DALI is slower
-with it. "host" is reading, cropping, decoding, resizing and boxes; "full" adds colour,
-normalisation and targets, as in eager and in compiled steps. "third-party" is a re-implementation
+with it. "host" is reading, cropping, decoding, resizing and boxes; "full" adds color,
+normalization and targets, as in eager and in compiled steps. "third-party" is a re-implementation
 of MLPerf's PIL pipeline in worker processes. DALI requires the extra. If other processes use the
 machine, the processor time per image is more reliable than the rate.
 """
@@ -37,6 +37,7 @@ from ssdctl.benchmark.data import full_chain, stage_times
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, encode, pairwise_iou
+from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
@@ -52,7 +53,7 @@ Count = Iterator[int]  # images of each batch that came out
 
 
 def make_dataset(root: Path, num_images: int) -> None:
-    """COCO's layout with generated pictures, the same ones each time."""
+    """COCO's layout with generated images, the same ones each time."""
     rng = np.random.default_rng(0)
     (root / "annotations").mkdir(parents=True)
     (root / "train2017").mkdir()
@@ -60,7 +61,7 @@ def make_dataset(root: Path, num_images: int) -> None:
     for number in range(num_images):
         name = f"{number:06d}.jpg"
         buffer = io.BytesIO()
-        Image.fromarray(natural_picture(rng)).save(buffer, "JPEG", quality=75)
+        Image.fromarray(natural_image(rng)).save(buffer, "JPEG", quality=75)
         (root / "train2017" / name).write_bytes(buffer.getvalue())
         sizes.append(buffer.tell())
         images.append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
@@ -77,7 +78,7 @@ def make_dataset(root: Path, num_images: int) -> None:
     print(f"{num_images} images of {np.mean(sizes) / 1e3:.0f} KB, {len(annotations)} boxes")
 
 
-def natural_picture(rng: np.random.Generator) -> np.ndarray:
+def natural_image(rng: np.random.Generator) -> np.ndarray:
     """Noise whose amplitude falls as 1 / frequency, with correlated colours."""
     rows, columns = np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None]
     frequency = np.maximum(np.hypot(rows, columns), 1 / WIDTH)
@@ -112,17 +113,17 @@ class MlperfDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         index = random.randrange(len(self.names))
-        picture = Image.open(self.folder / self.names[index]).convert("RGB")
-        picture, boxes = mlperf_crop(picture, torch.tensor(self.boxes[index]))
+        image = Image.open(self.folder / self.names[index]).convert("RGB")
+        image, boxes = mlperf_crop(image, torch.tensor(self.boxes[index]))
         if random.random() < 0.5:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
             boxes = torch.stack([1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], 1)
-        picture = picture.resize((300, 300), Image.Resampling.BILINEAR)
+        image = image.resize((300, 300), Image.Resampling.BILINEAR)
         if not self.is_full:
             padded = torch.zeros(14, 4)
             padded[: len(boxes)] = boxes
-            return torch.from_numpy(np.array(picture)), padded
-        pixels = torch.from_numpy(np.array(mlperf_colour(picture))).permute(2, 0, 1).float() / 255
+            return torch.from_numpy(np.array(image)), padded
+        pixels = torch.from_numpy(np.array(mlperf_color(image))).permute(2, 0, 1).float() / 255
         pixels = (pixels - torch.tensor(RESNET.mean)[:, None, None]) / torch.tensor(RESNET.std)[
             :, None, None
         ]
@@ -131,12 +132,12 @@ class MlperfDataset(torch.utils.data.Dataset):
         return pixels, targets, labels[0]
 
 
-def mlperf_crop(picture: Image.Image, boxes: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
+def mlperf_crop(image: Image.Image, boxes: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
     """One attempt a mode, then another mode."""
     while True:
         mode = random.choice(MIN_IOUS)
         if mode is None:
-            return picture, boxes
+            return image, boxes
         w, h = random.uniform(0.3, 1), random.uniform(0.3, 1)
         if not 0.5 <= w / h <= 2:
             continue
@@ -144,24 +145,24 @@ def mlperf_crop(picture: Image.Image, boxes: torch.Tensor) -> tuple[Image.Image,
         rect = torch.tensor([[left, top, left + w, top + h]])
         if not bool((pairwise_iou(boxes, rect) > mode).all()):
             continue
-        centre = (boxes[:, :2] + boxes[:, 2:]) / 2
-        inside = ((centre > rect[:, :2]) & (centre < rect[:, 2:])).all(1)
+        center = (boxes[:, :2] + boxes[:, 2:]) / 2
+        inside = ((center > rect[:, :2]) & (center < rect[:, 2:])).all(1)
         if not bool(inside.any()):
             continue
         kept = (boxes[inside] - rect[:, [0, 1, 0, 1]]) / torch.tensor([w, h, w, h])
         edges = (rect[0] * torch.tensor([WIDTH, HEIGHT] * 2)).int().tolist()
-        return picture.crop(tuple(edges)), kept.clamp(0, 1)
+        return image.crop(tuple(edges)), kept.clamp(0, 1)
 
 
-def mlperf_colour(picture: Image.Image) -> Image.Image:
+def mlperf_color(image: Image.Image) -> Image.Image:
     """Brightness, contrast, saturation and hue, one after the other."""
     for enhance, spread in (
         (ImageEnhance.Brightness, 0.125),
         (ImageEnhance.Contrast, 0.5),
         (ImageEnhance.Color, 0.5),
     ):
-        picture = enhance(picture).enhance(random.uniform(1 - spread, 1 + spread))
-    hue, saturation, value = picture.convert("HSV").split()
+        image = enhance(image).enhance(random.uniform(1 - spread, 1 + spread))
+    hue, saturation, value = image.convert("HSV").split()
     turn = int(random.uniform(-0.05, 0.05) * 255) % 256
     shifted = Image.fromarray((np.array(hue) + np.uint8(turn)).astype(np.uint8))
     return Image.merge("HSV", (shifted, saturation, value)).convert("RGB")
@@ -314,10 +315,10 @@ def main() -> None:
         root = Path(folder) / "data"
         make_dataset(root, options.images)
         stores = {name: Path(folder) / name for name in ("files", "packed", "shrunk", "raw")}
-        prepare(root, stores["files"], pack=False)
-        prepare(root, stores["packed"], pack=True)
-        prepare(root, stores["shrunk"], pack=True, shrink=300)
-        prepare(root, stores["raw"], pack=True, shrink=300, encoding="raw")
+        prepare(root, stores["files"], PrepareConfig(pack=False))
+        prepare(root, stores["packed"])
+        prepare(root, stores["shrunk"], PrepareConfig(shrink=300))
+        prepare(root, stores["raw"], PrepareConfig(shrink=300, encoding="raw"))
         threads = options.threads
         ssdctl = partial(partial, ssdctl_batches, root, threads)
         makers = {

@@ -28,7 +28,7 @@ from PIL import Image
 COCO_BOXES_PER_IMAGE = 860_001 / 118_287
 OPEN_IMAGES_BOXES_PER_IMAGE = 14_610_229 / 1_743_042
 NUM_FILES = 64  # different ones
-PACKED = {"packed": [], "again, nothing changed": []}
+PACKED: dict[str, list[str]] = {"packed": [], "again, nothing changed": []}
 INDEX = {"index only": ["--no-pack"], "index again, nothing changed": ["--no-pack"]}
 VERIFY = {"index only, every image decoded": ["--no-pack", "--verify-images"]}
 START = """

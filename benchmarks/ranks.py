@@ -24,6 +24,7 @@ import torch
 from input import make_dataset
 from torch import distributed, multiprocessing
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.input.loader import TrainLoader
@@ -107,13 +108,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ssdctl-ranks-") as name:
         folder = Path(name)
         make_dataset(folder / "data", options.images)
-        prepare(
-            folder / "data",
-            folder / "store",
-            pack=True,
-            shrink=options.shrink,
-            encoding=options.encoding,
-        )
+        config = PrepareConfig(shrink=options.shrink, encoding=options.encoding)
+        prepare(folder / "data", folder / "store", config)
         size = sum(p.stat().st_size for p in (folder / "store").glob("images-*")) / MB
         multiprocessing.spawn(serve, (options, folder), nprocs=options.ranks)
         results = json.loads((folder / "results.json").read_text())

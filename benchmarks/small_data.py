@@ -1,9 +1,9 @@
-"""Measure training on few pictures: the default rules, the recipe for COCO, and fine-tuning.
+"""Measure training on few images: the default rules, the recipe for COCO, and fine-tuning.
 
     python benchmarks/small_data.py --out DIR [--images 20,50,100,300] [--samples 1600] [--json]
 
-Two styles of generated pictures with different classes (ssdctl/data/shapes.py). A detector is
-trained on `solid` by the demo's recipe. Then, for each number of `hatched` pictures and with the
+Two styles of generated images with different classes (ssdctl/data/shapes.py). A detector is
+trained on `solid` by the demo's recipe. Then, for each number of `hatched` images and with the
 same number of samples: from that detector, and from random weights, both by the default rules; and
 from random weights by the recipe for COCO (`--preset stable-r34`). ResNet-18, no pretrained
 backbone. Each run has a folder in DIR, so the same command continues after an interruption.
@@ -33,8 +33,8 @@ def main() -> None:
     """Run all variants and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--images", default="20,50,100,300", help="training pictures of each point")
-    parser.add_argument("--samples", type=int, default=1600, help="pictures trained on in each run")
+    parser.add_argument("--images", default="20,50,100,300", help="training images of each point")
+    parser.add_argument("--samples", type=int, default=1600, help="images trained on in each run")
     parser.add_argument("--val-images", type=int, default=60)
     parser.add_argument("--base", type=Path, help="fine-tune this checkpoint instead")
     parser.add_argument("--variants", default="tuned,random,recipe")
@@ -64,6 +64,7 @@ def measure(
     run: Path, variant: str, data: tuple[str, ...], base: Path, samples: int
 ) -> dict[str, Any]:
     """Train one variant with as many samples in all of them."""
+    options: tuple[str, ...]
     if variant == "tuned":
         options, batch = ("--init", str(base)), 8
     elif variant == "random":

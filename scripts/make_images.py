@@ -66,11 +66,11 @@ def main() -> None:
         svg.write_text(terminal_svg(output, terminal), encoding="utf-8")
         report = work / f"report-{name}.png"
         screenshot(page, report, work, width=1200, height=1100, is_dark=name == "dark")
-        save_small(report, out / f"report-{name}.png")
+        save_small(report, out / f"report-{name}.webp")
         hero = work / "hero.html"
         hero.write_text(hero_page(sheet, report, svg, is_dark=name == "dark"), encoding="utf-8")
         screenshot(hero, work / "hero.png", work, width=1600, height=800, is_dark=name == "dark")
-        save_small(work / "hero.png", out / f"hero-{name}.png")
+        save_small(work / "hero.png", out / f"hero-{name}.webp")
     for path in sorted(out.iterdir()):
         print(f"{path.stat().st_size:>8,} bytes  {path.name}")
 
@@ -154,16 +154,14 @@ def screenshot(
 
 
 def save_small(source: Path, target: Path) -> None:
-    """Save a PNG with at most 256 colors, and smaller until it has at most MAX_BYTES."""
+    """Save an image as WebP, with the best quality that gives at most MAX_BYTES."""
     with Image.open(source) as opened:
         image = opened.convert("RGB")
-    while True:
-        image.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
+    for quality in range(92, 40, -4):
+        image.save(target, quality=quality, method=6)
         if target.stat().st_size <= MAX_BYTES:
             return
-        image = image.resize(
-            (image.width * 9 // 10, image.height * 9 // 10), Image.Resampling.LANCZOS
-        )
+    raise SystemExit(f"{target} has more than {MAX_BYTES:,} bytes")
 
 
 if __name__ == "__main__":

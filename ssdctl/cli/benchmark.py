@@ -138,6 +138,7 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 @contextlib.contextmanager
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
     """Yield the splits of the config's dataset, else of a generated one."""
+    from ssdctl.config import PrepareConfig
     from ssdctl.data import shapes
     from ssdctl.data.open_dataset import open_dataset
     from ssdctl.data.prepare import prepare
@@ -151,7 +152,7 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
         call.console.info("no --data: measuring on generated shapes")
         root = Path(temporary)
         shapes.generate(root, num_train=TRAIN_IMAGES, num_val=VAL_IMAGES)
-        prepare(root, root / "prepared", pack=False)
+        prepare(root, root / "prepared", PrepareConfig(pack=False))
         yield open_dataset(root, root / "prepared")
 
 

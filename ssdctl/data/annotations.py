@@ -128,8 +128,8 @@ class Conversion(msgspec.Struct, frozen=True):
         return bool(self.source or self.split or self.classes)
 
     def __str__(self) -> str:
-        options = {"--from": self.source, "--split": self.split, "--classes": self.classes}
-        options["--classes"] = ",".join(self.classes)
+        classes = ",".join(self.classes)
+        options = {"--from": self.source, "--split": self.split, "--classes": classes}
         return shlex.join(str(w) for item in options.items() if item[1] for w in item)
 
 
@@ -181,17 +181,13 @@ def from_images(
         classes = sorted({b.name for images in splits.values() for i in images for b in i.boxes})
     if not classes:
         raise DataError(f"{origin}: no object is labeled in it")
-    usable = dict(splits)
-    if usable.get("test") and not usable.get("val"):
+    usable = {split: splits[split] for split in SPLITS if splits.get(split)}
+    if "test" in usable and "val" not in usable:
         log.info("no validation images are given: the test images are used to validate")
         usable["val"] = usable.pop("test")
-    if not usable.get("train"):
+    if "train" not in usable:
         raise DataError(f"{origin}: no images to train on")
-    result = {
-        split: annotations_of_split(usable[split], classes, folder, origin)
-        for split in SPLITS
-        if usable.get(split)
-    }
+    result = {s: annotations_of_split(i, classes, folder, origin) for s, i in usable.items()}
     return {**result, "train": result["train"]._replace(notes=list(notes))}
 
 
@@ -322,10 +318,9 @@ def coco_document(
     """Return an annotation file in COCO's format; annotation ids count from 1.
 
     Args:
-        images: Id, file name, width and height of each.
+        images: COCO_IMAGE of each.
         categories: Id and name of each.
-        objects: Image id, category id, box (left, top, width, height), area, 1 for a crowd else 0,
-            and the score of a detection.
+        objects: COCO_OBJECT of each; the score is that of a detection.
         info: About the dataset.
     """
     return {

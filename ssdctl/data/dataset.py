@@ -38,7 +38,7 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.formats import coco, find
 from ssdctl.data.image_files import files_below
-from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors, safe_join
 
 TOML = "dataset.toml"
@@ -82,14 +82,14 @@ def warning_without_validation(root: Path) -> str:
 def find_source(root: Path, conversion: Conversion) -> tuple[str, Read]:
     """Return the format of a dataset and how it is read."""
     require_root(root)
-    toml = _toml_of(root, conversion)
+    toml, source = _toml_or_source(root, conversion)
     if toml is not None:
         splits = read_dataset_toml(toml)
         for split, files in splits.items():
             if not files.annotations.is_file():
                 raise DataError(f"{files.annotations}: no such annotation file (split {split})")
         return "coco", lambda: coco.read_files(splits)
-    name, module = find(root, _original_source(root, conversion))
+    name, module = find(root, source)
     return name, lambda: module.read(root)
 
 
@@ -134,12 +134,12 @@ def labels_changed(root: Path, format_name: str, conversion: Conversion, recorde
         if version.state in ("", recorded.state):
             return False
         return not recorded.content or recorded.content != _hash(_coco_files(root, conversion))
-    except (DataError, OSError):
+    except (SsdctlError, OSError):  # reported by the command that reads them
         return False
 
 
 def _coco_files(root: Path, conversion: Conversion) -> list[Path]:
-    toml = _toml_of(root, conversion)
+    toml, _ = _toml_or_source(root, conversion)
     splits = coco.splits_of(root) if toml is None else read_dataset_toml(toml)
     return [*([toml] if toml else []), *(files.annotations for files in splits.values())]
 
@@ -162,30 +162,22 @@ def _hash(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _toml_of(root: Path, conversion: Conversion) -> Path | None:
-    """Return the dataset.toml to read; None if there is none, or it was made from other files."""
-    path = root / TOML
+def _toml_or_source(root: Path, conversion: Conversion) -> tuple[Path | None, str | None]:
+    """Return the dataset.toml to read, else the format: as chosen, or what one was made from."""
+    path, source = root / TOML, conversion.source
     if not path.is_file():
-        return None
+        return None, source
     made = read_conversion(path)
-    if made is None:
-        if conversion.source is not None:
-            raise UsageError(
-                f"--from {conversion.source}: {path} exists and was not written by ssdctl",
-                hint="omit --from to prepare what it names, or move it away",
-            )
-        return path
-    if not conversion:
-        return path
-    return root / ORIGINAL if made.source == ORIGINAL and not conversion.source else None
-
-
-def _original_source(root: Path, conversion: Conversion) -> str | None:
-    """Return the format to read: as chosen, else the one that a dataset.toml was made from."""
-    made = read_conversion(root / TOML) if (root / TOML).is_file() else None
-    if conversion.source is not None or made is None or made.source == ORIGINAL:
-        return conversion.source
-    return made.source
+    if made is None and source is not None:
+        raise UsageError(
+            f"--from {source}: {path} exists and was not written by ssdctl",
+            hint="omit --from to prepare what it names, or move it away",
+        )
+    if made is None or not conversion:
+        return path, None
+    if source is None and made.source == ORIGINAL:
+        return root / ORIGINAL, None
+    return None, source or made.source
 
 
 def read_conversion(path: Path) -> Conversion | None:
@@ -221,7 +213,7 @@ def _from_toml(path: Path) -> dict[str, SplitFiles]:
         split, _, name = key.partition(".")
         if split == MADE:
             continue
-        if split not in SPLITS or name not in ("images", "annotations"):
+        if split not in SPLITS or name not in SplitFiles._fields:
             raise DataError(
                 f"{place}: unknown key {key!r}",
                 hint="a dataset.toml has the tables [train], [val] and [test] with images and "
@@ -234,7 +226,6 @@ def _from_toml(path: Path) -> dict[str, SplitFiles]:
             Path(value) if is_absolute else safe_join(path.parent, value)
         )
     for split, parts in paths.items():
-        for name in ("images", "annotations"):
-            if name not in parts:
-                raise DataError(f"{path}: [{split}] lacks {name}")
+        if missing := [name for name in SplitFiles._fields if name not in parts]:
+            raise DataError(f"{path}: [{split}] lacks {missing[0]}")
     return {split: SplitFiles(**paths[split]) for split in SPLITS if split in paths}

@@ -25,7 +25,7 @@ from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
-from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.progress import Progress, without_progress
 
 Target = Literal["coco", "yolo", "voc", "hf"]
 SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
@@ -38,44 +38,44 @@ def export_dataset(
     splits: Mapping[str, Split],
     out: Path,
     target: Target,
-    progress: Progress | None = None,
+    progress: Progress = without_progress,
 ) -> dict[str, int]:
-    """Write a dataset.
-
-    Returns:
-        The number of images written for each split.
-    """
+    """Write a dataset; return the number of images written for each split."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"--out {out}: exists already", hint="give a new folder")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed export
     make_dir(partial)
     try:
-        counts = _write(splits, partial, target, progress)
+        _write(splits, partial, target, progress)
         with disk_errors(out, "writing"):
             partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return counts
+    return {name: int(split.usable.sum()) for name, split in splits.items()}
 
 
-def _write(
-    splits: Mapping[str, Split], out: Path, target: Target, progress: Progress | None
-) -> dict[str, int]:
+def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Progress) -> None:
     # Classes are names in every format: those with equal names become one.
     classes = list(dict.fromkeys(c.name for c in next(iter(splits.values())).classes))
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
-    counts = {}
     for name, split in splits.items():
-        rows: Iterable[int] = np.nonzero(split.usable)[0].tolist()
-        if progress is not None:
-            rows = progress(rows, total=int(split.usable.sum()), label=name, unit="images")
-        counts[name] = write(out, name, _images(split, rows), classes)
+        rows: list[int] = np.nonzero(split.usable)[0].tolist()
+        shown = progress(rows, total=len(rows), label=name, unit="images")
+        write(out, name, _images(split, shown), classes)
     if target == "yolo":
-        _write_yaml(out, splits, classes)
+        content: dict[str, Any] = {split: f"images/{split}" for split in splits}
+        content["names"] = dict(enumerate(classes))
+        write_text(out / "data.yaml", _yaml(content))
     elif target == "hf":
         write_text(out / "README.md", _hf_card(splits, classes))
-    return counts
+
+
+def _yaml(content: dict[str, Any]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
@@ -111,7 +111,7 @@ def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
     ]
 
 
-def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
+def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
     listed = []
     for _, image, content in images:
         write_bytes(make_dir(out / f"{split}2017") / image.file_name, content)
@@ -120,13 +120,11 @@ def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: lis
     folder = make_dir(out / "annotations")
     annotations = annotations_of_split(listed, classes, out, folder)
     write_bytes(folder / name, msgspec.json.encode(document_of(annotations)))
-    return len(listed)
 
 
-def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
+def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
     numbers = {name: number for number, name in enumerate(classes)}
     folder, labels = make_dir(out / "images" / split), make_dir(out / "labels" / split)
-    count = 0
     for _, image, content in images:
         write_bytes(folder / image.file_name, content)
         lines = [
@@ -137,19 +135,9 @@ def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: lis
         ]
         path = labels / PurePosixPath(image.file_name).with_suffix(".txt")
         write_text(path, "".join(lines))
-        count += 1
-    return count
 
 
-def _write_yaml(out: Path, splits: Iterable[str], classes: list[str]) -> None:
-    import yaml
-
-    content: dict[str, Any] = {split: f"images/{split}" for split in splits}
-    content["names"] = dict(enumerate(classes))
-    write_text(out / "data.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-
-
-def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
+def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
     folder, annotations = make_dir(out / "JPEGImages"), make_dir(out / "Annotations")
     stems = []
     for image_id, image, content in images:
@@ -163,31 +151,27 @@ def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list
         stems.append(stem)
     lists = make_dir(out / "ImageSets" / "Main")
     write_text(lists / f"{split}.txt", "".join(f"{stem}\n" for stem in stems))
-    return len(stems)
 
 
 def _voc_xml(name: str, image: LabeledImage) -> bytes:
     root = ElementTree.Element("annotation")
-    _add(root, "filename", name)
-    size = ElementTree.SubElement(root, "size")
-    for key, pixels in (("width", image.width), ("height", image.height), ("depth", 3)):
-        _add(size, key, pixels)
+    ElementTree.SubElement(root, "filename").text = name
+    _add(root, "size", width=image.width, height=image.height, depth=3)
     for box in image.boxes:
-        item = ElementTree.SubElement(root, "object")
-        _add(item, "name", box.name)
-        _add(item, "difficult", int(box.is_crowd))
-        bounds = ElementTree.SubElement(item, "bndbox")
+        item = _add(root, "object", name=box.name, difficult=int(box.is_crowd))
         # VOC counts pixels from 1 and includes the last one.
-        for key, value in (("xmin", box.left + 1), ("ymin", box.top + 1)):
-            _add(bounds, key, f"{value:.3f}")
-        for key, value in (("xmax", box.left + box.width), ("ymax", box.top + box.height)):
-            _add(bounds, key, f"{value:.3f}")
+        corners = {"xmin": box.left + 1, "ymin": box.top + 1}
+        corners |= {"xmax": box.left + box.width, "ymax": box.top + box.height}
+        _add(item, "bndbox", **{key: f"{value:.3f}" for key, value in corners.items()})
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8")
 
 
-def _add(parent: ElementTree.Element, tag: str, value: object) -> None:
-    ElementTree.SubElement(parent, tag).text = str(value)
+def _add(parent: ElementTree.Element, tag: str, **texts: object) -> ElementTree.Element:
+    element = ElementTree.SubElement(parent, tag)
+    for key, text in texts.items():
+        ElementTree.SubElement(element, key).text = str(text)
+    return element
 
 
 def _hf_features(classes: list[str]) -> dict[str, Any]:
@@ -204,34 +188,30 @@ def _hf_features(classes: list[str]) -> dict[str, Any]:
         "category": listed({"names": classes, "_type": "ClassLabel"}),
         "is_crowd": listed(value("bool")),
     }
-    return {
-        "image": {"_type": "Image"},
-        "image_id": value("int64"),
-        "width": value("int32"),
-        "height": value("int32"),
-        "objects": objects,
-    }
+    numbers = {"image_id": value("int64"), "width": value("int32"), "height": value("int32")}
+    return {"image": {"_type": "Image"}, **numbers, "objects": objects}
 
 
-def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
+def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
     from pyarrow import parquet
 
-    numbers = {name: number for number, name in enumerate(classes)}
-    file = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    boxes = pa.list_(pa.list_(pa.float32(), 4))
-    objects = pa.struct(
-        [
-            ("bbox", boxes),
-            ("category", pa.list_(pa.int64())),
-            ("is_crowd", pa.list_(pa.bool_())),
-        ]
-    )
-    columns = [("image", file), ("image_id", pa.int64()), ("width", pa.int32())]
-    columns += [("height", pa.int32()), ("objects", objects)]
+    objects = {
+        "bbox": pa.list_(pa.list_(pa.float32(), 4)),
+        "category": pa.list_(pa.int64()),
+        "is_crowd": pa.list_(pa.bool_()),
+    }
+    columns = {
+        "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}.items()),
+        "image_id": pa.int64(),
+        "width": pa.int32(),
+        "height": pa.int32(),
+        "objects": pa.struct(objects.items()),
+    }
     info = msgspec.json.encode({"info": {"features": _hf_features(classes)}})
-    schema = pa.schema(columns, metadata={"huggingface": info})
+    schema = pa.schema(columns.items(), metadata={"huggingface": info})
+    numbers = {name: number for number, name in enumerate(classes)}
     folder = make_dir(out / "data")
-    count, shard, size = 0, 0, 0
+    shard, size = 0, 0
     rows: list[dict[str, Any]] = []
 
     def flush() -> None:
@@ -253,18 +233,15 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
                 },
             }
         )
-        count, size = count + 1, size + len(content)
+        size += len(content)
         if size >= HF_SHARD_BYTES:
             flush()
             shard, rows, size = shard + 1, [], 0
     if rows:
         flush()
-    return count
 
 
 def _hf_card(splits: Iterable[str], classes: list[str]) -> str:
-    import yaml
-
     files = [
         {"split": HF_SPLITS[split], "path": f"data/{HF_SPLITS[split]}-*.parquet"}
         for split in splits
@@ -274,7 +251,7 @@ def _hf_card(splits: Iterable[str], classes: list[str]) -> str:
         "configs": [{"config_name": "default", "data_files": files}],
     }
     return (
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# Object detection dataset\n\n"
+        f"---\n{_yaml(header)}---\n\n# Object detection dataset\n\n"
         f"{len(classes)} classes: {', '.join(classes)}. `objects.bbox` is left, top, width, height "
         "in pixels.\n\n```python\nfrom datasets import load_dataset\n\n"
         'dataset = load_dataset("PATH/OF/THIS/FOLDER")\n```\n'

@@ -1,4 +1,4 @@
-"""Check one image file before it is trained on: `check_image(path, (640, 480), PackOptions(True))`.
+"""Check one image file before it is trained on: `check_image(path, (640, 480), PrepareConfig())`.
 
 The header is checked first, so a pixel bomb is never decoded. Pixels are decoded on request, if the
 end of the file looks cut, if the format has no end marker, and to re-encode them.
@@ -15,28 +15,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data.image_decode import (
     Header,
+    ImageError,
+    Pixels,
     apply_orientation,
     as_image_error,
     decode,
-    encode_png,
+    encode,
     has_damaged_jpeg_data,
     open_image,
     read_header,
 )
 from ssdctl.errors import DataError
-from ssdctl.files import unreadable
+from ssdctl.files import read_errors
 
 # Formats that are packed as they are, and the bytes that a complete file ends with.
 JPEG_FORMATS = ("JPEG", "MPO")
 END_MARKERS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
-# Part of the note on an image whose annotated size fits stored and upright pixels.
 DAMAGED = "damaged, decoded partly"
 AMBIGUOUS = "its annotated size fits stored and upright pixels"
 Encoding = Literal["jpeg", "raw"]
@@ -49,122 +50,92 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class PackOptions(NamedTuple):
-    pack: bool  # return its bytes
-    shrink: int | None = None  # re-encode it if its shorter side is longer, in pixels
-    verify: bool = False  # decode all of it, strictly
-    encoding: Encoding = "jpeg"  # raw: return decoded pixels
-    keep_damaged: bool = False  # use what can be decoded of a file that `verify` finds damaged
-
-    @property
-    def verified(self) -> Verified:
-        if not self.verify:
-            return "no"
-        return "damaged kept" if self.keep_damaged else "damaged dropped"
-
-
-class FileFingerprint(msgspec.Struct, frozen=True):
-    """Identifies one version of an image file."""
-
-    bytes: int
-    modified_ns: int
-    sketch: int  # CRC-32 of its first and last 4 KiB: for copies, which have another time
+def verified(config: PrepareConfig) -> Verified:
+    if not config.verify_images:
+        return "no"
+    return "damaged kept" if config.keep_damaged else "damaged dropped"
 
 
 class FingerprintColumns(NamedTuple):
-    """The fingerprints of N image files, as arrays."""
+    """Identify the versions of N image files."""
 
     bytes: NDArray[np.int64]  # N
     modified_ns: NDArray[np.int64]  # N
-    sketch: NDArray[np.int64]  # N
-
-    def row(self, number: int) -> FileFingerprint:
-        return FileFingerprint(*(int(column[number]) for column in self))
+    sketch: NDArray[np.int64]  # N: CRC-32 of the first and last 4 KiB: copies have another time
 
 
 class CheckedImage(NamedTuple):
-    fingerprint: FileFingerprint
+    fingerprint: tuple[int, int, int]  # as in FingerprintColumns
     content: bytes | None  # its bytes if they are to be packed
     problem: str | None
     note: str | None
 
 
-def check_image(path: Path, size: tuple[int, int], options: PackOptions) -> CheckedImage:
-    """Check an image with its annotated width and height; problems are returned, not raised."""
-    try:
-        return _check(path, size, options)
-    except OSError as error:
-        raise unreadable(path, error) from None
+def check_image(path: Path, size: tuple[int, int], config: PrepareConfig) -> CheckedImage:
+    """Check an image with its annotated width and height; problems are returned, not raised.
 
-
-def _check(path: Path, size: tuple[int, int], options: PackOptions) -> CheckedImage:
-    """Check an image with few and large reads: between reads, threads wait for each other."""
-    with path.open("rb", buffering=0) as file:
+    It uses few and large reads: between reads, threads wait for each other.
+    """
+    with read_errors(path), path.open("rb", buffering=0) as file:
         status = os.fstat(file.fileno())
-        read_all = options.pack or options.verify or status.st_size <= HEAD_BYTES
+        read_all = config.pack or config.verify_images or status.st_size <= HEAD_BYTES
         content = file.readall() if read_all else file.read(HEAD_BYTES)
         tail = content[-SKETCH_BYTES:]
         if not read_all:
             tail = os.pread(file.fileno(), SKETCH_BYTES, status.st_size - SKETCH_BYTES)
         sketch = zlib.crc32(tail, zlib.crc32(content[:SKETCH_BYTES]))
-        fingerprint = FileFingerprint(status.st_size, status.st_mtime_ns, sketch)
+        fingerprint = (status.st_size, status.st_mtime_ns, sketch)
         if not read_all:
-            result = _inspect_head(content, tail, size)
-            if result is not None:
-                return CheckedImage(fingerprint, None, None, result.note)
+            header = _complete_header(content, tail, size)
+            if header is not None:
+                return CheckedImage(fingerprint, None, None, _note(header, size))
             content += file.readall()  # a long header, or a reason to look at the pixels
-    result = _inspect(content, size, options)
-    packed: bytes | None = None
-    if options.pack:
-        packed = b"" if result.problem is not None else result.content or content
-    return CheckedImage(fingerprint, packed, result.problem, result.note)
+    try:
+        packed, note = _inspect(content, size, config)
+    except Exception as error:  # Pillow raises errors of many types on broken files
+        packed = b"" if config.pack else None
+        return CheckedImage(fingerprint, packed, str(as_image_error(error)), None)
+    return CheckedImage(fingerprint, packed, None, note)
 
 
-class _Inspection(NamedTuple):
-    problem: str | None = None
-    note: str | None = None
-    content: bytes | None = None  # re-encoded
-
-
-def _inspect_head(head: bytes, tail: bytes, size: tuple[int, int]) -> _Inspection | None:
-    """Check an image by its first and last bytes; None if they do not suffice."""
+def _complete_header(head: bytes, tail: bytes, size: tuple[int, int]) -> Header | None:
+    """Return the header of an image whose first and last bytes show that it can be used."""
     try:
         with open_image(io.BytesIO(head)) as image:
             header = read_header(image)
             header.orientation_for(size)
     except Exception:  # decided by all of the file
         return None
-    if header.format not in END_MARKERS or not tail.endswith(END_MARKERS[header.format]):
-        return None
-    return _Inspection(note=_note(header, size))
+    return header if _has_end(header, tail) else None
 
 
-def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _Inspection:
-    """Check an image by all of its bytes, and re-encode it if it is not packed as it is."""
-    shorter = options.shrink if options.pack else None
-    try:
-        with open_image(io.BytesIO(content)) as image:
-            header = read_header(image)
-            header.orientation_for(size)
-            note = _note(header, size)
-            if options.verify and _is_decoded_partly(header, content, size):
-                if not options.keep_damaged:
-                    return _Inspection(problem=DAMAGED)
-                note = "; ".join(filter(None, (note, DAMAGED)))
-            is_raw = options.pack and options.encoding == "raw"
-            if shorter is not None and min(size) > shorter:
-                small = _shrunk(image, content, size, shorter)
-                packed = small.tobytes() if is_raw else _as_jpeg(small)
-                return _Inspection(note=note, content=packed)
-            if is_raw:
-                return _Inspection(note=note, content=decode(content, size).tobytes())
-            if options.pack and not _is_packed_unchanged(header):
-                return _Inspection(note=note, content=encode_png(decode(content, size)))
-            if not content.endswith(END_MARKERS.get(header.format, b"-")):
-                _decode_all(image, content, size)
-            return _Inspection(note=note)
-    except Exception as error:  # Pillow raises errors of many types on broken files
-        return _Inspection(problem=str(as_image_error(error)))
+def _has_end(header: Header, content: bytes) -> bool:
+    return header.format in END_MARKERS and content.endswith(END_MARKERS[header.format])
+
+
+def _inspect(
+    content: bytes, size: tuple[int, int], config: PrepareConfig
+) -> tuple[bytes | None, str | None]:
+    """Return what is packed of an image, and the note on it."""
+    packed = content if config.pack else None
+    with open_image(io.BytesIO(content)) as image:
+        header = read_header(image)
+        note = _note(header, size)
+        if config.verify_images and _is_decoded_partly(header, content, size):
+            if not config.keep_damaged:
+                raise ImageError(DAMAGED)
+            note = "; ".join(filter(None, (note, DAMAGED)))
+        is_raw = config.pack and config.encoding == "raw"
+        if config.pack and config.shrink is not None and min(size) > config.shrink:
+            small = _shrunk(image, content, size, config.shrink)
+            packed = small.tobytes() if is_raw else encode(small, "JPEG", quality=JPEG_QUALITY)
+        elif is_raw:
+            packed = decode(content, size).tobytes()
+        elif config.pack and not _is_packed_unchanged(header):
+            packed = encode(decode(content, size), "PNG")
+        elif not _has_end(header, content):
+            _decode_all(image, content, size)
+    return packed, note
 
 
 def _is_packed_unchanged(header: Header) -> bool:
@@ -189,13 +160,11 @@ def _note(header: Header, size: tuple[int, int]) -> str | None:
 
 def _is_decoded_partly(header: Header, content: bytes, size: tuple[int, int]) -> bool:
     """Decode all of a file; return whether it is a damaged JPEG, which training decodes in part."""
-    if header.format in JPEG_FORMATS:
-        if not has_damaged_jpeg_data(content, is_cmyk=header.mode == "CMYK"):
-            return False
-        decode(content, size)
-        return True
+    is_jpeg = header.format in JPEG_FORMATS
+    if is_jpeg and not has_damaged_jpeg_data(content, is_cmyk=header.mode == "CMYK"):
+        return False
     decode(content, size)
-    return False
+    return is_jpeg
 
 
 def _decode_all(image: Image.Image, content: bytes, size: tuple[int, int]) -> None:
@@ -208,8 +177,8 @@ def _decode_all(image: Image.Image, content: bytes, size: tuple[int, int]) -> No
         decode(content, size)
 
 
-def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: int) -> Image.Image:
-    """Return the image, upright, with a shorter side of `shorter` pixels."""
+def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: int) -> Pixels:
+    """Return the pixels, upright, with a shorter side of `shorter` pixels."""
     scale = shorter / min(size)
     small_size = (round(size[0] * scale), round(size[1] * scale))
     if image.format in JPEG_FORMATS:  # a large JPEG need not be decoded at its full size
@@ -217,14 +186,9 @@ def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: 
         stored_size = small_size[::-1] if orientation >= 5 else small_size
         image.draft("RGB", (2 * stored_size[0], 2 * stored_size[1]))
         small = image.convert("RGB").resize(stored_size, Image.Resampling.BILINEAR)
-        return Image.fromarray(apply_orientation(np.asarray(small), orientation))
-    return Image.fromarray(decode(content, size)).resize(small_size, Image.Resampling.BILINEAR)
-
-
-def _as_jpeg(small: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=JPEG_QUALITY)
-    return buffer.getvalue()
+        return apply_orientation(np.asarray(small), orientation)
+    large = Image.fromarray(decode(content, size))
+    return np.asarray(large.resize(small_size, Image.Resampling.BILINEAR))
 
 
 def header_size(path: Path, *, upright: bool = False) -> tuple[int, int]:
@@ -245,42 +209,33 @@ def size_or_none(path: Path, *, upright: bool = False) -> tuple[int, int]:
         return 0, 0
 
 
-def is_same_image(path: str, fingerprint: FileFingerprint) -> bool:
-    """Return whether the file still has this fingerprint; open it only if its time differs."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 - a hundred thousand of them
-        if status.st_size != fingerprint.bytes:
-            return False
-        if status.st_mtime_ns == fingerprint.modified_ns:
-            return True
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - as above
-            head = file.read(SKETCH_BYTES)
-            start = max(status.st_size - SKETCH_BYTES, 0)
-            tail = os.pread(file.fileno(), SKETCH_BYTES, start)
-            return zlib.crc32(tail, zlib.crc32(head)) == fingerprint.sketch
-    except (OSError, ValueError):  # a name with a null byte
-        return False
-
-
 def changed_images(
     folder: Path, names: Sequence[str], fingerprints: FingerprintColumns
 ) -> list[str]:
+    """Return the files that are missing or changed; those whose time differs are opened."""
     base = str(folder)
 
-    def status(name: str) -> tuple[int, int]:
+    def is_same(image: tuple[str, int, int, int]) -> bool:
+        name, num_bytes, modified_ns, sketch = image
+        path = f"{base}/{name}"
         try:
-            status = os.stat(f"{base}/{name}")  # noqa: PTH116 - millions of them
-        except (OSError, ValueError):
-            return -1, -1
-        return status.st_size, status.st_mtime_ns
+            status = os.stat(path)  # noqa: PTH116 - millions of them
+            if status.st_size != num_bytes:
+                return False
+            return status.st_mtime_ns == modified_ns or _sketch(path, num_bytes) == sketch
+        except (OSError, ValueError):  # a name with a null byte
+            return False
 
-    current = np.array(_in_threads(status, names), np.int64).reshape(-1, 2)
-    recorded = np.stack([fingerprints.bytes, fingerprints.modified_ns], axis=1)
-    differ = np.nonzero((current != recorded).any(axis=1))[0].tolist()
-    same = _in_threads(
-        lambda row: is_same_image(f"{base}/{names[row]}", fingerprints.row(row)), differ
-    )
-    return [names[row] for row, is_same in zip(differ, same, strict=True) if not is_same]
+    images = list(zip(names, *(column.tolist() for column in fingerprints), strict=True))
+    same = _in_threads(is_same, images)
+    return [name for name, found in zip(names, same, strict=True) if not found]
+
+
+def _sketch(path: str, num_bytes: int) -> int:
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - as above
+        head = file.read(SKETCH_BYTES)
+        tail = os.pread(file.fileno(), SKETCH_BYTES, max(num_bytes - SKETCH_BYTES, 0))
+    return zlib.crc32(tail, zlib.crc32(head))
 
 
 def file_sizes(folder: Path, names: list[str]) -> list[int | None]:

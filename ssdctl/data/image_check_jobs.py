@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,25 +20,21 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ssdctl.config import PrepareConfig
+from ssdctl.data import index
 from ssdctl.data.annotations import MAX_NAMED
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
-    PackOptions,
+    FingerprintColumns,
     changed_images,
     check_image,
     shrunk_sizes,
 )
-from ssdctl.data.index import (
-    METADATA_KEY,
-    RESULT_COLUMNS,
-    SHARD_COLUMNS,
-    Shard,
-    fingerprints_of,
-    read_table,
-)
+from ssdctl.data.image_files import require_image_folder
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes
+from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.threads import map_ahead
 
@@ -57,19 +52,26 @@ class Job(NamedTuple):
     sizes: NDArray[np.int64]  # N x 2: annotated width and height
     source: Path  # the folder of the images
     target: Path  # the store's folder
-    options: PackOptions
-    threads: int
+    config: PrepareConfig
 
     def part_name(self, number: int) -> str:
-        kind = "images" if self.options.pack else ".checked"
+        kind = "images" if self.config.pack else ".checked"
         return f"{kind}-{self.split}-{self.key[:8]}-{number:05d}.arrow"
+
+    @property
+    def num_threads(self) -> int:
+        return self.config.jobs or usable_cores()
+
+    @property
+    def task_images(self) -> int:
+        return TASK_RAW_IMAGES if self.config.encoding == "raw" else TASK_IMAGES
 
 
 class Report(NamedTuple):
     """The result for every image, in order, and the parts that hold it."""
 
     table: Any  # Arrow table: N rows of RESULT_COLUMNS
-    parts: list[Shard]
+    parts: list[index.Shard]
 
     @property
     def is_usable(self) -> NDArray[np.bool_]:
@@ -92,13 +94,9 @@ class _PartMetadata(msgspec.Struct, frozen=True):
 
 
 def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
-    """Check that every image exists and that there is enough disk space."""
+    """Check that every image exists, of `sizes` in bytes, and that there is enough disk space."""
     names = job.file_names
-    if not job.source.is_dir():
-        raise DataError(
-            f"{job.source}: no such image folder (split {job.split})",
-            hint=f"the images of {origin.name} belong there, or a link to them",
-        )
+    require_image_folder(job.source, job.split, origin)
     missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
@@ -106,25 +104,18 @@ def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
             f"among them {', '.join(missing[:MAX_NAMED])}",
             hint=f"they are listed in {origin}",
         )
-    if job.options.pack and job.options.encoding == "raw":
-        num_bytes = _raw_bytes(job)
+    if job.config.pack and job.config.encoding == "raw":
+        pixels = shrunk_sizes(job.sizes.astype(np.int32), job.config.shrink)
+        num_bytes = int(3 * pixels.astype(np.int64).prod(axis=1).sum())
         log.info(
             "packing %s as decoded pixels: %.2f GB in %s", job.split, num_bytes / 1e9, job.target
         )
-        _require_space(job, num_bytes)
-    elif job.options.pack and job.options.shrink is None:
-        _require_space(job, sum(size or 0 for size in sizes))
-
-
-def _raw_bytes(job: Job) -> int:
-    pixels = shrunk_sizes(job.sizes.astype(np.int32), job.options.shrink)
-    return int(3 * pixels.astype(np.int64).prod(axis=1).sum())
-
-
-def _require_space(job: Job, num_bytes: int) -> None:
-    """Check that a split's images fit on the disk, except parts that an earlier run has written."""
-    parts = job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
-    needed = num_bytes - sum(part.stat().st_size for part in parts)
+    elif job.config.pack and job.config.shrink is None:
+        num_bytes = sum(size or 0 for size in sizes)
+    else:
+        return
+    written = job.target.glob(f"images-{job.split}-{job.key[:8]}-*")  # by an earlier run
+    needed = num_bytes - sum(part.stat().st_size for part in written)
     free = free_bytes(job.target)
     if needed > free:
         raise DiskError(
@@ -135,97 +126,80 @@ def _require_space(job: Job, num_bytes: int) -> None:
         )
 
 
-def check_images(job: Job, progress: Progress | None) -> Report:
+def check_images(job: Job, progress: Progress) -> Report:
     """Check every image of a split, reusing the parts of an earlier run of the job."""
     num_images = len(job.file_names)
-    tables = [pa.schema(RESULT_COLUMNS.items()).empty_table()]
-    parts: list[Shard] = []
+    tables: list[Any] = []
     start = 0
-    while start < num_images and (table := _reusable_part(job, len(parts), start)) is not None:
+    while start < num_images and (table := _reusable_part(job, len(tables), start)) is not None:
         tables.append(table)
-        parts.append(Shard(job.part_name(len(parts)), table.num_rows))
         start += table.num_rows
-    with ThreadPoolExecutor(job.threads, thread_name_prefix="check") as pool:
-        batches: Iterator[list[CheckedImage]] = _check_in_threads(pool, job, start)
-        if progress is not None:
-            batches = _with_progress(batches, progress, num_images, start, job.split)
+    with ThreadPoolExecutor(job.num_threads, thread_name_prefix="check") as pool:
+        done_and_new = itertools.chain(range(start), _check_in_threads(pool, job, start))
+        label = f"checking {job.split}"
+        shown = progress(done_and_new, total=num_images, label=label, unit="img")
+        images = itertools.islice(shown, start, None)
         try:
             while start < num_images:
-                table = _write_part(job, len(parts), start, batches)
-                tables.append(table)
-                parts.append(Shard(job.part_name(len(parts)), table.num_rows))
-                start += table.num_rows
+                tables.append(_write_part(job, len(tables), start, images))
+                start += tables[-1].num_rows
         finally:
             pool.shutdown(cancel_futures=True)
-    return Report(pa.concat_tables(tables), parts)
+    parts = [
+        index.Shard(job.part_name(number), part.num_rows) for number, part in enumerate(tables)
+    ]
+    none = pa.schema(index.RESULT_COLUMNS.items()).empty_table()
+    return Report(pa.concat_tables([none, *tables]), parts)
 
 
 def _reusable_part(job: Job, number: int, start: int) -> Any:
     """Return the part that starts at an image, if an earlier run of the job has written it and its
     images are the same; else None."""
     try:
-        table = read_table(job.target / job.part_name(number), RESULT_COLUMNS)
-        raw = (table.schema.metadata or {}).get(METADATA_KEY, b"{}")
+        table = index.read_table(job.target / job.part_name(number), index.RESULT_COLUMNS)
+        raw = (table.schema.metadata or {}).get(index.METADATA_KEY, b"{}")
         metadata = msgspec.json.decode(raw, type=_PartMetadata)
     except (DataError, *DECODE_ERRORS):
         return None
     names = job.file_names[start : start + table.num_rows]
     if metadata != _PartMetadata(job.key, start) or len(names) < table.num_rows:
         return None
-    return None if changed_images(job.source, names, fingerprints_of(table)) else table
+    return None if changed_images(job.source, names, index.fingerprints_of(table)) else table
 
 
-def _check_in_threads(
-    pool: ThreadPoolExecutor, job: Job, start: int
-) -> Iterator[list[CheckedImage]]:
+def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterator[CheckedImage]:
     def check(first: int) -> list[CheckedImage]:
         names, sizes = job.file_names[first : first + size], job.sizes[first : first + size]
         return [
-            check_image(job.source / name, (width, height), job.options)
+            check_image(job.source / name, (width, height), job.config)
             for name, (width, height) in zip(names, sizes.tolist(), strict=True)
         ]
 
-    size = TASK_RAW_IMAGES if job.options.encoding == "raw" else TASK_IMAGES
+    size = job.task_images
     firsts = range(start, len(job.file_names), size)
-    yield from map_ahead(pool, check, firsts, job.threads + 2)
+    return itertools.chain.from_iterable(map_ahead(pool, check, firsts, job.num_threads + 2))
 
 
-def _with_progress(
-    batches: Iterator[list[CheckedImage]], progress: Progress, total: int, done: int, split: str
-) -> Iterator[list[CheckedImage]]:
-    ahead: deque[list[CheckedImage]] = deque()
-
-    def images() -> Iterator[None]:
-        yield from itertools.repeat(None, done)
-        for batch in batches:
-            ahead.append(batch)
-            yield from itertools.repeat(None, len(batch))
-
-    for _ in progress(images(), total=total, label=f"checking {split}", unit="img"):
-        if ahead:
-            yield ahead.popleft()
-
-
-def _write_part(job: Job, number: int, start: int, batches: Iterator[list[CheckedImage]]) -> Any:
-    """Take batches until a part is full; publish it, and return its table without the images."""
-    columns = (SHARD_COLUMNS if job.options.pack else {}) | RESULT_COLUMNS
-    metadata = {METADATA_KEY: msgspec.json.encode(_PartMetadata(job.key, start))}
+def _write_part(job: Job, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
+    """Take images until a part is full; publish it, and return its table without the images."""
+    columns = (index.SHARD_COLUMNS if job.config.pack else {}) | index.RESULT_COLUMNS
+    metadata = {index.METADATA_KEY: msgspec.json.encode(_PartMetadata(job.key, start))}
     schema = pa.schema(columns.items(), metadata=metadata)
     results = []
     num_bytes = num_images = 0
     path = job.target / job.part_name(number)
     with atomic_write(path) as file, pa.ipc.new_file(file, schema) as writer:
-        for batch in batches:
+        while batch := list(itertools.islice(images, job.task_images)):
             rows = [
                 {"image": c.content, "problem": c.problem, "note": c.note}
-                | msgspec.structs.asdict(c.fingerprint)
+                | dict(zip(FingerprintColumns._fields, c.fingerprint, strict=True))
                 for c in batch
             ]
             record = pa.RecordBatch.from_pylist(rows, schema)
             writer.write_batch(record)
-            results.append(record.select(list(RESULT_COLUMNS)))
+            results.append(record.select(list(index.RESULT_COLUMNS)))
             num_images += len(batch)
             num_bytes += sum(len(c.content or b"") for c in batch)
-            if num_bytes >= PART_BYTES or (not job.options.pack and num_images >= PART_ROWS):
+            if num_bytes >= PART_BYTES or (not job.config.pack and num_images >= PART_ROWS):
                 break
     return pa.Table.from_batches(results)

@@ -11,9 +11,11 @@ bottom, rounded up to whole blocks; the rows above are unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
+import struct
 import threading
 import warnings
 from pathlib import Path
@@ -90,10 +92,8 @@ class Header(NamedTuple):
             return 1
         if self.upright_size == tuple(size):
             return self.orientation
-        (width, height), (declared_width, declared_height) = self.stored_size, size
-        raise ImageError(
-            f"is {width} x {height}, its annotation has {declared_width} x {declared_height}"
-        )
+        stored, declared = (" x ".join(map(str, sides)) for sides in (self.stored_size, size))
+        raise ImageError(f"is {stored}, its annotation has {declared}")
 
 
 def read_header(image: Image.Image) -> Header:
@@ -169,9 +169,9 @@ def raw_pixels(content: Any, size: tuple[int, int]) -> Pixels:
     return pixels.reshape(height, width, 3)
 
 
-def encode_png(pixels: Pixels) -> bytes:
+def encode(pixels: Pixels, image_format: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    Image.fromarray(pixels).save(buffer, image_format, **options)
     return buffer.getvalue()
 
 
@@ -204,36 +204,26 @@ def _read_content(image: ImageLike) -> tuple[str, bytes]:
     """Read the encoded image and the name that messages give it."""
     if isinstance(image, (bytes, bytearray, memoryview)):
         return "image", bytes(image)
-    if isinstance(image, (str, os.PathLike)):
-        name = os.fspath(image)
-        try:
-            with Path(name).open("rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-        except (OSError, ValueError) as error:
-            raise unreadable(name, error) from None
-    elif hasattr(image, "read"):
-        name = str(getattr(image, "name", "image"))
-        try:
-            content = image.read(MAX_FILE_BYTES + 1)
-        except UnicodeDecodeError:
-            raise _text_file(name) from None
-        except (OSError, ValueError) as error:  # closed, or opened for writing
-            raise DataError(f"{name}: cannot be read: {error}") from None
-    else:
+    is_path = isinstance(image, (str, os.PathLike))
+    if not is_path and not hasattr(image, "read"):
         raise UsageError(
             f"an image of type {type(image).__name__}",
             hint="give a path, bytes, a file opened in binary mode, a PIL image, an array or a "
             "tensor",
         )
+    name = os.fspath(image) if is_path else str(getattr(image, "name", "image"))
+    try:
+        with Path(name).open("rb") if is_path else contextlib.nullcontext(image) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except UnicodeDecodeError:
+        content = None
+    except (OSError, ValueError) as error:  # also a closed file, or one opened for writing
+        raise unreadable(name, error) from None
     if not isinstance(content, bytes):
-        raise _text_file(name)
+        raise UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
     if len(content) > MAX_FILE_BYTES:
         raise DataError(f"{name}: larger than {MAX_FILE_BYTES >> 20} MiB")
     return name, content
-
-
-def _text_file(name: str) -> UsageError:
-    return UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
 
 
 def _rgb_of_image(image: Image.Image) -> Pixels:
@@ -255,10 +245,8 @@ def _rgb_of_array(pixels: NDArray[Any]) -> Pixels:
         )
     if pixels.dtype == np.uint16:
         pixels = (pixels >> 8).astype(np.uint8)
-    if pixels.ndim == 2:
-        pixels = pixels[..., None]
-    if pixels.shape[2] == 1:
-        pixels = np.repeat(pixels, 3, axis=2)
+    if pixels.ndim == 2 or pixels.shape[2] == 1:
+        pixels = np.repeat(pixels.reshape(*pixels.shape[:2], 1), 3, axis=2)
     return np.ascontiguousarray(pixels[..., :3])
 
 
@@ -292,8 +280,8 @@ def apply_orientation(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def _orientation(image: Image.Image) -> int:
-    metadata = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")
-    if image.format == "PNG" and not any(key in image.info for key in metadata):
+    metadata = {"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"}
+    if image.format == "PNG" and metadata.isdisjoint(image.info):
         return 1  # Pillow would decode all pixels to look for EXIF data behind them
     try:
         orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
@@ -355,19 +343,13 @@ def _plain_frame(content: Any) -> _Frame | None:
         if marker == START_OF_SCAN:
             break
         if marker in PLAIN_FRAMES:
-            return _parse_frame(head, offset + 4)
+            bits, height, width, channels = struct.unpack_from(">BHHB", head, offset + 4)
+            factors = [value & 15 for value in head[offset + 11 : offset + 10 + 3 * channels : 3]]
+            if bits != 8 or channels not in (1, 3) or not height or not width or not all(factors):
+                return None
+            return _Frame(offset + 5, height, width, 8 * max(factors))
         offset += 2 + int.from_bytes(head[offset + 2 : offset + 4], "big")
     return None
-
-
-def _parse_frame(head: bytes, offset: int) -> _Frame | None:
-    bits, channels = head[offset], head[offset + 5]
-    height, width = (int.from_bytes(head[i : i + 2], "big") for i in (offset + 1, offset + 3))
-    first, end = offset + 7, offset + 6 + 3 * channels
-    factors = [head[i] & 15 for i in range(first, end, 3) if i < len(head)]
-    if bits != 8 or channels not in (1, 3) or not height or not width or not all(factors):
-        return None
-    return _Frame(offset + 1, height, width, 8 * max(factors))
 
 
 def _decode_plain(content: Any, frame: _Frame, rows: int | None) -> Pixels:
@@ -379,12 +361,10 @@ def _decode_plain(content: Any, frame: _Frame, rows: int | None) -> Pixels:
         if height < frame.height:
             content = bytearray(content)
             content[frame.offset : frame.offset + 2] = height.to_bytes(2, "big")
-    needed = height * frame.width * 3
+    buffer = thread_buffer("decoded", height * frame.width * 3)
     # Not strict, as Pillow is not: a broken code inside the image spoils some blocks, and the
     # bytes after a lowered height are not an error.
-    pixels: Pixels = simplejpeg.decode_jpeg(
-        content, buffer=thread_buffer("decoded", needed), strict=False
-    )
+    pixels: Pixels = simplejpeg.decode_jpeg(content, buffer=buffer, strict=False)
     return pixels
 
 
@@ -396,11 +376,9 @@ def has_damaged_jpeg_data(content: bytes, *, is_cmyk: bool) -> bool:
     """
     if simplejpeg is None:
         return False
-    colorspace = "CMYK" if is_cmyk else "GRAY"
+    eighth = {"min_height": 1, "min_width": 1, "min_factor": 8}
     try:
-        simplejpeg.decode_jpeg(
-            content, colorspace, min_height=1, min_width=1, min_factor=8, strict=True
-        )
+        simplejpeg.decode_jpeg(content, "CMYK" if is_cmyk else "GRAY", strict=True, **eighth)
     except ValueError:
         return True
     return False

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
+import numpy as np
+
 from ssdctl.data.annotations import MAX_NAMED, Annotations, refuse, split_of
-from ssdctl.data.image_check import file_sizes, header_size
+from ssdctl.data.image_check import file_sizes, size_or_none
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
@@ -54,6 +56,14 @@ def dataset_folder(path: Path) -> Path:
     if not path.is_file():
         return path
     return path.parent.parent if path.parent.name in ANNOTATION_FOLDERS else path.parent
+
+
+def require_image_folder(folder: Path, split: str, origin: Path) -> None:
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder}: no such image folder (split {split})",
+            hint=f"the images of {origin.name} belong there, or a link to them",
+        )
 
 
 def find_by_name(root: Path, names: Sequence[tuple[str, str]], labels: Path) -> list[str]:
@@ -97,30 +107,33 @@ def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | No
     """
     notes, folder = list(annotations.notes), annotations.folder
     names, sizes = annotations.file_names, annotations.sizes
-    num_bytes = file_sizes(folder, [name if is_plain_name(name) else "" for name in names])
+    num_bytes = _sizes_of_plain(folder, names)
     rows = [row for row, size in enumerate(num_bytes) if size is None]
     if rows and folder.is_dir():
         names = list(names)
         if replaced := _replace_names(names, rows, folder):
-            notes.append(_note(replaced))
-            found = file_sizes(folder, [names[row] for row in rows])
+            old, new = replaced[0]
+            notes.append(
+                f"{len(replaced):,} file names are not paths below the image folder and were "
+                f"matched to the files there, such as {old!r}: {new}"
+            )
+            found = _sizes_of_plain(folder, [names[row] for row in rows])
             for row, size in zip(rows, found, strict=True):
-                num_bytes[row] = size if is_plain_name(names[row]) else None
-    is_unsized = (sizes == 0).any(axis=1).tolist()
-    unsized = [row for row, size in enumerate(num_bytes) if is_unsized[row] and size is not None]
+                num_bytes[row] = size
+    unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]
     if unsized:
         sizes = sizes.copy()
-        num_sized = 0
-        for row in unsized:
-            try:
-                sizes[row] = header_size(folder / names[row])
-                num_sized += 1
-            except DataError:
-                sizes[row] = 1  # dropped when the file is checked, with the reason
+        sizes[unsized] = [size_or_none(folder / names[row]) for row in unsized]
+        num_sized = int(sizes[unsized].all(axis=1).sum())
+        sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
         if num_sized:
             notes.append(f"{num_sized:,} images without width and height: taken from the files")
     annotations = annotations._replace(file_names=names, sizes=sizes, notes=notes)
     return annotations, num_bytes
+
+
+def _sizes_of_plain(folder: Path, names: Sequence[str]) -> list[int | None]:
+    return file_sizes(folder, [name if is_plain_name(name) else "" for name in names])
 
 
 def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[tuple[str, str]]:
@@ -137,12 +150,12 @@ def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[
         if base_name not in by_base_name and unquote(base_name) in by_base_name:
             name = unquote(name)  # Label Studio's `/data/upload/3/a%20b.jpg`
             base_name = PurePosixPath(name).name
-        paths = by_base_name.get(base_name, [])
-        if not paths or not (is_plain_name(name) or TOOL_FOLDERS.intersection(name.split("/"))):
-            if is_plain_name(name):
+        paths, is_plain = by_base_name.get(base_name, []), is_plain_name(name)
+        if not paths or not (is_plain or TOOL_FOLDERS.intersection(name.split("/"))):
+            if is_plain:
                 names[row] = name
             continue
-        tail = longest_tail(name, paths)
+        tail = _longest_tail(name, paths)
         if tail is None and len(paths) > 1:
             ambiguous.append(f"{names[row]!r} ({', '.join(sorted(paths)[:MAX_NAMED])})")
             continue
@@ -154,7 +167,7 @@ def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[
     return replaced
 
 
-def longest_tail(name: str, paths: Sequence[str]) -> str | None:
+def _longest_tail(name: str, paths: Sequence[str]) -> str | None:
     """Return the path that equals the longest tail of `name`; None if only its base name fits."""
     parts = name.split("/")
     for start in range(len(parts)):
@@ -162,11 +175,3 @@ def longest_tail(name: str, paths: Sequence[str]) -> str | None:
         if tail in paths and (start < len(parts) - 1 or len(paths) == 1):
             return tail
     return None
-
-
-def _note(replaced: list[tuple[str, str]]) -> str:
-    old, new = replaced[0]
-    return (
-        f"{len(replaced):,} file names are not paths below the image folder and were matched to "
-        f"the files there, such as {old!r}: {new}"
-    )

@@ -27,14 +27,10 @@ from ssdctl.files import DECODE_ERRORS, atomic_write
 METADATA_KEY = b"ssdctl"
 Types = Mapping[str, pa.DataType]
 
+_FINGERPRINT = dict.fromkeys(FingerprintColumns._fields, pa.int64())
 SHARD_COLUMNS = {"image": pa.large_binary()}
-RESULT_COLUMNS = {"problem": pa.string(), "note": pa.string()} | dict.fromkeys(
-    FingerprintColumns._fields, pa.int64()
-)
-FINGERPRINT_COLUMNS: Types = {
-    **dict.fromkeys(FingerprintColumns._fields, pa.int64()),
-    "file_name": pa.string(),
-}
+RESULT_COLUMNS = {"problem": pa.string(), "note": pa.string()} | _FINGERPRINT
+FINGERPRINT_COLUMNS: Types = {"file_name": pa.string()} | _FINGERPRINT
 NULLABLE = ("image", "problem", "note")
 IMAGE_COLUMNS: Types = {
     "image_id": pa.int64(),
@@ -59,7 +55,6 @@ TRUTH_COLUMNS: Types = {
 
 FORMAT = 4  # version 3 had no boxes to score against
 T = TypeVar("T")
-_OBJECT_COLUMNS = ("labels", "boxes", "areas", "is_crowd")
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -106,6 +101,13 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
     return metadata if metadata is not None and metadata.format == FORMAT else None
 
 
+def require_metadata(path: Path) -> Metadata:
+    metadata = _decode_metadata(path, Metadata)
+    if metadata is None or metadata.format != FORMAT:
+        raise DataError(f"{path}: no index; run ssdctl prepare")
+    return metadata
+
+
 def read_packing(folder: Path, split: str) -> Packing | None:
     """Return how a split's images are stored, by the index of this or an earlier version."""
     return _decode_metadata(index_path(folder, split), Packing)
@@ -118,9 +120,9 @@ def earlier_packing(folder: Path) -> Packing | None:
 
 
 def _decode_metadata(path: Path, kind: type[T]) -> T | None:
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():
+            return None
         with pa.OSFile(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
         return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=kind)
@@ -151,12 +153,9 @@ def is_prepared(root: Path, folder: Path) -> bool:
 
 def read_annotations(index: Path) -> Annotations:
     """Return the annotations of an index: every object that has a box, image by image."""
-    metadata = _decode_metadata(index, Metadata)
-    if metadata is None or metadata.format != FORMAT:
-        raise DataError(f"{index}: no index; run ssdctl prepare")
+    metadata = require_metadata(index)
     table = read_table(index, TRUTH_COLUMNS)
-    starts = check_objects(table, len(metadata.classes), index)
-    lists = {name: one_array(table, name).flatten() for name in _OBJECT_COLUMNS}
+    starts, objects = read_objects(table, len(metadata.classes), index)
     return Annotations(
         folder=Path(metadata.images),
         origin=Path(metadata.origin),
@@ -166,10 +165,10 @@ def read_annotations(index: Path) -> Annotations:
         classes=metadata.classes,
         ids=np.arange(1, starts[-1] + 1),
         rows=np.repeat(np.arange(table.num_rows, dtype=np.int32), np.diff(starts)),
-        labels=lists["labels"].to_numpy(),
-        boxes=lists["boxes"].flatten().to_numpy().reshape(-1, 4),
-        areas=lists["areas"].to_numpy(),
-        is_crowd=lists["is_crowd"].to_numpy(zero_copy_only=False),
+        labels=objects["labels"],
+        boxes=objects["boxes"],
+        areas=objects["areas"],
+        is_crowd=objects["is_crowd"],
     )
 
 
@@ -187,11 +186,13 @@ def fingerprints_of(table: Any) -> FingerprintColumns:
     return FingerprintColumns(*(numbers(table, name) for name in FingerprintColumns._fields))
 
 
-def read_images(path: Path) -> tuple[list[str], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the names, the sizes (N x 2) and the usability of images, of any version's index."""
-    table = read_table(path, IMAGE_COLUMNS)
+def read_images(
+    folder: Path, split: str
+) -> tuple[list[str], NDArray[np.int64], NDArray[np.bool_], FingerprintColumns]:
+    """Return names, sizes (N x 2), usability and fingerprints, of an index of any version."""
+    table = read_table(index_path(folder, split), {**IMAGE_COLUMNS, **FINGERPRINT_COLUMNS})
     names: list[str] = table.column("file_name").to_pylist()
-    return names, _sizes(table), numbers(table, "usable")
+    return names, _sizes(table), numbers(table, "usable"), fingerprints_of(table)
 
 
 def _sizes(table: Any) -> NDArray[np.int64]:
@@ -286,19 +287,24 @@ def check_columns(table: Any, types: Types, path: Path) -> None:
             raise damaged(path, f"empty values in the column {name}")
 
 
-def check_objects(table: Any, num_classes: int, path: Path) -> NDArray[np.int64]:
-    """Check that the lists of objects belong together, and that their labels exist.
+def read_objects(
+    table: Any, num_classes: int, path: Path
+) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+    """Return the columns of objects, after checking that they belong together.
 
     Returns:
-        Where the objects of each of the N images start, and the end of the last (N + 1).
+        Where the objects of each of the N images start, and the end of the last (N + 1); and the
+        columns of all objects by name: (M, 4) boxes, else (M,).
     """
     starts: NDArray[np.int64] | None = None
-    for name in table.schema.names:
-        if not pa.types.is_list(table.schema.field(name).type):
+    columns: dict[str, NDArray[Any]] = {}
+    for field in table.schema:
+        if not pa.types.is_list(field.type):
             continue
-        lists = one_array(table, name)
+        lists = one_array(table, field.name)
         values = lists.flatten()
-        while pa.types.is_fixed_size_list(values.type) and not values.null_count:
+        is_box = pa.types.is_fixed_size_list(values.type)
+        if is_box and not values.null_count:
             values = values.flatten()
         if values.null_count:
             raise damaged(path, "empty values in its boxes")
@@ -306,12 +312,13 @@ def check_objects(table: Any, num_classes: int, path: Path) -> NDArray[np.int64]
         if starts is not None and not np.array_equal(np.diff(offsets), np.diff(starts)):
             raise damaged(path, "it has more labels than boxes, or fewer")
         starts = offsets - offsets[0]
-        if name == "labels":
-            labels = values.to_numpy()
-            if len(labels) and not (labels.min() >= 1 and labels.max() <= num_classes):
-                raise damaged(path, f"a label is not one of its {num_classes} classes")
+        column = values.to_numpy(zero_copy_only=False)
+        columns[field.name] = column.reshape(-1, 4) if is_box else column
     assert starts is not None
-    return starts
+    labels = columns["labels"]
+    if len(labels) and not (labels.min() >= 1 and labels.max() <= num_classes):
+        raise damaged(path, f"a label is not one of its {num_classes} classes")
+    return starts, columns
 
 
 def damaged(path: Path, problem: object) -> DataError:

@@ -8,8 +8,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from ssdctl.config import Config
-from ssdctl.data.annotations import MAX_NAMED, SPLITS, Annotations, Conversion, root_folder
+from ssdctl.config import Config, PrepareConfig
+from ssdctl.data import index
+from ssdctl.data.annotations import (
+    AUTOMATIC,
+    MAX_NAMED,
+    SPLITS,
+    Annotations,
+    Conversion,
+    root_folder,
+)
 from ssdctl.data.check import check
 from ssdctl.data.dataset import (
     TOML,
@@ -20,22 +28,13 @@ from ssdctl.data.dataset import (
     require_split,
 )
 from ssdctl.data.image_check import changed_images
-from ssdctl.data.image_files import resolve_images
-from ssdctl.data.index import (
-    earlier_packing,
-    index_path,
-    is_prepared,
-    read_annotations,
-    read_fingerprints,
-    read_made,
-    read_metadata,
-)
+from ssdctl.data.image_files import require_image_folder, resolve_images
 from ssdctl.data.prepare import Outcome, prepare
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
-from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.progress import Progress, without_progress
 
 log = logging.getLogger(__name__)
 CONVERTED = "converted"  # folder in the store of versions before 2: annotations of other formats
@@ -67,73 +66,54 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     elif conversion and conversion.source is None:
         last = _last_conversion(root, folder)
         conversion = msgspec.structs.replace(conversion, source=last.source)
-    return prepare(
-        root,
-        folder,
-        conversion,
-        pack=options.pack,
-        shrink=options.shrink,
-        encoding=options.encoding,
-        verify_images=options.verify_images,
-        keep_damaged=options.keep_damaged,
-        jobs=options.jobs,
-        force=force,
-        allow_dropped=options.allow_dropped,
-        progress=progress,
-    )
+    return prepare(root, folder, options, conversion, force=force, progress=progress)
 
 
 def _last_conversion(root: Path, folder: Path) -> Conversion:
-    if (made := read_made(folder)) is not None:
+    if (made := index.read_made(folder)) is not None:
         return made.conversion
     path = folder / CONVERTED / TOML
     earlier = read_conversion(path) if path.is_file() else None
     has_choice = earlier is not None and (earlier.split or earlier.classes)
-    if earlier is not None and has_choice and not (root / TOML).is_file():
-        return earlier
-    return Conversion()
+    return earlier if earlier and has_choice and not (root / TOML).is_file() else AUTOMATIC
 
 
-def open_dataset(root: Path, folder: Path, *, progress: Progress | None = None) -> dict[str, Split]:
+def open_dataset(
+    root: Path, folder: Path, *, progress: Progress = without_progress
+) -> dict[str, Split]:
     """Return the dataset's splits, ready to read; one that was never prepared is indexed first.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
     """
     require_root(root)
-    if not is_prepared(root, folder):
+    if not index.is_prepared(root, folder):
         _prepare_again(root, folder, progress)
         return open_splits(root, folder)
     if is_cached_store(folder):
         log.info("%s cannot be written: its index is in %s", root, folder)
-    made = read_made(folder)
-    if made and not made.labels.content:
-        _warn_of_changed_labels(root, folder)
+    _warn_of_changed_labels(root, folder)
     splits = open_splits(root, folder)
     for split in splits:
         _refuse_changed(root, folder, split)
     return splits
 
 
-def _prepare_again(root: Path, folder: Path, progress: Progress | None) -> None:
+def _prepare_again(root: Path, folder: Path, progress: Progress) -> None:
     """Prepare a dataset that has no store, or one that is out of date or of an earlier version."""
-    conversion = _last_conversion(root, folder)
-    if (first := earlier_packing(folder)) is not None:
+    if (first := index.earlier_packing(folder)) is not None:
         log.info("%s was prepared by an earlier version: writing its index again", root)
-        outcome = prepare(
-            root,
-            folder,
-            conversion,
+        config = PrepareConfig(
             pack=first.packed,
             shrink=first.shrink,
             encoding=first.encoding,
             verify_images=first.verified != "no",
             keep_damaged=first.verified == "damaged kept",
-            progress=progress,
         )
     else:
         log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
-        outcome = prepare(root, folder, conversion, pack=False, progress=progress)
+        config = PrepareConfig(pack=False)
+    outcome = prepare(root, folder, config, _last_conversion(root, folder), progress=progress)
     for report in outcome.splits:
         for kind, count in report.counts().items():
             log.info("  %s: %d x %s", report.split, count, kind)
@@ -142,9 +122,9 @@ def _prepare_again(root: Path, folder: Path, progress: Progress | None) -> None:
 
 
 def _warn_of_changed_labels(root: Path, folder: Path) -> None:
-    made = read_made(folder)
-    if made is None or not made.labels.state:
-        return
+    made = index.read_made(folder)
+    if made is None or made.labels.content or not made.labels.state:
+        return  # the content was compared when the index was chosen
     if labels_changed(root, made.format, made.conversion, made.labels):
         log.warning(
             "labels in %s changed, or were copied, since they were read, and are used as read: "
@@ -155,17 +135,12 @@ def _warn_of_changed_labels(root: Path, folder: Path) -> None:
 
 
 def _refuse_changed(root: Path, folder: Path, split: str) -> None:
-    metadata = read_metadata(folder, split)
+    metadata = index.read_metadata(folder, split)
     if metadata is None or metadata.packed:
         return
     images = image_folder(root, metadata)
-    if not images.is_dir():
-        raise DataError(
-            f"{images}: no such image folder (split {split})",
-            hint=f"the images of {Path(metadata.origin).name} belong there, or a link to them",
-        )
-    changed = changed_images(images, *read_fingerprints(folder, split, MAX_CHECKED))
-    if changed:
+    require_image_folder(images, split, Path(metadata.origin))
+    if changed := changed_images(images, *index.read_fingerprints(folder, split, MAX_CHECKED)):
         raise DataError(
             f"{images}: {len(changed)} images are missing or changed since {folder} was "
             f"prepared: {', '.join(changed[:MAX_NAMED])}",
@@ -182,7 +157,7 @@ class DatasetSize(NamedTuple):
 def count_images(root: Path, folder: Path) -> DatasetSize:
     """Return how many images and which classes a run would train on; nothing is written."""
     require_root(root)
-    if is_prepared(root, folder):
+    if index.is_prepared(root, folder):
         _warn_of_changed_labels(root, folder)
         splits = open_splits(root, folder)
         train = require_split(splits, "train", root)
@@ -203,12 +178,12 @@ def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     Nothing is written.
     """
     require_root(root)
-    if not is_prepared(root, folder):
+    if not index.is_prepared(root, folder):
         return read_dataset(root, _last_conversion(root, folder))
     return {
-        split: read_annotations(index_path(folder, split))._replace(
+        split: index.read_annotations(index.index_path(folder, split))._replace(
             folder=image_folder(root, metadata)
         )
         for split in SPLITS
-        if (metadata := read_metadata(folder, split)) is not None
+        if (metadata := index.read_metadata(folder, split)) is not None
     }

@@ -1,6 +1,6 @@
 """Check a dataset and write the store that training reads.
 
-    outcome = prepare(root, store, pack=True)
+    outcome = prepare(root, store, PrepareConfig(shrink=400))
 
 Every annotation and every image's header is checked; what cannot be trained on is dropped and
 listed in the store's report.json. A split's index is written last, so a killed run leaves the old
@@ -17,14 +17,14 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
 from ssdctl._version import __version__
-from ssdctl.data import index as index_file
+from ssdctl.config import PrepareConfig
+from ssdctl.data import index
 from ssdctl.data.annotations import (
     AUTOMATIC,
     UNLISTED,
@@ -48,21 +48,12 @@ from ssdctl.data.dataset import (
     read_dataset,
 )
 from ssdctl.data.image_check import (
-    Encoding,
     FingerprintColumns,
-    PackOptions,
     changed_images,
+    verified,
 )
 from ssdctl.data.image_check_jobs import Job, Report, check_files, check_images
 from ssdctl.data.image_files import is_image, resolve_images
-from ssdctl.data.index import (
-    Made,
-    Metadata,
-    fingerprints_of,
-    read_made,
-    read_metadata,
-    read_packing,
-)
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
@@ -76,8 +67,7 @@ from ssdctl.files import (
     remove_stale_temporaries,
     write_bytes,
 )
-from ssdctl.runtime.cores import usable_cores
-from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.runtime.safe_text import html_table
 
 log = logging.getLogger(__name__)
@@ -85,6 +75,7 @@ NO_BOXES = "no boxes (skipped in training)"
 NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
 REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
+PACKED = PrepareConfig()
 PARTS_FORMAT = 4  # the files in which an interrupted check continues
 
 
@@ -121,44 +112,23 @@ class Outcome(msgspec.Struct, frozen=True):
         return html_table(("split", "images", "boxes", "classes", "findings"), rows, self.store)
 
 
-class _RunOptions(NamedTuple):
-    """Options of `prepare` that do not change the store, and where to report."""
-
-    jobs: int
-    force: bool
-    allow_dropped: bool
-    progress: Progress | None
-
-
 def prepare(
     root: Path,
     folder: Path,
+    config: PrepareConfig = PACKED,
     conversion: Conversion = AUTOMATIC,
     *,
-    pack: bool,
-    shrink: int | None = None,
-    encoding: Encoding = "jpeg",
-    verify_images: bool = False,
-    keep_damaged: bool = False,
-    jobs: int = 0,
     force: bool = False,
-    allow_dropped: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = without_progress,
 ) -> Outcome:
     """Write the store of the dataset in `root` to `folder`, unless it is up to date.
 
     Args:
         root: The dataset folder.
         folder: The store's folder.
-        conversion: How to read the annotations.
-        pack: Copy the images into the store; else only the index is written.
-        shrink: Re-encode packed images whose shorter side is longer than this, in pixels.
-        encoding: Pack image files (`jpeg`; shrunk ones become JPEGs), or decoded pixels (`raw`).
-        verify_images: Decode every image strictly, not only those that look truncated.
-        keep_damaged: Use images that `verify_images` finds damaged but partly decodable.
-        jobs: Threads; 0 = one per core.
+        config: How to check and pack the images.
+        conversion: How to read the annotations, instead of what the config says.
         force: Write it again even if nothing changed.
-        allow_dropped: Accept a split that loses over 5% of its images or boxes, or all to train on.
         progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
 
     Raises:
@@ -169,32 +139,31 @@ def prepare(
         log.info(
             "%s cannot be written: its index is in %s (--store DIR to choose another)", root, folder
         )
-        if pack:
+        if config.pack:
             log.info("only the index is written there: --store DIR packs the images as well")
-            pack = False
-    options = PackOptions(pack, shrink, verify_images, encoding, keep_damaged)
-    if not pack:
-        options = options._replace(shrink=None, encoding="jpeg")
-    run = _RunOptions(jobs, force, allow_dropped, progress)
-    if not force and (outcome := _unchanged_outcome(root, folder, conversion, options)):
+            config = msgspec.structs.replace(config, pack=False)
+    if not config.pack:
+        config = msgspec.structs.replace(config, shrink=None, encoding="jpeg")
+    if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
         return outcome  # without the lock: the folder may be read-only
     splits, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
     _make_store_dir(folder)
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
-        if not force and (outcome := _unchanged_outcome(root, folder, conversion, options)):
+        if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
             return outcome
         remove_stale_temporaries(folder)
         reports = [
-            _prepare_split(split, splits, folder, options, run, made, root) for split in made.splits
+            _prepare_split(split, splits, root, folder, config, made, force, progress)
+            for split in made.splits
         ]
-        reports = _with_unlisted(reports, root, folder)
-        outcome = Outcome(str(root), str(folder), options.pack, False, reports)
+        _note_unlisted(reports, root, folder)
+        outcome = Outcome(str(root), str(folder), config.pack, False, reports)
         write_bytes(folder / REPORT, msgspec.json.format(msgspec.json.encode(outcome)))
-        index_file.remove_unused(folder, made.splits)
+        index.remove_unused(folder, made.splits)
     return outcome
 
 
-def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], Made]:
+def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], index.Made]:
     """Read a dataset, and the version of its label files meanwhile."""
     name, read = find_source(root, conversion)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
@@ -203,7 +172,7 @@ def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], M
         labels = version.result()
     if label_version(root, name, conversion).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
-    return splits, Made(name, conversion, labels, list(splits), __version__)
+    return splits, index.Made(name, conversion, labels, list(splits), __version__)
 
 
 def _make_store_dir(folder: Path) -> None:
@@ -226,36 +195,36 @@ def _read_report(folder: Path) -> Outcome | None:
 
 
 def _unchanged_outcome(
-    root: Path, folder: Path, conversion: Conversion, options: PackOptions
+    root: Path, folder: Path, config: PrepareConfig, conversion: Conversion
 ) -> Outcome | None:
     """Return the last outcome if the dataset and the options are unchanged; else None."""
-    outcome, made = _read_report(folder), read_made(folder)
+    outcome, made = _read_report(folder), index.read_made(folder)
     if outcome is None or made is None or made.conversion != conversion:
         return None
     if made.labels.state and labels_changed(root, made.format, conversion, made.labels):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split in made.splits:
-        metadata = read_metadata(folder, split)
+        metadata = index.read_metadata(folder, split)
         if metadata is None or metadata.key != keys.get(split):
             return None
-        if not _fits(metadata, folder, options):
+        if not _fits(metadata, folder, config):
             return None
         # With a packed store the images may be gone; those that exist must be unchanged.
         images = image_folder(root, metadata)
-        if (images.is_dir() or not options.pack) and changed_images(
-            images, *index_file.read_fingerprints(folder, split)
+        if (images.is_dir() or not config.pack) and changed_images(
+            images, *index.read_fingerprints(folder, split)
         ):
             return None
     return msgspec.structs.replace(outcome, unchanged=True)
 
 
-def _fits(packing: index_file.Packing, folder: Path, options: PackOptions) -> bool:
+def _fits(packing: index.Packing, folder: Path, config: PrepareConfig) -> bool:
     """Return whether the images of a split are stored as the options say, and are there."""
     packed = (packing.packed, packing.shrink, packing.encoding)
-    if packed != (options.pack, options.shrink, options.encoding):
+    if packed != (config.pack, config.shrink, config.encoding):
         return False
-    if options.verify and packing.verified != options.verified:
+    if config.verify_images and packing.verified != verified(config):
         return False
     return all((folder / shard.file).is_file() for shard in packing.shards)
 
@@ -263,84 +232,92 @@ def _fits(packing: index_file.Packing, folder: Path, options: PackOptions) -> bo
 def _prepare_split(
     split: str,
     splits: dict[str, Annotations],
-    folder: Path,
-    options: PackOptions,
-    run: _RunOptions,
-    made: Made,
     root: Path,
+    folder: Path,
+    config: PrepareConfig,
+    made: index.Made,
+    force: bool,
+    progress: Progress,
 ) -> SplitReport:
     """Check a split, which is taken from `splits` to free its memory, and write its index."""
     annotations, num_bytes = resolve_images(splits.pop(split))
-    names, image_ids, sizes = annotations.file_names, annotations.image_ids, annotations.sizes
     objects, findings, warnings = check(annotations)
     if split == made.splits[0]:  # all splits have the same classes
         warnings = warnings + duplicate_names(annotations.classes)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
-    origin, classes, notes = annotations.origin, annotations.classes, [*annotations.notes]
-    source = annotations.folder
-    del annotations  # hundreds of MB that are not needed any more
-
-    # What a part depends on. With `force` no earlier part is valid.
-    identity = [
-        PARTS_FORMAT,
-        hashlib.sha256(os.fsencode("\0".join(names))).hexdigest(),
-        hashlib.sha256(sizes.tobytes()).hexdigest(),
-        options.shrink,
-        options.verified,
-        time.time_ns() * run.force,
-        options.encoding,
-    ]
-    key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
-    job = Job(split, key, names, sizes, source, folder, options, run.jobs or usable_cores())
-    images = None if run.force else _known_images(job, num_bytes)
+    # The objects are hundreds of MB that are not needed any more.
+    annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
+    names, image_ids, sizes = annotations.file_names, annotations.image_ids, annotations.sizes
+    key = _parts_key(annotations, config, force)
+    job = Job(split, key, names, sizes, annotations.folder, folder, config)
+    images = None if force else _known_images(job, num_bytes)
     if images is None:
-        check_files(job, origin, num_bytes)
-        index_file.remove_if_it_has(folder, split, job.part_name(0))
-        images = check_images(job, run.progress)
+        check_files(job, annotations.origin, num_bytes)
+        index.remove_if_it_has(folder, split, job.part_name(0))
+        images = check_images(job, progress)
+    is_usable, counts = images.is_usable, objects.num_trained()
     findings += image_findings(names, image_ids, images.table)
-    is_usable = images.is_usable
-    counts = objects.num_trained()
+    kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
     for row in np.nonzero(is_usable & (counts == 0))[0]:
-        kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
         findings.append(Finding(kind, int(image_ids[row]), None, names[row]))
-    trainable = int((is_usable & (counts > 0)).sum())
-    if not run.allow_dropped:
-        refuse_dropped(
-            split,
-            origin,
-            boxes=num_boxes,
-            images=len(names),
-            trainable=trainable,
-            findings=findings,
-        )
-    metadata = Metadata(
-        format=index_file.FORMAT,
-        packed=options.pack,
-        shards=images.parts if options.pack else [],
-        shrink=options.shrink,
-        encoding=options.encoding,
-        verified=options.verified,
-        key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
-        classes=classes,
-        images=_relative(source, root),
-        origin=str(origin),
-        made=made,
-    )
-    path = index_file.index_path(folder, split)
-    index_file.write_index(
-        path, names, image_ids, sizes, objects, is_usable, fingerprints_of(images.table), metadata
-    )
-    return SplitReport(
+    report = SplitReport(
         split=split,
         images=len(names),
         boxes=int(counts.sum()),
-        classes=len(classes),
-        trainable=trainable,
+        classes=len(annotations.classes),
+        trainable=int((is_usable & (counts > 0)).sum()),
         findings=findings,
-        key=metadata.key,
+        key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
         warnings=warnings + images.warnings(),
-        notes=notes,
+        notes=[*annotations.notes],
     )
+    if not config.allow_dropped:
+        refuse_dropped(
+            split,
+            annotations.origin,
+            findings,
+            boxes=num_boxes,
+            images=report.images,
+            trainable=report.trainable,
+        )
+    metadata = index.Metadata(
+        format=index.FORMAT,
+        packed=config.pack,
+        shards=images.parts if config.pack else [],
+        shrink=config.shrink,
+        encoding=config.encoding,
+        verified=verified(config),
+        key=report.key,
+        classes=annotations.classes,
+        images=_relative(annotations.folder, root),
+        origin=str(annotations.origin),
+        made=made,
+    )
+    index.write_index(
+        index.index_path(folder, split),
+        names,
+        image_ids,
+        sizes,
+        objects,
+        is_usable,
+        index.fingerprints_of(images.table),
+        metadata,
+    )
+    return report
+
+
+def _parts_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
+    """Return hex digits that identify what a part depends on; with `force` no earlier one is."""
+    identity = [
+        PARTS_FORMAT,
+        hashlib.sha256(os.fsencode("\0".join(annotations.file_names))).hexdigest(),
+        hashlib.sha256(annotations.sizes.tobytes()).hexdigest(),
+        config.shrink,
+        verified(config),
+        time.time_ns() * force,
+        config.encoding,
+    ]
+    return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 
 
 def _relative(path: Path, root: Path) -> str:
@@ -355,15 +332,13 @@ def _known_images(job: Job, num_bytes: list[int | None]) -> Report | None:
     So neither changed labels nor a new version of the index pack images again. Packed images may
     have been deleted; those that exist must be unchanged.
     """
-    packing, outcome = read_packing(job.target, job.split), _read_report(job.target)
-    if packing is None or outcome is None or not _fits(packing, job.target, job.options):
+    packing, outcome = index.read_packing(job.target, job.split), _read_report(job.target)
+    if packing is None or outcome is None or not _fits(packing, job.target, job.config):
         return None
-    if packing.verified != job.options.verified:
+    if packing.verified != verified(job.config):
         return None
-    path = index_file.index_path(job.target, job.split)
     try:
-        names, sizes, is_usable = index_file.read_images(path)
-        fingerprints = index_file.read_fingerprints(job.target, job.split)[1]
+        names, sizes, is_usable, fingerprints = index.read_images(job.target, job.split)
     except DataError:
         return None  # damaged
     if names != job.file_names or not np.array_equal(sizes, job.sizes):
@@ -372,42 +347,35 @@ def _known_images(job: Job, num_bytes: list[int | None]) -> Report | None:
     recorded = FingerprintColumns(*(column[there] for column in fingerprints))
     if changed_images(job.source, [names[row] for row in there], recorded):
         return None
-    report = next((r for r in outcome.splits if r.split == job.split), None)
-    details: dict[str, dict[str, str]] = {DROPPED_IMAGE: {}, NOTED_IMAGE: {}}
-    for finding in report.findings if report else ():
-        if finding.kind in details:
+    texts: dict[str, dict[str, str]] = {DROPPED_IMAGE: {}, NOTED_IMAGE: {}}
+    for finding in next((r.findings for r in outcome.splits if r.split == job.split), ()):
+        if finding.kind in texts:
             name, _, text = finding.detail.partition(": ")
-            details[finding.kind][name] = text
+            texts[finding.kind][name] = text
     problems = [
-        None if usable else details[DROPPED_IMAGE].get(name, "cannot be used")
+        None if usable else texts[DROPPED_IMAGE].get(name, "cannot be used")
         for name, usable in zip(names, is_usable.tolist(), strict=True)
     ]
-    columns: dict[str, Any] = fingerprints._asdict()
-    columns["problem"] = pa.array(problems, pa.string())
-    columns["note"] = pa.array([details[NOTED_IMAGE].get(name) for name in names], pa.string())
-    return Report(pa.table(columns), packing.shards)
+    notes = [texts[NOTED_IMAGE].get(name) for name in names]
+    columns = {"problem": pa.array(problems, pa.string()), "note": pa.array(notes, pa.string())}
+    return Report(pa.table({**fingerprints._asdict(), **columns}), packing.shards)
 
 
-def _with_unlisted(reports: list[SplitReport], root: Path, folder: Path) -> list[SplitReport]:
-    """Add a note on image files that no split lists, for each image folder."""
-    by_folder: dict[Path, list[str]] = {}
+def _note_unlisted(reports: list[SplitReport], root: Path, folder: Path) -> None:
+    """Note image files that no split lists, in the first report of each image folder."""
+    listed: dict[Path, set[str]] = {}
+    first: dict[Path, SplitReport] = {}
     for report in reports:
-        metadata = read_metadata(folder, report.split)
+        metadata = index.read_metadata(folder, report.split)
         if metadata is not None and (images := image_folder(root, metadata)).is_dir():
-            by_folder.setdefault(images, []).append(report.split)
-    notes: dict[str, str] = {}  # by the first split of a folder
-    for images, names in by_folder.items():
-        known = {n for s in names for n in index_file.read_fingerprints(folder, s)[0]}
+            first.setdefault(images, report)
+            names, _ = index.read_fingerprints(folder, report.split)
+            listed.setdefault(images, set()).update(names)
+    for images, report in first.items():
         with os.scandir(images) as entries:
-            names_there = {entry.name for entry in entries}
-        if unlisted := sorted(n for n in names_there - known if is_image(Path(n))):
-            notes[names[0]] = (
+            others = {entry.name for entry in entries} - listed[images]
+        if unlisted := sorted(name for name in others if is_image(Path(name))):
+            report.notes.append(
                 f"{len(unlisted):,} images of {images} are not listed in the annotations and are "
                 f"left out, among them {unlisted[0]}"
             )
-    return [
-        msgspec.structs.replace(report, notes=[*report.notes, notes[report.split]])
-        if report.split in notes
-        else report
-        for report in reports
-    ]

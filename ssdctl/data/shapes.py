@@ -8,10 +8,9 @@ name; striped objects of any hue on dark images) is there to measure fine-tuning
 
 from __future__ import annotations
 
-import io
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from PIL import Image
 
 from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split, document_of
 from ssdctl.data.classes import ClassName
+from ssdctl.data.image_decode import encode
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
@@ -31,7 +31,7 @@ from ssdctl.files import (
     read_limited,
     write_bytes,
 )
-from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.progress import Progress, without_progress
 
 Pixels = NDArray[np.floating[Any]]  # height x width x 3, 0 to 255
 
@@ -83,7 +83,7 @@ def generate(
     num_val: int,
     seed: int = 0,
     style: str = "solid",
-    progress: Progress | None = None,
+    progress: Progress = without_progress,
 ) -> bool:
     """Write the dataset to `dest`: images, annotations of both splits.
 
@@ -120,14 +120,12 @@ def generate(
             path = folder / names[index]
             # Published by the annotations, so there is no fsync for each.
             with disk_errors(folder, "writing"), open(path, "wb", opener=no_follow) as file:
-                file.write(_jpeg(image))
+                file.write(encode(image, "JPEG", quality=JPEG_QUALITY))
             return LabeledImage(names[index], image.shape[1], image.shape[0], boxes)
 
         with ThreadPoolExecutor() as pool:
-            drawn: Iterable[LabeledImage] = pool.map(draw, range(count))
-            if progress is not None:
-                drawn = progress(drawn, total=count, label=f"drawing {split}", unit="img")
-            images = list(drawn)
+            drawn = pool.map(draw, range(count))
+            images = list(progress(drawn, total=count, label=f"drawing {split}", unit="img"))
         classes = [ClassName(c.category_id, c.name) for c in STYLES[style].classes]
         labels = annotations_of_split(images, [c.name for c in classes], folder, annotations)
         document = document_of(labels._replace(classes=classes), info)
@@ -281,9 +279,3 @@ def _rgb(hue: NDArray[Any], saturation: NDArray[Any], value: NDArray[Any]) -> ND
     k = (np.array([5.0, 3.0, 1.0]) + 6 * hue[:, None]) % 6
     ramp = np.minimum(k, 4 - k).clip(0, 1)
     return np.asarray(255 * value[:, None] * (1 - saturation[:, None] * ramp))
-
-
-def _jpeg(image: NDArray[np.uint8]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "JPEG", quality=JPEG_QUALITY)
-    return buffer.getvalue()

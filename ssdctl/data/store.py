@@ -25,25 +25,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ssdctl.data import index
 from ssdctl.data.annotations import root_folder
 from ssdctl.data.classes import ClassName
 from ssdctl.data.image_check import shrunk_sizes
-from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
-from ssdctl.data.index import (
-    INDEX_COLUMNS,
-    SHARD_COLUMNS,
-    Metadata,
-    Shard,
-    check_columns,
-    check_objects,
-    damaged,
-    index_path,
-    numbers,
-    one_array,
-    read_made,
-    read_metadata,
-    read_table,
-)
+from ssdctl.data.image_decode import Pixels, decode, encode, raw_pixels
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     disk_error,
@@ -83,7 +69,7 @@ class Split(NamedTuple):
 
     def read(self, row: int) -> bytes:
         """Return the encoded image of a row: a PNG if the store has decoded pixels."""
-        return encode_png(self.decode(row)) if self.is_raw else self.images.read(row)
+        return encode(self.decode(row), "PNG") if self.is_raw else self.images.read(row)
 
     def decode(self, row: int, rows: int | None = None) -> Pixels:
         """Return the (H, W, 3) RGB pixels of an image, or at least its first `rows` pixel rows.
@@ -131,26 +117,32 @@ class PackedImages:
     is checked each time, and a system call, which returns an error, loads them the first time.
     """
 
-    def __init__(self, folder: Path, shards: list[Shard]) -> None:
+    def __init__(self, folder: Path, shards: list[index.Shard]) -> None:
         if outside := [shard.file for shard in shards if not is_plain_name(shard.file)]:
             raise DataError(f"{folder}: its part {outside[0]!r} is not in that folder")
         allow_open_files(2 * len(shards))
         files = contextlib.ExitStack()
         weakref.finalize(self, files.close)
-        self._chunks: list[_Chunk] = []
+        self._shards: list[_Shard] = []
+        self._first_rows = list(itertools.accumulate((s.rows for s in shards), initial=0))
+        spans = [np.empty((0, 2), np.int64)]
         for shard in shards:
             path = folder / shard.file
             with read_errors(path):
                 file = files.enter_context(open_regular(path))
-            self._chunks += _chunks(path, file, shard.rows)
-        self._was_read = np.zeros(sum(shard.rows for shard in shards), np.bool_)
-        self._ends = list(itertools.accumulate(len(c.starts) - 1 for c in self._chunks))
+                if not os.fstat(file.fileno()).st_size:
+                    raise index.damaged(path, "it is empty")
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._shards.append(_Shard(path, file, mapped))
+            spans.append(_image_spans(path, mapped, shard.rows))
+        self._spans = np.concatenate(spans)  # N x 2: where each image starts and ends in its file
+        self._was_read = np.zeros(len(self._spans), np.bool_)
 
     def read(self, row: int) -> bytes:
-        chunk, start, end = self._span(row)
-        with disk_errors(chunk.path, "reading"):
-            content = retry_transient(lambda: os.pread(chunk.file.fileno(), end - start, start))
-        self._require(len(content) == end - start, chunk.path)
+        shard, start, end = self._span(row)
+        with disk_errors(shard.path, "reading"):
+            content = retry_transient(lambda: os.pread(shard.file.fileno(), end - start, start))
+        self._require(len(content) == end - start, shard.path)
         return content
 
     def read_pixels(self, row: int, size: tuple[int, int]) -> Pixels:
@@ -162,26 +154,25 @@ class PackedImages:
             DataError, DiskError: As `read`.
             ImageError: It has another size.
         """
-        chunk, start, end = self._span(row)
-        self._require(os.fstat(chunk.file.fileno()).st_size >= end, chunk.path)
+        shard, start, end = self._span(row)
+        self._require(os.fstat(shard.file.fileno()).st_size >= end, shard.path)
         if not self._was_read[row]:
             page = start // mmap.PAGESIZE * mmap.PAGESIZE
             try:
-                chunk.map.madvise(POPULATE_READ, page, end - page)
+                shard.map.madvise(POPULATE_READ, page, end - page)
             except OSError as error:
                 if error.errno == errno.EINVAL:  # Linux before 5.14
                     return raw_pixels(self.read(row), size)
-                self._require(error.errno != errno.EFAULT, chunk.path)
-                raise disk_error(error, chunk.path, "reading") from None
+                self._require(error.errno != errno.EFAULT, shard.path)
+                raise disk_error(error, shard.path, "reading") from None
             self._was_read[row] = True
-        return raw_pixels(memoryview(chunk.map)[start:end], size)
+        return raw_pixels(memoryview(shard.map)[start:end], size)
 
-    def _span(self, row: int) -> tuple[_Chunk, int, int]:
-        chunk, place = self._locate(row)
-        start, end = chunk.starts[place : place + 2].tolist()
+    def _span(self, row: int) -> tuple[_Shard, int, int]:
+        start, end = self._spans[row].tolist()
         if start == end:
             raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
-        return chunk, start, end
+        return self._shards[self._shard_number(row)], start, end
 
     def _require(self, is_complete: bool, path: Path) -> None:
         if not is_complete:
@@ -191,60 +182,42 @@ class PackedImages:
             )
 
     def place(self, row: int) -> str:
-        chunk, place = self._locate(row)
-        return f"{chunk.path}, row {chunk.first_row + place}"
+        number = self._shard_number(row)
+        return f"{self._shards[number].path}, row {row - self._first_rows[number]}"
 
-    def _locate(self, row: int) -> tuple[_Chunk, int]:
-        number = bisect.bisect_right(self._ends, row)
-        return self._chunks[number], row - (self._ends[number - 1] if number else 0)
+    def _shard_number(self, row: int) -> int:
+        return bisect.bisect_right(self._first_rows, row) - 1
 
 
-class _Chunk(NamedTuple):
-    """Some consecutive images of a shard."""
-
+class _Shard(NamedTuple):
     path: Path
     file: IO[bytes]
     map: mmap.mmap
-    first_row: int  # in the shard
-    starts: NDArray[np.int64]  # where each image starts in the file, and the end of the last
 
 
-def _chunks(path: Path, file: IO[bytes], num_rows: int) -> list[_Chunk]:
-    with read_errors(path):
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    spans = _image_spans(path, mapped)
-    rows = list(itertools.accumulate((len(starts) - 1 for starts in spans), initial=0))
-    if rows[-1] != num_rows:
-        raise DataError(f"{path}: {rows[-1]} rows, not {num_rows}")
-    return [
-        _Chunk(path, file, mapped, row, starts) for row, starts in zip(rows, spans, strict=False)
-    ]
-
-
-def _image_spans(path: Path, mapped: mmap.mmap) -> list[NDArray[np.int64]]:
-    """Return where the images of a shard are: an array for each chunk of the column.
-
-    Each array has the start of every image in the file, and the end of the last one.
-    """
+def _image_spans(path: Path, mapped: mmap.mmap, num_rows: int) -> NDArray[np.int64]:
+    """Return where each image of a shard starts and ends in the file (N x 2)."""
     try:
         content = pa.py_buffer(mapped)
         table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise damaged(path, error) from None
-    check_columns(table, SHARD_COLUMNS, path)
-    spans = []
+        raise index.damaged(path, error) from None
+    index.check_columns(table, index.SHARD_COLUMNS, path)
+    if table.num_rows != num_rows:
+        raise DataError(f"{path}: {table.num_rows} rows, not {num_rows}")
+    spans = [np.empty((0, 2), np.int64)]
     for chunk in table.column("image").chunks:
         _, offsets, data = chunk.buffers()
         starts = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
         start = 0 if data is None else data.address - content.address
         if data is not None and not 0 <= start <= content.size - data.size:
-            raise damaged(path, "it is compressed")
-        spans.append(starts + start)
-    return spans
+            raise index.damaged(path, "it is compressed")
+        spans.append(start + np.stack([starts[:-1], starts[1:]], axis=1))
+    return np.concatenate(spans)
 
 
-def image_folder(root: Path, metadata: Metadata) -> Path:
+def image_folder(root: Path, metadata: index.Metadata) -> Path:
     folder, name = root_folder(root), metadata.images
     return (
         Path(name) if name.startswith("/") else folder if name == "." else safe_join(folder, name)
@@ -252,41 +225,35 @@ def image_folder(root: Path, metadata: Metadata) -> Path:
 
 
 def open_splits(root: Path, folder: Path) -> dict[str, Split]:
-    made = read_made(folder)
+    made = index.read_made(folder)
     if made is None:
         raise DataError(f"{root}: not prepared", hint=f"ssdctl prepare --data {root}")
     return {split: open_split(root, folder, split) for split in made.splits}
 
 
 def open_split(root: Path, folder: Path, split: str) -> Split:
-    path = index_path(folder, split)
-    metadata = read_metadata(folder, split)
-    if metadata is None:
-        raise DataError(f"{path}: no index; run ssdctl prepare")
-    table = read_table(path, INDEX_COLUMNS)
-    sizes = np.stack([numbers(table, "width"), numbers(table, "height")], axis=1)
-    starts = check_objects(table, len(metadata.classes), path)
-    labels, fractions, is_trained = (
-        one_array(table, name).flatten() for name in ("labels", "fractions", "is_trained")
-    )
-    boxes = fractions.flatten().to_numpy().reshape(-1, 4)
-    labels, is_trained = labels.to_numpy(), is_trained.to_numpy(zero_copy_only=False)
+    path = index.index_path(folder, split)
+    metadata = index.require_metadata(path)
+    table = index.read_table(path, index.INDEX_COLUMNS)
+    sizes = np.stack([index.numbers(table, "width"), index.numbers(table, "height")], axis=1)
+    starts, objects = index.read_objects(table, len(metadata.classes), path)
+    boxes, labels, is_trained = (objects[n] for n in ("fractions", "labels", "is_trained"))
     if not is_trained.all():
         starts = np.concatenate([[0], np.cumsum(is_trained)])[starts]
         boxes, labels = boxes[is_trained], labels[is_trained]
     counts = np.diff(starts)
-    is_usable = numbers(table, "usable")
+    is_usable = index.numbers(table, "usable")
     images: ImageFiles | PackedImages
     if metadata.packed:
         images = PackedImages(folder, metadata.shards)
     else:
-        names = one_array(table, "file_name")
+        names = index.one_array(table, "file_name")
         if outside := [name for name in names.to_pylist() if not is_plain_name(name)]:
-            raise damaged(path, f"{outside[0]!r} is not a plain path")
+            raise index.damaged(path, f"{outside[0]!r} is not a plain path")
         images = ImageFiles(image_folder(root, metadata), names)
     return Split(
         classes=metadata.classes,
-        image_ids=numbers(table, "image_id"),
+        image_ids=index.numbers(table, "image_id"),
         sizes=sizes,
         pixel_sizes=shrunk_sizes(sizes, metadata.shrink),
         starts=starts,

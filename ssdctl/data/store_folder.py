@@ -7,13 +7,14 @@ own cache; processes of one user are kept apart by the store's lock.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.errors import DataError, SsdctlError
+from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def default_store(root: Path) -> Path:
     folder = root.with_name(f"{root.name}.{STORE_NAME}") if is_file else root / STORE_NAME
     if not root.exists() or _is_writable(folder if folder.exists() else folder.parent):
         return folder
-    if folder.exists() and _is_prepared(root, folder):
+    from ssdctl.data.index import is_prepared
+
+    if folder.exists() and is_prepared(root, folder):
         return folder
     return _cache_folder() / "datasets" / f"{root.resolve().name}-{_key(root)}"
 
@@ -83,15 +86,6 @@ def default_store(root: Path) -> Path:
 def is_cached_store(folder: Path) -> bool:
     """Return whether `default_store` chose this folder, since the dataset folder is read-only."""
     return folder.parent == _cache_folder() / "datasets"
-
-
-def _is_prepared(root: Path, folder: Path) -> bool:
-    from ssdctl.data.index import is_prepared
-
-    try:
-        return is_prepared(root, folder)
-    except (SsdctlError, OSError):  # reported by the command itself
-        return False
 
 
 def _cache_folder() -> Path:
@@ -112,10 +106,8 @@ def _key(root: Path) -> str:
     digest = hashlib.sha256(os.fsencode(root.resolve()))
     files = {path for pattern in ANNOTATION_PATTERNS for path in root.glob(pattern)}
     for path in sorted({root} if root.is_file() else files):
-        try:
+        with contextlib.suppress(OSError):
             status = path.stat()
-        except OSError:
-            continue
-        name = os.fsencode(path.name if path == root else path.relative_to(root))
-        digest.update(b"\0%s\0%d %d" % (name, status.st_size, status.st_mtime_ns))
+            name = os.fsencode(path.name if path == root else path.relative_to(root))
+            digest.update(b"\0%s\0%d %d" % (name, status.st_size, status.st_mtime_ns))
     return digest.hexdigest()[:16]

@@ -36,7 +36,6 @@ from ssdctl.exporting.deployed import (
 from ssdctl.exporting.int8 import int8_model
 from ssdctl.exporting.onnx import description, onnx_model
 from ssdctl.exporting.openvino import write_openvino
-from ssdctl.exporting.request import CALIBRATION_IMAGES, MAX_AP_LOSS, ExportRequest
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.inference.image_detector import open_image, resized
 from ssdctl.runtime.progress import Progress
@@ -106,7 +105,7 @@ def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str
 
 
 def export_graph(
-    checkpoint: Checkpoint, request: ExportRequest, options: ExportOptions, config: Config
+    checkpoint: Checkpoint, kind: str, target: Path, options: ExportOptions, config: Config
 ) -> dict[str, Any]:
     """Write `onnx`, `openvino` or `pt2` if it gives PyTorch's outputs on images of the dataset.
 
@@ -117,16 +116,16 @@ def export_graph(
         IntegrityError: The outputs differ.
     """
     images, source = images_of(*dataset_folders(config.data))
-    if request.format == "openvino":
-        found = write_openvino(checkpoint, request.out, images, options)
+    if kind == "openvino":
+        found = write_openvino(checkpoint, target, images, options)
     else:
-        convert = onnx_model if request.format == "onnx" else pt2_program
+        convert = onnx_model if kind == "onnx" else pt2_program
         content, found = convert(checkpoint, images, options)
-        write_bytes(request.out, content)
+        write_bytes(target, content)
     log.info(
         "%s agrees with PyTorch on %d images (%s): largest difference of boxes %.1g of the image "
         "size, of scores %.1g",
-        RUNTIMES[request.format],
+        RUNTIMES[kind],
         len(images),
         source,
         found.box_difference,
@@ -146,19 +145,20 @@ def export_graph(
 
 def export_int8(
     checkpoint: Checkpoint,
-    request: ExportRequest,
+    target: Path,
     options: ExportOptions,
     config: Config,
+    *,
+    num_images: int,
+    max_ap_loss: float,
     progress: Progress,
 ) -> dict[str, Any]:
     """Write an int8 ONNX file that loses little AP; return what it costs. Errors: `int8_model`."""
-    count = CALIBRATION_IMAGES if request.calibrate is None else request.calibrate
-    images = training_images(*dataset_folders(config.data), count)
-    max_ap_loss = MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss
+    images = training_images(*dataset_folders(config.data), num_images)
     quantized = int8_model(
         checkpoint, options, images, config, max_ap_loss=max_ap_loss, progress=progress
     )
-    write_bytes(request.out, quantized.content)
+    write_bytes(target, quantized.content)
     for name, cost in (("fp32", quantized.before), ("int8", quantized.after)):
         log.info(
             "%s: AP %.4f, %.1f MB, %.1f ms a call", name, cost.ap, cost.size / 1e6, cost.latency_ms

@@ -75,8 +75,16 @@ def export_checkpoint(
     data = choose_data(content, resolved.config.data, resolved.explicit_settings())
     config = msgspec.structs.replace(resolved.config, data=data)
     if not request.int8:
-        return result | formats.export_graph(content, request, options, config)
-    return result | formats.export_int8(content, request, options, config, progress)
+        return result | formats.export_graph(content, request.format, request.out, options, config)
+    return result | formats.export_int8(
+        content,
+        request.out,
+        options,
+        config,
+        num_images=CALIBRATION_IMAGES if request.calibrate is None else request.calibrate,
+        max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
+        progress=progress,
+    )
 
 
 def _check(request: ExportRequest) -> Nms:

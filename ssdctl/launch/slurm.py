@@ -220,7 +220,6 @@ def follow(job: str, plan: LaunchPlan, write: Write) -> int:
         position = _copy_new(Path(fields.get("StdOut", "")), position, write)
         state = fields.get("JobState", "")
         if ENDED.match(state):
-            _copy_new(Path(fields.get("StdOut", "")), position, write)  # written in the meantime
             break
         time.sleep(POLL_S)
     if state == "COMPLETED":

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import Result, run_cli
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data.prepare import prepare
 from ssdctl.data.shapes import generate
 from ssdctl.launch import _run
@@ -196,7 +197,7 @@ def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused() -> None
     generate(Path("data"), num_train=6, num_val=1)
     job = ("--cpus", "2", "--data", "data", "--bs", "2", "--epochs", "2", "--dry-run")
     assert launch(*job, "--warmup", "100st").code == 0  # the number of images is not known yet
-    prepare(Path("data"), Path("data/prepared"), pack=False)
+    prepare(Path("data"), Path("data/prepared"), PrepareConfig(pack=False))
     result = launch(*job, "--warmup", "100st")
     assert (result.code, "100 steps" in result.err) == (2, True)
     assert launch(*job, "--warmup", "1st").code == 0
@@ -230,3 +231,10 @@ def test_an_absent_launcher_is_a_usage_error(
     result = launch(*arguments)
     assert result.code == 2
     assert all(word in " ".join(result.err.split()) for word in words)
+
+
+def test_variables_of_this_machine_travel_to_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSDCTL_TRAIN__SEED", "3")
+    result = launch("--gpus", "8", "--launcher", "kubernetes", *POD, "--dry-run")
+    assert result.code == 0, result.err
+    assert "SSDCTL_TRAIN__SEED" in result.out

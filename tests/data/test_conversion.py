@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check_jobs
 from ssdctl.data.annotations import (
     AUTOMATIC,
@@ -29,21 +29,22 @@ from ssdctl.data.annotations import (
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.formats import coco
 from ssdctl.data.image_check import check_image
+from ssdctl.data.image_files import resolve_images
 from ssdctl.data.index import METADATA_KEY, read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 
+INDEX_ONLY = PrepareConfig(pack=False)
+
 
 @pytest.fixture
-def undivided(shapes: Path, tmp_path: Path) -> Path:
+def undivided(dataset: Path) -> Path:
     """A dataset without a validation split."""
-    root = tmp_path / "undivided"
-    shutil.copytree(shapes / "train2017", root / "train2017")
-    (root / "annotations").mkdir()
-    shutil.copy(shapes / "annotations/instances_train2017.json", root / "annotations")
-    return root
+    shutil.rmtree(dataset / "val2017")
+    (dataset / "annotations/instances_val2017.json").unlink()
+    return dataset
 
 
 def names_of(root: Path, conversion: Conversion) -> dict[str, list[str]]:
@@ -76,13 +77,13 @@ def test_split_is_the_same_everywhere(undivided: Path) -> None:
 def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path: Path) -> None:
     before, store = files_below(undivided), tmp_path / "store"
     conversion = Conversion("coco", 0.75, ("ball", "star"))
-    prepare(undivided, store, conversion, pack=False)
+    prepare(undivided, store, INDEX_ONLY, conversion)
     made = read_made(store)
     assert made is not None
     assert (made.format, made.conversion, made.splits) == ("coco", conversion, ["train", "val"])
-    assert prepare(undivided, store, conversion, pack=False).unchanged
-    assert not prepare(undivided, store, Conversion(split=0.5), pack=False).unchanged
-    prepare(undivided, store, conversion, pack=False)
+    assert prepare(undivided, store, INDEX_ONLY, conversion).unchanged
+    assert not prepare(undivided, store, INDEX_ONLY, Conversion(split=0.5)).unchanged
+    prepare(undivided, store, INDEX_ONLY, conversion)
     path = undivided / "annotations/instances_train2017.json"
     path.write_text(path.read_text().replace('"ball"', '"bull"').replace('"star"', '"ball"'))
     with pytest.raises(UsageError, match="'star'"):  # it is read again, with the same options
@@ -106,6 +107,17 @@ def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     assert (undivided / "dataset.toml").read_text() == own
 
 
+def test_the_longest_path_that_fits_is_the_image(tmp_path: Path) -> None:
+    for name in ("a.jpg", "one/a.jpg", "two/a.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    images = [LabeledImage("/data/upload/one/a.jpg", 9, 9, [])]
+    whole = from_images({"train": images}, ["x"], tmp_path, tmp_path)["train"]
+    assert resolve_images(whole)[0].file_names == ["one/a.jpg"]
+    with pytest.raises(DataError, match=r"a\.jpg, one/a\.jpg, two/a\.jpg"):
+        resolve_images(whole._replace(file_names=["/data/upload/three/a.jpg"]))
+
+
 def test_classes_keep_ids_and_boxes(shapes: Path) -> None:
     whole = coco.read(shapes)["train"]
     kept = with_classes(whole, ["star", "ball"])
@@ -118,16 +130,6 @@ def test_classes_keep_ids_and_boxes(shapes: Path) -> None:
         return [values for values in zip(ids, *columns, strict=True) if values[0] in (1, 7)]
 
     assert objects(kept) == objects(whole)
-
-
-def test_what_makes_no_sense(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has validation images already"):
-        read_dataset(dataset, Conversion(split=0.9))
-    with pytest.raises(UsageError, match="'bal'") as error:
-        read_dataset(dataset, Conversion(classes=("bal",)))
-    assert "'ball'" in (error.value.hint or "")
-    with pytest.raises(DataError, match=re.escape(str(tmp_path))):
-        read_dataset(tmp_path, Conversion(split=0.9))
 
 
 @given(
@@ -174,9 +176,9 @@ def test_a_packed_store_of_the_version_before_is_taken_over(
     has_images: bool,
 ) -> None:
     caplog.set_level(logging.INFO)
-    store = tmp_path / "store"
+    store, config = tmp_path / "store", PrepareConfig(shrink=310)
     (undivided / "train2017/000000000001.jpg").write_bytes(b"no image")
-    first = prepare(undivided, store, pack=True)
+    first = prepare(undivided, store, config)
     before = content(open_dataset(undivided, store)["train"])
     shards = {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")}
     as_version_3(store)
@@ -193,11 +195,9 @@ def test_a_packed_store_of_the_version_before_is_taken_over(
     assert sum("earlier version" in message for message in caplog.messages) == 1
     assert not checked  # no image is read or packed again
     assert {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")} == shards
-    again = prepare(undivided, store, pack=True)
+    again = prepare(undivided, store, config)
     assert again.unchanged or not has_images
-    assert [f.detail for f in again.splits[0].findings] == [
-        f.detail for f in first.splits[0].findings
-    ]
+    assert again.splits[0].findings == first.splits[0].findings
 
 
 def test_a_folder_in_which_the_version_before_wrote_annotations(undivided: Path) -> None:
@@ -219,5 +219,5 @@ def test_a_folder_in_which_the_version_before_wrote_annotations(undivided: Path)
     assert (len(names["train"]), len(names["val"])) == (20, 4)
     names = names_of(undivided, Conversion(split=0.5))
     assert (len(names["train"]), len(names["val"])) == (12, 12)
-    prepare(undivided, undivided / "prepared", Conversion(split=0.5), pack=False)
+    prepare(undivided, undivided / "prepared", INDEX_ONLY, Conversion(split=0.5))
     assert files_below(undivided) == before

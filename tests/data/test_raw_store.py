@@ -11,7 +11,9 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data.export_dataset import export_dataset
+from ssdctl.data.image_check import Encoding
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, open_split
@@ -24,8 +26,8 @@ SHRINK = 310
 PLAN = LoaderConfig(seed=3, batch_size=6, threads=2, max_boxes=12)
 
 
-def prepared(dataset: Path, store: Path, encoding: str, shrink: int | None = None) -> Split:
-    prepare(dataset, store, pack=True, encoding=encoding, shrink=shrink)  # type: ignore[arg-type]
+def prepared(dataset: Path, store: Path, encoding: Encoding, shrink: int | None = None) -> Split:
+    prepare(dataset, store, PrepareConfig(encoding=encoding, shrink=shrink))
     return open_split(dataset, store, "train")
 
 
@@ -118,20 +120,12 @@ def test_the_size_is_reported_before_it_is_written(
     assert not list((tmp_path / "full").glob("images-*"))
 
 
-def test_another_encoding_writes_the_store_again(dataset: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    for encoding in ("raw", "jpeg", "raw"):
-        assert prepared(dataset, store, encoding).is_raw == (encoding == "raw")
-        assert prepare(dataset, store, pack=True, encoding=encoding).unchanged  # type: ignore[arg-type]
-        assert len(list(store.glob("images-*"))) == 2  # train and val
-
-
 def test_an_image_can_be_read_as_a_file(dataset: Path, tmp_path: Path) -> None:
     split = prepared(dataset, tmp_path / "raw", "raw")
     with Image.open(io.BytesIO(split.read(2))) as opened:
         np.testing.assert_array_equal(np.asarray(opened), split.decode(2))
     splits = open_dataset(dataset, tmp_path / "raw")
-    export_dataset(splits, tmp_path / "out", "coco", None)
+    export_dataset(splits, tmp_path / "out", "coco")
     exported = open_dataset(tmp_path / "out", tmp_path / "again")["train"]
     np.testing.assert_array_equal(exported.decode(2), split.decode(2))
 
@@ -139,7 +133,8 @@ def test_an_image_can_be_read_as_a_file(dataset: Path, tmp_path: Path) -> None:
 def test_a_broken_image_is_dropped(dataset: Path, tmp_path: Path) -> None:
     path = dataset / "train2017/000000000002.jpg"
     path.write_bytes(path.read_bytes()[:-500])
-    outcome = prepare(dataset, tmp_path / "raw", pack=True, encoding="raw", allow_dropped=True)
+    config = PrepareConfig(encoding="raw", allow_dropped=True)
+    outcome = prepare(dataset, tmp_path / "raw", config)
     assert any("000000000002.jpg" in f.detail for f in outcome.splits[0].findings)
     split = open_split(dataset, tmp_path / "raw", "train")
     assert not split.usable[1]

@@ -147,6 +147,14 @@ def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
     assert (scores.figures, scores.per_class) == (expected.figures, expected.per_class)
 
 
+def test_objects_of_unlisted_categories_are_left_out_up_to_5_percent(tmp_path: Path) -> None:
+    box = {"image_id": 0, "bbox": [1, 1, 5, 5]}
+    listed, unlisted = [{**box, "category_id": 2}] * 19, {**box, "category_id": 99}
+    assert len(read_ground_truth(annotations(tmp_path, [*listed, unlisted])).boxes) == 19
+    with pytest.raises(DataError, match=r"\b19 \(category 99\)"):
+        read_ground_truth(annotations(tmp_path, [*listed[1:], unlisted]))
+
+
 def test_results_file_round_trip(tmp_path: Path) -> None:
     before = detections([(139, 5, [1.5, 2, 3, 4], 0.25), (0, 2, [0.1, 0.2, 0.3, 0.4], 1 / 3)])
     path = tmp_path / "detections.json"
@@ -182,8 +190,15 @@ def test_what_is_not_a_results_file_is_refused(tmp_path: Path, text: str) -> Non
 def test_an_annotation_file_alone_is_the_split(tmp_path: Path, cli: Callable[..., Result]) -> None:
     box = {"image_id": 1, "bbox": [10.0, 10.0, 50.0, 50.0], "category_id": 5}
     path = annotations(tmp_path, [box])
+    content = json.loads(path.read_text())
+    for entry in content["images"]:
+        entry["id"] += 100
+    content["annotations"][0]["image_id"] = box["image_id"] = 101
+    path.write_text(json.dumps(content))
     Path("found.json").write_text(json.dumps([box | {"score": 0.5}]))
-    result = cli("evaluate", "found.json", "--data", path, "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["AP"] == pytest.approx(1)
+    for options, count in (([], 4), (["--annotated-only"], 1)):
+        result = cli("evaluate", "found.json", "--data", path, "--json", *options)
+        assert result.code == 0, result.err
+        figures = json.loads(result.out)
+        assert (figures["AP"], figures["images"]) == (pytest.approx(1), count)
     assert cli("evaluate", "found.json", "--data", path, "--split", "val").code == 3

@@ -107,15 +107,15 @@ def results(folder: Path) -> Iterator[Target]:
 @contextmanager
 def store(folder: Path) -> Iterator[Target]:
     """The files that `prepare` leaves in a dataset folder: its report, and an index in Arrow."""
+    from ssdctl.config import PrepareConfig
     from ssdctl.data.annotations import AUTOMATIC
-    from ssdctl.data.image_check import PackOptions
     from ssdctl.data.index import read_annotations
     from ssdctl.data.prepare import _unchanged_outcome, prepare
     from ssdctl.data.store import open_split
 
     root, prepared = folder / "data", folder / "data" / "prepared"
     generate(root, num_train=2, num_val=1, seed=0)
-    prepare(root, prepared, pack=True)
+    prepare(root, prepared)
     paths = [prepared / "report.json", *prepared.glob("*train*.arrow")]
     whole = {path: path.read_bytes() for path in paths}
     inputs = [st.tuples(st.just(path), mutated_bytes([content])) for path, content in whole.items()]
@@ -123,7 +123,7 @@ def store(folder: Path) -> Iterator[Target]:
     inputs.append(st.tuples(st.just(paths[0]), mutated_json([report])))
 
     def read() -> None:
-        _unchanged_outcome(root, prepared, AUTOMATIC, PackOptions(True, None, False))
+        _unchanged_outcome(root, prepared, PrepareConfig(), AUTOMATIC)
         split = open_split(root, prepared, "train")
         read_annotations(split.index_file)
         for row in range(len(split.image_ids)):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ssdctl import files
+from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
@@ -287,7 +288,7 @@ def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_pat
         ("packed", True, None),
         ("shrunk", True, 300),
     ):
-        prepare(shapes, tmp_path / name, pack=pack, shrink=shrink)
+        prepare(shapes, tmp_path / name, PrepareConfig(pack=pack, shrink=shrink))
         split = open_dataset(shapes, tmp_path / name)["train"]
         batches[name] = read_batches(split, PLAN, 0, 5)
     assert_same(batches["files"], batches["packed"])

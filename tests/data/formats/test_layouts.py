@@ -14,7 +14,7 @@ import pytest
 from conftest import Result
 from data.formats import exports
 
-from ssdctl.config import DataConfig
+from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.annotations import Annotations, LabeledImage, from_images
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.formats import cvat_xml, find
@@ -130,7 +130,7 @@ def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
     root = exports.roboflow_coco(tmp_path / "export")
     for name in ("b.png", "a.jpg", "notes.txt"):
         (root / "valid" / name).write_bytes(b"")
-    train, val, _ = prepare(root, tmp_path / "store", pack=False).splits
+    train, val, _ = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
     assert "not listed" not in " ".join(train.notes)
     assert f"2 images of {root / 'valid'} are not listed" in val.notes[-1]
     assert val.notes[-1].endswith("a.jpg")
@@ -143,7 +143,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
         for category in content["categories"]:
             category["name"] = "bolt"
         path.write_text(json.dumps(content))
-    train, val = prepare(root, tmp_path / "store", pack=False).splits
+    train, val = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
     assert "have the same name" in train.warnings[0]
     assert "bolt (id 1), bolt (id 2)" in train.warnings[0]
     assert not val.warnings

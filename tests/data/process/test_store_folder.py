@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ssdctl.config import DataConfig
+from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store_folder import dataset_folders, default_store
 from ssdctl.errors import UsageError
@@ -89,7 +89,7 @@ def test_an_option_still_decides(read_only: Path, tmp_path: Path) -> None:
 
 def test_a_store_that_its_owner_prepared_is_used(read_only: Path, tmp_path: Path) -> None:
     read_only.chmod(0o755)
-    prepare(read_only, read_only / "prepared", pack=False)
+    prepare(read_only, read_only / "prepared", PrepareConfig(pack=False))
     for path in (read_only, read_only / "prepared"):
         path.chmod(0o555)
     arguments = ("prepare", "--data", read_only, "--no-pack", "--json")

@@ -36,7 +36,9 @@ with recorded_exit():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda n, _: asked.append(n))
     rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
-    Path(rank + ".up").touch()
+    about = {"pid": os.getpid(), "arguments": sys.argv[1:], "port": os.environ["MASTER_PORT"]}
+    Path(rank + ".tmp").write_text(json.dumps(about))
+    Path(rank + ".tmp").rename(rank + ".up")
     how = os.environ.get("RANK_" + rank, "")
     if how == "fails once":
         if not Path("failed").exists():
@@ -49,7 +51,9 @@ with recorded_exit():
     while how == "hangs" or not asked:
         time.sleep(0.05)
     Path(rank + ".saving").touch()
-    time.sleep(60)
+    time.sleep(float(os.environ.get("SAVE_S", "0")))
+    Path(rank + ".saved").touch()
+    sys.exit(int(os.environ.get("LEAVE_WITH", "75")))
 """
 DRIVER = """
 import sys
@@ -63,34 +67,39 @@ sys.argv = ["ssdctl", *sys.argv[1:]]
 from ssdctl.cli.main import main
 main()
 """
+HOSTILE = ["--data=$$${local_rank}", "--out=$(touch x)", "--init=-x a;b\nc"]
 
 
 def start(folder: Path, *words: object, driver: str = "", **environment: str) -> Any:
     program = ["-c", driver] if driver else ["-m", "ssdctl"]
     argv = [sys.executable, *program, "launch", "--cpus", "2", *map(str, words)]
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        argv,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    out = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(argv, cwd=folder, env=env, **out)  # type: ignore[call-overload]
 
 
 @contextlib.contextmanager
-def probed(folder: Path, launcher: str, **environment: str) -> Iterator[tuple[Any, str]]:
+def probed(
+    folder: Path, launcher: str, *words: str, **environment: str
+) -> Iterator[tuple[Any, str]]:
     """A launch of two probes; every process of it carries the mark."""
+    folder.mkdir(exist_ok=True)
     (folder / "probe.py").write_text(PROBE)
     mark = uuid.uuid4().hex
     name, variables = environment_for(launcher)
-    more = ["--launcher", name, "--bind-to", "none"]
+    more = ["--launcher", name, "--bind-to", "none", *words]
     with start(folder, *more, driver=DRIVER, MARK=mark, **variables, **environment) as process:
         try:
             yield process, mark
         finally:
             process.kill()
+
+
+def ranks_in(folder: Path, state: str = "up") -> list[Path]:
+    """The files of both ranks in a state, when both have reached it."""
+    paths = sorted(folder.glob(f"[01].{state}"))
+    return paths if len(paths) == 2 else []
 
 
 def marked(mark: str) -> list[int]:
@@ -101,6 +110,15 @@ def marked(mark: str) -> list[int]:
             if mark.encode() in path.read_bytes():
                 ranks.append(int(path.parent.name))
     return ranks
+
+
+def kill_rank_1(mark: str) -> None:
+    variables = (b"\0RANK=1\0", b"\0OMPI_COMM_WORLD_RANK=1\0")
+    for pid in marked(mark):
+        with contextlib.suppress(OSError):
+            environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+            if any(variable in environment for variable in variables):
+                os.kill(pid, signal.SIGKILL)
 
 
 def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
@@ -132,18 +150,58 @@ def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path,
         assert "NaN" in (tmp_path / name / "logs" / "rank-1.log").read_text()
 
 
-@pytest.mark.parametrize("phase", ["starting", "training", "saving"])
+@pytest.mark.parametrize(
+    ("killed", "phase"),
+    [("launch", "starting"), ("launch", "up"), ("launcher", "up"), ("launch", "saving")],
+)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_launch_leaves_nothing(launcher: str, phase: str, tmp_path: Path) -> None:
-    with probed(tmp_path, launcher) as (process, mark):
+def test_a_killed_launch_leaves_nothing(
+    launcher: str, killed: str, phase: str, tmp_path: Path
+) -> None:
+    with probed(tmp_path, launcher, SAVE_S="60") as (process, mark):
         wait_for(lambda: len(marked(mark)) > 3)  # itself, the launcher, ranks without a record
         if phase != "starting":
-            wait_for(lambda: len(list(tmp_path.glob("*.up"))) == 2)
+            wait_for(lambda: ranks_in(tmp_path))
         if phase == "saving":
             process.send_signal(signal.SIGTERM)
-            wait_for(lambda: len(list(tmp_path.glob("*.saving"))) == 2)
-        process.kill()
+            wait_for(lambda: ranks_in(tmp_path, "saving"))
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(process.pid if killed == "launch" else int(child), signal.SIGKILL)
         wait_for(lambda: not marked(mark), timeout_s=5)
+        assert process.wait(5) == (-9 if killed == "launch" else 8)
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), *MPIRUNS])
+def test_two_launches_at_once_save_and_stop(launcher: str, tmp_path: Path) -> None:
+    """Arguments arrive as typed, ports do not clash; SIGTERM, or a closed terminal, stops it.
+
+    mpirun itself would kill its ranks two seconds after a SIGTERM. The rank number of an outer job,
+    in which this one was started, is not used.
+    """
+    folders = [tmp_path / "one", tmp_path / "two"]
+    outer = {"RANK": "9", "WORLD_SIZE": "10"}
+    with (
+        probed(folders[0], launcher, *HOSTILE, SAVE_S="4", **outer) as (first, mark_1),
+        probed(folders[1], launcher, *HOSTILE) as (second, mark_2),
+    ):
+        files = [path for folder in folders for path in wait_for(lambda: ranks_in(folder))]  # noqa: B023
+        ranks = [json.loads(path.read_text()) for path in files]
+        assert all(r["arguments"] == ["train", *HOSTILE, "--device=cpu"] for r in ranks)
+        assert len({rank["port"] for rank in ranks}) == 2
+        first.send_signal(signal.SIGTERM)
+        second.send_signal(signal.SIGHUP)
+        assert [process.wait(30) for process in (first, second)] == [75, 75]
+        assert not marked(mark_1) + marked(mark_2)
+    assert all(ranks_in(folder, "saved") for folder in folders)
+    assert not (folders[0] / "x").exists()
+
+
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_mpirun_passes_on_a_ranks_exit_code(launcher: str, tmp_path: Path) -> None:
+    with probed(tmp_path, launcher, LEAVE_WITH="7") as (process, _):
+        _, second = wait_for(lambda: ranks_in(tmp_path))
+        os.kill(json.loads(second.read_text())["pid"], signal.SIGTERM)
+        assert process.wait(30) == 7
 
 
 @pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow(in_ci=True))])
@@ -152,13 +210,8 @@ def test_a_lost_rank_ends_the_job_and_is_named(launcher: str, end: str, tmp_path
     """The other rank exits with 8 when it notices the loss, as training does."""
     with probed(tmp_path, launcher, RANK_0="lost", RANK_1=end) as (process, mark):
         if end == "dies":
-            wait_for(lambda: len(list(tmp_path.glob("*.up"))) == 2)
-            variables = (b"\0RANK=1\0", b"\0OMPI_COMM_WORLD_RANK=1\0")
-            for pid in marked(mark):
-                with contextlib.suppress(OSError):
-                    environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-                    if any(variable in environment for variable in variables):
-                        os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: ranks_in(tmp_path))
+            kill_rank_1(mark)
         _, words = process.communicate(timeout=60)
         assert process.returncode == 8
         assert not marked(mark)
@@ -186,10 +239,7 @@ def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     with start(tmp_path, *more, MARK=mark) as process:
         wait_for(lambda: (run / "checkpoints" / "last.pt").exists())
-        for pid in marked(mark):
-            with contextlib.suppress(OSError):
-                if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                    os.kill(pid, signal.SIGKILL)
+        kill_rank_1(mark)
         _, words = process.communicate(timeout=240)
     assert process.returncode == 0, words
     assert "rank 1 died" in words

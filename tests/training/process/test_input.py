@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import TINY_RUN, Result
+from helpers import records
 
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.training import failures
+
+if TYPE_CHECKING:
+    from training.process.conftest import Train
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
-def events(run: Path, name: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line.get("event") == name]
+def bad_images(run: Path) -> list[dict[str, Any]]:
+    return [r for r in records(run, "event") if r["event"] == "bad_image"]
 
 
 def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
@@ -46,31 +48,26 @@ def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: i
 
 
 def test_images_that_go_bad_in_a_run_are_replaced_and_named(
-    dataset: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    dataset: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = spoil_after_the_start(dataset, monkeypatch, 2)
-    run = tmp_path / "run"
-    result = cli("train", "--data", dataset, "--out", run, "--steps", 13, *OPTIONS)  # one epoch
-    assert result.code == 0, result.err
-    reported = events(run, "bad_image")
+    words = train("--steps", 13, data=dataset)  # one epoch
+    reported = bad_images(tmp_path / "run")
     assert {event["image_id"] for event in reported} == set(bad)
     for event in reported:
         assert event["file"].endswith(f"{event['image_id']:012d}.jpg")
-        assert "truncated" in event["problem"]
+        assert event["problem"]
         assert event["replaced_by"] not in bad
-        assert f"image {event['image_id']} " in result.err
+        assert f"image {event['image_id']} " in words
 
 
 def test_too_many_bad_images_end_the_run(
-    dataset: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    dataset: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "MIN_LIMIT", 3)
     spoil_after_the_start(dataset, monkeypatch, 12)
-    run = tmp_path / "run"
-    result = cli("train", "--data", dataset, "--out", run, "--steps", 13, *OPTIONS)
-    assert result.code == 3, result.err
-    assert "4 images could not be decoded, the limit is 3" in result.err
-    assert len(events(run, "bad_image")) == 4
+    assert "metrics.jsonl" in train("--steps", 13, data=dataset, code=3)
+    assert len(bad_images(tmp_path / "run")) == 4
 
 
 @pytest.mark.slow
@@ -92,54 +89,36 @@ def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path)
         Path(split.place(int(row))).unlink()
     _, words = process.communicate(timeout=120)
     assert process.returncode == 3, words
-    assert "images could not be trained on, more than 10" in words
     lost = set(split.image_ids[split.trainable[:12]].tolist())
-    reported = events(run, "bad_image")
+    reported = bad_images(run)
     assert len({event["image_id"] for event in reported}) == len(reported) > 10
     assert {event["image_id"] for event in reported} <= lost
     assert not lost & {event["replaced_by"] for event in reported}
 
 
-def test_fake_data_needs_no_dataset(tmp_path: Path, cli: Cli) -> None:
-    plan = cli("train", "--fake-data", "--data", "nowhere", "--bs", 32, "--dry-run", "--json")
+def test_fake_data_needs_no_dataset(cli: Cli, train: Train) -> None:
+    data = Path("nowhere")
+    plan = cli("train", "--fake-data", "--data", data, "--bs", 32, "--dry-run", "--json")
     assert plan.code == 0, plan.err
     assert json.loads(plan.out)["images"] == 117_266
-    run = tmp_path / "run"
-    options = ["train", "--fake-data", "--data", "nowhere", "--out", run, "--steps", 2, *OPTIONS]
-    result = cli(*options, "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["step"] == 2
-    assert "fake data" in result.err
-    assert not Path("nowhere").exists()
-    again = cli("train", "--data", "nowhere", "--out", run, "--steps", 3, *OPTIONS)
-    assert again.code == 3, again.err
+    assert "fake data" in train("--fake-data", "--steps", 2, data=data)
+    assert not data.exists()
+    train("--steps", 3, data=data, code=3)
 
 
-def test_fake_data_takes_the_sizes_of_a_dataset_that_is_there(
-    shapes: Path, tmp_path: Path, cli: Cli
-) -> None:
-    run = tmp_path / "run"
-    result = cli("train", "--fake-data", "--data", shapes, "--out", run, "--steps", 1, *OPTIONS)
-    assert result.code == 0, result.err
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    assert "eval" not in {line["kind"] for line in lines}
+def test_fake_data_takes_the_sizes_of_a_dataset_that_is_there(tmp_path: Path, train: Train) -> None:
+    train("--fake-data", "--steps", 1)
+    assert not records(tmp_path / "run", "eval")
 
 
-def test_another_pipeline_is_a_changed_setting(
-    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
-    result = cli("train", "--data", shapes, "--out", run, "--steps", 4, "--fake-data", *OPTIONS)
-    assert result.code == 2, result.err
-    assert "train.fake_data" in result.err
+def test_another_pipeline_is_a_changed_setting(run: Path, train: Train) -> None:
+    assert "train.fake_data" in train("--steps", 4, "--fake-data", code=2)
 
 
 @pytest.mark.skipif(
     bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")),
     reason="nvidia-dali is installed",
 )
-def test_dali_that_is_not_installed_is_named_first(tmp_path: Path, cli: Cli) -> None:
-    result = cli("train", "--pipeline", "dali", "--data", tmp_path / "nothing", *OPTIONS)
-    assert result.code == 2, result.err
-    assert "pip install nvidia-dali-cuda" in result.err
+def test_dali_that_is_not_installed_is_named_first(tmp_path: Path, train: Train) -> None:
+    words = train("--pipeline", "dali", data=tmp_path / "nothing", code=2)
+    assert "pip install nvidia-dali-cuda" in words

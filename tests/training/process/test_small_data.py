@@ -22,15 +22,14 @@ RUN = "--backbone tiny --backbone-weights none --workers 1 --fp32 --device cpu -
 
 
 def test_a_run_records_the_rule(cli: Cli, shapes: Path) -> None:
-    result = cli("train", "--data", shapes, "--out", "run", *RUN.split(), "--steps", 2)
+    command = ["train", "--data", shapes, "--out", "run", *RUN.split()]
+    result = cli(*command, "--steps", 2)
     assert result.code == 0, result.err
     assert "small-data rule" in result.err
-    text = Path("run/config.toml").read_text()
-    assert 'optimizer = "adamw"  # small-data rule' in text
-    again = cli("train", "--data", shapes, "--out", "run", *RUN.split(), "--steps", 4)
-    assert again.code == 0, again.err  # a resume is not refused because of what the rule chose
-    assert json.loads(cli("train", "--data", shapes, "--out", "run", "--json", *RUN.split(),
-                          "--steps", 4).out)["step"] == 4  # fmt: skip
+    assert 'optimizer = "adamw"  # small-data rule' in Path("run/config.toml").read_text()
+    again = cli(*command, "--steps", 4, "--json")  # not refused because of what the rule chose
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["step"] == 4
 
 
 def weights(run: Path) -> dict[str, Tensor]:

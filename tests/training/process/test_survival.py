@@ -12,13 +12,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from conftest import TINY_RUN, Result
-from helpers import assert_same_state, is_mountable, last, records, run_script, start, wait_for
+from helpers import (
+    ForkedProcess,
+    assert_same_state,
+    is_mountable,
+    last,
+    records,
+    run_script,
+    start,
+    wait_for,
+)
 
 from ssdctl import files
 from ssdctl.checkpoint.folder import CheckpointFolder
@@ -29,6 +39,9 @@ from ssdctl.inference.detector import Detector
 from ssdctl.runs import metrics
 from ssdctl.training import evaluator
 from ssdctl.training.step import TrainStep
+
+if TYPE_CHECKING:
+    from training.process.conftest import Train
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -90,10 +103,9 @@ def test_killed_runs_end_bit_equal(shapes: Path, tmp_path: Path, cli: Cli) -> No
 
 
 def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
-    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["train", "--data", shapes, *OPTIONS, "--steps", 4, "--eval-every", "2st"]
-    detect = evaluator.detect
+    detect, options = evaluator.detect, ["--steps", 4, "--eval-every", "2st"]
 
     def interrupted(*given: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm and mpirun do
@@ -105,15 +117,14 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     with monkeypatch.context() as patch:
         patch.setattr(evaluator, "detect", interrupted)
         patch.setattr(Detector, "forward", looks_on)
-        result = cli(*command, "--out", tmp_path / "run")
-    assert result.code == 75, result.err
+        train(*options, code=75)
     assert last(tmp_path / "run").step == 2  # not a step further
-    assert cli(*command, "--out", tmp_path / "run").code == 0
+    train(*options)
     assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
 
 
 def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process(
-    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by the system when memory runs out."""
     killed = []
@@ -123,15 +134,13 @@ def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process
         return subprocess.run(["sh", "-c", "kill -KILL $$"], **options)
 
     monkeypatch.setattr(score, "subprocess", SimpleNamespace(run=run))
-    result = cli("train", "--data", shapes, "--out", tmp_path / "run", "--steps", 3, *OPTIONS)
-    assert result.code == 0, result.err
+    assert "SIGKILL" in train("--steps", 3)
     assert len(killed) == 1
-    assert "SIGKILL" in result.err
     assert records(tmp_path / "run", "eval") == records(tiny_run, "eval")
 
 
 def test_a_clock_that_jumps_back_by_a_day_changes_nothing(
-    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, clock, clock_ns = TrainStep.__call__, time.time, time.time_ns
 
@@ -142,9 +151,7 @@ def test_a_clock_that_jumps_back_by_a_day_changes_nothing(
 
     monkeypatch.setattr(TrainStep, "__call__", jumping)
     run = tmp_path / "run"
-    often = ["--save-every", "0.00001min", "--keep", 9]
-    result = cli("train", "--data", shapes, "--out", run, "--steps", 3, *OPTIONS, *often)
-    assert result.code == 0, result.err
+    train("--steps", 3, "--save-every", "0.00001min", "--keep", 9)
     assert_same_state(last(run), last(tiny_run))
     assert all(r["images_per_second"] > 0 for r in records(run, "train"))
     assert all(r.get("total_s", 0) >= 0 for r in records(run, "event"))
@@ -161,7 +168,7 @@ def test_a_store_that_is_cut_in_mid_run_ends_it_with_its_newest_state_saved(
     assert cli(*prepare).code == 0
     command = ["train", "--data", shapes, "--store", store, *OPTIONS, "--out", run]
     process = start(*command, "--steps", 1000)
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process)
+    wait_for(lambda: has_steps(run, 1), process)
     files = [*store.glob("*.arrow")]
     assert len(files) == 4
     for path in files:
@@ -179,21 +186,15 @@ def test_a_store_that_is_cut_in_mid_run_ends_it_with_its_newest_state_saved(
 @pytest.mark.parametrize("lasts", [2, 99])
 @pytest.mark.parametrize("where", ["checkpoint", "metrics"])
 def test_a_refusal_of_the_file_system_is_tried_again_before_the_run_stops(
-    shapes: Path,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-    lasts: int,
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, where: str, lasts: int
 ) -> None:
     """As of a network file system whose server restarts."""
-    run = tmp_path / "run"
-    command = ["train", "--data", shapes, *OPTIONS, "--steps", 3, "--save-every", "1st"]
+    run, options = tmp_path / "run", ["--steps", 3, "--save-every", "1st"]
+    name = "step-00000002" if where == "checkpoint" else "metrics.jsonl"
     opened, left = files.no_follow, lasts
 
     def stale(path: str | Path, flags: int) -> int:
         nonlocal left
-        name = "step-00000002" if where == "checkpoint" else "metrics.jsonl"
         if name in str(path) and left:
             left -= 1
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
@@ -203,14 +204,11 @@ def test_a_refusal_of_the_file_system_is_tried_again_before_the_run_stops(
         patch.setattr(files, "RETRY_AFTER_S", (0, 0, 0))
         patch.setattr(files, "no_follow", stale)
         patch.setattr(metrics, "no_follow", stale)
-        result = cli(*command, "--out", run)
-    if lasts == 2:
-        assert result.code == 0, result.err
-    else:
-        assert result.code == 6
-        assert os.strerror(errno.ESTALE) in result.err
-        assert ("step-00000002.pt" if where == "checkpoint" else "metrics.jsonl") in result.err
-        assert cli(*command, "--out", run).code == 0
+        words = train(*options, code=0 if lasts == 2 else 6)
+    if lasts > 2:
+        assert os.strerror(errno.ESTALE) in words
+        assert name in words
+        train(*options)
     assert [r["step"] for r in records(run, "train")] == [1, 2, 3]
     assert last(run).step == 3
 
@@ -372,7 +370,7 @@ def test_a_failed_save_ends_the_run_at_the_next_step(
 
 
 def test_what_a_signal_could_not_save_is_not_called_saved(
-    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = TrainStep.__call__
 
@@ -385,11 +383,19 @@ def test_what_a_signal_could_not_save_is_not_called_saved(
 
     monkeypatch.setattr(TrainStep, "__call__", interrupted)
     monkeypatch.setattr(CheckpointFolder, "write", full)
-    command = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 3]
-    result = cli(*command)
-    assert result.code == 6, result.err
-    assert "no space left" in result.err
-    assert "saved" not in result.err
+    words = train("--steps", 3, code=6)
+    assert "no space left" in words
+    assert "saved" not in words
+
+
+def two_ranks(*command: object) -> list[ForkedProcess]:
+    """Start two ranks of a training without a launcher."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    return [start(*command, RANK=str(r), LOCAL_RANK=str(r), **common) for r in (0, 1)]
+
+
+def has_steps(run: Path, count: int) -> bool:
+    return (run / "metrics.jsonl").exists() and len(records(run, "train")) > count
 
 
 @pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
@@ -398,12 +404,9 @@ def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, h
     run = tmp_path / "run"
     options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 10_000]
     options += ["--rank-timeout", 6, "--bs", 1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [start(*options, RANK=str(r), LOCAL_RANK=str(r), **common) for r in (0, 1)]
+    ranks = two_ranks(*options)
     try:
-        wait_for(
-            lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 2, ranks[0]
-        )
+        wait_for(lambda: has_steps(run, 2), ranks[0])
         ranks[1].send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
         _, words = ranks[0].communicate(timeout=60)
     finally:
@@ -421,18 +424,10 @@ def test_a_rank_that_is_suspended_for_some_seconds_continues(shapes: Path, tmp_p
     """As by SIGSTOP, or with its virtual machine; the others wait for it."""
     options = ["train", "--data", shapes, *OPTIONS, "--bs", 1, "--steps", 12]
     for run, suspended in ((tmp_path / "whole", ()), (tmp_path / "run", (0, 1))):
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        command = [*options, "--out", run]
-        ranks = [start(*command, RANK=str(r), LOCAL_RANK=str(r), **common) for r in (0, 1)]
+        ranks = two_ranks(*options, "--out", run)
         try:
             for rank in suspended:
-                seen = 3 * rank + 2
-                wait_for(
-                    lambda run=run, seen=seen: (
-                        (run / "metrics.jsonl").exists() and len(records(run, "train")) > seen
-                    ),
-                    ranks[0],
-                )
+                wait_for(partial(has_steps, run, 3 * rank + 2), ranks[0])
                 ranks[rank].send_signal(signal.SIGSTOP)
                 time.sleep(3)
                 ranks[rank].send_signal(signal.SIGCONT)

@@ -1,0 +1,40 @@
+"""Images that tests of the decoder and of the check encode."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import ExifTags, Image
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", turn: int = 1, **options: Any) -> bytes:
+    """Encode an image; `turn` is its EXIF orientation."""
+    Image.init()
+    if kind not in Image.SAVE:
+        pytest.skip(f"this Pillow does not write {kind}")
+    if turn != 1:
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = turn
+        options["exif"] = exif
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def by_pillow(content: bytes) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+
+
+def png(header: bytes, data: bytes) -> bytes:
+    """Return a PNG of any header, which Pillow may not write."""
+    parts = (b"IHDR", header), (b"IDAT", data), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
