@@ -17,7 +17,7 @@ import posixpath
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.errors import UsageError
@@ -25,6 +25,7 @@ from ssdctl.launch.base import LaunchRequest
 from ssdctl.launch.torchrun import RENDEZVOUS_PORT
 
 Manifest = dict[str, Any]
+T = TypeVar("T", bound="str | None")
 Resources = dict[str, dict[str, str]]
 API_VERSIONS = {
     "Job": "batch/v1",
@@ -291,7 +292,7 @@ def _given(**fields: Any) -> Manifest:
     return {name: value for name, value in fields.items() if value}
 
 
-def checked(name: str, value: str | None) -> str | None:
+def checked(name: str, value: T) -> T:
     """Return the value of a setting, if any, that has a form which Kubernetes accepts."""
     if value is None:
         return None
@@ -304,7 +305,7 @@ def checked(name: str, value: str | None) -> str | None:
 
 def pairs(name: str, config: Any) -> dict[str, str]:
     """Return the `KEY=VALUE` entries of a setting as a dict."""
-    entries = [str(checked(name, entry)).partition("=") for entry in getattr(config, name)]
+    entries = [checked(name, entry).partition("=") for entry in getattr(config, name)]
     return {key: value for key, _, value in entries}
 
 
