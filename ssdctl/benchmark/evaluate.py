@@ -30,7 +30,7 @@ from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model.postprocess import detect
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 
 WIDTH, HEIGHT = 640, 480
 # val2017: 5,000 images, 36,781 boxes of 80 classes; an SSD300 gives about 111 detections per image.

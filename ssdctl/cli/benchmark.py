@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from ssdctl.cli.command import Call, command, command_group
-from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.benchmark.data import Figures

@@ -295,7 +295,7 @@ def _given(**fields: Any) -> Manifest:
 def checked(name: str, value: T) -> T:
     """Return the value of a setting, if any, that has a form which Kubernetes accepts."""
     if value is None:
-        return None
+        return value
     if not re.fullmatch(FORMS[name], value, re.ASCII | re.DOTALL) or len(value) > 4000:
         raise UsageError(
             f"kubernetes.{name}: {value!r} is not a value that Kubernetes accepts there"

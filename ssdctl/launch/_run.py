@@ -32,7 +32,7 @@ from ssdctl.distributed.rank_process import (
 from ssdctl.errors import DiskError, ExitCode, UsageError
 from ssdctl.launch.base import LaunchPlan
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
-from ssdctl.runtime.cores import memory_kills
+from ssdctl.runtime.system import memory_kills
 
 TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.quiet_torchrun"
 POLL_S = 0.1

@@ -25,11 +25,10 @@ from typing import Any
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.sections.launch import LAUNCHERS, LaunchConfig
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.runtime.cores import SYSFS, physical_cores, quota_cores
 from ssdctl.runtime.hardware import TPU_V2_OR_V3, find_hardware
 from ssdctl.runtime.packages import load_plugin
 from ssdctl.runtime.safe_text import redact_arguments
-from ssdctl.runtime.system import usable_cpus
+from ssdctl.runtime.system import SYSFS, physical_cores, quota_cores, usable_cpus
 from ssdctl.runtime.torch_compat import OLDEST
 
 Write = Callable[[str], object]

@@ -14,7 +14,7 @@ from ssdctl.errors import UsageError
 from ssdctl.launch import _run
 from ssdctl.launch.base import LaunchPlan
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
-from ssdctl.runtime.cores import memory_kills
+from ssdctl.runtime.system import memory_kills
 
 
 @pytest.mark.parametrize(
