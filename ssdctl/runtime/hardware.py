@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ssdctl.runtime.system import PROC, SYS, SYSFS, physical_cores, read_text, usable_cpus
+from ssdctl.runtime.system import SYSFS, physical_cores, read_text, usable_cpus
 
+SYS = Path("/sys")
+PROC = Path("/proc")
 HABANA, NVIDIA, GOOGLE = "0x1da3", "0x10de", "0x1ae0"  # PCI vendors
 DISPLAYS = "0x03"  # PCI class of graphics and 3D controllers
 TPU_V2_OR_V3 = "0x0027"  # chips of two cores
