@@ -268,7 +268,7 @@ def test_interrupt_causes_no_traceback() -> None:
     assert "Traceback" not in words
 
 
-@pytest.mark.parametrize("module", ["ssdctl.cli", "typer", "ssdctl.config.schema", "rich"])
+@pytest.mark.parametrize("module", ["ssdctl.cli", "typer", "ssdctl.config.settings", "rich"])
 def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "ssdctl", "config", "show"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
