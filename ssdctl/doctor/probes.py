@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.doctor.check import Check, ok, ok_unless
@@ -262,16 +261,10 @@ def _network(num_bytes: int, seconds: float, cards: list[Card]) -> Check:
     return ok("all-reduce", f"{detail}{1000 * seconds:.1f} ms, {rate / 1e9:.2f} GB/s per rank")
 
 
-PROBES: dict[str, Callable[..., None]] = {
-    "torch": probe_torch,
-    "disk": probe_disk,
-    "ranks": probe_ranks,
-    "step": probe_step,
-}
-
 if __name__ == "__main__":
+    probes = {"torch": probe_torch, "disk": probe_disk, "ranks": probe_ranks, "step": probe_step}
     try:
-        PROBES[sys.argv[1]](*sys.argv[2:])
+        probes[sys.argv[1]](*sys.argv[2:])
     except SsdctlError as error:
         sys.exit(f"{error}" + (f" ({error.hint})" if error.hint else ""))
     except OSError as problem:
