@@ -63,7 +63,7 @@ def check_gpus(
         problem = str(error)
     facts, is_wanted = torch.result().facts(), config.train.device == "cuda"
     driver = state.findtext("driver_version", "")
-    cuda = facts.get("cuda_build")
+    cuda: Any = facts.get("cuda_build")
     if facts.get("gpus"):
         yield from _usable_gpus(facts["gpus"], facts.get("gpu_compile") or (), cuda, driver)
         yield from _gpu_states(state)

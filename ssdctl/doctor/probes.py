@@ -1,4 +1,4 @@
-"""Programs of the doctor that may hang or crash: `python -m ssdctl.doctor.probes NAME`.
+"""Programs of the doctor that may hang or crash: `-m ssdctl.doctor.probes NAME` runs probe_NAME.
 
 Each prints facts as lines of JSON; those printed before a crash are still used.
 `check_collectives` is called by every rank of `ssdctl launch ... -- doctor --collectives`, a health
@@ -262,9 +262,8 @@ def _network(num_bytes: int, seconds: float, cards: list[Card]) -> Check:
 
 
 if __name__ == "__main__":
-    probes = {"torch": probe_torch, "disk": probe_disk, "ranks": probe_ranks, "step": probe_step}
     try:
-        probes[sys.argv[1]](*sys.argv[2:])
+        globals()[f"probe_{sys.argv[1]}"](*sys.argv[2:])
     except SsdctlError as error:
         sys.exit(f"{error}" + (f" ({error.hint})" if error.hint else ""))
     except OSError as problem:
