@@ -34,13 +34,6 @@ class BackboneFile(Protocol):
         """Return the network with random weights."""
 
 
-def build_resnet(depths: tuple[int, ...], *, bottleneck: bool = False, **widths: int) -> Backbone:
-    """Return a `ResNetBackbone` of these numbers of blocks; `widths` are its other arguments."""
-    from ssdctl.model.resnet import BasicBlock, Bottleneck, ResNetBackbone
-
-    return ResNetBackbone(Bottleneck if bottleneck else BasicBlock, depths, **widths)
-
-
 def find_backbone(name: str) -> BackboneFile:
     """Return the module of a backbone, without importing torch.
 

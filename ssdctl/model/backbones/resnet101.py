@@ -3,7 +3,7 @@
 from functools import partial
 
 from ssdctl.download.pinned_files import torchvision_weights
-from ssdctl.model.backbones import build_resnet
+from ssdctl.model.backbones._resnet import build_resnet
 from ssdctl.model.constants import RESNET
 
 CONSTANTS = RESNET
