@@ -15,6 +15,10 @@ from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, make_plan
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 ARGUMENTS = st.lists(TEXT)
 SMALL = Node(2, 1)
+# Options of `launch` for a training in a pod.
+IN_A_POD: list[Any] = ["--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first"]
+for _setting in ("image=a", "install=image", "volumes=claim:/runs"):
+    IN_A_POD += ["--set", f"kubernetes.{_setting}"]
 FIELDS = {field.name for field in dataclasses.fields(LaunchRequest)}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import yaml
 from conftest import Result
 from hypothesis import given
 from launch import plans
-from launch.plans import ARGUMENTS, TEXT
+from launch.plans import ARGUMENTS, IN_A_POD, TEXT
 
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import PLAIN, LaunchPlan
@@ -31,9 +30,6 @@ from ssdctl.launch.kubernetes import Settings
 Cli = Callable[..., Result]
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())
-IN_A_POD = [*("--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first")]
-for word in ("image=a", "install=image", "volumes=claim:/runs", "namespace=me"):
-    IN_A_POD += ["--set", f"kubernetes.{word}"]
 VOYAGER = """
 [launch]
 cluster = "voyager"
@@ -68,9 +64,9 @@ def crd() -> Any:
     return strict(schema)
 
 
-def validator(schema: Any) -> Any:
-    """A validator; unlike `jsonschema.validate`, it does not check the large schema itself."""
-    return jsonschema.validators.validator_for(schema)(schema)
+def validate(value: Any, schema: Any) -> None:
+    """Unlike `jsonschema.validate`, this does not check the large schema itself."""
+    jsonschema.validators.validator_for(schema)(schema).validate(value)
 
 
 def check(manifest: Any, crd: Any) -> None:
@@ -84,21 +80,19 @@ def check(manifest: Any, crd: Any) -> None:
         assert service["spec"]["selector"] == {"job-name": name}
         assert manifest["spec"]["template"]["spec"]["subdomain"] == name
         assert manifest["spec"]["completionMode"] == "Indexed"
-    rest = {key: value for key, value in manifest.items() if key != "metadata"}
     pod = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
-    pod = pod["properties"]["template"]
-    if manifest["kind"] == "MPIJob":
-        validator(crd).validate(rest)
-    elif manifest["kind"] == "TrainJob":
-        assert manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
-        validator(strict(JOBS["trainjob"])).validate(rest)
-        validator(pod).validate(templates(manifest)[0])
-    else:
-        assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
-        validator(strict(JOBS["job_spec"])).validate(manifest["spec"])
+    if manifest["kind"] == "Job":
+        assert manifest["apiVersion"] == "batch/v1"
+        validate(manifest["spec"], strict(JOBS["job_spec"]))
         # Job controllers accept a podFailurePolicy only with pods that are never restarted.
         assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
-        validator(pod).validate(manifest["spec"]["template"])
+    else:
+        schema = crd if manifest["kind"] == "MPIJob" else strict(JOBS["trainjob"])
+        validate({key: value for key, value in manifest.items() if key != "metadata"}, schema)
+    if manifest["kind"] == "TrainJob":
+        assert manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    for template in templates(manifest):
+        validate(template, pod["properties"]["template"])
 
 
 def plan_for(
@@ -148,29 +142,26 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     Path("ssdctl.toml").write_text(VOYAGER)
     manifest = planned(cli, "--hpus", 16, "--nodes", 2, "--bs", 128, "--bf16")["manifest"]
     check(manifest, crd)
-    spec = manifest["spec"]
+    spec, pods = manifest["spec"], containers(manifest)
     assert manifest["metadata"]["namespace"] == "me"
     assert spec["slotsPerWorker"] == 8
     assert spec["runPolicy"]["cleanPodPolicy"] == "Running"
     assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
     replicas = spec["mpiReplicaSpecs"]
     assert [replicas[name]["replicas"] for name in ("Launcher", "Worker")] == [1, 2]
-    worker = replicas["Worker"]["template"]["spec"]
+    launcher, worker = (replicas[n]["template"]["spec"] for n in ("Launcher", "Worker"))
     kept = {"cpu": "95", "memory": "409Gi"}
     amounts = {"habana.ai/gaudi": "8", **kept, "hugepages-2Mi": "95000Mi"}
-    pods = containers(manifest)
     assert pods["worker"]["resources"] == {"limits": amounts, "requests": amounts}
     assert worker["hostIPC"] is True
     # Quotas, and the Guaranteed class, look at the container that installs too.
     (install,) = worker["initContainers"]
     assert install["resources"] == {"limits": kept, "requests": kept}
     # Workers leave one core of a node, and mpirun only waits.
-    assert pods["launcher"]["resources"]["requests"] == {"cpu": "250m", "memory": "4Gi"}
-    assert pods["launcher"]["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
-    (install,) = replicas["Launcher"]["template"]["spec"]["initContainers"]
-    assert install["resources"] == pods["launcher"]["resources"]
-    for replica in replicas.values():
-        pod = replica["template"]["spec"]
+    few = {"limits": {"cpu": "2", "memory": "4Gi"}, "requests": {"cpu": "250m", "memory": "4Gi"}}
+    (install,) = launcher["initContainers"]
+    assert install["resources"] == pods["launcher"]["resources"] == few
+    for pod in (launcher, worker):
         assert pod["nodeSelector"] == {"brightcomputing.com/node-category": "compute"}
         assert pod["volumes"][:2] == [
             {"name": "volume-0", "hostPath": {"path": "/ceph/me", "type": "Directory"}},
@@ -184,26 +175,18 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     environment = {entry["name"]: entry["value"] for entry in pods["launcher"]["env"]}
     assert environment["SSDCTL_TRAIN__DECAY_EPOCHS"] == "40.0,50.0"
     assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
-
-
-def test_what_the_launcher_pod_runs_is_a_launch(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the operator's host file it becomes the mpirun line of two Gaudi nodes."""
-    Path("ssdctl.toml").write_text(VOYAGER)
-    manifest = planned(cli, "--hpus", 16, "--nodes", 2, "--bs", 128)["manifest"]
+    # On the operator's host file the launcher's command becomes mpirun's line of two Gaudi nodes.
     Path("ssdctl.toml").unlink()
-    words = containers(manifest)["launcher"]["command"][3:]
-    hosts = tmp_path / "hostfile"
-    hosts.write_text("job-worker-0.job.me.svc slots=8\njob-worker-1.job.me.svc slots=8\n")
-    words = [w.replace("/etc/mpi/hostfile", str(hosts)) for w in words]
-    line = planned(cli, *words[1:])["command"]
+    Path("hosts").write_text("job-worker-0.job.me.svc slots=8\njob-worker-1.job.me.svc slots=8\n")
+    words = [word.replace("/etc/mpi/hostfile", "hosts") for word in words[4:]]
+    line = planned(cli, *words)["command"]
     assert "--map-by ppr:8:node:PE=6 --rank-by slot" in line
     assert "-x MASTER_ADDR=job-worker-0.job.me.svc" in line
     assert "StrictHostKeyChecking" not in line
-    assert line.endswith("-m ssdctl train --bs=128 --device=hpu")
-    monkeypatch.setenv("K_MPI_JOB_ROLE", "launcher")  # the operator's word for "in its pod"
-    line = planned(cli, *words[1:])["command"]
+    assert line.endswith("-m ssdctl train --bs=128 --bf16 --device=hpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("K_MPI_JOB_ROLE", "launcher")  # the operator's word for "in its pod"
+        line = planned(cli, *words)["command"]
     ssh = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o ConnectionAttempts=30"
     assert f"--mca plm_rsh_args '{ssh}' --hostfile" in line
 
@@ -248,27 +231,23 @@ def test_kinds(
             assert marks["sidecar.istio.io/inject"] == "false"
 
 
-def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
+def test_workers_install_again_and_save_when_their_node_is_drained(crd: Any) -> None:
     """The launcher waits for all workers: one failed download must not fail a worker."""
-    manifest = manifest_for("hpu", 16, nodes=2, install="a.whl")
+    sidecar = {"name": "sidecar", "image": "b"}
+    patch = {"spec": {"containers": [sidecar], "initContainers": [sidecar]}}
+    manifest = manifest_for("hpu", 16, nodes=2, install="a.whl", patch=patch)
+    check(manifest, crd)
     replicas = manifest["spec"]["mpiReplicaSpecs"]
     policies = {name: replica["restartPolicy"] for name, replica in replicas.items()}
     assert policies == {"Launcher": "Never", "Worker": "OnFailure"}
-    # The operator warns of a second policy in the template.
-    assert all("restartPolicy" not in template["spec"] for template in templates(manifest))
+    for template in templates(manifest):
+        assert "restartPolicy" not in template["spec"]  # the operator warns of a second policy
+        assert len(template["spec"]["containers"]) == 2
     worker = containers(manifest)["worker"]
     asks, waits = worker["lifecycle"]["preStop"]["exec"]["command"][-1].split("; ", 1)
     assert asks == "pkill -USR1 -f '[-]m ssdctl train'"
     assert waits.startswith("while pgrep")
-
-
-def test_a_patch_may_add_containers_to_an_mpi_job(crd: Any) -> None:
-    sidecar = {"name": "sidecar", "image": "b"}
-    patch = {"spec": {"containers": [sidecar], "initContainers": [sidecar]}}
-    manifest = manifest_for("hpu", 16, nodes=2, patch=patch)
-    check(manifest, crd)
-    assert [len(template["spec"]["containers"]) for template in templates(manifest)] == [2, 2]
-    assert containers(manifest)["worker"]["readinessProbe"]
+    assert worker["readinessProbe"]
 
 
 @pytest.mark.parametrize("modules", ["", "4,5"])
@@ -344,8 +323,7 @@ def test_settings_of_shared_clusters(cli: Cli, crd: Any) -> None:
     for text in ("spec: [", "[]", "pod: {}", "spec: 1"):
         Path("patch.yaml").write_text(text)
         refused = cli(*arguments)
-        assert refused.code == 2
-        assert "patch.yaml" in refused.err
+        assert (refused.code, "patch.yaml" in refused.err) == (2, True)
 
 
 def test_a_dry_run_shows_the_manifest_with_what_is_missing(cli: Cli) -> None:
@@ -446,28 +424,21 @@ def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> 
             assert PLAIN.fullmatch(token.value)
 
 
-def in_pods(
-    cli: Cli,
-    *options: object,
-    install: str = "ssdctl==0.1.0",
-    show: tuple[str, ...] = ("--dry-run",),
-) -> Result:
+def in_pods(cli: Cli, *options: object, install: str = "ssdctl==0.1.0") -> Result:
     """Plan a training in pods that install ssdctl, with volumes at /runs and /data/coco."""
-    return cli(
-        *("launch", "--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first", *show),
-        *("--set", "kubernetes.image=a", "--set", f"kubernetes.install={install}"),
-        *("--set", 'kubernetes.volumes=["claim:/runs", "/nfs/coco:/data/coco:ro"]'),
-        *options,
-    )
+    volumes = 'kubernetes.volumes=["claim:/runs", "/nfs/coco:/data/coco:ro"]'
+    words = [*IN_A_POD[:-4], "--set", f"kubernetes.install={install}", "--set", volumes]
+    return cli("launch", *words, *options)
 
 
 def test_the_default_dataset_of_pods_is_on_its_volume(cli: Cli) -> None:
-    result = in_pods(cli)
+    result = in_pods(cli, "--dry-run")
     assert result.code == 0, result.err
     mounts = containers(yaml.safe_load(result.out))["main"]["volumeMounts"]
     assert [m["mountPath"] for m in mounts][:2] == ["/runs", "/data/coco"]
-    assert in_pods(cli, "--init", "nvidia-ssd300-coco", "--store", "/runs/store").code == 0
-    assert in_pods(cli, "--init", "hf://org/name", "--mllog", "/runs/log").code == 0
+    more = ["--write", "job.yaml", "--store", "/runs/store", "--mllog", "/runs/log"]
+    assert in_pods(cli, *more, "--init", "nvidia-ssd300-coco").code == 0
+    assert in_pods(cli, *more, "--init", "hf://org/name").code == 0
 
 
 @pytest.mark.parametrize(
@@ -485,8 +456,8 @@ def test_the_default_dataset_of_pods_is_on_its_volume(cli: Cli) -> None:
 )
 def test_paths_that_the_pods_lack(cli: Cli, options: list[str], words: list[str]) -> None:
     install = "/w/a.whl" if "kubernetes.install" in words[0] else "ssdctl==0.1.0"
-    for show, code in ((("--dry-run",), 0), (("--write", "job.yaml"), 2)):
-        result = in_pods(cli, *options, install=install, show=show)
+    for show, code in ((["--dry-run"], 0), (["--write", "job.yaml"], 2)):
+        result = in_pods(cli, *options, *show, install=install)
         assert result.code == code
         assert all(word in " ".join(result.err.split()) for word in words)
     assert not Path("job.yaml").exists()
@@ -499,57 +470,6 @@ def test_a_list_of_volumes_as_config_show_prints_it(cli: Cli) -> None:
         volumes = json.loads(shown.out)["kubernetes.volumes"]["value"]
         assert volumes == ["/a:/b", "/c:/d"]
         value = json.dumps(volumes)
-    result = in_pods(cli, "--set", "kubernetes.volumes=CLAIM:/x")
-    assert result.code == 2
-    assert "kubernetes.volumes" in result.err
-
-
-KUBECTL = """#!{python}
-import json, os, sys
-from pathlib import Path
-here = Path({folder!r})
-with (here / "asked").open("a") as log:
-    log.write(json.dumps(sys.argv[1:]) + "\\n")
-verb = sys.argv[1]
-if verb == "create":
-    (here / "manifest").write_text(sys.stdin.read())
-    print("job.batch/ssdctl-1")
-elif verb == "logs":
-    print("step 1 of " + sys.argv[-1])
-elif sys.argv[2] == "pods":
-    end = {{"state": {{"terminated": {{"exitCode": {code}}}}}}}
-    status = {{"phase": "Failed", "containerStatuses": [end]}}
-    print(json.dumps({{"items": [{{"metadata": {{"name": "pod-1"}}, "status": status}}]}}))
-else:
-    done = "Complete" if {code} == 0 else "Failed"
-    print(json.dumps({{"status": {{"conditions": [{{"type": done, "status": "True"}}]}}}}))
-"""
-
-
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (137, 8)])
-def test_submit_and_follow(
-    code: int, expected: int, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a pod prints cannot control the terminal."""
-    foreign = "loss 1.5\\tok\\r\\n\\x1b]0;title\\x07\\x1b[2J \u202e\\x9b2J"
-    program = KUBECTL.format(python=sys.executable, folder=str(tmp_path), code=code)
-    kubectl = tmp_path / "bin" / "kubectl"
-    kubectl.parent.mkdir()
-    kubectl.write_text(program.replace("step 1 of ", foreign), encoding="utf-8")
-    kubectl.chmod(0o755)
-    monkeypatch.setenv("PATH", str(kubectl.parent))
-    monkeypatch.setenv("PYTHONUTF8", "1")
-    result = cli("launch", *IN_A_POD)
-    assert (result.code, result.out) == (0, "job.batch/ssdctl-1\n")
-    assert yaml.safe_load((tmp_path / "manifest").read_text())["kind"] == "Job"
-    shown = "loss 1.5\tok\n\\x1b]0;title\\x07\\x1b[2J \\u202e\\x9b2Jpod-1\n"
-    result = cli("launch", *IN_A_POD, "--wait")
-    assert (result.code, result.out) == (expected, shown)
-    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
-    assert ["logs", "-n", "me", "--follow", "pod-1"] in asked
-    result = cli("launch", *IN_A_POD, "--wait", "--json")
-    assert json.loads(result.out)["exit_code"] == expected  # nothing else is on stdout
-    assert shown in result.err
 
 
 def test_the_written_manifest_equals_the_printed_one(cli: Cli) -> None:

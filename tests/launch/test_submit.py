@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch.plans import IN_A_POD
 
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.launch import _pods, base, kubernetes, slurm
@@ -345,3 +346,27 @@ def test_an_engine_that_prints_no_id(
 def test_output_of_scontrol_without_its_fields(set_answers: SetAnswers, tmp_path: Path) -> None:
     set_answers([job("FAILED", "none", tmp_path / "a\0b")])
     assert follow("1", SLURM) == (8, [])
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (137, 8)])
+def test_what_a_pod_prints_cannot_control_the_terminal(
+    code: int, expected: int, set_answers: SetAnswers, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    words = ["launch", *IN_A_POD, "--set", "kubernetes.namespace=me"]
+    foreign = "loss 1.5\tok\r\n\x1b]0;title\x07\x1b[2J \u202e\x9b2J\n"
+    shown = "loss 1.5\tok\n\\x1b]0;title\\x07\\x1b[2J \\u202e\\x9b2J\n"
+    submitted = (0, "job.batch/mine\n", "")
+    end = status("Failed" if code else "Complete")
+    ended = pods(("a", "Failed", code))
+    followed = [submitted, ended, (0, foreign, ""), end, ended]
+    set_answers([submitted])
+    result = cli(*words)
+    assert (result.code, result.out) == (0, "job.batch/mine\n")
+    set_answers(followed)
+    result = cli(*words, "--wait")
+    assert (result.code, result.out) == (expected, shown)
+    assert ["logs", "-n", "me", "--follow", "a"] in client_calls(tmp_path)
+    set_answers(followed)
+    result = cli(*words, "--wait", "--json")
+    assert json.loads(result.out)["exit_code"] == expected  # nothing else is on stdout
+    assert shown in result.err
