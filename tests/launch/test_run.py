@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ssdctl.distributed.addresses import free_port
 from ssdctl.distributed.rank_process import read_exits, start_rank_log
 from ssdctl.errors import UsageError
 from ssdctl.launch import _run
 from ssdctl.launch.base import LaunchPlan
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
-from ssdctl.runtime.system import memory_kills
 
 
 @pytest.mark.parametrize(
@@ -44,12 +41,6 @@ def test_exit_code_of_a_job(
     launcher_code: int, exits: list[int], stop_signal: int | None, expected: int
 ) -> None:
     assert job_exit_code(launcher_code, exits, num_ranks=2, stop_signal=stop_signal) == expected
-
-
-def test_a_port_in_use_is_not_chosen() -> None:
-    with socket.socket() as used:
-        used.bind(("", free_port()))
-        assert free_port() != used.getsockname()[1]
 
 
 @pytest.mark.parametrize(
@@ -82,16 +73,6 @@ def test_ranks_are_ordered_by_the_time_of_their_end(tmp_path: Path) -> None:
     for rank, content in ((0, "8 200"), (1, "3 100"), (2, "0 300")):
         (tmp_path / str(rank)).write_text(content)
     assert list(read_exits(tmp_path).items()) == [(1, 3), (0, 8), (2, 0)]
-
-
-def test_a_rank_that_was_killed_for_its_memory(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
-    (tmp_path / "sys/fs/cgroup/job").mkdir(parents=True)
-    where = (tmp_path / "proc", tmp_path / "sys")
-    assert memory_kills(*where) == 0
-    (tmp_path / "sys/fs/cgroup/job/memory.events").write_text("oom 3\noom_kill 2\n")
-    assert memory_kills(*where) == 2
 
 
 def test_a_log_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.runtime.system import cpu_quota, memory_limit
+from ssdctl.runtime.system import cpu_quota, memory_kills, memory_limit
 
 Run = Callable[..., str]
 PROGRAM = """
@@ -33,6 +33,13 @@ def put(folder: Path, **files: str) -> None:
 def tree(folder: Path, membership: str) -> tuple[Path, Path]:
     put(folder / "proc/self", cgroup=membership)
     return folder / "proc", folder / "sys"
+
+
+def test_kills_for_memory(tmp_path: Path) -> None:
+    roots = tree(tmp_path, "0::/job")
+    assert memory_kills(*roots) == 0
+    put(tmp_path / "sys/fs/cgroup/job", memory__events="oom 3\noom_kill 2")
+    assert memory_kills(*roots) == 2
 
 
 def test_the_smallest_quota_on_the_path(tmp_path: Path) -> None:
