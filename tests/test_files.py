@@ -28,7 +28,6 @@ from ssdctl.config.sources import of_call
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.download.partial_file import Part, part_paths
 from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -325,19 +324,6 @@ def test_a_link_as_metrics_is_replaced_or_refused(victim: Path, tmp_path: Path) 
         file.write({"kind": "event", "step": 1, "event": "x"})
     MetricsFile(metrics, 0).write({"kind": "event", "step": 1, "event": "x"})
     assert not metrics.is_symlink()
-    assert victim.read_text() == "precious"
-
-
-def test_a_download_does_not_write_through_links(victim: Path, tmp_path: Path) -> None:
-    target = tmp_path / "a.zip"
-    part, state = part_paths(target)
-    state.symlink_to(victim)
-    Part(target, 8, 1, "https://host/a.zip").close()
-    assert not state.is_symlink()
-    part.unlink()
-    part.symlink_to(victim)
-    with pytest.raises(UsageError, match="symbolic link"):
-        Part(target, 8, 1, "https://host/a.zip")
     assert victim.read_text() == "precious"
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ssdctl.download import archive as archive_module
-from ssdctl.download.archive import Entry, content_bytes, unpack
+from ssdctl.download.archive import Entry, unpack
 from ssdctl.download.fetch import no_progress
 from ssdctl.errors import IntegrityError
 
@@ -61,7 +61,6 @@ class TestUnpack:
         assert [tuple(e) for e in entries] == [
             (name, len(data), zlib.crc32(data)) for name, data in CONTENT.items()
         ]
-        assert content_bytes(tmp_path / "a.zip") == sum(map(len, CONTENT.values()))
 
     def test_files_are_added_to_a_folder_that_exists(self, tmp_path: Path) -> None:
         there = tmp_path / "data" / "annotations"
@@ -165,11 +164,11 @@ class TestUnsafe:
 
     def test_duplicates(self, tmp_path: Path) -> None:
         archive = zipped({"same1": b"1", "same2": b"2"}).replace(b"same2", b"same1")
-        refused(tmp_path, archive, "twice")
+        refused(tmp_path, archive, "same1")
 
     @pytest.mark.parametrize("order", [["a", "a/b"], ["a/b", "a"], ["a/", "a"], ["a/b/c", "a/b"]])
     def test_a_file_that_is_a_folder(self, tmp_path: Path, order: list[str]) -> None:
-        refused(tmp_path, zipped(dict.fromkeys(order, b"")), "a file and a folder")
+        refused(tmp_path, zipped(dict.fromkeys(order, b"")), "'a")
 
     @pytest.mark.parametrize("claimed", [0, 10, 2999, 3001, 100_000])
     def test_false_sizes(self, tmp_path: Path, claimed: int) -> None:
@@ -206,7 +205,7 @@ class TestUnsafe:
         refused(tmp_path, zipped({"zeros": bytes(3_000_000)}), "bomb")
 
     def test_nothing_in_it(self, tmp_path: Path) -> None:
-        refused(tmp_path, zipped({}), "no files")
+        refused(tmp_path, zipped({}), "0 files")
 
 
 class TestBroken:

@@ -12,7 +12,7 @@ import pytest
 from download.http_server import Reply, Request, Server, file
 from download.zips import content, pinned, start_download, tree, zipped
 
-from ssdctl.download.dataset import download, needed_bytes, plan, verify
+from ssdctl.download.dataset import download, list_files, needed_bytes, verify
 from ssdctl.download.fetch import SPARE_BYTES
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
@@ -45,7 +45,7 @@ def test_archives_are_unpacked_and_only_what_is_missing_is_fetched(
     before = len(server.requests)
     assert states(download(files, tmp_path)) == ["present"] * 3
     assert len(server.requests) == before
-    assert states(plan(files, tmp_path, None)) == ["present"] * 3
+    assert states(list_files(files, tmp_path, None)) == ["present"] * 3
     (tmp_path / next(iter(IMAGES))).unlink()
     kept = download(files, tmp_path, keep_archives=True)
     assert states(kept) == ["fetched", "present", "present"]
@@ -56,7 +56,7 @@ def test_another_version_of_an_archive_is_fetched(server: Server, tmp_path: Path
     download([pinned(server, "notes.zip", zipped(NOTES), unpack=True)], tmp_path)
     changed_notes = {name: content + b"more" for name, content in NOTES.items()}
     newer = pinned(server, "notes.zip", zipped(changed_notes), unpack=True)
-    assert states(plan([newer], tmp_path, None)) == ["missing"]
+    assert states(list_files([newer], tmp_path, None)) == ["missing"]
     assert states(download([newer], tmp_path)) == ["fetched"]
     assert content(tmp_path) == changed_notes
 

@@ -23,8 +23,8 @@ from download.zips import start_download
 
 from ssdctl.download.fetch import claim, fetch
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.partial_file import Part
 from ssdctl.download.pinned_files import PinnedFile
+from ssdctl.download.transfer import Part
 from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError
 
 CONTENT = random.Random(1).randbytes(2_500_000)
@@ -416,16 +416,13 @@ class TestFaults:
         assert "hunter2" not in text
         assert "s3cret" not in text
 
-    @pytest.mark.parametrize("fault", ["refused", "busy"])
     def test_secrets_of_urls_are_not_logged(
-        self, site: Site, caplog: pytest.LogCaptureFixture, fault: str
+        self, site: Site, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The root logger belongs to the program: it also gets the warnings of urllib3."""
+        """The root logger belongs to the program: it also gets the messages of urllib3."""
         caplog.set_level(logging.DEBUG)
         url = site.server.route(f"/a.bin?{SECRET_QUERY}", lambda _: Reply(503))
-        if fault == "refused":
-            url = f"http://127.0.0.1:1/a.bin?{SECRET_QUERY}"
-        with pytest.raises(NetworkError, match="refused" if fault == "refused" else "503"):
+        with pytest.raises(NetworkError, match="503"):
             site.fetch(pinned(url))
         assert any("?***" in message for message in caplog.messages)
         assert not any("s3cret" in message for message in caplog.messages)

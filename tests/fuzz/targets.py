@@ -345,7 +345,7 @@ def assignments(folder: Path) -> Iterator[Target]:
 
 @contextmanager
 def archive(folder: Path) -> Iterator[Target]:
-    from ssdctl.download.archive import content_bytes, unpack
+    from ssdctl.download.archive import unpack
     from ssdctl.download.fetch import no_progress
 
     whole = zipped(
@@ -354,13 +354,9 @@ def archive(folder: Path) -> Iterator[Target]:
     path = folder / "a.zip"
     dest = folder / "data"
 
-    def unpack_it() -> None:
-        content_bytes(path)
-        unpack(path, dest, progress=no_progress)
-
     def run(content: bytes) -> Result:
         path.write_bytes(content)
-        result = as_command(unpack_it)
+        result = as_command(lambda: unpack(path, dest, progress=no_progress))
         assert {p.name for p in folder.iterdir()} <= {"a.zip", "data"}
         shutil.rmtree(dest, ignore_errors=True)
         return result

@@ -12,7 +12,7 @@ import pytest
 from download.zips import tree, zipped
 from fuzz.mutations import _mutate as mutate
 
-from ssdctl.download.archive import MAX_RATIO, content_bytes, unpack
+from ssdctl.download.archive import MAX_RATIO, unpack
 from ssdctl.download.fetch import no_progress
 from ssdctl.errors import IntegrityError
 
@@ -45,7 +45,6 @@ def test_mutated_archives(tmp_path: Path, count: int) -> None:
             path.write_bytes(archive)
             tracemalloc.reset_peak()
             try:
-                announced = content_bytes(path)
                 entries = unpack(path, folder / "data", progress=no_progress)
             except IntegrityError:
                 refused += 1
@@ -56,7 +55,7 @@ def test_mutated_archives(tmp_path: Path, count: int) -> None:
                 found = {name: (len(data), zlib.crc32(data)) for name, data in unpacked.items()}
                 assert {e.path: (e.size, e.crc) for e in entries} == found, seed
                 size = sum(map(len, unpacked.values()))
-                assert size == announced <= len(archive) * MAX_RATIO, seed
+                assert size <= len(archive) * MAX_RATIO, seed
                 assert {p.name for p in folder.iterdir()} == {"a.zip", "data"}, seed
             assert tracemalloc.get_traced_memory()[1] < MAX_PEAK_BYTES, seed
             assert not any(p.is_symlink() for p in folder.rglob("*")), seed
