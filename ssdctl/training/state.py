@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint.contents import Checkpoint, refuse_differences, shape_differences
+from ssdctl.checkpoint.contents import Checkpoint, compare_shapes
 from ssdctl.checkpoint.file import check_shapes, load_state
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
@@ -193,4 +193,4 @@ def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: 
             if name != "step" and is_tensor:
                 shapes[key] = tuple(value.shape)
     if shapes:
-        refuse_differences(shape_differences(expected, shapes), path)
+        compare_shapes(expected, shapes, path)

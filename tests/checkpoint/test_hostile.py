@@ -191,7 +191,7 @@ def test_label_maps_of_third_party_files(value: object, tmp_path: Path) -> None:
 )
 def test_numbers_of_third_party_files(numbers: dict[str, Any], tmp_path: Path) -> None:
     state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
-    with pytest.raises(IntegrityError, match="not a number"):
+    with pytest.raises(IntegrityError, match=next(iter(numbers))):
         load_checkpoint(save({"model": state, **numbers}, tmp_path))
 
 
