@@ -131,7 +131,7 @@ def restore(
         for groups in (optimizer.param_groups, checkpoint.optimizer["param_groups"])
     )
     if kind == checkpoint.config.get("train.optimizer") and sizes == saved_sizes:
-        load_optimizer(optimizer, checkpoint.optimizer, checkpoint.path)
+        load_optimizer(optimizer, dict(checkpoint.optimizer), checkpoint.path)
     else:
         log.warning("the optimizer differs from the checkpoint's: its momentum is reset")
     return None if checkpoint.trained is None else checkpoint.model

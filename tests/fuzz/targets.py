@@ -11,6 +11,7 @@ import socket
 import socketserver
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -354,9 +355,15 @@ def archive(folder: Path) -> Iterator[Target]:
     path = folder / "a.zip"
     dest = folder / "data"
 
+    def unpack_it() -> None:
+        entries = unpack(path, dest, progress=no_progress)
+        files = {p.relative_to(dest).as_posix(): p for p in dest.rglob("*") if not p.is_dir()}
+        found = {name: (p.stat().st_size, zlib.crc32(p.read_bytes())) for name, p in files.items()}
+        assert {entry.path: (entry.size, entry.crc) for entry in entries} == found
+
     def run(content: bytes) -> Result:
         path.write_bytes(content)
-        result = as_command(lambda: unpack(path, dest, progress=no_progress))
+        result = as_command(unpack_it)
         assert {p.name for p in folder.iterdir()} <= {"a.zip", "data"}
         shutil.rmtree(dest, ignore_errors=True)
         return result
