@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -256,6 +257,18 @@ def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(
         assert caplog.messages == ["waiting"]
     other.join(30)
     assert not other.is_alive()
+
+
+def test_a_lock_on_a_deleted_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of a temporary lock removes the file at its end, perhaps after it was opened."""
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def too_late(descriptor: int, how: int) -> None:
+        path.unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    assert files.try_lock(path) is None
 
 
 def test_free_space_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:

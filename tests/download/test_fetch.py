@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import random
@@ -20,7 +19,7 @@ import requests
 from download.http_server import Reply, Request, Route, Server, changed, file
 from download.zips import start_download
 
-from ssdctl.download.fetch import claim, fetch
+from ssdctl.download.fetch import fetch
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Part
@@ -435,29 +434,6 @@ class TestFaults:
         assert (site.folder / "a.bin").read_bytes() == CONTENT
         assert site.files() == ["a.bin"]
         assert site.server.body_bytes == len(CONTENT)
-
-    def test_12_a_lock_that_was_waited_for_is_the_one_that_others_see(self, tmp_path: Path) -> None:
-        """Each holder removes its file: a waiting process must not lock a deleted one."""
-        target = tmp_path / "a.bin"
-        has_it, may_go = threading.Event(), threading.Event()
-
-        def waits() -> None:
-            with claim(target):
-                has_it.set()
-                may_go.wait(30)
-
-        second = threading.Thread(target=waits)
-        with claim(target):
-            second.start()
-            time.sleep(0.2)
-        try:
-            assert has_it.wait(30)
-            with (tmp_path / "a.bin.lock").open() as seen, pytest.raises(BlockingIOError):
-                fcntl.flock(seen, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            may_go.set()
-            second.join()
-        assert list(tmp_path.iterdir()) == []
 
     def test_14_a_full_disk_is_seen_before_the_first_byte(self, site: Site) -> None:
         (site.folder / "a.bin").write_bytes(b"old")
