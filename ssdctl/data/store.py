@@ -197,13 +197,8 @@ class _Shard(NamedTuple):
 
 def _image_spans(path: Path, mapped: mmap.mmap, num_rows: int) -> NDArray[np.int64]:
     """Return where each image of a shard starts and ends in the file (N x 2)."""
-    try:
-        content = pa.py_buffer(mapped)
-        table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise index.damaged(path, error) from None
-    index.check_columns(table, index.SHARD_COLUMNS, path)
+    content = pa.py_buffer(mapped)
+    table = index.read_table(path, index.SHARD_COLUMNS, pa.BufferReader(content))
     if table.num_rows != num_rows:
         raise DataError(f"{path}: {table.num_rows} rows, not {num_rows}")
     spans = [np.empty((0, 2), np.int64)]
