@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.store import Split
-from ssdctl.input.augmentations import Boxes, Keys, View, load, whole
-from ssdctl.input.counter_rng import hashed
+from ssdctl.input.augmentations import Boxes, Keys, View, hashed, load, whole
 
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig
