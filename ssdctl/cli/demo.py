@@ -154,7 +154,7 @@ def seconds_per_step(resolved: Resolved) -> float:
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
     run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
     step = build_step(model, config, device, run.precision)
-    batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
+    batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12)
     times: list[float] = []
     while len(times) < WARM_UP_STEPS + TIMED_STEPS:
         start = time.perf_counter()

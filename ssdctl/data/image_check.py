@@ -147,10 +147,10 @@ def _note(header: Header, size: tuple[int, int]) -> str | None:
         notes.append("CMYK, read as RGB")
     if header.is_deep:
         notes.append("16 bits per channel, read as 8")
-    if header.fits_both(size):
-        notes.append(f"{AMBIGUOUS}, EXIF orientation {header.orientation}: read as stored")
-    elif header.orientation_for(size) != 1:
+    if header.orientation_for(size) != 1:
         notes.append(f"turned upright by its EXIF orientation ({header.orientation})")
+    elif header.orientation != 1 and header.stored_size == header.upright_size:
+        notes.append(f"{AMBIGUOUS}, EXIF orientation {header.orientation}: read as stored")
     elif header.orientation != 1:
         notes.append(f"its EXIF orientation ({header.orientation}) is ignored, by its size")
     return "; ".join(notes) or None

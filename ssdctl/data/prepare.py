@@ -112,13 +112,8 @@ def prepare(
 ) -> Outcome:
     """Write the store of the dataset in `root` to `folder`, unless it is up to date.
 
-    Args:
-        root: The dataset folder.
-        folder: The store's folder.
-        config: How to check and pack the images.
-        conversion: How to read the annotations, instead of what the config says.
-        force: Write it again even if nothing changed.
-        progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
+    `force` writes it again even if nothing changed. `progress` wraps the iteration over images
+    (`total=`, `label=`, `unit=`).
 
     Raises:
         DataError: The dataset is invalid; the message names the place.

@@ -86,9 +86,9 @@ class Split(NamedTuple):
             return self.images.read_pixels(row, (width, height))
         return decode(self.images.read(row), (width, height), rows)
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return where the encoded image of a row is, for messages."""
-        return self.images.place(row)
+        return self.images.location(row)
 
 
 class ImageFiles(NamedTuple):
@@ -105,7 +105,7 @@ class ImageFiles(NamedTuple):
         except OSError as error:
             raise unreadable(path, error) from None
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return str(self.path(row))
 
 
@@ -171,7 +171,9 @@ class PackedImages:
     def _span(self, row: int) -> tuple[_Shard, int, int]:
         start, end = self._spans[row].tolist()
         if start == end:
-            raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
+            raise DataError(
+                f"{self.location(row)}: has no image", hint="run ssdctl prepare --force"
+            )
         return self._shards[self._shard_number(row)], start, end
 
     def _require(self, is_complete: bool, path: Path) -> None:
@@ -181,7 +183,7 @@ class PackedImages:
                 hint="run ssdctl prepare --force, then the same command again",
             )
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         number = self._shard_number(row)
         return f"{self._shards[number].path}, row {row - self._first_rows[number]}"
 

@@ -78,23 +78,20 @@ class TrainLoader:
 
     def _replace(self, samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
         """Put the next good sample of the stream into a slot of a micro-batch and its pixels."""
-        split, bad = self._split, int(samples.rows[slot])
-        position = int(samples.positions[slot])
-        tried = {bad}
-        for step in range(1, MAX_BAD_IN_A_ROW * len(self._stream)):
+        split, position = self._split, int(samples.positions[slot])
+        bad = int(samples.rows[slot])
+        tried, step = {bad}, 0
+        while len(tried) < min(MAX_BAD_IN_A_ROW, len(self._stream)):
+            step += 1
             other = draw_samples(split, self._stream, self._config, position + step, 1)
             row = int(other.rows[0])
-            if row in tried:
-                continue
-            tried.add(row)
-            if decode_sample(split, other, 0, pixels[slot]) is None:
+            if row not in tried and decode_sample(split, other, 0, pixels[slot]) is None:
                 _put(other, samples, slot)
-                ids = split.image_ids
-                return BadImage(int(ids[bad]), split.place(bad), problem, position, int(ids[row]))
-            if len(tried) >= min(MAX_BAD_IN_A_ROW, len(self._stream)):
-                break
+                bad_id, image_id = split.image_ids[[bad, row]].tolist()
+                return BadImage(bad_id, split.location(bad), problem, position, image_id)
+            tried.add(row)
         raise DataError(
-            f"{len(tried)} images in a row cannot be decoded, the first {split.place(bad)}: "
+            f"{len(tried)} images in a row cannot be decoded, the first {split.location(bad)}: "
             f"{problem}",
             hint="check that the dataset's disk is mounted; `ssdctl prepare --force` checks every "
             "image",
@@ -116,7 +113,7 @@ def evaluation_batches(
     def refuse(samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
         row = int(samples.rows[slot])
         raise DataError(
-            f"image {split.image_ids[row]} cannot be decoded: {split.place(row)}: {problem}",
+            f"image {split.image_ids[row]} cannot be decoded: {split.location(row)}: {problem}",
             hint="replace the file, or take the image out of the annotations; then run it again",
         )
 
