@@ -10,19 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from ssdctl.cli import (  # noqa: F401 - importing a module registers its commands
-    benchmark,
     config,
     demo,
-    doctor,
     download,
-    evaluate,
     export,
     fetch_weights,
     launch,
+    machine,
     predict,
     prepare,
-    push,
-    runs,
+    results,
     shell_completion,
     train,
 )

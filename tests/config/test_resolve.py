@@ -16,13 +16,13 @@ from ssdctl.config.render import json_schema, to_snapshot_toml, to_template_toml
 from ssdctl.config.resolve import (
     Override,
     Resolved,
+    of_call,
     parse_assignments,
     preset_overrides,
     read_toml,
     resolve,
 )
 from ssdctl.config.settings import all_settings, with_current_keys
-from ssdctl.config.sources import of_call
 from ssdctl.download import pinned_files
 from ssdctl.errors import DiskError, UsageError
 from ssdctl.launch import mpirun
