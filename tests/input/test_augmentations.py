@@ -241,8 +241,7 @@ def test_batches_have_filled_borders(split: Split) -> None:
 SHOW_FLIPS = """
 import sys
 from pathlib import Path
-from ssdctl.config.resolve import Override, resolve
-from ssdctl.config.sources import ASSIGNMENT
+from ssdctl.config.resolve import ASSIGNMENT, Override, resolve
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 split = open_dataset(Path(sys.argv[1]), Path(sys.argv[2]))["train"]
