@@ -69,7 +69,7 @@ TRAIN = """
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.config.resolve import resolve
 from ssdctl.device import open_device
-from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import tune_process
 from ssdctl.input.fake import random_batch
 from ssdctl.training.step import build_step
 tune_process()

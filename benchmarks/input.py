@@ -43,7 +43,7 @@ from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.input.sampler import LoaderConfig
 from ssdctl.model.constants import RESNET
-from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import tune_process
 from ssdctl.training.step_input import open_input
 
 BATCH, WIDTH, HEIGHT = 32, 640, 480

@@ -26,7 +26,7 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.batch import Batch
 from ssdctl.input.fake import random_batch
 from ssdctl.model.ssd300 import Architecture
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.run import SettledRun, finalize

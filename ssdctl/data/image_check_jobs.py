@@ -35,8 +35,8 @@ from ssdctl.data.image_check import (
 from ssdctl.data.image_files import require_image_folder
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes
-from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.system import usable_cores
 from ssdctl.runtime.threads import map_ahead
 
 log = logging.getLogger(__name__)
