@@ -15,7 +15,6 @@ from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
-    from ssdctl.launch._run import JobOutcome
     from ssdctl.launch.base import LaunchPlan, LaunchRequest
 
 CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
@@ -151,7 +150,8 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
     while True:
         call.console.info(plan.to_line(with_secrets=False))
         outcome = run(plan, stdout_to_stderr=call.console.as_json)
-        _show_failure(call, request, plan, outcome)
+        if outcome.failure is not None:
+            _show_failure(call, request, *outcome.failure)
         if outcome.code not in CRASHES or not restarts_left:
             return outcome.code
         restarts_left -= 1
@@ -162,22 +162,11 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
         plan = make_plan(request, read_node())
 
 
-def _show_failure(
-    call: Call, request: LaunchRequest, plan: LaunchPlan, outcome: JobOutcome
-) -> None:
+def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: str) -> None:
     """Print the ranks that failed first and the end of their log."""
     from ssdctl.distributed.rank_process import last_lines
-    from ssdctl.launch.exit_codes import first_failure
     from ssdctl.runs.layout import RunDir
 
-    if outcome.code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
-        return
-    num_ranks = plan.num_ranks if plan.nodes == 1 else None
-    memory = outcome.is_out_of_memory
-    failure = first_failure(outcome.exits, num_ranks, outcome.lost, is_out_of_memory=memory)
-    if failure is None:
-        return
-    ranks, reason = failure
     call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {reason}"))
     if ranks[0] == 0 or request.run_folder is None:
         return  # the output of rank 0 is already on the terminal

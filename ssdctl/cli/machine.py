@@ -16,7 +16,7 @@ from typer import Option
 from ssdctl.cli.command import Call, command, command_group, stoppable
 from ssdctl.cli.console import is_encodable
 from ssdctl.errors import UsageError
-from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.benchmark.data import Figures

@@ -51,9 +51,9 @@ def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
 
     from ssdctl._version import __version__
     from ssdctl.runs.metrics import git_commit
-    from ssdctl.runtime.cores import usable_cores
     from ssdctl.runtime.hardware import device_names
     from ssdctl.runtime.packages import package_version
+    from ssdctl.runtime.system import usable_cores
 
     rows = {
         "Python": platform.python_version(),

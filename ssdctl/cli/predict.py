@@ -16,10 +16,9 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import newest_run
 from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.files import atomic_write, make_dir, refuse_replacing, remove_stale_temporaries
-from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.packages import check_memory_limit
-from ssdctl.runtime.process_settings import tune_process
 from ssdctl.runtime.safe_text import listed, printable_line
+from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.inference.drawing import DrawingStyle

@@ -15,7 +15,7 @@ from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
 from ssdctl.runs.layout import RUNS, RunDir
 from ssdctl.runtime.packages import check_memory_limit
-from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
     from rich.console import Group
