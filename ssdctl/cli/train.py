@@ -222,18 +222,19 @@ def _known_time(run: SettledRun, device: str) -> str:
     """
     from ssdctl.runs.reader import newest_runs, read_run
 
+    ours = run.config.model.backbone, run.precision, find_ranks().world_size, device == "cpu"
     for path in (run.out, *newest_runs()[:MAX_SIMILAR]):
         try:
             known = read_run(path)
-            facts, environment = known.settings, known.environment
-            similar = facts["model.backbone"], facts["train.precision"], environment["world_size"]
+            settings, environment = known.settings, known.environment
+            network, precision = settings["model.backbone"], settings["train.precision"]
             is_cpu = environment["device"] == processor()[0]
+            theirs = network, precision, environment["world_size"], is_cpu
             rate = float(known.train[-1]["images_per_second"])
             seconds = run.plan.total_steps * run.plan.global_batch_size / rate
         except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
             continue
-        ours = run.config.model.backbone, run.precision, find_ranks().world_size
-        if path == run.out or (similar == ours and is_cpu == (device == "cpu")):
+        if path == run.out or theirs == ours:
             return f", about {duration(seconds)} at the {rate:.1f} img/s of {path}"
     return " (`ssdctl benchmark train` measures the speed)"
 
