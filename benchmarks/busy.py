@@ -69,14 +69,14 @@ TRAIN = """
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.config.resolve import resolve
 from ssdctl.device import open_device
-from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import tune_process
 from ssdctl.input.fake import random_batch
 from ssdctl.training.step import build_step
 tune_process()
 device, config, precision = open_device("cpu"), resolve(environment={}).config.train, sys.argv[3]
 model = device.place(Architecture("resnet18", "none", 81).build()).train()
 step = build_step(model, config, device, precision)
-batch = random_batch(8, 81, 7, 7)
+batch = random_batch(8, 81, 7)
 rate(lambda: step([batch], 1e-6))
 """
 MODEL = """

@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 import typer
 from torch import distributed as dist
 
-from ssdctl.distributed.collectives import FlagExchange
+from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 
 TIMEOUT = datetime.timedelta(seconds=600)
@@ -41,10 +41,12 @@ def measure(world_size: int, steps: int, step_s: float) -> dict[str, list[Call]]
     store = dist.HashStore()
     calls: dict[str, list[Call]] = {name: [] for name in METHODS}
     barrier = threading.Barrier(world_size)
+    local = threading.local()
+    collectives.host_group = lambda: local.group  # each thread is a rank
 
     def run(rank: int) -> None:
-        group = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
-        flags = FlagExchange(Ranks(rank, world_size, rank), group)
+        local.group = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
+        flags = collectives.FlagExchange(Ranks(rank, world_size, rank))
         for name in METHODS:
             call = flags.settle if name == "blocking" else flags.exchange
             call(FLAGS)

@@ -35,8 +35,7 @@ from PIL import Image, ImageEnhance
 
 from ssdctl.benchmark.data import full_chain, stage_times
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import Matcher
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, encode, pairwise_iou
+from ssdctl.boxes.ops import Matcher, box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, encode, pairwise_iou
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
@@ -44,7 +43,7 @@ from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.input.sampler import LoaderConfig
 from ssdctl.model.constants import RESNET
-from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import tune_process
 from ssdctl.training.step_input import open_input
 
 BATCH, WIDTH, HEIGHT = 32, 640, 480

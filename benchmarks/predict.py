@@ -35,7 +35,7 @@ from ssdctl.exporting import onnx
 from ssdctl.exporting.deployed import ExportOptions
 from ssdctl.exporting.int8 import quantize
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 
 LARGE = (8000, 6000)
 TILE = 600

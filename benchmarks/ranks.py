@@ -29,7 +29,7 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sampler import LoaderConfig, SampleStream
-from ssdctl.runtime.process_settings import tune_process
+from ssdctl.runtime.system import tune_process
 
 BATCH = 32
 MB = 1e6

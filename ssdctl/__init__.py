@@ -23,7 +23,7 @@ from ssdctl._version import __version__
 
 if TYPE_CHECKING:
     from ssdctl.api import configure, default_boxes, evaluate, export, load, prepare, report, train
-    from ssdctl.config.schema import Config
+    from ssdctl.config.settings import Config
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Detection, Result
     from ssdctl.model.loss import MultiboxLoss
@@ -58,7 +58,7 @@ __all__ = [
 
 # The module of each name that is imported when it is used; functions are in `ssdctl.api`.
 _MODULES = {
-    "Config": "ssdctl.config.schema",
+    "Config": "ssdctl.config.settings",
     "Dataset": "ssdctl.torch_dataset",
     "Detection": "ssdctl.inference.results",
     "Evaluation": "ssdctl.runs.evaluation",

@@ -83,7 +83,7 @@ def run() -> None:
         signals.install()
     from ssdctl.distributed.rank_process import recorded_exit
     from ssdctl.errors import ExitCode
-    from ssdctl.runtime.process_settings import limit_threads, shorten_waiting
+    from ssdctl.runtime.system import limit_threads, shorten_waiting
 
     shorten_waiting()
     if "launch" not in sys.argv[1:2]:  # its ranks share the quota: they get their own numbers

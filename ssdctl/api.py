@@ -21,7 +21,7 @@ from ssdctl.call_config import (
     public,
     resolve_call,
 )
-from ssdctl.config.schema import Config
+from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.run import Run
 from ssdctl.runs.layout import RunDir

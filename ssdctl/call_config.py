@@ -13,10 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from ssdctl.config.render import values
-from ssdctl.config.resolve import Override, Resolved, resolve, setting_path, sources_of
-from ssdctl.config.schema import Config
-from ssdctl.config.settings import all_settings
-from ssdctl.config.sources import Kind, of_call
+from ssdctl.config.resolve import (
+    Kind,
+    Override,
+    Resolved,
+    of_call,
+    resolve,
+    setting_path,
+    sources_of,
+)
+from ssdctl.config.settings import Config, all_settings
 from ssdctl.errors import UsageError, hints_in_messages
 
 if TYPE_CHECKING:

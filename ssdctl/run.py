@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config.resolve import resolve
-from ssdctl.config.schema import Config
+from ssdctl.config.settings import Config
 from ssdctl.errors import SsdctlError, hints_in_messages
 from ssdctl.runs.layout import RunDir, find_checkpoint
 from ssdctl.runs.metrics import Record, read_metrics

@@ -80,35 +80,35 @@ def test_old_and_wrong_keywords_name_the_new_ones(
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"lr": "fast"}, "fast"), ({"batch_size": 0}, "0"), ({"config": "none.toml"}, "none.toml")],
-)
-def test_wrong_values_are_named(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
-        ssdctl.train("data", **settings)
-    with pytest.raises(UsageError, match=r"train\.epoch\b"):
-        ssdctl.configure(train={"epoch": 1})
-    with pytest.raises(UsageError, match=r"^train\.precision: 'fp8'"):
-        ssdctl.configure(train={"precision": "fp8"})
-
-
-@pytest.mark.parametrize(
-    ("settings", "subject"),
+    ("function", "settings", "subject"),
     [
-        ({"score": float("nan")}, "^score: nan"),
-        ({"score": 1.5}, "1.5"),
-        ({"nms_iou": -1}, "^nms_iou: -1"),
-        ({"max_detections": -1}, "^max_detections: -1"),
-        ({"tile": 100.5}, "100.5"),
-        ({"device": "cuda:0"}, "^device: 'cuda:0'"),
-        ({"precision": "fp8"}, "^precision: 'fp8'"),
+        (ssdctl.train, {"lr": "fast"}, "fast"),
+        (ssdctl.train, {"batch_size": 0}, "0"),
+        (ssdctl.train, {"config": "none.toml"}, "none.toml"),
+        (ssdctl.configure, {"train": {"epoch": 1}}, r"train\.epoch\b"),
+        (ssdctl.configure, {"train": {"precision": "fp8"}}, r"^train\.precision: 'fp8'"),
+        (ssdctl.load, {"score": float("nan")}, "^score: nan"),
+        (ssdctl.load, {"score": 1.5}, "1.5"),
+        (ssdctl.load, {"nms_iou": -1}, "^nms_iou: -1"),
+        (ssdctl.load, {"max_detections": -1}, "^max_detections: -1"),
+        (ssdctl.load, {"tile": 100.5}, "100.5"),
+        (ssdctl.load, {"device": "cuda:0"}, "^device: 'cuda:0'"),
+        (ssdctl.load, {"precision": "fp8"}, "^precision: 'fp8'"),
+        (ssdctl.export, {"format": "tflite"}, "tflite"),
+        (ssdctl.export, {"format": "mlperf", "batch": 4}, "--batch"),
+        (ssdctl.export, {"batch": 0}, "--batch 0"),
+        (ssdctl.export, {"format": "pt2", "int8": True}, "--int8"),
+        (ssdctl.export, {"calibrate": 10}, "--calibrate"),
+        (ssdctl.export, {"out": "."}, "is a folder"),
     ],
 )
-def test_values_of_load_are_checked_before_the_file_is_read(
-    settings: dict[str, Any], subject: str
+def test_wrong_values_are_named_before_a_file_is_read(
+    function: Callable[..., Any], settings: dict[str, Any], subject: str
 ) -> None:
+    given = [] if function is ssdctl.configure else ["none.pt"]
+    out = {"out": "out"} if function is ssdctl.export else {}
     with pytest.raises(UsageError, match=subject):
-        ssdctl.load("none.pt", **settings)
+        function(*given, **{**out, **settings})
 
 
 def test_data_errors_are_those_of_the_commands_with_their_hints(tmp_path: Path) -> None:
@@ -125,25 +125,6 @@ def test_prepare_writes_the_store(shapes: Path, tmp_path: Path, cli: Cli) -> Non
     assert "<td>24</td>" in outcome._repr_html_()
     again = cli("prepare", "--data", shapes, "--store", tmp_path / "store", "--no-pack", "--json")
     assert json.loads(again.out)["unchanged"] is True
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"format": "tflite"}, "tflite"),
-        ({"format": "mlperf", "batch": 4}, "--batch"),
-        ({"batch": 0}, "--batch 0"),
-        ({"format": "pt2", "int8": True}, "--int8"),
-        ({"calibrate": 10}, "--calibrate"),
-    ],
-)
-def test_wrong_exports_are_named_before_anything_is_read(
-    options: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(UsageError, match=named):
-        ssdctl.export("none.pt", "out", **options)
-    with pytest.raises(UsageError, match="is a folder"):
-        ssdctl.export("none.pt", ".")
 
 
 def test_progress_is_shown_only_on_a_terminal(

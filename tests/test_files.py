@@ -23,8 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl import files
-from ssdctl.config.resolve import Override, resolve
-from ssdctl.config.sources import of_call
+from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import SINGLE_PROCESS

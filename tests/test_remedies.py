@@ -8,8 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from ssdctl.errors import missing_package
 from ssdctl.training.trackers.base import BUILT_IN
 
@@ -45,8 +43,7 @@ def test_packages_that_messages_name_are_declared() -> None:
     assert named <= declared
 
 
-@pytest.mark.parametrize("packages", [("av",), ("onnx", "onnxruntime")])
-def test_a_missing_package_is_named_with_its_command(packages: tuple[str, ...]) -> None:
-    error = missing_package(packages[0], *packages)
-    assert packages[0] in str(error)
-    assert error.hint == f"pip install {' '.join(packages)}"
+def test_a_missing_package_is_named_with_its_command() -> None:
+    error = missing_package("onnx", "onnx", "onnxruntime")
+    assert "onnx" in str(error)
+    assert error.hint == "pip install onnx onnxruntime"

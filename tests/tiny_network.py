@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import NUM_BOXES
 from ssdctl.config import TrainConfig, resolve
-from ssdctl.config.resolve import Override
-from ssdctl.config.sources import of_call
+from ssdctl.config.resolve import Override, of_call
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.batch import Batch

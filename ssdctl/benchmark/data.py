@@ -31,7 +31,7 @@ from ssdctl.model import fused
 from ssdctl.model.constants import RESNET
 from ssdctl.model.loss import Targets
 from ssdctl.model.normalize import Normalize
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 from ssdctl.training.step_input import open_input
 
 log = logging.getLogger(__name__)

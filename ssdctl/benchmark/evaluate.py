@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdctl.benchmark.data import Figures
@@ -30,14 +28,13 @@ from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model.postprocess import detect
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 
 WIDTH, HEIGHT = 640, 480
 # val2017: 5,000 images, 36,781 boxes of 80 classes; an SSD300 gives about 111 detections per image.
 NUM_IMAGES, NUM_BOXES, NUM_CLASSES, NUM_DETECTIONS = 5000, 36_781, 80, 554_000
 DETECT_BATCH = 8
-ROUNDS = 5
-MIN_BATCHES = 3  # per round
+MIN_BATCHES = 3
 MIN_REQUESTS = 10  # to measure the latency at batch 1
 MAX_CANDIDATES = 300  # per image
 PERCENTILES = (50, 90, 99)
@@ -67,20 +64,16 @@ def benchmark_evaluate(
     rows = np.resize(np.nonzero(split.usable)[0], size)
     pixels = next(iter(evaluation_batches(split, rows, size, threads))).images.clone()
     _suppress_objects(model, detector.forward(pixels).logits.clone())
-    forward, total = _interleaved_rates(
-        lambda: detector.forward(pixels),
-        lambda rows: detect_split(detector, split, rows, batch_size=size, threads=threads),
-        split,
-        size,
-        seconds,
-        device,
-    )
-    fractions = [whole / network for whole, network in zip(total, forward, strict=True)]
+    forward_s = _seconds_each(lambda: detector.forward(pixels), seconds, device)
+    num_batches = max(int(seconds / forward_s), MIN_BATCHES)  # full ones
+    rows = np.resize(np.nonzero(split.usable)[0], num_batches * size)
+    start = time.perf_counter()
+    detect_split(detector, split, rows, batch_size=size, threads=threads)
+    total_s = time.perf_counter() - start
     return {
         "detect_images_per_second": round(detect_rate(device, len(split.classes) + 1, seconds), 1),
-        "images_per_second": round(statistics.median(total), 2),
-        "forward_images_per_second": round(statistics.median(forward), 2),
-        "network_fraction": round(statistics.median(fractions), 4),
+        "images_per_second": round(num_batches * size / total_s, 2),
+        "forward_images_per_second": round(size / forward_s, 2),
         **_latencies(split, detector, seconds, device),
         **_scoring(score_images),
         "device": device.label,
@@ -88,35 +81,6 @@ def benchmark_evaluate(
         "backbone": config.model.backbone,
         "batch_size": size,
     }
-
-
-def _interleaved_rates(
-    forward: Callable[[], Any],
-    evaluate: Callable[[NDArray[np.int64]], Any],
-    split: Split,
-    batch_size: int,
-    seconds: float,
-    device: Device,
-) -> tuple[list[float], list[float]]:
-    """Measure the network and the whole evaluation in turn, so that a slow moment affects both.
-
-    The evaluation runs over full batches, so that the rates are comparable.
-    """
-    each = _seconds_each(forward, seconds / ROUNDS, device)
-    num_batches = max(int(seconds / ROUNDS / each), MIN_BATCHES)
-    rows = np.resize(np.nonzero(split.usable)[0], num_batches * batch_size)
-    rates: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(num_batches):
-            forward()
-        device.synchronize()
-        between = time.perf_counter()
-        evaluate(rows)
-        end = time.perf_counter()
-        rates[0].append(len(rows) / (between - start))
-        rates[1].append(len(rows) / (end - between))
-    return rates
 
 
 def _suppress_objects(model: SSD300, logits_BCN: Tensor) -> None:
@@ -164,10 +128,11 @@ def _latencies(split: Split, detector: Detector, seconds: float, device: Device)
         detector(next(requests))
         device.synchronize()
         spent.append(1000 * (time.perf_counter() - start))
-    figures: Figures = {"latency_requests": len(spent)}
-    for percent in PERCENTILES:
-        figures[f"latency_p{percent}_ms"] = round(float(np.percentile(spent, percent)), 2)
-    return figures
+    latencies = zip(PERCENTILES, np.percentile(spent, PERCENTILES).tolist(), strict=True)
+    return {
+        "latency_requests": len(spent),
+        **{f"latency_p{percent}_ms": round(ms, 2) for percent, ms in latencies},
+    }
 
 
 def _scoring(num_images: int) -> Figures:

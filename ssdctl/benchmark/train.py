@@ -26,7 +26,7 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.batch import Batch
 from ssdctl.input.fake import random_batch
 from ssdctl.model.ssd300 import Architecture
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.run import SettledRun, finalize
@@ -95,7 +95,7 @@ class _Bench:
         boxes = 93 if split is None else max(split.most_boxes, 1)
         # Labels of the dataset's classes; the network always has COCO's outputs.
         labels = COCO_OUTPUTS if split is None else len(split.classes) + 1
-        fake = itertools.repeat(random_batch(self.size, labels, boxes, min(7, boxes)))
+        fake = itertools.repeat(random_batch(self.size, labels, boxes))
         step, compile_s = self._warm_step(self.ranks, fake)
         fake_rate = rate = self._rate(step, fake, seconds)
         extra = {}

@@ -1,1 +1,1 @@
-"""The command line: one thin file a command; console.py is the one sink."""
+"""The command line: thin files of commands; console.py is the one sink."""

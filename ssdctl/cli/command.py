@@ -29,10 +29,15 @@ from ssdctl.cli.help import COMMON, EXAMPLES, HelpGroup, show_short_help
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.cli.shell_completion import completer, is_requested
 from ssdctl.config.render import plain_value
-from ssdctl.config.resolve import Override, Resolved, parse_assignments, preset_overrides, resolve
-from ssdctl.config.schema import Config
-from ssdctl.config.settings import Setting, all_settings, select
-from ssdctl.config.sources import of_call
+from ssdctl.config.resolve import (
+    Override,
+    Resolved,
+    of_call,
+    parse_assignments,
+    preset_overrides,
+    resolve,
+)
+from ssdctl.config.settings import Config, Setting, all_settings, select
 from ssdctl.errors import Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
 from ssdctl.runtime.safe_text import printable, redact_urls

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command, command_group
-from ssdctl.cli.console import aligned
+from ssdctl.cli.console import aligned, table
 from ssdctl.config import render
 from ssdctl.config.resolve import (
     DEFAULT_FILE,
@@ -26,9 +25,10 @@ from ssdctl.errors import UsageError
 from ssdctl.files import write_text
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
-FEWEST_COLUMNS = 60  # for the table of presets
+PRESETS_IN_A_ROW = 3  # of the table; 80 columns
 group = command_group("config", "This machine", "Show settings, check and write config files.")
 
 
@@ -117,36 +117,27 @@ def presets(call: Call) -> None:
     """Compare the presets."""
     names = all_settings()["train.preset"].choices
     recipes = {name: {o.path: o.value for o in preset_overrides(name)} for name in names}
-    call.console.result(recipes, _preset_table(recipes))
+    call.console.result(recipes, lambda: _preset_tables(recipes))
 
 
-def _preset_table(recipes: dict[str, dict[str, object]]) -> str:
-    """Return the settings in which presets differ; columns that do not fit continue below."""
-    rows = [["", *recipes]]
-    for path in dict.fromkeys(path for recipe in recipes.values() for path in recipe):
-        values = [recipe.get(path) for recipe in recipes.values()]
-        if any(value != values[0] for value in values):
-            rows.append([path.partition(".")[2], *map(render.plain_value, values)])
-    names, *columns = [
-        [f"{cell:<{max(map(len, column))}}" for cell in column]
-        for column in zip(*rows, strict=True)
-    ]
-    blocks = [[names]]
-    columns_left = limit = max(shutil.get_terminal_size().columns, FEWEST_COLUMNS) - len(names[0])
-    for column in columns:
-        columns_left -= len(column[0]) + 2
-        if columns_left < 0:
-            blocks.append([names])
-            columns_left = limit - len(column[0]) - 2
-        blocks[-1].append(column)
-    lines = []
-    for block in blocks:
-        table = zip(*block, strict=True)
-        lines += ["  ".join(cells).rstrip() for cells in table if "".join(cells[1:]).strip()]
-        lines.append("")
+def _preset_tables(recipes: dict[str, dict[str, object]]) -> Group:
+    """Return the settings in which presets differ; as many presets in a row as fit."""
+    from rich.console import Group
+
+    paths = dict.fromkeys(path for recipe in recipes.values() for path in recipe)
+    tables: list[Table | str] = []
+    for start in range(0, len(recipes), PRESETS_IN_A_ROW):
+        names = list(recipes)[start : start + PRESETS_IN_A_ROW]
+        rows = table("", *names, left=range(PRESETS_IN_A_ROW + 1))
+        for path in paths:
+            values = [recipe.get(path) for recipe in recipes.values()]
+            shown = [recipes[name].get(path) for name in names]
+            if any(value != values[0] for value in values) and any(v is not None for v in shown):
+                rows.add_row(path.partition(".")[2], *map(render.plain_value, shown))
+        tables += [rows, ""]
     texts = [(PRESET_DIR / f"{name}.toml").read_text(encoding="utf-8") for name in recipes]
     about = [(name, text.partition("\n")[0][2:]) for name, text in zip(recipes, texts, strict=True)]
-    return "\n".join([*lines, aligned(about)])
+    return Group(*tables, aligned(about))
 
 
 @command(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from typer import Option
 
@@ -29,31 +31,24 @@ RECIPE = (
     "--eval-every {every}st --log-every 10"
 )
 IMAGES, VAL_IMAGES = 1080, 100
+STAGES = {
+    "shapes": f"draw {IMAGES + VAL_IMAGES:,} images of five kinds of objects",
+    "prepare": "check images and annotations, and pack them",
+    "train": f"{{steps}} steps of {BATCH_SIZE} images",
+    "evaluate": f"COCO AP on {VAL_IMAGES} held-out images",
+    "report": "one HTML page: curves, errors, samples",
+    "predict": "draw the detections on four held-out images",
+}
 USEFUL_STEPS = 300  # for AP 0.4: 280 reached 0.41
 FULL_STEPS = 520  # one pass over the images
 BUDGET_S = 270.0  # for the whole demo; the rest of five minutes is a reserve
 EVALUATIONS = 5  # during the training
-EVALUATION_STEPS = 20  # time of an evaluation of 100 images, in training steps
-# Seconds of the stages on two idle cores, apart from what the steps and the drawing take.
-PREPARE_S, EVALUATE_S, REPORT_S, PREDICT_S = 4.0, 4.0, 6.0, 2.0
-WARM_UP_STEPS, TIMED_STEPS = 3, 5
-MEASURED_S = 5.0  # a slow machine takes fewer steps
+# On two idle cores, the other stages take as long as these training steps and seconds.
+DRAWING_STEPS, EVALUATION_STEPS, OTHERS_S = 60, 20, 16.0
+WARM_UP_STEPS, FEWEST_STEPS, MOST_STEPS, MEASURED_S = 3, 5, 8, 5.0  # of the measurement
 COLUMNS = 80  # for the printed commands
 SHEET_CELL = (440, 330)  # pixels of an image of the contact sheet
-SHEET_GAP = 8
-
-
-class Speed(NamedTuple):
-    """What was measured on this machine, in seconds."""
-
-    step_s: float  # a training step
-    image_s: float  # drawing and writing an image of the dataset
-
-
-class Stage(NamedTuple):
-    name: str
-    description: str
-    seconds: float  # expected
+SHEET_BORDER = 4
 
 
 @command(
@@ -73,29 +68,30 @@ def demo(
     folder, console = Path(out), call.console
     data, run, sheet = folder / "shapes", folder / "run", folder / "detections.png"
     console.info("ssdctl demo: train an object detector from random weights, offline", "bold")
-    steps, speed = steps_of_run(run), None
+    steps, about = steps_of_run(run), "Continues an earlier start."
     if steps is None:
         console.info("Measuring the speed of this machine...")
-        speed = measured_speed(call.resolved)
-        steps = affordable_steps(speed, BUDGET_S - (time.monotonic() - start))
-    stages = expected_stages(steps, speed or Speed(0.0, 0.0))
-    _show_stages(call, stages, speed)
+        step_s = seconds_per_step(call.resolved)
+        steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
+        time_s, pace = duration(total_seconds(steps, step_s)), step_time(step_s)
+        about = f"In all about {time_s} on this machine ({pace} measured just now)."
+    for number, (name, description) in enumerate(STAGES.items(), 1):
+        console.info(f"  {number} {name:<9} {description.format(steps=steps)}")
+    console.info(f"{about} Ctrl-C stops at any time; the same command continues.")
     commands: list[str] = []
-    own_command = ["ssdctl", "demo"]
-    own_command += ["--out", out] if out != "demo" else []
-    own_command += ["--seed", str(seed)] if seed else []
+    again = shlex.join(["ssdctl", "demo", "--out", out, "--seed", str(seed)])
 
     def run_stage(*arguments: str) -> None:
-        stage = stages[len(commands)]
-        console.info(f"\n{len(commands) + 1}/{len(stages)} {stage.name}", "bold")
-        console.info("\n".join(echoed(arguments)), "dim")
+        stage = list(STAGES)[len(commands)]
+        console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
+        console.info(echoed(arguments), "dim")
         try:
             with contextlib.redirect_stdout(sys.stderr if console.as_json else sys.stdout):
                 line = [*arguments, *_common_options(call)]
                 click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
         except SystemExit as end:
             if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
-                console.info(f"To continue the demo: {shlex.join(own_command)}")
+                console.info(f"To continue the demo: {again}")
             raise
         commands.append(shlex.join(["ssdctl", *arguments]))
 
@@ -123,18 +119,6 @@ def recipe(steps: int) -> str:
     return RECIPE.format(end=steps / FULL_STEPS, every=steps // EVALUATIONS)
 
 
-def measured_speed(resolved: Resolved) -> Speed:
-    from ssdctl.data.shapes import draw_image
-    from ssdctl.training.optimizer import without_dynamo
-
-    with without_dynamo():
-        step_s = seconds_per_step(resolved)
-    start = time.perf_counter()
-    for index in range(TIMED_STEPS):
-        draw_image(0, "train", index)
-    return Speed(step_s, (time.perf_counter() - start) / TIMED_STEPS)
-
-
 def seconds_per_step(resolved: Resolved) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
@@ -144,6 +128,7 @@ def seconds_per_step(resolved: Resolved) -> float:
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch
     from ssdctl.model.ssd300 import Architecture
+    from ssdctl.training.optimizer import without_dynamo
     from ssdctl.training.run import finalize
     from ssdctl.training.step import build_step
 
@@ -153,23 +138,27 @@ def seconds_per_step(resolved: Resolved) -> float:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
     run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
-    step = build_step(model, config, device, run.precision)
-    batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
+    batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12)
     times: list[float] = []
-    while len(times) < WARM_UP_STEPS + TIMED_STEPS:
-        start = time.perf_counter()
-        step([batch], 1e-6)
-        times.append(time.perf_counter() - start)
-        if len(times) > WARM_UP_STEPS + 1 and sum(times) > MEASURED_S:
-            break
+    with without_dynamo():
+        step = build_step(model, config, device, run.precision)
+        while len(times) < FEWEST_STEPS or (len(times) < MOST_STEPS and sum(times) < MEASURED_S):
+            start = time.perf_counter()
+            step([batch], 1e-6)
+            times.append(time.perf_counter() - start)
     return statistics.median(times[WARM_UP_STEPS:])
 
 
-def affordable_steps(speed: Speed, left_s: float) -> int:
+def affordable_steps(step_s: float, left_s: float) -> int:
     """Return the steps that fit into `left_s`, with the other stages; a multiple of 10."""
-    others_s = sum(stage.seconds for stage in expected_stages(0, speed))
-    steps = (left_s - others_s) / speed.step_s
+    steps = (left_s - total_seconds(0, step_s)) / step_s
     return min(max(int(steps) // 10 * 10, USEFUL_STEPS), FULL_STEPS)
+
+
+def total_seconds(steps: int, step_s: float) -> float:
+    """Return the expected duration of the demo, with an evaluation after the training."""
+    others = DRAWING_STEPS + (EVALUATIONS + 1) * EVALUATION_STEPS
+    return (steps + others) * step_s + OTHERS_S
 
 
 def steps_of_run(run: Path) -> int | None:
@@ -182,50 +171,18 @@ def steps_of_run(run: Path) -> int | None:
     return int(steps) if steps else None
 
 
-def expected_stages(steps: int, speed: Speed) -> list[Stage]:
-    images, evaluation_s = IMAGES + VAL_IMAGES, EVALUATION_STEPS * speed.step_s
-    return [
-        Stage("shapes", f"draw {images:,} images of five kinds of objects", images * speed.image_s),
-        Stage("prepare", "check images and annotations, and pack them", PREPARE_S),
-        Stage(
-            "train",
-            f"{steps} steps of {BATCH_SIZE} images",
-            steps * speed.step_s + EVALUATIONS * evaluation_s,
-        ),
-        Stage("evaluate", f"COCO AP on {VAL_IMAGES} held-out images", EVALUATE_S + evaluation_s),
-        Stage("report", "one HTML page: curves, errors, samples", REPORT_S),
-        Stage("predict", "draw the detections on four held-out images", PREDICT_S),
-    ]
-
-
-def _show_stages(call: Call, stages: Sequence[Stage], speed: Speed | None) -> None:
-    total_s = sum(stage.seconds for stage in stages)
-    for number, stage in enumerate(stages, 1):
-        time_s = "" if speed is None or stage.seconds < 15 else f"about {duration(stage.seconds)}"
-        call.console.info(f"  {number} {stage.name:<9} {stage.description:<45} {time_s}".rstrip())
-    stop = "Ctrl-C stops at any time; the same command continues."
-    if speed is None:
-        call.console.info(f"Continues an earlier start. {stop}")
-    else:
-        pace = f"{step_time(speed.step_s)} measured just now"
-        call.console.info(f"In all about {duration(total_s)} on this machine ({pace}). {stop}")
-
-
-def echoed(arguments: Sequence[str]) -> list[str]:
+def echoed(arguments: Sequence[str]) -> str:
     """Return a command for the terminal; a long one continues in lines that begin with options."""
-    words: list[str] = []  # an option with its value is one
-    for argument in arguments:
-        if words and words[-1].startswith("--") and " " not in words[-1] and argument[:2] != "--":
-            words[-1] += f" {shlex.quote(argument)}"
-        else:
-            words.append(shlex.quote(argument))
-    lines = ["$ ssdctl"]
-    for word in words:
-        if len(lines[-1]) + 1 + len(word) + 2 > COLUMNS:
-            lines[-1] += " \\"
-            lines.append("   ")
-        lines[-1] += f" {word}"
-    return lines
+    text = re.sub(r" (?!--)", "\0", shlex.join(["ssdctl", *arguments]))
+    lines = textwrap.wrap(
+        text,
+        COLUMNS - len(" \\"),
+        initial_indent="$ ",
+        subsequent_indent=" " * 4,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 def held_out_images(data: Path) -> list[Path]:
@@ -248,16 +205,16 @@ def write_contact_sheet(images: Sequence[Path], path: Path) -> None:
 
     from ssdctl.files import atomic_write
 
-    width, height = SHEET_CELL
-    rows = -(-len(images) // 2)
-    size = (2 * width + 3 * SHEET_GAP, rows * (height + SHEET_GAP) + SHEET_GAP)
-    sheet = Image.new("RGB", size, "white")
-    for number, image in enumerate(images):
+    cells = []
+    for image in images:
         with Image.open(image) as opened:
             cell = ImageOps.pad(opened.convert("RGB"), SHEET_CELL, color="white")
+        cells.append(ImageOps.expand(cell, SHEET_BORDER, "white"))
+    width, height = cells[0].size
+    sheet = Image.new("RGB", (2 * width, -(-len(cells) // 2) * height), "white")
+    for number, cell in enumerate(cells):
         row, column = divmod(number, 2)
-        corner = SHEET_GAP + column * (width + SHEET_GAP), SHEET_GAP + row * (height + SHEET_GAP)
-        sheet.paste(cell, corner)
+        sheet.paste(cell, (column * width, row * height))
     with atomic_write(path) as file:
         sheet.save(file, "PNG")
 

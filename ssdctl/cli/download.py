@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import shlex
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +19,7 @@ from ssdctl.files import free_bytes, refuse_url
 from ssdctl.runtime.safe_text import listed
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, Task
 
     from ssdctl.download.http import RetryPolicy
     from ssdctl.download.pinned_files import PinnedFile
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 COCO_DIR = "data/coco"
 SHAPES_DIR = "data/shapes"
 MAX_LISTED_FILES = 10  # in an error message
-READING = ("checking ", "verifying ", "unpacking ")  # how labels of work on local files begin
 LINE_INTERVAL_S = 30.0  # between two lines of progress if there is no terminal
 
 
@@ -104,8 +103,8 @@ def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) ->
         data = {"dest": str(dest), "files": rows, "needed_bytes": needed, "free_bytes": free}
         call.console.result(data, "\n".join(lines))
         return
-    expected = {row["name"]: row["bytes"] for row in rows if row["state"] == "missing"}
-    with fetching(call.console, expected) as progress:
+    missing = [row["name"] for row in rows if row["state"] == "missing"]
+    with fetching(call.console, missing) as progress:
         results = download(
             files,
             dest,
@@ -147,106 +146,73 @@ def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bo
 
 
 def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
-    config, is_drawn = call.config.download, False
-    counts = {"train": config.images, "val": config.val_images}
-    if not dry_run:
-        from ssdctl.data.shapes import generate
+    from ssdctl.data.shapes import generate
 
+    config, is_drawn, action = call.config.download, False, "would generate"
+    train, val = config.images, config.val_images
+    if not dry_run:
         with stoppable("the dataset is incomplete"):
             is_drawn = generate(
                 dest,
-                num_train=config.images,
-                num_val=config.val_images,
+                num_train=train,
+                num_val=val,
                 seed=config.seed,
                 progress=call.console.progress,
             )
-    action = "would generate" if dry_run else "generated" if is_drawn else "already has"
+        action = "generated" if is_drawn else "already has"
     call.console.result(
-        {"dest": str(dest), "dataset": "shapes", "generated": is_drawn, **counts},
-        f"{dest}: {action} {counts['train']:,} training and {counts['val']:,} validation images",
+        {"dest": str(dest), "dataset": "shapes", "generated": is_drawn, "train": train, "val": val},
+        f"{dest}: {action} {train:,} training and {val:,} validation images",
     )
     if not dry_run:
         call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(dest))}"])
 
 
-class ByteProgress:
-    """Show bytes, rate and remaining time of a transfer: bars on a terminal, else lines.
+@contextlib.contextmanager
+def fetching(
+    console: Console, names: Sequence[str] = ()
+) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a progress display for work that Ctrl-C and SIGTERM stop with exit code 75.
 
-    The transfer calls it as `report`: (label, bytes done, bytes in total). The label is the name
-    of a file that is downloaded, or a verb and the name while it is verified or unpacked.
+    It is called with a label, the bytes done and the bytes in total: a bar on a terminal, else a
+    line now and then. The label is the name of a file that is downloaded, or a verb and the name
+    while it is verified or unpacked.
 
     Args:
         console: The output of the command.
-        expected: The bytes of each file to download; several files also get a line for all of
-            them.
+        names: The files to download, in this order; several are counted.
+
+    Raises:
+        Stopped: A signal was received. The downloaded bytes are kept.
     """
+    is_live = console.live
+    bar = _byte_bar(disable=not is_live)
+    bar.add_task("")
+    (task,) = bar.tasks
+    shown, next_line = "", 0.0
 
-    def __init__(self, console: Console, expected: Mapping[str, int] | None = None) -> None:
-        self._console = console
-        self._expected = dict(expected or {})
-        self._received = dict.fromkeys(self._expected, 0)
-        self._label = ""
-        self._bars: Progress | None = None
-        self._all: TaskID
-        self._current: TaskID
-        self._first = self._last_line = (0.0, 0)
-
-    def __call__(self, label: str, done: int, total: int) -> None:
-        name = label.rpartition(" ")[2]
-        if label in self._received:
-            self._received[label] = done
-        elif name in self._received and not label.startswith("checking"):
-            self._received[name] = self._expected[name]  # complete, as it is verified now
-        is_new, self._label = label != self._label, label
-        if self._console.live:
-            self._draw(label, done, total, is_new)
-        elif is_new:
-            self._first = self._last_line = (time.monotonic(), done)
-            is_resumed = not label.startswith(READING) and 0 < done < total
-            resumed = f", {done / 1e6:,.1f} MB already downloaded" if is_resumed else ""
-            self._console.info(f"{label}: {total / 1e6:,.1f} MB{resumed}")
-        elif time.monotonic() - self._last_line[0] >= LINE_INTERVAL_S:
-            self._print_line(label, done, total)
-
-    def close(self) -> None:
-        """Remove the display."""
-        if self._bars is not None:
-            self._bars.stop()
-        self._bars, self._label = None, ""
-
-    def _draw(self, label: str, done: int, total: int, is_new: bool) -> None:
-        if self._bars is None:
-            self._bars = _byte_bars()
-            expected, has_several = sum(self._expected.values()), len(self._expected) > 1
-            self._all = self._bars.add_task("all files", total=expected, visible=has_several)
-            self._current = self._bars.add_task(label)
-            self._bars.start()
+    def show(label: str, done: int, total: int) -> None:
+        nonlocal shown, next_line
+        is_new, shown, now = label != shown, label, bar.get_time()
         if is_new:  # bytes of an earlier attempt do not count for the rate
-            self._bars.reset(self._current, description=label, total=total, completed=done)
-        self._bars.update(self._current, completed=done)
-        self._bars.update(self._all, completed=sum(self._received.values()))
+            is_counted = label in names and len(names) > 1
+            count = f" ({names.index(label) + 1} of {len(names)})" if is_counted else ""
+            bar.reset(task.id, description=label + count, total=total, completed=done)
+        bar.update(task.id, completed=done)
+        if is_live:
+            bar.start()
+        elif is_new or now >= next_line:
+            console.info(_line(task))
+            next_line = now + LINE_INTERVAL_S
 
-    def _print_line(self, label: str, done: int, total: int) -> None:
-        start, done_at_start = self._first
-        rate = (done - done_at_start) / (time.monotonic() - start)
-
-        def left(num_bytes: int) -> str:
-            if rate <= 0:
-                return ""
-            hours, minutes = divmod(round(num_bytes / rate / 60), 60)
-            return f", {hours} h {minutes} min left" if hours else f", {minutes} min left"
-
-        text = f"{label}: {100 * done / max(total, 1):.0f}%, {rate / 1e6:.1f} MB/s"
-        text += left(total - done)
-        if len(self._expected) > 1:
-            total_bytes, received = sum(self._expected.values()), sum(self._received.values())
-            text += f"; all files: {100 * received / max(total_bytes, 1):.0f}%"
-            text += left(total_bytes - received) if label in self._expected else ""
-        self._console.info(text)
-        self._last_line = (time.monotonic(), done)
+    with stoppable("the downloaded bytes are kept"):
+        try:
+            yield show
+        finally:
+            bar.stop()
 
 
-def _byte_bars() -> Progress:
+def _byte_bar(*, disable: bool) -> Progress:
     from rich import progress
 
     return progress.Progress(
@@ -260,22 +226,17 @@ def _byte_bars() -> Progress:
         transient=True,
         expand=True,
         refresh_per_second=4,
+        disable=disable,
     )
 
 
-@contextlib.contextmanager
-def fetching(console: Console, expected: Mapping[str, int] | None = None) -> Iterator[ByteProgress]:
-    """Yield a progress display for work that Ctrl-C and SIGTERM stop with exit code 75.
-
-    Raises:
-        Stopped: A signal was received. The downloaded bytes are kept.
-    """
-    progress = ByteProgress(console, expected)
-    with stoppable("the downloaded bytes are kept"):
-        try:
-            yield progress
-        finally:
-            progress.close()
+def _line(task: Task) -> str:
+    total = task.total or 0
+    text = f"{task.description}: {task.completed / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+    if task.speed:
+        left = datetime.timedelta(seconds=task.time_remaining or 0)
+        text += f", {task.speed / 1e6:.1f} MB/s, {left} left"
+    return text
 
 
 def retry_policy(timeout_s: float) -> RetryPolicy:

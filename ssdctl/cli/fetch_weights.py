@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from ssdctl.model.pretrained import Weights
 
 TRUST = {
-    "pinned": "SHA-256 verified",
     "prefix": "SHA-256 prefix verified",
     "first use": "SHA-256 pinned on first download",
 }
 
 
-def _names() -> list[str]:
+def _completed(incomplete: str) -> list[str]:
     from ssdctl.download.detectors import DETECTORS
     from ssdctl.model.pretrained import all_weights
 
-    backbones = dict.fromkeys(name for w in all_weights() for name in (w.alias, w.name))
-    return [*backbones, *(detector.name for detector in DETECTORS)]
+    names = [name for w in all_weights() for name in (w.alias, w.name)]
+    names += [detector.name for detector in DETECTORS]
+    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
 @command(
@@ -49,7 +49,7 @@ def fetch_weights(
         Argument(
             metavar="NAME",
             help="Weights to download [default: those of the preset]",
-            autocompletion=lambda incomplete: [n for n in _names() if n.startswith(incomplete)],
+            autocompletion=_completed,
         ),
     ] = None,
     dest: Annotated[
@@ -82,23 +82,21 @@ def fetch_weights(
     policy = retry_policy(config.timeout)
     with fetching(call.console) as progress:
         path = fetch(name, dest, mirror=config.mirror, retry_policy=policy, progress=progress)
-    data: dict[str, Any] = {"name": name, "alias": None, "path": str(path)}
-    data["bytes"] = path.stat().st_size
+    num_bytes = path.stat().st_size
+    data: dict[str, object] = {"name": name, "alias": None, "path": str(path), "bytes": num_bytes}
     if detector is None:
         weights = weights_named(name)
         data |= {"name": weights.name, "alias": _alias(weights), "sha256": weights.file.sha256}
+        command = f"ssdctl train --data DIR --backbone-weights {name}"
     else:
         if cached_path(detector, dest) is None:  # its contents are checked instead of a checksum
             from ssdctl.inference.model_source import trust_first_use
 
             trust_first_use(name, path)
         data |= {"sha256": sha256_of(path, path.name), "trust": detector.trust}
-    call.console.result(data, str(path))
-    facts = [("weights", f"{name}, {data['bytes'] / 1e6:,.0f} MB, verified")]
-    command = f"ssdctl train --data DIR --backbone-weights {name}"
-    if detector is not None:
         command = f"ssdctl predict {name} photo.jpg --out drawn"
-    call.console.closing(facts, [command])
+    call.console.result(data, str(path))
+    call.console.closing([("weights", f"{name}, {num_bytes / 1e6:,.0f} MB, verified")], [command])
 
 
 def _alias(weights: Weights) -> str | None:
@@ -108,21 +106,16 @@ def _alias(weights: Weights) -> str | None:
 def _list(call: Call, dest: Path | None) -> None:
     from ssdctl.model.pretrained import all_weights, find_weights
 
-    rows: list[dict[str, Any]] = []
-    lines = []
     mark = "\u2713" if is_encodable("\u2713", sys.stdout) else "*"
     width = max(len(weights.alias or weights.name) for weights in all_weights())
+    rows, lines = list[dict[str, object]](), list[str]()
     for weights in all_weights():
-        path, alias, file = find_weights(weights.name, dest), _alias(weights), weights.file
-        row: dict[str, Any] = {
-            "name": weights.name,
-            "alias": alias,
-            "note": file.note,
-            "url": file.url,
-        }
-        row |= {"sha256": file.sha256, "bytes": file.bytes, "path": str(path) if path else None}
-        rows.append(row)
-        lines.append(f"{mark if path else ' '} {alias or weights.name:<{width}}  {file.note}")
+        path, file = find_weights(weights.name, dest), weights.file
+        row = {"name": weights.name, "alias": _alias(weights), "note": file.note, "url": file.url}
+        more = {"sha256": file.sha256, "bytes": file.bytes, "path": str(path) if path else None}
+        rows.append({**row, **more})
+        shown = weights.alias or weights.name
+        lines.append(f"{mark if path else ' '} {shown:<{width}}  {file.note}")
         if call.console.verbose:
             lines.append(f"  {path or file.url}")
     call.console.result({"weights": rows}, "\n".join(lines))
@@ -138,34 +131,32 @@ def models(call: Call) -> None:
     """List detectors that can be used by name."""
     from ssdctl.download.detectors import DETECTORS, cached_path
 
-    rows: list[dict[str, Any]] = []
+    width = max(len(detector.name) for detector in DETECTORS)
+    rows, lines = list[dict[str, object]](), list[str]()
     for detector in DETECTORS:
-        path = cached_path(detector)
+        path, file = cached_path(detector), detector.file
+        num_bytes = path.stat().st_size if path else file.bytes
         rows.append(
             {
                 "name": detector.name,
                 "network": detector.network,
                 "AP": detector.ap,
                 "licence": detector.license,
-                "url": detector.file.url,
+                "url": file.url,
                 "page": detector.page,
                 "trust": detector.trust,
-                "sha256": detector.file.sha256 or None,
-                "bytes": path.stat().st_size if path else detector.file.bytes,
+                "sha256": file.sha256 or None,
+                "bytes": num_bytes,
                 "path": str(path) if path else None,
             }
         )
-
-    lines: list[str] = []
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
-        size = f", {row['bytes'] / 1e6:.0f} MB" if row["bytes"] else ""
-        state = f"downloaded{size}" if row["path"] else f"not downloaded{size}"
-        ap = "" if row["AP"] is None else f", AP {row['AP']:.3f}"
+        ap = "" if detector.ap is None else f", AP {detector.ap:.3f}"
+        state = "downloaded" if path else "not downloaded"
+        size = f", {num_bytes / 1e6:.0f} MB" if num_bytes else ""
         lines += [
-            f"{row['name']:<{width}}  {row['network']}{ap}, {state}",
-            f"  license: {row['licence']}; {TRUST[row['trust']]}",
-            f"  {row['page']}",
+            f"{detector.name:<{width}}  {detector.network}{ap}, {state}{size}",
+            f"  license: {detector.license}; {TRUST[detector.trust]}",
+            f"  {detector.page}",
         ]
     call.console.result({"models": rows}, "\n".join(lines))
-    call.console.closing([], [f"ssdctl predict {rows[0]['name']} photo.jpg --out drawn"])
+    call.console.closing([], [f"ssdctl predict {DETECTORS[0].name} photo.jpg --out drawn"])

@@ -15,7 +15,6 @@ from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
-    from ssdctl.launch._run import JobOutcome
     from ssdctl.launch.base import LaunchPlan, LaunchRequest
 
 CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
@@ -98,6 +97,8 @@ def launch(
     for warning in plan.warnings:
         call.console.warning(warning)
 
+    if plan.missing and (write is not None or not dry_run):
+        raise UsageError(plan.missing)
     result: dict[str, object] = {
         "argv": list(plan.argv),
         "environment": dict(plan.environment),
@@ -105,38 +106,40 @@ def launch(
     }
     if plan.text is not None:
         result["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
-    if plan.missing and (write is not None or not dry_run):
-        raise UsageError(plan.missing)
-    if write is None and not dry_run:
-        launcher.require()
-        if is_batch:
-            _submit(call, launcher, plan, result, wait)
-        else:
-            _run(call, request, plan, result)
-        return
-    if plan.missing:
-        call.console.warning(f"{plan.missing}: replace HOST by it")
     if write is not None:
-        if Path(write).exists():
+        path = Path(write)
+        if path.exists():
             call.console.info(f"{write} exists and is replaced")
-        files.write_text(Path(write), plan.to_script())
+        files.write_text(path, plan.to_script())
         if plan.manifest is None:
-            _make_executable(Path(write))
+            mode = path.stat().st_mode
+            with files.disk_errors(path, "writing"):
+                path.chmod(mode | (mode & 0o444) >> 2)  # for all who can read it
         result["written"] = write
         submit = f"; submit it with {launcher.SUBMIT} {write}" if is_batch else ""
         call.console.info(f"wrote {write}{submit}")
-    human = plan.to_line() if plan.text is None else plan.text.rstrip("\n")
-    call.console.result(result, None if plan.text and write is not None else human)
+        call.console.result(result, None if plan.text else plan.to_line())
+    elif dry_run:
+        if plan.missing:
+            call.console.warning(f"{plan.missing}: replace HOST by it")
+        call.console.result(result, (plan.text or plan.to_line()).rstrip("\n"))
+    else:
+        launcher.require()
+        if is_batch:
+            code = _submit(call, launcher, plan, result, wait)
+        else:
+            code = _run(call, request, plan)
+        if call.console.as_json and (wait or not is_batch):
+            call.console.result({**result, "exit_code": code})
+        if code:
+            outcome = OUTCOMES.get(code, "see above")
+            call.console.info(f"the job ended with exit code {code}: {outcome}")
+            raise SystemExit(code)
 
 
-def _make_executable(path: Path) -> None:
-    mode = path.stat().st_mode
-    with files.disk_errors(path, "writing"):
-        path.chmod(mode | (mode & 0o444) >> 2)  # for all who can read it
-
-
-def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str, object]) -> None:
-    """Run the job with a local launcher; restart it after crashes as often as --restarts allows."""
+def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
+    """Run the job with a local launcher, again after crashes if --restarts allows it; return its
+    exit code."""
     from ssdctl.cli.launch_request import resumed
     from ssdctl.launch._run import run
     from ssdctl.launch.base import make_plan, read_node
@@ -147,34 +150,23 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str,
     while True:
         call.console.info(plan.to_line(with_secrets=False))
         outcome = run(plan, stdout_to_stderr=call.console.as_json)
-        _show_failure(call, request, plan, outcome)
+        if outcome.failure is not None:
+            _show_failure(call, request, *outcome.failure)
         if outcome.code not in CRASHES or not restarts_left:
-            break
+            return outcome.code
         restarts_left -= 1
         call.console.warning(
             f"restarting after exit code {outcome.code}; {restarts_left} restarts left"
         )
         request = resumed(request)
         plan = make_plan(request, read_node())
-    _exit_with(call, result, outcome.code)
 
 
-def _show_failure(
-    call: Call, request: LaunchRequest, plan: LaunchPlan, outcome: JobOutcome
-) -> None:
+def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: str) -> None:
     """Print the ranks that failed first and the end of their log."""
     from ssdctl.distributed.rank_process import last_lines
-    from ssdctl.launch.exit_codes import first_failure
     from ssdctl.runs.layout import RunDir
 
-    if outcome.code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
-        return
-    num_ranks = plan.num_ranks if plan.nodes == 1 else None
-    memory = outcome.is_out_of_memory
-    failure = first_failure(outcome.exits, num_ranks, outcome.lost, is_out_of_memory=memory)
-    if failure is None:
-        return
-    ranks, reason = failure
     call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {reason}"))
     if ranks[0] == 0 or request.run_folder is None:
         return  # the output of rank 0 is already on the terminal
@@ -185,28 +177,17 @@ def _show_failure(
 
 def _submit(
     call: Call, engine: Any, plan: LaunchPlan, result: dict[str, object], wait: bool
-) -> None:
-    """Submit the job to its batch engine; with `wait` follow it until it ends."""
-    job = engine.submit(plan)
-    result["id"] = job
+) -> int:
+    """Submit the job to its batch engine; with `wait` follow it and return its exit code."""
+    job = result["id"] = engine.submit(plan)
     cancel = engine.cancel(job, plan)
-    if not wait:
-        call.console.info(f"submitted; to cancel it: {cancel}")
-        call.console.result(result, job)
-        return
     call.console.info(f"submitted {job}; to cancel it: {cancel}")
+    if not wait:
+        call.console.result(result, job)
+        return 0
     try:
-        code = engine.follow(job, plan, call.console.copy)
+        code: int = engine.follow(job, plan, call.console.copy)
     except KeyboardInterrupt:
         call.console.warning(f"{job} continues to run; to cancel it: {cancel}")
         raise
-    _exit_with(call, result, code)
-
-
-def _exit_with(call: Call, result: dict[str, object], code: int) -> None:
-    """Print the result of --json; exit with the code of a failed job, or return if it is 0."""
-    if call.console.as_json:
-        call.console.result({**result, "exit_code": code})
-    if code:
-        call.console.info(f"the job ended with exit code {code}: {OUTCOMES.get(code, 'see above')}")
-        raise SystemExit(code)
+    return code

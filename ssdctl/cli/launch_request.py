@@ -9,15 +9,13 @@ import sys
 import uuid
 from pathlib import Path
 
-from ssdctl.cli.command import Call, app, click_root
+from ssdctl.cli.command import Call, click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
-from ssdctl.config.resolve import Resolved, parse_assignment
-from ssdctl.config.schema import LAUNCHER_TABLES
-from ssdctl.config.settings import all_settings
-from ssdctl.config.sources import Kind
+from ssdctl.config.resolve import Kind, Resolved, parse_assignment
+from ssdctl.config.settings import LAUNCHER_TABLES, all_settings
 from ssdctl.data.index import is_prepared
 from ssdctl.data.open_dataset import count_images
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
@@ -188,8 +186,7 @@ def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
 
 def rest_command(call: Call, rest: list[str]) -> list[str]:
     """Return the command after `--`, checked: it must exist and have these options."""
-    commands = [info.name for info in app.registered_commands if info.name]
-    commands += [info.name for info in app.registered_groups if info.name]
+    commands = click_root(rest[0]).commands
     if rest[0] not in commands or rest[0] == "launch":
         close = difflib.get_close_matches(rest[0], commands, n=1)
         raise UsageError(
@@ -198,17 +195,17 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
         )
     tables = [(o.source.label, o.path) for o in call.overrides]
     tables += [(f"--set {a}", a.strip()) for a in call.assignments]
-    misplaced = [option for option, path in tables if path.partition(".")[0] not in LAUNCH_TABLES]
-    if misplaced and rest[0] == "train":
-        raise UsageError("launch starts train by itself", hint="leave out the word train")
-    if misplaced:
-        raise UsageError(
-            f"{misplaced[0]} is an option of train, but {rest[0]} is launched",
-            hint=f"put the options of {rest[0]} after --",
-        )
+    remedy = "leave out the word train"
+    if rest[0] != "train":
+        remedy = f"put the options of {rest[0]} after --"
+    for option, path in tables:
+        if path.partition(".")[0] not in LAUNCH_TABLES:
+            raise UsageError(
+                f"{option} is an option of train, but {rest[0]} is launched", hint=remedy
+            )
     # Its options are parsed as each rank would.
-    parsed = click_root(rest[0]).commands[rest[0]]
+    parsed = commands[rest[0]]
     parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
-    if isinstance(parsed, AliasCommand):
-        return [rest[0], *parsed.without_aliases(rest[1:])]
-    return rest
+    return rest[:1] + (
+        parsed.without_aliases(rest[1:]) if isinstance(parsed, AliasCommand) else rest[1:]
+    )

@@ -10,19 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from ssdctl.cli import (  # noqa: F401 - importing a module registers its commands
-    benchmark,
     config,
     demo,
-    doctor,
     download,
-    evaluate,
     export,
     fetch_weights,
     launch,
+    machine,
     predict,
     prepare,
-    push,
-    runs,
+    results,
     shell_completion,
     train,
 )
@@ -54,9 +51,9 @@ def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
 
     from ssdctl._version import __version__
     from ssdctl.runs.metrics import git_commit
-    from ssdctl.runtime.cores import usable_cores
     from ssdctl.runtime.hardware import device_names
     from ssdctl.runtime.packages import package_version
+    from ssdctl.runtime.system import usable_cores
 
     rows = {
         "Python": platform.python_version(),

@@ -13,17 +13,16 @@ from typing import IO, TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.runs import newest_run
+from ssdctl.cli.results import newest_run
 from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.files import atomic_write, make_dir, refuse_replacing, remove_stale_temporaries
-from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.packages import check_memory_limit
-from ssdctl.runtime.process_settings import tune_process
-from ssdctl.runtime.safe_text import printable_line
+from ssdctl.runtime.safe_text import listed, printable_line
+from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.inference.drawing import DrawingStyle
-    from ssdctl.inference.image_detector import ImageDetector, Prediction, UnreadableImage
+    from ssdctl.inference.image_detector import ImageDetector, Prediction
     from ssdctl.inference.image_sources import ImageSource
 
 MAX_NAMED = 3  # failed images in the error
@@ -94,27 +93,18 @@ def predict(
     if not images:
         raise UsageError(f"{checkpoint}: no image named", hint="ssdctl predict CKPT IMAGE...")
     folder = None if out is None else Path(out)
-    for written in () if folder is None else (folder, folder / "labels", folder / "images"):
-        remove_stale_temporaries(written)
+    if folder is not None:
+        for written in (folder, folder / "labels", folder / "images"):
+            remove_stale_temporaries(written)
     style = DrawingStyle(line_width, not hide_labels, not hide_scores)
-    videos = split_videos(images)
-    if videos:
+    if videos := split_videos(images):
         _check_videos(videos, folder, settings.save)
         _predict_videos(call, _load(call, checkpoint), videos, folder, style)
         return
     sources = find_sources(images, recursive=settings.recursive)
     is_drawn = folder is not None and settings.save is None
     targets = _targets(sources, folder) if folder is not None and is_drawn else []
-    detector = _load(call, checkpoint)
-    failures = _predict(call, detector, sources, folder, targets, style)
-    if failures:
-        named = ", ".join(printable_line(failure.item.label) for failure in failures[:MAX_NAMED])
-        more = ", ..." if len(failures) > MAX_NAMED else ""
-        is_network = any(isinstance(failure.error, NetworkError) for failure in failures)
-        raise (NetworkError if is_network else DataError)(
-            f"{len(failures)} of {len(sources)} images failed: {named}{more}",
-            hint="the warnings name the reasons",
-        )
+    _predict(call, _load(call, checkpoint), sources, folder, targets, style)
 
 
 def _load(call: Call, checkpoint: str) -> ImageDetector:
@@ -161,8 +151,8 @@ def _predict(
     out: Path | None,
     targets: list[Path],
     style: DrawingStyle,
-) -> list[UnreadableImage]:
-    """Print, draw and save the detections; return the images that cannot be read."""
+) -> None:
+    """Print, draw and save the detections; an image that cannot be read fails only at the end."""
     from ssdctl.inference.image_detector import (
         PreparedImage,
         UnreadableImage,
@@ -198,7 +188,7 @@ def _predict(
         if console.as_json:
             records.append(image_record(found.item.name, result))
         else:
-            console.result(None, _line(found, with_boxes=console.verbose))
+            console.result(None, _text(found, with_boxes=console.verbose))
         if target is not None:
             if isinstance(result.image, io.BytesIO):
                 result.image.seek(0)
@@ -206,14 +196,19 @@ def _predict(
             result.save(target, **style._asdict())
         if writer is not None:
             writer.add(found.item, result)
-    written = [writer.close()] if writer is not None else []
+    written = [f"{out}/"] if targets else []
+    written += [writer.close()] if writer is not None else []
     if console.as_json:
         console.result(records)
-    if targets:
-        written.insert(0, f"{out}/")
     total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
-    console.closing([("done", " -> ".join([total, ", ".join(written)] if written else [total]))])
-    return failures
+    console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
+    if failures:
+        is_network = any(isinstance(failure.error, NetworkError) for failure in failures)
+        names = listed([printable_line(f.item.label) for f in failures], MAX_NAMED)
+        raise (NetworkError if is_network else DataError)(
+            f"{len(failures)} of {len(sources)} images failed: {names}",
+            hint="the warnings name the reasons",
+        )
 
 
 def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
@@ -317,7 +312,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def _line(found: Prediction, *, with_boxes: bool) -> str:
+def _text(found: Prediction, *, with_boxes: bool) -> str:
     from ssdctl.inference.results import counted
 
     line = f"{found.item.label}  {counted(found.result)}  ({1000 * found.seconds:.0f} ms)"

@@ -17,10 +17,8 @@ from ssdctl.errors import DataError, SsdctlError, Stopped
 from ssdctl.runs.display import RunDisplay, duration
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.runtime import signals
-from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.packages import check_memory_limit
-from ssdctl.runtime.process_settings import tune_process
-from ssdctl.runtime.system import processor
+from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.config.devices import DeviceType

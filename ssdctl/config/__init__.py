@@ -5,11 +5,11 @@ by one (for options, help and docs), resolve.py layers their sources, render.py 
 """
 
 from ssdctl.config.resolve import Resolved, resolve
-from ssdctl.config.schema import Config
 from ssdctl.config.sections.data import DataConfig, DownloadConfig, PrepareConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig, PredictConfig
 from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.config.sections.train import ModelConfig, TrainConfig
+from ssdctl.config.settings import Config
 
 __all__ = [
     "Config",

@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 
 from ssdctl.config import fields
-from ssdctl.config.resolve import Resolved
-from ssdctl.config.schema import Config
-from ssdctl.config.settings import Setting, all_settings
-from ssdctl.config.sources import Kind, Source
+from ssdctl.config.resolve import Kind, Resolved, Source
+from ssdctl.config.settings import Config, Setting, all_settings
 from ssdctl.runtime.safe_text import redact_urls
 
 # The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -21,9 +22,16 @@ import msgspec
 
 from ssdctl import files
 from ssdctl.config.fields import LARGEST_INT
-from ssdctl.config.schema import Config, SettledConfig, conflicts
-from ssdctl.config.settings import SPLIT_KEYS, Setting, all_settings, paths_by_key, plain_type
-from ssdctl.config.sources import ASSIGNMENT, DEFAULT, Kind, Source
+from ssdctl.config.settings import (
+    SPLIT_KEYS,
+    Config,
+    Setting,
+    SettledConfig,
+    all_settings,
+    conflicts,
+    paths_by_key,
+    plain_type,
+)
 from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +51,35 @@ PLAIN_TYPES = {
     "array": "a list",
     "object": "a table",
 }
+
+
+class Kind(enum.IntEnum):
+    """The layers of a config; a later one overrides those before it."""
+
+    DEFAULT = 0
+    PRESET = 1  # a recipe or a cluster
+    RULE = 2  # that adapts a run to its data or its device
+    FILE = 3
+    ENVIRONMENT = 4
+    CALL = 5  # an option, or an argument of the Python API
+
+
+class Source(NamedTuple):
+    """The source of a value: which layer of the config set it."""
+
+    kind: Kind
+    label: str  # for people: `default`, `preset NAME`, `FILE:LINE`, `SSDCTL_X`, `--option`
+
+    def __str__(self) -> str:
+        return self.label
+
+
+DEFAULT = Source(Kind.DEFAULT, "default")
+ASSIGNMENT = Source(Kind.CALL, "--set")
+
+
+def of_call(label: str) -> Source:
+    return Source(Kind.CALL, label)
 
 
 class Override(NamedTuple):
@@ -239,25 +276,14 @@ def _checked(override: Override) -> Override:
         return override._replace(path=setting.path, value=value)
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
-        raise UsageError(
-            f"{_named(override.source, setting.path)}: {override.value!r}: {problem}",
-            hint=_fraction_hint(value, problem),
-        ) from None
+        named = _named(override.source, setting.path)
+        raise UsageError(f"{named}: {override.value!r}: {problem}") from None
 
 
 def _named(source: Source, path: str) -> str:
     """Return a source, with the setting's key unless the source is named after it."""
     is_named = source.kind >= Kind.ENVIRONMENT and source is not ASSIGNMENT
     return str(source) if is_named else f"{source}: {path}"
-
-
-def _fraction_hint(value: Any, problem: str) -> str | None:
-    """Return what a percentage is as a fraction, if it was given for one."""
-    is_fraction = str(value).endswith("%") or re.search(r"number <=? 1(\.0)?$", problem)
-    if not is_fraction or not re.fullmatch(r"\d+(\.\d+)?%?", str(value)):
-        return None
-    percent = float(str(value).rstrip("%"))
-    return f"{percent:g}% is {percent / 100:g}" if 1 < percent <= 100 else None
 
 
 def _as_list(value: Any) -> Any:

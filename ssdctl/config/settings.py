@@ -1,19 +1,105 @@
-"""All settings as a flat list, from which options, help, docs and messages are generated."""
+"""The config: all settings of ssdctl, one by one, and the rules that involve several of them.
+
+The command line's options, their help, the JSON schema, `config init` and the docs are generated
+from the classes in `sections/`, which define the type, bounds, default and meaning of each setting.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shlex
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from ssdctl.config.schema import Config
+from ssdctl.config.fields import (
+    AUGMENTATION_LISTS,
+    AUGMENTATIONS,
+    BACKBONES,
+    BackboneName,
+    augmentation_names,
+)
+from ssdctl.config.sections.data import DataConfig, DownloadConfig, PrepareConfig
+from ssdctl.config.sections.evaluate import EvaluateConfig, PredictConfig
+from ssdctl.config.sections.launch import LAUNCHER_NAMES, LAUNCHERS, LaunchConfig
+from ssdctl.config.sections.train import ModelConfig, SettledTrainConfig, TrainConfig
+from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
+from ssdctl.runtime.packages import load_plugin, plugin_names
+
+
+class Sections(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """The tables of the config, except those of launchers."""
+
+    data: DataConfig
+    download: DownloadConfig
+    prepare: PrepareConfig
+    model: ModelConfig
+    train: TrainConfig
+    evaluate: EvaluateConfig
+    predict: PredictConfig
+    launch: LaunchConfig
+
+
+def _launcher_tables() -> list[tuple[str, Any]]:
+    """Return the name and type of each table that a launcher adds: `slurm`, `kubernetes`."""
+    tables = []
+    for name in LAUNCHER_NAMES:
+        with contextlib.suppress(UsageError):  # a broken plugin: an error if it is used
+            if (table := getattr(load_plugin(*LAUNCHERS, name), "Settings", None)) is not None:
+                tables.append((name, table))
+    return tables
+
+
+LAUNCHER_TABLES = _launcher_tables()
+if TYPE_CHECKING:
+    Config = Sections
+else:
+    Config = msgspec.defstruct(
+        "Config",
+        LAUNCHER_TABLES,
+        bases=(Sections,),
+        module=__name__,
+        namespace={"__doc__": "All settings, resolved."},
+        **dict.fromkeys(("frozen", "kw_only", "forbid_unknown_fields", "dict"), True),
+    )
+
+
+class SettledConfig(Config, frozen=True):
+    train: SettledTrainConfig
+
+
+def conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem) of each rule between several settings that the config breaks."""
+    model, train = config.model, config.train
+    if list(train.decay_epochs) != sorted(set(train.decay_epochs)):
+        yield "train.decay_epochs", "the epochs must increase"
+    if train.lr_decay == "cosine" and len(train.decay_epochs) != 2:
+        yield "train.decay_epochs", "cosine needs two epochs, its start and its end"
+    if model.weights.partition("-")[0] in {*typing.get_args(BackboneName)} - {model.backbone}:
+        yield "model.weights", f"{model.weights} does not fit {model.backbone}"
+    if model.extra_norm not in load_plugin(*BACKBONES, model.backbone).EXTRA_NORMS:
+        yield "model.extra_norm", f"{model.backbone} has no extra blocks with {model.extra_norm}"
+    names = augmentation_names(train.augment)
+    if train.augment not in AUGMENTATION_LISTS:
+        known = plugin_names(*AUGMENTATIONS)
+        if unknown := [name for name in names if name not in known]:
+            listed = ", ".join([*AUGMENTATION_LISTS, *known])
+            yield "train.augment", f"no augmentation {unknown[0]!r}; there are {listed}"
+    if "zoom" in names and train.pipeline == "dali":
+        yield "train.augment", "zoom needs --pipeline native"
+    if train.init is not None and train.resume not in ("auto", "never"):
+        yield "train.init", "starts a new run, --resume FILE continues one"
+    if train.profile is not None:
+        first, last = map(int, train.profile.split(","))
+        if last < first:
+            yield "train.profile", f"step {last} is before step {first}"
+
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.
 # The exceptions of the comparison:
@@ -139,12 +225,11 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
 
 @functools.cache
 def all_settings() -> dict[str, Setting]:
-    settings = [
-        _setting(section.name, field)
+    return {
+        f"{section.name}.{field.name}": _setting(section.name, field)
         for section in msgspec.structs.fields(Config)
         for field in msgspec.structs.fields(section.type)
-    ]
-    return {setting.path: setting for setting in settings}
+    }
 
 
 # Keys of earlier versions that were split into two settings: still read from files and checkpoints.

@@ -11,7 +11,7 @@ import torch
 
 from ssdctl.device import hpu
 from ssdctl.device.base import Device
-from ssdctl.runtime.cores import bind_to_card
+from ssdctl.runtime.hardware import bind_to_card
 
 
 def open_device(name: str, local_rank: int = 0, execution: str | None = None) -> Device:

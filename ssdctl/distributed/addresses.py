@@ -47,12 +47,12 @@ def interface_for_peers(leader: str, world_size: int) -> str | None:
     Returns:
         Its name; None if gloo chooses it anyway, or all ranks are on this machine.
     """
-    if leader == "localhost" or leader.startswith("127."):
+    is_one_machine = any(os.environ.get(name) == str(world_size) for name in LOCAL_SIZES)
+    if is_one_machine or leader == "localhost" or leader.startswith("127."):
         return None
-    if any(os.environ.get(name) == str(world_size) for name in LOCAL_SIZES):
-        return None
-    if not _own_address_is_loopback():
-        return None
+    with contextlib.suppress(OSError):
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return None
     reached = address_for_peers(leader)
     return next((name for name, address in own_addresses().items() if address == reached), None)
 
@@ -65,13 +65,6 @@ def address_for_peers(leader: str) -> str | None:
     """
     candidates = (_address_towards(leader), _address_towards(OUTSIDE))
     return next((a for a in candidates if a and not a.startswith("127.")), None)
-
-
-def _own_address_is_loopback() -> bool:
-    try:
-        return socket.gethostbyname(socket.gethostname()).startswith("127.")
-    except OSError:
-        return True
 
 
 def _address_towards(host: str) -> str:

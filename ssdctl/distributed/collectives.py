@@ -22,40 +22,27 @@ def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:
     """Return the network with its gradients averaged over the ranks."""
     if ranks.is_single_process or device.ddp_bucket_mb is None:
         return model
-    ids = [device.torch_device] if device.torch_device.index is not None else None
-    ddp = nn.parallel.DistributedDataParallel
-    # Batch norm's statistics are averaged before they are used, not copied at every step.
-    options: dict[str, Any] = dict(no_buffer_sync(ddp))
-    return ddp(
-        model,
-        device_ids=ids,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=device.ddp_bucket_mb,
-        **options,
-    )
+    options: dict[str, Any] = {
+        "device_ids": None if device.torch_device.index is None else [device.torch_device],
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": device.ddp_bucket_mb,
+        # Batch norm's statistics are averaged before they are used, not copied at every step.
+        **no_buffer_sync(nn.parallel.DistributedDataParallel),
+    }
+    return nn.parallel.DistributedDataParallel(model, **options)
 
 
 def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
     """Return for each flag whether any rank raised it. Does not wait for the device."""
-    if ranks.is_single_process:
-        return list(flags)
-    raised = torch.tensor([int(flag) for flag in flags])
-    dist.all_reduce(raised, dist.ReduceOp.MAX, group=host_group())
-    return [bool(flag) for flag in raised.tolist()]
+    return FlagExchange(ranks).settle(flags)
 
 
 class FlagExchange:
-    """Exchange flags between the ranks in the background, so that no step waits for other ranks.
+    """Exchange flags between the ranks in the background, so that no step waits for other ranks."""
 
-    Args:
-        group: A gloo group of all ranks; None is the one of this process.
-    """
-
-    def __init__(self, ranks: Ranks, group: Any = None) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._group = group
-        self._raised: Tensor | None = None
-        self._work: Any = None
+        self._pending: tuple[Tensor, Any] | None = None  # the flags of all ranks, and their work
 
     def exchange(self, flags: Sequence[bool]) -> list[bool]:
         """Start to exchange flags; return whether any rank raised them at the previous call.
@@ -65,10 +52,10 @@ class FlagExchange:
         """
         if self._ranks.is_single_process:
             return list(flags)
-        previous = self._take(len(flags))
-        self._raised = torch.tensor([int(flag) for flag in flags])
-        group: Any = self._group or host_group() or dist.group.WORLD
-        self._work = group.allreduce([self._raised], dist.ReduceOp.MAX)
+        previous = self._finish(len(flags))
+        raised = torch.tensor([int(flag) for flag in flags])
+        group: Any = host_group() or dist.group.WORLD
+        self._pending = raised, group.allreduce([raised], dist.ReduceOp.MAX)
         return previous
 
     def settle(self, flags: Sequence[bool]) -> list[bool]:
@@ -76,14 +63,14 @@ class FlagExchange:
         previous = self.exchange(flags)
         if self._ranks.is_single_process:
             return previous
-        return [a or b for a, b in zip(previous, self._take(len(flags)), strict=True)]
+        return [a or b for a, b in zip(previous, self._finish(len(flags)), strict=True)]
 
-    def _take(self, count: int) -> list[bool]:
+    def _finish(self, count: int) -> list[bool]:
         """Return the result of the exchange that was started last; usually it is finished."""
-        if self._raised is None:
+        if self._pending is None:
             return [False] * count
-        self._work.wait()
-        raised, self._raised, self._work = self._raised, None, None
+        (raised, work), self._pending = self._pending, None
+        work.wait()
         return [bool(flag) for flag in raised.tolist()]
 
 

@@ -49,16 +49,14 @@ LOST = (  # parts of the errors of backends
 MIN_TIMEOUT_S = 300.0  # for ranks that still import, or wait for a node
 
 
-class _Hosts:
-    """The gloo group and the key-value store of all ranks; set while the ranks are joined."""
-
-    group: Any = None
-    store: Any = None
+# The gloo group of the hosts, and the key-value store of all ranks, while the ranks are joined.
+_group: Any = None
+_store: Any = None
 
 
 def host_group() -> Any:
     """Return the group for flags and objects of the hosts; None is torch's default group."""
-    return _Hosts.group
+    return _group
 
 
 @contextlib.contextmanager
@@ -73,6 +71,7 @@ def process_group(
     Raises:
         DistributedError: A rank died, hung or could not be reached; the message names it.
     """
+    global _group, _store
     if ranks.is_single_process:
         yield
         return
@@ -80,16 +79,19 @@ def process_group(
         with _stdout_to_stderr():
             _join(ranks, device, datetime.timedelta(seconds=timeout_s))
         yield
-    except (dist.DistError, RuntimeError) as error:
-        if not _is_communication_error(error):
+    except RuntimeError as error:  # dist.DistError is one
+        if not isinstance(error, dist.DistError) and not any(w in str(error).lower() for w in LOST):
             raise
+        # The message without its source location and advice for programmers.
+        line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
         raise DistributedError(
-            f"rank {ranks.rank} lost {_missing_ranks(ranks)}: {_first_line(error)}",
+            f"rank {ranks.rank} lost {_missing_ranks(ranks)}: "
+            f"{line.partition('. This is typically')[0]}",
             hint="the first failure is in the log of the rank that was lost; --rank-timeout sets "
             f"how long a rank is waited for (now {timeout_s:g} s)",
         ) from error
     finally:
-        _Hosts.group = _Hosts.store = None
+        _group = _store = None
         if dist.is_initialized():
             # Destroying a group waits for gloo's threads and holds the interpreter's lock, which
             # they need to free the tensors of the last operation: a deadlock with torch up to 2.7
@@ -108,8 +110,8 @@ def wait_for_main(ranks: Ranks, task: str) -> None:
     if ranks.is_single_process:
         return
     if ranks.is_main:
-        _Hosts.store.set(f"done/{task}", "yes")
-    while not _Hosts.store.check([f"done/{task}"]):
+        _store.set(f"done/{task}", "yes")
+    while not _store.check([f"done/{task}"]):
         time.sleep(POLL_S)
 
 
@@ -140,6 +142,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
+    global _group, _store
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
@@ -159,36 +162,24 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
         timeout=timeout if device.backend == "gloo" else 2 * timeout,
     )
     if device.backend != "gloo":
-        _Hosts.group = dist.new_group(backend="gloo", timeout=timeout)
-    _Hosts.store = _PrefixStore("ssdctl", store)
-
-
-def _is_communication_error(error: Exception) -> bool:
-    return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in LOST)
-
-
-def _first_line(error: Exception) -> str:
-    """Return a library's message without its source location and advice for programmers."""
-    line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
-    return line.partition(". This is typically")[0]
+        _group = dist.new_group(backend="gloo", timeout=timeout)
+    _store = _PrefixStore("ssdctl", store)
 
 
 def _missing_ranks(ranks: Ranks) -> str:
     """Name the lost ranks: those that do not report a lost rank themselves within some seconds."""
-    if _Hosts.store is None:
+    if _store is None:
         return "the other ranks before all had joined"
     try:
-        _Hosts.store.set(f"here/{ranks.rank}", "yes")
+        _store.set(f"here/{ranks.rank}", "yes")
         deadline = time.monotonic() + MISSING_RANKS_WAIT_S
         others = set(range(ranks.world_size)) - {ranks.rank}
         while others and time.monotonic() < deadline:
-            others -= {rank for rank in others if _Hosts.store.check([f"here/{rank}"])}
+            others -= {rank for rank in others if _store.check([f"here/{rank}"])}
             time.sleep(0.1)
-    except (dist.DistError, RuntimeError):  # rank 0 serves the store
+    except RuntimeError:  # rank 0 serves the store
         return "rank 0, or its machine"
-    if not others:
-        return "another rank for some time"
-    return "rank " + ", ".join(map(str, sorted(others)))
+    return f"rank {', '.join(map(str, sorted(others)))}" if others else "another rank for some time"
 
 
 def _rendezvous(ranks: Ranks, timeout_s: float) -> Any:
@@ -208,31 +199,21 @@ def _rendezvous(ranks: Ranks, timeout_s: float) -> Any:
         with signals.ending_at_once():
             _wait_for_all(store, ranks.world_size, max(timeout_s, MIN_TIMEOUT_S))
     except Stopped:
-        if _withdraw(store, ranks.world_size):
-            raise
-        # All had arrived, and some may have continued: stop where they do.
+        with contextlib.suppress(RuntimeError):  # the first rank is gone
+            if store.add(ARRIVED, 0) >= ranks.world_size:
+                return store  # all had arrived, and some may have continued: stop where they do
+            store.add(ARRIVED, -1)
+        raise
     return store
 
 
 def _wait_for_all(store: Any, world_size: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            arrived = store.add(ARRIVED, 0)
-        except RuntimeError:  # rank 0 is gone; if a signal ended it, ours may be about to arrive
-            time.sleep(GRACE_S)
-            raise
-        if arrived >= world_size:
-            return
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"timed out: only {arrived} of {world_size} ranks have joined")
-        time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
-
-
-def _withdraw(store: Any, world_size: int) -> bool:
-    """Remove this rank from the count unless all have arrived; return whether it was removed."""
-    with contextlib.suppress(RuntimeError):  # the first rank is gone
-        if store.add(ARRIVED, 0) >= world_size:
-            return False
-        store.add(ARRIVED, -1)
-    return True
+    try:
+        while (arrived := store.add(ARRIVED, 0)) < world_size:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"timed out: only {arrived} of {world_size} ranks have joined")
+            time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
+    except RuntimeError:  # rank 0 is gone; if a signal ended it, ours may be about to arrive
+        time.sleep(GRACE_S)
+        raise

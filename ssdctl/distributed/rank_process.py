@@ -1,4 +1,4 @@
-"""What a rank leaves for `ssdctl launch`: its process id, its exit code, and its log.
+"""What a rank leaves for `ssdctl launch`: its process id, its exit code, and its log. Torch-free.
 
 torchrun exits with 1 whatever the codes of its ranks, and mpirun and srun return one of them. So
 each rank records its code in a folder that the launch created and named in the environment:
@@ -108,9 +108,9 @@ def _write(path: Path, text: str) -> bool:
 def read_exits(folder: Path) -> dict[int, int]:
     """Return the recorded exit codes by rank, in the order in which the ranks ended."""
     with contextlib.suppress(OSError):
-        written = {p.name: p.read_text().split() for p in folder.iterdir() if p.name.isdigit()}
-        order = sorted(written, key=lambda name: int(written[name][1]))
-        return {int(name): int(written[name][0]) for name in order}
+        files = [path for path in folder.iterdir() if path.name.isdigit()]
+        ends = [(*map(int, reversed(path.read_text().split())), int(path.name)) for path in files]
+        return {rank: code for _, code, rank in sorted(ends)}
     return {}
 
 

@@ -52,21 +52,19 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
     """
     environment = os.environ if environment is None else environment
     for names in RANK_VARIABLES:
-        if not {*names[:2]} <= environment.keys() or _is_batch_shell(names[0], environment):
+        given = {name: environment[name] for name in names if name in environment}
+        if not {*names[:2]} <= given.keys():
+            continue
+        # The shell of a batch script has a rank, but no step.
+        is_step = not environment.keys().isdisjoint(SLURM_STEP_VARIABLES)
+        if given.get("SLURM_PROCID") == "0" and not is_step:
             continue
         try:
-            rank, size, local = (int(environment.get(n, "0")) for n in names)
+            rank, size, local = (int(given.get(name, "0")) for name in names)
         except ValueError:
-            values = " ".join(f"{n}={environment[n]!r}" for n in names if n in environment)
+            values = " ".join(f"{name}={value!r}" for name, value in given.items())
             raise UsageError(f"{values}: not a number", hint=HINT) from None
         if not 0 <= rank < size:
             raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=HINT)
         return Ranks(rank, size, local)
     return SINGLE_PROCESS
-
-
-def _is_batch_shell(rank_variable: str, environment: Mapping[str, str]) -> bool:
-    """Return whether Slurm's variables are those of a batch script's shell."""
-    if rank_variable != "SLURM_PROCID" or environment[rank_variable] != "0":
-        return False
-    return not any(name in environment for name in SLURM_STEP_VARIABLES)

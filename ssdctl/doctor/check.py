@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ssdctl.runtime.safe_text import redact_urls
+
 OK, WARN, FAIL = "ok", "warn", "fail"
 ABSENT = "absent"  # optional, and not wanted by the config
 DRIVER_S = 20.0  # for a driver's own tool
@@ -59,8 +61,7 @@ def without_secrets(text: str) -> str:
     """
     # Colors of other programs, and control characters.
     text = re.sub(r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text).strip()
-    text = re.sub(r"://\S*@", "://***@", text)
-    text = re.sub(r"(\w://[^\s?]+)\?[^\s,)]+", r"\1?***", text)
+    text = redact_urls(text)
     with contextlib.suppress(RuntimeError):  # an id without a home, as in some containers
         home = str(Path("~").expanduser())
         if len(home) > 1:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree as Xml
 
 from ssdctl.config import Config
@@ -56,14 +55,12 @@ def check_gpus(
     config: Config, programs: Programs, pci: Hardware, torch: Future[ProgramOutput]
 ) -> Iterator[Check]:
     """Query NVIDIA's driver while torch is being imported, then check what torch detects."""
-    problem, state = "nvidia-smi is not on PATH", Xml.Element("none")
-    if shutil.which("nvidia-smi") is not None:
-        answer = programs.run(["nvidia-smi", "-q", "-x"], DRIVER_S)
-        problem = answer.problem
-        try:
-            state = state if problem else Xml.fromstring(answer.out)
-        except Xml.ParseError as error:
-            problem = f"nvidia-smi's answer cannot be read: {error}"
+    answer = programs.run(["nvidia-smi", "-q", "-x"], DRIVER_S)
+    problem, state = answer.problem, Xml.Element("none")
+    try:
+        state = state if problem else Xml.fromstring(answer.out)
+    except Xml.ParseError as error:
+        problem = str(error)
     facts, is_wanted = torch.result().facts(), config.train.device == "cuda"
     driver = state.findtext("driver_version", "")
     cuda: Any = facts.get("cuda_build")
@@ -83,7 +80,8 @@ def check_gpus(
     # A card that torch cannot use: `--device auto` would silently train on the CPU.
     num_gpus = pci.num_nvidia or len(state.findall("gpu"))
     detail = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
-    detail += f", not usable by torch: {reason}; driver{f' {driver}' if driver else f': {problem}'}"
+    detail += f", not usable by torch: {reason}; "
+    detail += f"driver {driver}" if driver else f"nvidia-smi: {problem}"
     remedy = "nvidia-smi must list the card: install or reload NVIDIA's driver"
     if "cuda_build" in facts and cuda is None:
         remedy = "install a torch that is built for CUDA: pip install --force-reinstall torch"
@@ -176,97 +174,80 @@ def _xids(programs: Programs) -> Iterator[Check]:
         yield bad("cuda xid", detail, "docs.nvidia.com/deploy/xid-errors says what each code means")
 
 
-class Driver(NamedTuple):
-    """What the driver's own tool reports, or the kernel if the tool is absent."""
-
-    cards: list[str]  # names
-    addresses: list[str]  # on the PCI bus
-    version: str
-    problem: str
-
-
 def check_gaudi(config: Config, programs: Programs, pci: Hardware) -> Iterator[Check]:
     """Query hl-smi, then import the bridge in a subprocess."""
-    driver, device = _query_driver(programs), config.train.device
+    cards, problem = _gaudi_cards(programs)
+    wants_hpu = config.train.device == "hpu"
+    release = cards[0][1] if cards else read_text(hardware.SYS / "module/habanalabs/version")
     has_bridge = importlib.util.find_spec(BRIDGE) is not None
     bridge = (package_version(BRIDGE_PACKAGE) or "unknown") if has_bridge else "absent"
-    num_cards = len(driver.cards) or pci.num_gaudi
-    names = Counter(driver.cards) or {"Gaudi": num_cards}
+    num_cards = len(cards) or pci.num_gaudi
+    names = Counter(name for name, *_ in cards) or {"Gaudi": num_cards}
     detail = ", ".join(f"{number} x {name}" for name, number in names.items())
-    detail += f", driver {driver.version or 'unknown'}, bridge {bridge}"
+    detail += f", driver {release or 'unknown'}, bridge {bridge}"
     if not num_cards and not has_bridge:
-        yield absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=device == "hpu")
+        yield absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=wants_hpu)
     elif not num_cards:
-        detail = f"bridge {bridge}, but no card: {driver.problem}"
-        if device == "auto":  # chosen by the bridge
-            detail += "; --device auto would choose it and fail"
+        detail = f"bridge {bridge}, but no card: {problem}"
+        is_auto = config.train.device == "auto"  # chosen by the bridge
+        detail += "; --device auto would choose it and fail" if is_auto else ""
         remedy = "hl-smi must list the cards: load the driver habanalabs; or --device cpu"
-        yield bad("hpu", detail, remedy, is_wanted=device in ("auto", "hpu"))
+        yield bad("hpu", detail, remedy, is_wanted=is_auto or wants_hpu)
     elif not has_bridge:
-        yield bad("hpu", detail, IMAGE, is_wanted=device == "hpu")
+        yield bad("hpu", detail, IMAGE, is_wanted=wants_hpu)
     else:
-        yield _releases(detail, driver, bridge)
+        yield _releases(detail, release, bridge, problem)
         answer = programs.run_python("-c", f"import {BRIDGE}.torch.core")
         if answer.problem:
             detail = f"cannot be imported: {answer.problem}"
-            yield bad("hpu bridge", detail, IMAGE, is_wanted=device == "hpu")
+            yield bad("hpu bridge", detail, IMAGE, is_wanted=wants_hpu)
         yield ok("hpu precision", "fp32, bf16 native; no fp16")
-        yield from _batch(config, driver.cards)
+        size = config.train.batch_size
+        if size != "auto" and size % GAUDI2_BATCH and any(GAUDI2.match(name) for name in names):
+            below = size - size % GAUDI2_BATCH
+            hint = " or ".join(f"--bs {n}" for n in (below, below + GAUDI2_BATCH) if n)
+            yield ok("hpu batch", f"{size} a device; Gaudi2 is faster at multiples of 24", hint)
     if num_cards:
-        yield from _ports(programs, driver)
+        yield from _ports(programs, [address for *_, address in cards])
         yield from _numa_map()
     yield _huge_pages(num_cards)
 
 
-def _query_driver(programs: Programs) -> Driver:
-    loaded = read_text(hardware.SYS / "module/habanalabs/version")
-    if shutil.which("hl-smi") is None:
-        return Driver([], [], loaded, "hl-smi is not on PATH")
+def _gaudi_cards(programs: Programs) -> tuple[list[list[str]], str]:
+    """Return name, driver version and PCI address of each card; else why there is none."""
     fields = "name,driver_version,bus_id"
     answer = programs.run(["hl-smi", "-Q", fields, "-f", "csv,noheader"], DRIVER_S)
-    if answer.problem:
-        return Driver([], [], loaded, f"hl-smi: {answer.problem}")
     lines = [line.split(",") for line in answer.out.splitlines() if line.count(",") == 2]
-    rows = [[field.strip() for field in line] for line in lines]
-    if not rows:
-        return Driver([], [], loaded, "hl-smi lists no card")
-    return Driver([row[0] for row in rows], [row[2] for row in rows], rows[0][1], "")
+    if answer.problem or not lines:
+        return [], f"hl-smi: {answer.problem or 'it lists no card'}"
+    return [[field.strip() for field in line] for line in lines], ""
 
 
-def _releases(detail: str, driver: Driver, bridge: str) -> Check:
+def _releases(detail: str, driver: str, bridge: str, problem: str) -> Check:
     """Check that driver and bridge are of the same release."""
-    has, needs = (re.match(r"\d+\.\d+", version) for version in (driver.version, bridge))
+    has, needs = (re.match(r"\d+\.\d+", version) for version in (driver, bridge))
     if has and needs and has[0] != needs[0]:
         remedy = f"use the vendor's image of release {has[0]}, or update the driver to {needs[0]}"
         return bad("hpu", f"{detail}: the releases do not match", remedy)
-    if driver.problem:
+    if problem:
         remedy = "hl-smi comes with the vendor's driver; in a container, mount it or use its image"
-        return bad("hpu", f"{detail}; {driver.problem}", remedy)
+        return bad("hpu", f"{detail}; {problem}", remedy)
     return ok("hpu", detail)
 
 
-def _batch(config: Config, cards: list[str]) -> Iterator[Check]:
-    """Suggest a faster batch size for Gaudi2."""
-    size = config.train.batch_size
-    if any(map(GAUDI2.match, cards)) and size != "auto" and size % GAUDI2_BATCH:
-        below = size - size % GAUDI2_BATCH
-        hint = " or ".join(f"--bs {n}" for n in (below, below + GAUDI2_BATCH) if n)
-        yield ok("hpu batch", f"{size} a device; Gaudi2 is faster at multiples of 24", hint)
-
-
-def _ports(programs: Programs, driver: Driver) -> Iterator[Check]:
+def _ports(programs: Programs, addresses: list[str]) -> Iterator[Check]:
     """Check the links between the cards, which all-reduces of several cards use."""
-    commands = [["hl-smi", "-n", "link", "-i", address] for address in driver.addresses]
+    commands = [["hl-smi", "-n", "link", "-i", address] for address in addresses]
     futures = [run_in_daemon_thread(partial(programs.run, argv, DRIVER_S)) for argv in commands]
     down, num_ports = [], 0
-    for address, future in zip(driver.addresses, futures, strict=True):
+    for address, future in zip(addresses, futures, strict=True):
         states = re.findall(r"port\s+(\d+)\s*:\s*(UP|DOWN)", future.result().out, re.IGNORECASE)
         num_ports += len(states)
         if ports := [port for port, state in states if state.upper() == "DOWN"]:
             down.append(f"{address} port {', '.join(ports)}")
     if down:
         remedy = (
-            "needed for several cards: see dmesg, reload the driver; external ports may be unused"
+            "needed for several cards: see dmesg, reload the driver; unused external ones are fine"
         )
         yield bad("hpu ports", f"down: {'; '.join(down)}", remedy)
     elif num_ports:

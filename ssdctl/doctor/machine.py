@@ -22,10 +22,9 @@ from ssdctl.config import Config
 from ssdctl.doctor.check import Check, ProgramOutput, Programs, absent, bad, ok, ok_unless
 from ssdctl.launch.base import read_node
 from ssdctl.runtime import hardware, system
-from ssdctl.runtime.cores import cpu_quota, memory_limit
 from ssdctl.runtime.hardware import Hardware
 from ssdctl.runtime.packages import package_version
-from ssdctl.runtime.system import UNLIMITED, read_text, resource_limit
+from ssdctl.runtime.system import UNLIMITED, cpu_quota, memory_limit, read_text, resource_limit
 from ssdctl.runtime.threads import run_in_daemon_thread
 from ssdctl.runtime.torch_compat import dali_extra
 

@@ -1,4 +1,4 @@
-"""Programs of the doctor that may hang or crash: `python -m ssdctl.doctor.probes NAME`.
+"""Programs of the doctor that may hang or crash: `-m ssdctl.doctor.probes NAME` runs probe_NAME.
 
 Each prints facts as lines of JSON; those printed before a crash are still used.
 `check_collectives` is called by every rank of `ssdctl launch ... -- doctor --collectives`, a health
@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.doctor.check import Check, ok, ok_unless
@@ -262,16 +261,9 @@ def _network(num_bytes: int, seconds: float, cards: list[Card]) -> Check:
     return ok("all-reduce", f"{detail}{1000 * seconds:.1f} ms, {rate / 1e9:.2f} GB/s per rank")
 
 
-PROBES: dict[str, Callable[..., None]] = {
-    "torch": probe_torch,
-    "disk": probe_disk,
-    "ranks": probe_ranks,
-    "step": probe_step,
-}
-
 if __name__ == "__main__":
     try:
-        PROBES[sys.argv[1]](*sys.argv[2:])
+        globals()[f"probe_{sys.argv[1]}"](*sys.argv[2:])
     except SsdctlError as error:
         sys.exit(f"{error}" + (f" ({error.hint})" if error.hint else ""))
     except OSError as problem:

@@ -29,8 +29,8 @@ from ssdctl.files import write_bytes
 from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.predict import open_detector
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
-from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from ssdctl.exporting.deployed import (
 from ssdctl.inference.onnx_detector import DECODED
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
-from ssdctl.runtime.cores import quota_cores
+from ssdctl.runtime.system import quota_cores
 
 OPSET = 18
 

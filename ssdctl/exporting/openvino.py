@@ -17,7 +17,7 @@ from ssdctl.exporting import onnx
 from ssdctl.exporting.deployed import Comparison, ExportOptions, Images, Reference, Runner
 from ssdctl.files import write_bytes
 from ssdctl.inference.onnx_detector import DETECTIONS
-from ssdctl.runtime.cores import quota_cores
+from ssdctl.runtime.system import quota_cores
 
 METADATA = "ssdctl"  # key of the runtime information in the file
 

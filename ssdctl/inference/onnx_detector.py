@@ -22,7 +22,7 @@ from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
-from ssdctl.runtime.cores import quota_cores
+from ssdctl.runtime.system import quota_cores
 
 # Names of the outputs: detections, decoded boxes, raw heads.
 DETECTIONS = ("boxes", "scores", "labels", "count")

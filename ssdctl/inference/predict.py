@@ -39,7 +39,7 @@ from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.results import Result
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,19 @@ count as ready when their sshd answers, and the launcher waits for that: no `sle
 
 from __future__ import annotations
 
+import posixpath
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.errors import UsageError
-from ssdctl.launch._pod_values import checked, escape_k8s, merge, pairs, read_volumes
 from ssdctl.launch.base import LaunchRequest
 from ssdctl.launch.torchrun import RENDEZVOUS_PORT
 
 Manifest = dict[str, Any]
+T = TypeVar("T", bound="str | None")
 Resources = dict[str, dict[str, str]]
 API_VERSIONS = {
     "Job": "batch/v1",
@@ -53,28 +55,41 @@ WAIT_FOR_RANKS = (
 SAVE_S = 300  # maximum duration of a stop before Kubernetes kills the pod
 NO_SIDECAR = {"sidecar.istio.io/inject": "false"}  # it breaks MPI's connections
 WRONG_INPUT = [2, 3, 4, 5, 6, 7]  # exit codes that a restart cannot change
+LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+QUALIFIED = r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+DOTTED = rf"{LABEL}(\.{LABEL})*"
+WORD = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
+AMOUNT = r"\d+(\.\d+)?([numkMGTPE]|[KMGTPE]i)?"
+FORMS = {
+    "name": r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",  # pod names add a suffix, and have at most 63
+    "namespace": LABEL,
+    "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
+    **dict.fromkeys(("service_account", "pull_secret", "priority_class", "runtime"), DOTTED),
+    "volumes": DOTTED,  # a claim
+    **dict.fromkeys(("labels", "node_selector"), f"{QUALIFIED}={WORD}"),
+    "annotations": f"{QUALIFIED}=.*",
+    **dict.fromkeys(("resources", "launcher_resources"), f"{QUALIFIED}={AMOUNT}"),
+    "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
+}
 
 
 def build(request: LaunchRequest) -> Manifest:
     """Return the manifest; of an Indexed Job, a list with its Service."""
     config, kind = request.table, _kind(request)
     name = checked("name", config.name or request.job_name)
-    labels = {"app": "ssdctl", **pairs("labels", config.labels)}
-    metadata: Manifest = {"name": name, "labels": labels}
-    if annotations := pairs("annotations", config.annotations):
-        metadata["annotations"] = annotations
-    if config.namespace is not None:
-        metadata["namespace"] = checked("namespace", config.namespace)
-    spec = {"MPIJob": _mpi_job, "TrainJob": _train_job, "Job": _job}[kind](request)
+    metadata: Manifest = {"name": name, "labels": {"app": "ssdctl", **pairs("labels", config)}}
+    metadata |= _given(
+        annotations=pairs("annotations", config),
+        namespace=checked("namespace", config.namespace),
+    )
+    make_spec = {"MPIJob": _mpi_job, "TrainJob": _train_job, "Job": _job}[kind]
+    spec = make_spec(request, name)
     # The fields that a user may add to a Job are in the runPolicy of an MPIJob.
-    place = spec["runPolicy"] if kind == "MPIJob" else spec
-    place.update(merge(place, request.patch.get("job", {})))
+    patched = spec["runPolicy"] if kind == "MPIJob" else spec
+    patched.update(merge(patched, request.patch.get("job", {})))
     job = {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec}
     if kind != "Job" or request.config.nodes == 1:
         return job
-    # The name of pod 0, where the ranks meet: NAME-0.NAME
-    spec["template"]["spec"]["subdomain"] = name
-    spec["template"]["spec"]["containers"][0]["command"] = _program(request, name)
     headless: Manifest = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -88,48 +103,48 @@ def build(request: LaunchRequest) -> Manifest:
 def _kind(request: LaunchRequest) -> str:
     """Return the kind of job: only HPUs on several nodes need the MPI operator."""
     config, is_hpu = request.table, request.device == "hpu"
-    needs_mpi = is_hpu and request.config.nodes > 1
-    if config.kind == "auto":
+    kind, needs_mpi = str(config.kind), is_hpu and request.config.nodes > 1
+    if kind == "auto":
         return "MPIJob" if needs_mpi else "Job"
-    if needs_mpi and config.kind != "MPIJob":
-        raise UsageError(f"kubernetes.kind {config.kind}: HPUs on several nodes need an MPIJob")
-    if request.device == "xla" and config.kind == "MPIJob":
+    if needs_mpi and kind != "MPIJob":
+        raise UsageError(f"kubernetes.kind {kind}: HPUs on several nodes need an MPIJob")
+    if request.device == "xla" and kind == "MPIJob":
         raise UsageError("kubernetes.kind MPIJob: torch_xla takes its chips from torchrun")
-    if config.kind == "TrainJob":
-        if is_hpu:
-            raise UsageError("kubernetes.kind TrainJob: HPUs are started by mpirun, in a Job")
-        names = sorted(set(request.patch.get("spec", {})) - TRAIN_JOB_FIELDS)
-        names += [name for name in ("priority_class", "host_ipc") if getattr(config, name)]
-        if names:
-            raise UsageError(
-                f"kubernetes.kind TrainJob: its runtime decides about {', '.join(names)}",
-                hint=f"set it in the runtime {config.runtime}, or leave kubernetes.kind out",
-            )
-    return str(config.kind)
+    if is_hpu and kind == "TrainJob":
+        raise UsageError("kubernetes.kind TrainJob: HPUs are started by mpirun, in a Job")
+    names = sorted(request.patch.get("spec", {}).keys() - TRAIN_JOB_FIELDS)
+    names += [name for name in ("priority_class", "host_ipc") if getattr(config, name)]
+    if kind == "TrainJob" and names:
+        raise UsageError(
+            f"kubernetes.kind TrainJob: its runtime decides about {', '.join(names)}",
+            hint=f"set it in the runtime {config.runtime}, or leave kubernetes.kind out",
+        )
+    return kind
 
 
-def _job(request: LaunchRequest) -> Manifest:
+def _job(request: LaunchRequest, name: str) -> Manifest:
+    restarts, nodes = request.config.restarts, request.config.nodes
     # Commands such as a download need no more resources than a launcher.
     has_devices = request.device != "cpu" or request.command[0] == "train"
-    template = _pod(request, "main", _program(request), has_devices=has_devices)
+    program = _program(request, rendezvous=f"{name}-0.{name}" if nodes > 1 else None)  # pod 0
+    template, spec = _pod(request, "main", program, has_devices=has_devices), Manifest()
     template["spec"].setdefault("restartPolicy", "Never")
-    restarts, nodes = request.config.restarts, request.config.nodes
-    indexed: Manifest = {}
     if nodes > 1:
-        indexed = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
-    if not restarts:
-        return {**indexed, "backoffLimit": 0, "template": template}
-    codes = {"containerName": "main", "operator": "In", "values": list(WRONG_INPUT)}
-    drained = [{"type": "DisruptionTarget", "status": "True"}]  # not counted as a crash
-    rules = [
-        {"action": "FailJob", "onExitCodes": codes},
-        {"action": "Ignore", "onPodConditions": drained},
-    ]
-    limits = {"backoffLimit": restarts * nodes, "podFailurePolicy": {"rules": rules}}
-    return {**indexed, **limits, "template": template}  # all pods fail with one
+        template["spec"]["subdomain"] = name  # for the name of pod 0
+        spec |= {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
+    spec["backoffLimit"] = restarts * nodes  # all pods fail with one
+    if restarts:
+        codes = {"containerName": "main", "operator": "In", "values": list(WRONG_INPUT)}
+        drained = [{"type": "DisruptionTarget", "status": "True"}]  # not counted as a crash
+        rules = [
+            {"action": "FailJob", "onExitCodes": codes},
+            {"action": "Ignore", "onPodConditions": drained},
+        ]
+        spec["podFailurePolicy"] = {"rules": rules}
+    return {**spec, "template": template}
 
 
-def _mpi_job(request: LaunchRequest) -> Manifest:
+def _mpi_job(request: LaunchRequest, name: str) -> Manifest:
     config = request.config
     launcher = _pod(request, "launcher", _program(request), has_devices=False)
     worker = _pod(request, "worker", ["/bin/sh", "-c", SSHD], has_devices=True)
@@ -149,40 +164,42 @@ def _mpi_job(request: LaunchRequest) -> Manifest:
     }
 
 
-def _train_job(request: LaunchRequest) -> Manifest:
+def _train_job(request: LaunchRequest, name: str) -> Manifest:
     """Return the spec of a TrainJob (Kubeflow Trainer 2.2 or newer).
 
-    Its operator starts a pod per node and tells torchrun its place by PET_* variables. It accepts
+    Its operator starts a pod per node and tells torchrun its number by PET_* variables. It accepts
     no init container: the command installs ssdctl first.
     """
-    config = request.table
     pod = _pod(request, "node", _program(request), has_devices=True)
     container, spec = pod["spec"]["containers"][0], pod["spec"]
-    command = container["command"]
-    if init := spec.pop("initContainers", None):
-        command = [*init[0]["command"], *command]
-    trainer: Manifest = {"image": container["image"], "command": command, "env": container["env"]}
-    trainer |= {"numNodes": request.config.nodes, "numProcPerNode": request.ranks_per_node}
-    if container["resources"]:
-        trainer["resourcesPerNode"] = container["resources"]
+    install = spec.pop("initContainers", [{"command": []}])[0]["command"]
+    trainer: Manifest = {
+        "image": container["image"],
+        "command": [*install, *container["command"]],
+        "env": container["env"],
+        "numNodes": request.config.nodes,
+        "numProcPerNode": request.ranks_per_node,
+        **_given(resourcesPerNode=container["resources"]),
+    }
     spec["containers"] = [{"name": "node", "volumeMounts": container["volumeMounts"]}]
     template = {"metadata": pod["metadata"], "spec": spec}
     node = {"name": "node", "template": {"spec": {"template": template}}}
     patch = {"template": {"spec": {"replicatedJobs": [node]}}}
     return {
-        "runtimeRef": {"name": checked("runtime", config.runtime)},
+        "runtimeRef": {"name": checked("runtime", request.table.runtime)},
         "trainer": trainer,
         "runtimePatches": [{"manager": "ssdctl", "trainingRuntimeSpec": patch}],
     }
 
 
-def _program(request: LaunchRequest, service: str | None = None) -> list[str]:
+def _program(request: LaunchRequest, rendezvous: str | None = None) -> list[str]:
     """Return the command of a pod; for several ranks it is wrapped in `ssdctl launch`."""
-    is_image = request.table.install == "image"
-    start = [request.table.python if is_image else f"{INSTALLED}/bin/python", "-m", "ssdctl"]
+    config, table = request.config, request.table
+    python = table.python if table.install == "image" else f"{INSTALLED}/bin/python"
+    start = [python, "-m", "ssdctl"]
+    command = [escape_k8s(word) for word in request.command]
     if request.count == 1:
-        return [*start, *map(escape_k8s, request.command)]
-    config = request.config
+        return [*start, *command]
     arguments = ["launch", f"{DEVICE_TYPES[request.device].count_option}={request.count}"]
     is_mpi_job = _kind(request) == "MPIJob"
     if is_mpi_job or request.device == "hpu":
@@ -195,31 +212,31 @@ def _program(request: LaunchRequest, service: str | None = None) -> list[str]:
         arguments += [f"--nodes={config.nodes}"]
     if is_mpi_job:
         arguments += [f"--hostfile={HOSTFILE}"]
-        names = [entry.partition("=")[0] for entry in request.table.env]
-        if export_env := [*config.export_env, *names]:
-            arguments += [f"--export-env={','.join(export_env)}"]
-    if service is not None:
-        arguments += [f"--rdzv-endpoint={service}-0.{service}:{RENDEZVOUS_PORT}"]
-    for option in ("cores_per_node", "devices_per_node"):
-        if value := getattr(config, option):
-            arguments += [f"--{option.replace('_', '-')}={value}"]
-    is_train = request.command[0] == "train"
-    rest = request.command[1:] if is_train else ("--", *request.command)
-    return [*start, *arguments, *map(escape_k8s, rest)]
+        if names := [*config.export_env, *(entry.partition("=")[0] for entry in table.env)]:
+            arguments += [f"--export-env={','.join(names)}"]
+    if rendezvous is not None:
+        arguments += [f"--rdzv-endpoint={rendezvous}:{RENDEZVOUS_PORT}"]
+    if config.cores_per_node:
+        arguments += [f"--cores-per-node={config.cores_per_node}"]
+    if config.devices_per_node:
+        arguments += [f"--devices-per-node={config.devices_per_node}"]
+    return [*start, *arguments, *(command[1:] if command[0] == "train" else ["--", *command])]
 
 
 def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: bool) -> Manifest:
     """Return a pod template of one container; an init container installs ssdctl."""
     config = request.table
     mounts, volumes = read_volumes(config.volumes)
-    environment = {**request.variables, **pairs("env", config.env)}
+    installed = {"name": "ssdctl", "mountPath": INSTALLED}
+    environment = {**request.variables, **pairs("env", config)}
+    resources = _resources(request, name, has_devices=has_devices)
     container: Manifest = {
         "name": name,
-        "image": checked("image", str(config.image)),
+        "image": checked("image", config.image),
         "imagePullPolicy": config.pull_policy,
         "command": command,
         "env": [{"name": key, "value": escape_k8s(value)} for key, value in environment.items()],
-        "resources": _resources(request, name, has_devices=has_devices),
+        "resources": resources,
         "volumeMounts": [*mounts],
     }
     spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S}
@@ -229,43 +246,38 @@ def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: 
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     if config.install != "image":
         volumes.append({"name": "ssdctl", "emptyDir": {}})
-        mount = {"name": "ssdctl", "mountPath": INSTALLED}
-        container["volumeMounts"].append(mount)
+        container["volumeMounts"].append(installed)
         # Quotas and the Guaranteed class require CPU and memory for every container.
         kept = {
-            part: amounts
-            for part, all_amounts in container["resources"].items()
-            if (amounts := {n: v for n, v in all_amounts.items() if n in ("cpu", "memory")})
+            bound: general
+            for bound, amounts in resources.items()
+            if (general := {n: v for n, v in amounts.items() if n in ("cpu", "memory")})
         }
         program = Path(__file__).with_name("_pod_install.py").read_text(encoding="utf-8")
         words = [config.python, "-c", *map(escape_k8s, (program, INSTALLED, config.install))]
         own = {"name": "install-ssdctl", "command": words, "resources": kept}
-        spec["initContainers"] = [{**container, **own, "volumeMounts": [*mounts, mount]}]
-    spec["containers"] = [container]
-    spec["volumes"] = volumes
-    if config.host_ipc and has_devices:
-        spec["hostIPC"] = True
-    if config.service_account is not None:
-        spec["serviceAccountName"] = checked("service_account", config.service_account)
-    if config.pull_secret is not None:
-        spec["imagePullSecrets"] = [{"name": checked("pull_secret", config.pull_secret)}]
-    if selector := pairs("node_selector", config.node_selector):
-        spec["nodeSelector"] = selector
-    if has_devices and (device := DEVICE_TYPES[request.device].kubernetes_resource):
+        spec["initContainers"] = [{**container, **own, "volumeMounts": [*mounts, installed]}]
+    secret = checked("pull_secret", config.pull_secret)
+    device = DEVICE_TYPES[request.device].kubernetes_resource if has_devices else None
+    spec |= {"containers": [container], "volumes": volumes}
+    spec |= _given(
+        hostIPC=config.host_ipc and has_devices,
+        serviceAccountName=checked("service_account", config.service_account),
+        imagePullSecrets=secret and [{"name": secret}],
+        nodeSelector=pairs("node_selector", config),
         # Clusters reserve their device nodes with a taint of that name.
-        spec["tolerations"] = [{"key": device, "operator": "Exists"}]
-    if config.priority_class is not None:
-        spec["priorityClassName"] = checked("priority_class", config.priority_class)
-    labels = {"app": "ssdctl", **NO_SIDECAR, **pairs("labels", config.labels)}
-    annotations = {**NO_SIDECAR, **pairs("annotations", config.annotations)}
+        tolerations=device and [{"key": device, "operator": "Exists"}],
+        priorityClassName=checked("priority_class", config.priority_class),
+    )
+    labels = {"app": "ssdctl", **NO_SIDECAR, **pairs("labels", config)}
+    annotations = {**NO_SIDECAR, **pairs("annotations", config)}
     template = {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
     return dict(merge(template, {k: v for k, v in request.patch.items() if k != "job"}))
 
 
 def _resources(request: LaunchRequest, container: str, *, has_devices: bool) -> Resources:
     """Return a container's resources; requests equal limits, as devices and huge pages require."""
-    setting = "resources" if has_devices else "launcher_resources"
-    amounts = pairs(setting, getattr(request.table, setting))
+    amounts = pairs("resources" if has_devices else "launcher_resources", request.table)
     if has_devices and (device := DEVICE_TYPES[request.device].kubernetes_resource):
         amounts = {device: str(request.ranks_per_node), **amounts}
     requests, cpu = dict(amounts), amounts.get("cpu", "")
@@ -273,3 +285,67 @@ def _resources(request: LaunchRequest, container: str, *, has_devices: bool) -> 
         # mpirun only waits for its ranks; reserved cores might not fit on the nodes of the workers.
         requests["cpu"] = "250m"
     return {"limits": amounts, "requests": requests} if amounts else {}
+
+
+def _given(**fields: Any) -> Manifest:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value}
+
+
+def checked(name: str, value: T) -> T:
+    """Return the value of a setting, if any, that has a form which Kubernetes accepts."""
+    if value is None:
+        return value
+    if not re.fullmatch(FORMS[name], value, re.ASCII | re.DOTALL) or len(value) > 4000:
+        raise UsageError(
+            f"kubernetes.{name}: {value!r} is not a value that Kubernetes accepts there"
+        )
+    return value
+
+
+def pairs(name: str, config: Any) -> dict[str, str]:
+    """Return the `KEY=VALUE` entries of a setting as a dict."""
+    entries = [checked(name, entry).partition("=") for entry in getattr(config, name)]
+    return {key: value for key, _, value in entries}
+
+
+def escape_k8s(text: str) -> str:
+    """Escape text, because Kubernetes expands $(NAME) in commands and variables."""
+    return text.replace("$", "$$")
+
+
+def read_volumes(entries: Iterable[str]) -> tuple[list[Manifest], list[Manifest]]:
+    """Return the mounts and the volumes that `SOURCE:PATH[:ro]` entries name."""
+    mounts, volumes = list[Manifest](), list[Manifest]()
+    for number, entry in enumerate(entries):
+        source, path, mode = (*entry.split(":", 2), "", "")[:3]
+        is_clean = path.startswith("/") and path == posixpath.normpath(path) != "/"
+        if not is_clean or mode not in ("", "ro", "rw"):
+            raise UsageError(
+                f"kubernetes.volumes: {entry!r} is not of the form SOURCE:/PATH or SOURCE:/PATH:ro"
+            )
+        name = f"volume-{number}"
+        if source.startswith("/"):
+            volume: Manifest = {"hostPath": {"path": source, "type": "Directory"}}
+        else:
+            volume = {"persistentVolumeClaim": {"claimName": checked("volumes", source)}}
+        volumes.append({"name": name, **volume})
+        mounts.append({"name": name, "mountPath": path, **_given(readOnly=mode == "ro")})
+    return mounts, volumes
+
+
+def merge(base: Any, patch: Any) -> Any:
+    """Return a document with a patch: mappings are merged, lists extended (by `name`, if any)."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return {**base, **{k: merge(base.get(k), value) for k, value in patch.items()}}
+    if not (isinstance(base, list) and isinstance(patch, list)):
+        return patch
+    merged = list(base)
+    for entry in patch:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        names = [e.get("name") if isinstance(e, dict) else None for e in merged]
+        if name is not None and name in names:
+            merged[names.index(name)] = merge(merged[names.index(name)], entry)
+        else:
+            merged.append(entry)
+    return merged

@@ -11,37 +11,43 @@ import msgspec
 
 from ssdctl.distributed.rank_process import PASSED_ON
 from ssdctl.errors import DistributedError, ExitCode
-from ssdctl.launch._engine import POLL_S, Write, query
+from ssdctl.launch.base import POLL_S, Write, query
 
 log = logging.getLogger(__name__)
-Json = dict[str, Any]  # an object of Kubernetes, or a part of one
+Json = dict[str, Any]  # an object of Kubernetes
 INSTALLATIONS = 4  # starts of a worker's installation, about two minutes with the waits between
 POD_0 = "batch.kubernetes.io/job-completion-index=0"
 
 
 class PodFollower:
-    """Copies the output of a job's first rank; reports each state of a pod once."""
+    """Copies the output of a job's first rank; reports each state of a pod once.
+
+    Args:
+        job: Its kind and name, as kubectl prints them.
+        namespace: None for kubectl's own.
+        is_indexed: Whether it is an Indexed Job: the output of pod 0 is followed.
+        cancel: The command that ends the job.
+        write: Called with each line of output.
+    """
 
     def __init__(
-        self, job: str, space: str | None, *, is_indexed: bool, cancel: str, write: Write
+        self, job: str, namespace: str | None, is_indexed: bool, cancel: str, write: Write
     ) -> None:
         self.job, self.cancel, self.write = job, cancel, write
-        self.space = ["-n", space] if space else []
+        self.space = ["-n", namespace] if namespace else []
         name = job.rpartition("/")[2]
         # The labels of the pod whose output is followed, and of those that it waits for.
-        self.first = f"job-name={name}"
-        self.workers: str | None = None
+        self.first, self.workers = f"job-name={name}", ""
         if job.startswith("mpijob"):
             self.first = f"job-name={name}-launcher"
             role = "training.kubeflow.org/job-role=worker"
             self.workers = f"training.kubeflow.org/job-name={name},{role}"
-        elif job.startswith("trainjob"):
-            self.workers = f"jobset.sigs.k8s.io/jobset-name={name}"
+        elif job.startswith("trainjob") or is_indexed:
+            set_name = f"jobset.sigs.k8s.io/jobset-name={name}"
+            self.workers = self.first if is_indexed else set_name
             self.first = f"{self.workers},{POD_0}"
-        elif is_indexed:
-            self.first, self.workers = f"{self.first},{POD_0}", self.first
         self.followed: set[str] = set()
-        self.reported: dict[str, str | None] = {}
+        self.reported: dict[str, str] = {}
 
     def follow(self) -> int:
         """Return the job's exit code at its end.
@@ -52,8 +58,7 @@ class PodFollower:
         """
         while True:
             for pod in self._pods(self.workers) if self.workers else []:
-                self._report(pod)
-                container, code = _installation_failure(pod)
+                container, code = self._report(pod)
                 starts = container.get("restartCount", 0) + 1
                 if code and starts >= INSTALLATIONS:
                     raise DistributedError(
@@ -94,21 +99,19 @@ class PodFollower:
                 "The job continues to run",
             ) from None
 
-    def _report(self, pod: Json) -> None:
+    def _report(self, pod: Json) -> tuple[Json, int]:
+        """Log a new state of a pod; return the failure of its installation, if any."""
         name, (container, code) = pod["metadata"]["name"], _installation_failure(pod)
-        if code:
-            state = f"{container['name']} failed with exit code {code}"
-        elif (waits_for := _waits_for(_status(pod))) is not None:
-            state = f"waits: {waits_for}"
-        else:
+        state = f"{container['name']} failed with exit code {code}" if code else _wait(_status(pod))
+        if self.reported.get(name, "") != state:
+            self.reported[name] = state
+            if state:
+                log.info("%s: %s", name, state)
+            if code:
+                self._copy_log(name, "-c", container["name"], "--tail=20")
+        if not state:
             self.reported.pop(name, None)
-            return
-        if self.reported.get(name) == state:
-            return
-        self.reported[name] = state
-        log.info("%s: %s", name, state)
-        if code:
-            self._copy_log(name, "-c", container["name"], "--tail=20")
+        return container, code
 
     def _copy_log(self, *words: str) -> None:
         argv, pipe = ["kubectl", "logs", *self.space, *words], subprocess.PIPE
@@ -122,40 +125,39 @@ def _status(item: Json) -> Json:
     return item.get("status") or {}
 
 
-def _containers(status: Json, kind: str = "containerStatuses") -> list[Json]:
-    return status.get(kind) or []
+def _end(container: Json, state: str = "state") -> int | None:
+    """Return the exit code of a container, or in `lastState` that of its previous start."""
+    end = container.get(state, {}).get("terminated")
+    return None if end is None else end["exitCode"]
 
 
-def _end(container: Json, state: str = "state") -> Json | None:
-    """Return how a container ended, or `lastState` before its last start; None if it did not."""
-    return container.get(state, {}).get("terminated")
+def _waiting(container: Json) -> Json:
+    return container.get("state", {}).get("waiting") or {}
 
 
 def _installation_failure(pod: Json) -> tuple[Json, int]:
     """Return the first failed init container that is not running again, and its exit code or 0."""
-    for container in _containers(_status(pod), "initContainerStatuses"):
-        ends = [_end(container)]
-        if container.get("state", {}).get("waiting"):  # between two starts
-            ends.append(_end(container, "lastState"))
-        for end in filter(None, ends):
-            if end["exitCode"]:
-                return container, end["exitCode"]
+    for container in _status(pod).get("initContainerStatuses") or []:
+        is_between_starts = bool(_waiting(container))
+        code = _end(container) or (is_between_starts and _end(container, "lastState"))
+        if code:
+            return container, code
     return {}, 0
 
 
-def _waits_for(status: Json) -> str | None:
-    """Return why a pod does not run, such as no free node or no image; None if it runs."""
+def _wait(status: Json) -> str:
+    """Return why a pod does not run, such as no free node or no image; empty if it runs."""
     if status.get("phase") in ("Succeeded", "Failed"):
-        return None
+        return ""
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return _reason(condition)
+            return f"waits: {_reason(condition)}"
     # Init containers first: the other containers wait for them.
-    for container in [*_containers(status, "initContainerStatuses"), *_containers(status)]:
-        waiting = container.get("state", {}).get("waiting") or {}
-        if waiting.get("reason") not in (None, "PodInitializing"):
-            return f"{container['name']}: {_reason(waiting)}"
-    return None
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(kind) or []:
+            if _waiting(container).get("reason") not in (None, "PodInitializing"):
+                return f"waits: {container['name']}: {_reason(_waiting(container))}"
+    return ""
 
 
 def _reason(state: Json) -> str:
@@ -167,9 +169,8 @@ def _exit_code(pods: list[Json]) -> int:
     """Return the exit code of the last pod that ended."""
     for pod in reversed(pods):
         if _installation_failure(pod)[1]:
-            return ExitCode.DISTRIBUTED
-        for container in _containers(_status(pod)):
-            if (end := _end(container)) is not None:
-                code: int = end["exitCode"]
+            break
+        for container in _status(pod).get("containerStatuses") or []:
+            if (code := _end(container)) is not None:
                 return code if code in PASSED_ON else ExitCode.DISTRIBUTED
     return ExitCode.DISTRIBUTED

@@ -31,8 +31,8 @@ from ssdctl.distributed.rank_process import (
 )
 from ssdctl.errors import DiskError, ExitCode, UsageError
 from ssdctl.launch.base import LaunchPlan
-from ssdctl.launch.exit_codes import job_exit_code
-from ssdctl.runtime.cores import memory_kills
+from ssdctl.launch.exit_codes import first_failure, job_exit_code
+from ssdctl.runtime.system import memory_kills
 
 TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.quiet_torchrun"
 POLL_S = 0.1
@@ -52,9 +52,7 @@ class JobOutcome(NamedTuple):
     """How a job ended."""
 
     code: int
-    exits: dict[int, int]  # the recorded codes of this machine's ranks, in the order of their ends
-    lost: int | None = None  # the first rank that ended without recording one
-    is_out_of_memory: bool = False  # the kernel killed a process of its cgroup for its memory
+    failure: tuple[list[int], str] | None = None  # the ranks that failed first, and why
 
 
 def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
@@ -73,28 +71,28 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
         signals.append(signal.SIGHUP)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="ssdctl-launch-"))
+    except OSError as error:
+        raise DiskError(
+            f"no temporary file can be written {error.filename or ''}: {error.strerror}",
+            hint="set TMPDIR to a folder that exists and that you may write to",
+        ) from None
     received: list[int] = []
     old = {n: signal.signal(n, lambda number, _: received.append(number)) for n in signals}
-    folder, killed_before = _temporary_dir(), memory_kills()
+    killed_before = memory_kills()
     try:
         job = _Job(plan, folder, stdout=2 if stdout_to_stderr else None)
         code = job.wait(received)
-        return JobOutcome(code, read_exits(folder), job.lost, memory_kills() > killed_before)
+        num_ranks = plan.num_ranks if plan.nodes == 1 else None
+        is_out_of_memory = memory_kills() > killed_before
+        return JobOutcome(
+            code, first_failure(code, read_exits(folder), num_ranks, job.lost, is_out_of_memory)
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def _temporary_dir() -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix="ssdctl-launch-"))
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        raise DiskError(
-            f"no temporary file can be written{where}: {error.strerror}",
-            hint="set TMPDIR to a folder that exists and that you may write to",
-        ) from None
 
 
 class _Job:

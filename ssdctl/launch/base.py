@@ -1,4 +1,5 @@
-"""The request of a launch, the plan that a launcher makes of it, and the machine it runs on.
+"""The request of a launch, the plan that a launcher makes of it, the machine it runs on, and the
+client of a batch engine: sbatch and scontrol, or kubectl.
 
 request = LaunchRequest(device="hpu", count=8, command=("train", "--bs=128"), ...)
 plan = make_plan(request, read_node())
@@ -10,23 +11,31 @@ and `to_script`, which is quoted.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import signal
-from collections.abc import Collection, Mapping
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.sections.launch import LAUNCHERS, LaunchConfig
-from ssdctl.errors import UsageError
-from ssdctl.runtime.cores import SYSFS, physical_cores, quota_cores
+from ssdctl.errors import DistributedError, UsageError
 from ssdctl.runtime.hardware import TPU_V2_OR_V3, find_hardware
 from ssdctl.runtime.packages import load_plugin
 from ssdctl.runtime.safe_text import redact_arguments
-from ssdctl.runtime.system import usable_cpus
+from ssdctl.runtime.system import SYSFS, physical_cores, quota_cores, usable_cpus
 from ssdctl.runtime.torch_compat import OLDEST
+
+Write = Callable[[str], object]
+POLL_S = 2.0
+UNREACHABLE_S = 120.0  # how long a batch engine may be unreachable
+PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # text to every reader of YAML
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(;[A-Za-z0-9._-]*)?")
 
 
 @dataclass(frozen=True)
@@ -162,3 +171,70 @@ def check_text(argument: str) -> None:
     """Refuse an argument that no command line can contain."""
     if "\0" in argument or any("\ud800" <= letter <= "\udfff" for letter in argument):
         raise UsageError(f"argument {argument!r} is not UTF-8 text")
+
+
+def require_program(program: str, hint: str) -> None:
+    if shutil.which(program) is None:
+        raise UsageError(f"{program} is not on PATH", hint=hint)
+
+
+def submit_text(plan: LaunchPlan, list_command: str) -> str:
+    """Give a script or manifest to the client; return the id that it prints.
+
+    Raises:
+        UsageError: The engine rejects it; its message is included.
+        DistributedError: The engine accepts it, but does not print its id.
+    """
+    process = _run(plan.argv, plan.text)
+    if process.returncode:
+        raise UsageError(f"{plan.argv[0]} refused the job: {process.stderr.strip()}")
+    job = process.stdout.strip().rpartition("\n")[2]  # kubectl: one line per object, the job last
+    if not JOB_ID.fullmatch(job):
+        raise DistributedError(
+            f"{plan.argv[0]} printed {job[:200]!r} instead of the id of the job",
+            hint=f"the job may run: `{list_command}` lists the jobs",
+        )
+    return job
+
+
+def query(*argv: str) -> str:
+    """Return the output of an engine's client; retry while a controller is unavailable.
+
+    Raises:
+        DistributedError: The engine no longer answers or no longer lists the job.
+    """
+    end = time.monotonic() + UNREACHABLE_S
+    while True:
+        process = _run(argv)
+        if process.returncode == 0:
+            return process.stdout
+        if "Invalid job id" in process.stderr or "NotFound" in process.stderr:
+            raise DistributedError(f"{argv[0]} no longer lists the job: {process.stderr.strip()}")
+        if time.monotonic() > end:
+            raise DistributedError(f"{argv[0]} does not answer: {process.stderr.strip()}")
+        time.sleep(POLL_S)
+
+
+def _run(argv: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    # Its output may have any bytes.
+    return subprocess.run(argv, input=text, capture_output=True, encoding="utf-8", errors="replace")
+
+
+def to_yaml(document: Mapping[str, Any]) -> str:
+    """Return a document as YAML for 1.1 and 1.2 readers; text that resembles a number is quoted."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        lines = value.split("\n")
+        is_plain = value.isascii() and all(n.isprintable() and n == n.rstrip() for n in lines)
+        is_program = is_plain and len(lines) > 2 and lines[0] == lines[0].strip() != ""
+        style = None if PLAIN.fullmatch(value) else "|" if is_program else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    written = yaml.dump(document, Dumper=Dumper, sort_keys=False, width=100, allow_unicode=False)
+    return f"# Written by ssdctl launch.\n{written}"

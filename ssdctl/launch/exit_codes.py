@@ -5,14 +5,13 @@ A batch script reads the job's exit code by `python -m ssdctl.launch.exit_codes 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from ssdctl.distributed.rank_process import PASSED_ON, read_exits
 from ssdctl.errors import ExitCode
-
-TERMINATED = 15
 
 
 def job_exit_code(
@@ -38,51 +37,54 @@ def job_exit_code(
     if stop_signal is not None:
         # Ranks without a code were ended by the signal before Python had installed its handlers:
         # they had nothing to save.
-        signal_codes = {1, *(s for n in (stop_signal, TERMINATED) for s in (-n, 128 + n))}
+        signal_codes = {1, *(s for n in (stop_signal, signal.SIGTERM) for s in (-n, 128 + n))}
         if exits or launcher_code in signal_codes:
             return ExitCode.STOPPED
     return launcher_code if launcher_code in PASSED_ON else ExitCode.DISTRIBUTED
 
 
 def first_failure(
+    code: int,
     exits: Mapping[int, int],
     num_ranks: int | None,
     lost: int | None = None,
-    *,
     is_out_of_memory: bool = False,
 ) -> tuple[list[int], str] | None:
     """Return the ranks that made a job fail, and a description of their failure.
 
     Args:
+        code: The exit code of the job.
         exits: The recorded codes of the ranks, in the order in which they ended.
         num_ranks: The number of ranks; None if not all could record a code here.
         lost: The first rank that ended without recording a code.
         is_out_of_memory: Whether the kernel killed a process of the job for its memory.
     """
-    silence = "died or hung: no exit code was recorded"
-    if is_out_of_memory:
-        silence = "was killed: the job used more memory than its cgroup grants"
-    for rank, code in exits.items():
-        if code not in (0, ExitCode.STOPPED, ExitCode.DISTRIBUTED):
-            return [rank], f"failed first, with exit code {code}"
+    if code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
+        return None
+    for rank, exit_code in exits.items():
+        if exit_code not in (ExitCode.OK, ExitCode.STOPPED, ExitCode.DISTRIBUTED):
+            return [rank], f"failed first, with exit code {exit_code}"
     silent = sorted(set(range(num_ranks or 0)) - set(exits)) if exits else []
-    if lost is not None or silent:
-        return silent if lost is None else [lost], silence
+    if lost is not None:
+        silent = [lost]
+    if silent and is_out_of_memory:
+        return silent, "was killed: the job used more memory than its cgroup grants"
+    if silent:
+        return silent, "died or hung: no exit code was recorded"
     reporting = [rank for rank, code in exits.items() if code == ExitCode.DISTRIBUTED]
     return (reporting[:1], "was the first to report a lost rank") if reporting else None
 
 
-def main(arguments: list[str]) -> int:
+def main(folder: str, launcher_code: str, num_ranks: str) -> int:
     """Return the job's exit code at the end of a batch script; print the failed ranks to stderr."""
-    launcher_code, num_ranks = int(arguments[1]), int(arguments[2])
-    exits = read_exits(Path(arguments[0]))
-    code = job_exit_code(launcher_code, list(exits.values()), num_ranks=num_ranks, stop_signal=None)
-    failure = first_failure(exits, num_ranks)
-    if code not in (0, ExitCode.STOPPED) and failure is not None:
+    exits, count = read_exits(Path(folder)), int(num_ranks)
+    codes = list(exits.values())
+    code = job_exit_code(int(launcher_code), codes, num_ranks=count, stop_signal=None)
+    if failure := first_failure(code, exits, count):
         ranks, reason = failure
         sys.stderr.write(f"error: rank {', '.join(map(str, ranks))} {reason}\n")
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

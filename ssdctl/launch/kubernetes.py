@@ -6,7 +6,10 @@ _manifest.py builds the manifest, _pods.py follows the job.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,10 +18,17 @@ import msgspec
 from ssdctl.config.fields import Section, setting
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch._engine import Write, require_client, submit_text
-from ssdctl.launch._manifest import build
-from ssdctl.launch._pod_values import last_value, missing_volumes, pairs, read_volumes, to_yaml
-from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, check_text
+from ssdctl.launch._manifest import build, pairs, read_volumes
+from ssdctl.launch.base import (
+    LaunchPlan,
+    LaunchRequest,
+    Node,
+    Write,
+    check_text,
+    require_program,
+    submit_text,
+    to_yaml,
+)
 from ssdctl.runtime.torch_compat import OLDEST
 
 SUBMIT = "kubectl create -f"  # submits a written file
@@ -28,6 +38,12 @@ TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
 RESUME_VARIABLE = "SSDCTL_TRAIN__RESUME"
+FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
+NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a name of something
+Words = tuple[str, ...]
+_name = functools.partial(setting, metavar="NAME")
+_pairs = functools.partial(setting, metavar="KEY=VALUE,...")
+_amounts = functools.partial(setting, metavar="NAME=AMOUNT,...")
 
 
 class Settings(Section, frozen=True):
@@ -37,34 +53,24 @@ class Settings(Section, frozen=True):
         Literal["auto", "Job", "MPIJob", "TrainJob"],
         setting("Kind of job (auto: MPIJob for HPUs on several nodes, else Job)"),
     ] = "auto"
-    runtime: Annotated[
-        str, setting("Training runtime that a TrainJob refers to", metavar="NAME")
-    ] = "torch-distributed"
-    labels: Annotated[
-        tuple[str, ...], setting("Labels of job and pods (Kueue's queue)", metavar="KEY=VALUE,...")
-    ] = ()
-    annotations: Annotated[
-        tuple[str, ...], setting("Annotations of job and pods", metavar="KEY=VALUE,...")
-    ] = ()
-    priority_class: Annotated[str | None, setting("Priority class of the pods", metavar="NAME")] = (
-        None
+    runtime: Annotated[str, _name("Training runtime that a TrainJob refers to")] = (
+        "torch-distributed"
     )
+    labels: Annotated[Words, _pairs("Labels of job and pods (Kueue's queue)")] = ()
+    annotations: Annotated[Words, _pairs("Annotations of job and pods")] = ()
+    priority_class: Annotated[str | None, _name("Priority class of the pods")] = None
     patch: Annotated[
         str | None, setting("YAML file merged into pods (spec, metadata) and job", metavar="FILE")
     ] = None
 
-    name: Annotated[str | None, setting("Job name [default: ssdctl-XXXXXX]", metavar="NAME")] = None
-    namespace: Annotated[str | None, setting("Namespace [default: kubectl's]", metavar="NAME")] = (
-        None
-    )
+    name: Annotated[str | None, _name("Job name [default: ssdctl-XXXXXX]")] = None
+    namespace: Annotated[str | None, _name("Namespace [default: kubectl's]")] = None
     image: Annotated[str | None, setting("Container image of all pods", metavar="IMAGE")] = None
     pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"], setting("When to pull the image")
     ] = "IfNotPresent"
-    pull_secret: Annotated[
-        str | None, setting("Secret for the image's registry", metavar="NAME")
-    ] = None
-    service_account: Annotated[str | None, setting("Service account", metavar="NAME")] = None
+    pull_secret: Annotated[str | None, _name("Secret for the image's registry")] = None
+    service_account: Annotated[str | None, _name("Service account")] = None
     install: Annotated[
         str | None, setting("How pods get ssdctl: image, or pip source", metavar="image|SOURCE")
     ] = None
@@ -72,24 +78,19 @@ class Settings(Section, frozen=True):
         "python3"
     )
     volumes: Annotated[
-        tuple[str, ...],
-        setting("Volumes to mount (node path or claim)", metavar="SOURCE:PATH[:ro],..."),
+        Words, setting("Volumes to mount (node path or claim)", metavar="SOURCE:PATH[:ro],...")
     ] = ()
     resources: Annotated[
-        tuple[str, ...],
-        setting(
-            "Resources per pod, besides devices (cpu=95, memory=409Gi)", metavar="NAME=AMOUNT,..."
-        ),
+        Words, _amounts("Resources per pod, besides devices (cpu=95, memory=409Gi)")
     ] = ()
-    launcher_resources: Annotated[
-        tuple[str, ...], setting("Resources of the pod that runs mpirun", metavar="NAME=AMOUNT,...")
-    ] = ("cpu=2", "memory=4Gi")
-    node_selector: Annotated[
-        tuple[str, ...], setting("Labels of the nodes to run on", metavar="KEY=VALUE,...")
-    ] = ()
+    launcher_resources: Annotated[Words, _amounts("Resources of the pod that runs mpirun")] = (
+        "cpu=2",
+        "memory=4Gi",
+    )
+    node_selector: Annotated[Words, _pairs("Labels of the nodes to run on")] = ()
     host_ipc: Annotated[bool, setting("Share the node's IPC namespace")] = False
     env: Annotated[
-        tuple[str, ...], setting("Environment variables of all pods", metavar="NAME=VALUE,...")
+        Words, setting("Environment variables of all pods", metavar="NAME=VALUE,...")
     ] = ()
 
 
@@ -111,7 +112,7 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
             "runs the same command",
             hint="leave one of them out",
         )
-    missing, warnings = _missing(request), _warnings(request)
+    missing, warnings = list(_missing(request)), tuple(_warnings(request))
     if missing:
         if not request.is_dry_run:
             raise missing[0]
@@ -125,45 +126,105 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
     )
 
 
-def _missing(request: LaunchRequest) -> list[UsageError]:
-    """Return an error for each setting without which pods cannot run or keep their results."""
-    errors = missing_volumes(request)
-    if request.table.install is None:
-        text = "kubernetes.install is not set: ssdctl must be installed in the pods"
-        hint = "a wheel on one of kubernetes.volumes, a requirement, or `image` if it has one"
-        errors.insert(0, UsageError(text, hint=hint))
-    if request.table.image is None:
+def _missing(request: LaunchRequest) -> Iterator[UsageError]:
+    """Yield an error for each thing without which pods cannot run or keep their results."""
+    config, command = request.table, request.command
+    folders, writable = _mounted(config), _mounted(config, writable=True)
+    if config.image is None:
         hint = "name the image of the pods, or give --cluster"
-        errors.insert(0, UsageError("kubernetes.image is not set", hint=hint))
-    return errors
+        yield UsageError("kubernetes.image is not set", hint=hint)
+    if config.install is None:
+        hint = "a wheel on one of kubernetes.volumes, a requirement, or `image` if it has one"
+        text = "kubernetes.install is not set: ssdctl must be installed in the pods"
+        yield UsageError(text, hint=hint)
+
+    option = "--dest" if command[0] == "download" else "--out"
+    output = request.run_folder if command[0] == "train" else last_value(command, option)
+    is_printed = output is None and command[0] not in ("train", "download")  # as evaluate's
+    path = posixpath.normpath(output or ".")
+    if not is_printed and not _is_in(path, writable):
+        example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
+        more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
+        yield UsageError(
+            f"{option} {output or '(its default)'} is not on a persistent volume and would be "
+            "deleted with the pods",
+            hint=f"for example {option} {example}{more}",
+        )
+
+    paths = dict(request.paths)
+    if paths and config.install is not None:
+        paths["kubernetes.install"] = config.install
+    for option, path in paths.items():
+        is_name = option in NAMED and ("://" in path or not FILE.search(path))
+        is_log = option == "--mllog"
+        # An image that has ssdctl may have the data too.
+        is_in_image = config.install == "image" and not is_log
+        if not is_name and not is_in_image and not _is_in(path, writable if is_log else folders):
+            yield _not_mounted(option, path, writable if is_log else folders)
 
 
-def _warnings(request: LaunchRequest) -> tuple[str, ...]:
-    """Return what the cluster may need in addition to the manifest."""
-    config, texts = request.table, []
+def _not_mounted(option: str, path: str, folders: list[str]) -> UsageError:
+    """Return the error for a file that is not in any of the folders of volumes."""
+    folder = path if option in ("--data", "--store") else posixpath.dirname(path)
+    folder, equals = posixpath.normpath(folder), "=" if option.startswith("kubernetes.") else " "
+    hints = []
+    if path.startswith("/") and folder.strip("/"):
+        hints.append(f"mount it by kubernetes.volumes=SOURCE:{folder}")
+    if folders:
+        hints.append(f"give its path in the pods: {option}{equals}{folders[0]}/...")
+    kind = "writable volume" if option == "--mllog" else "volume"
+    return UsageError(
+        f"{option}{equals}{path}: the pods have no {kind} there",
+        hint=", or ".join(hints) or "mount a volume: kubernetes.volumes=SOURCE:/work",
+    )
+
+
+def _mounted(config: Settings, *, writable: bool = False) -> list[str]:
+    """Return the folders at which volumes are mounted."""
+    mounts, _ = read_volumes(config.volumes)
+    return [m["mountPath"] for m in mounts if not (writable and m.get("readOnly"))]
+
+
+def _is_in(path: str, folders: list[str]) -> bool:
+    return any(f"{posixpath.normpath(path)}/".startswith(f"{folder}/") for folder in folders)
+
+
+def last_value(command: Words, option: str) -> str | None:
+    """Return the last value of an option in a command."""
+    value = None
+    for word, following in zip(command, [*command[1:], None], strict=True):
+        if word == option:
+            value = following
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def _warnings(request: LaunchRequest) -> Iterator[str]:
+    """Yield what the cluster may need in addition to the manifest."""
+    config = request.table
     torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
     if torch and (int(torch[1]), int(torch[2])) < OLDEST:
-        texts.append(
+        yield (
             f"the image has torch {torch[1]}.{torch[2]}, and ssdctl needs {OLDEST[0]}.{OLDEST[1]} "
             "or newer: Intel Gaudi software 1.21 or newer"
         )
     is_bound = request.device == "hpu" and request.count > 1
     if is_bound and request.config.cores_per_node is None:
-        texts.append("ranks are not bound to cores, whose number is unknown: give --cores-per-node")
-    labels = pairs("node_selector", config.node_selector)
-    if request.device == "xla" and (missing := [n for n in TPU_LABELS if n not in labels]):
+        yield "ranks are not bound to cores, whose number is unknown: give --cores-per-node"
+    missing = [label for label in TPU_LABELS if label not in pairs("node_selector", config)]
+    if request.device == "xla" and missing:
         named = " and ".join(missing)
-        texts.append(
-            f"kubernetes.node_selector does not name {named}: GKE needs it to start TPU pods"
-        )
-    volumes, data = read_volumes(config.volumes), request.paths.get("--data")
-    is_read_only = data is not None and volumes.has(data) and not volumes.has(data, writable=True)
+        yield f"kubernetes.node_selector does not name {named}: GKE needs it to start TPU pods"
+    data = request.paths.get("--data", "")
+    is_read_only = _is_in(data, _mounted(config)) and not _is_in(
+        data, _mounted(config, writable=True)
+    )
     if is_read_only and "--store" not in request.paths:
-        texts.append(
+        yield (
             f"{data} is on a read-only volume, and every job would index it again: prepare it once "
             "on another volume (--store DIR)"
         )
-    return tuple(texts)
 
 
 def _patch(path: Path) -> dict[str, Any]:
@@ -176,8 +237,8 @@ def _patch(path: Path) -> dict[str, Any]:
         raise unreadable(f"kubernetes.patch {path}", error, UsageError) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"kubernetes.patch {path}: is not YAML: {error}") from None
-    parts = patch.values() if isinstance(patch, dict) else [None]
-    if not all(isinstance(part, dict) for part in parts) or not set(patch) <= set(PATCHED):
+    is_mapping = isinstance(patch, dict) and all(isinstance(n, dict) for n in patch.values())
+    if not is_mapping or not set(patch) <= set(PATCHED):
         raise UsageError(
             f"kubernetes.patch {path}: has other keys than {', '.join(PATCHED)}",
             hint="spec and metadata are those of the pods, job is the spec of the job: "
@@ -187,9 +248,8 @@ def _patch(path: Path) -> dict[str, Any]:
 
 
 def require() -> None:
-    require_client(
-        ARGV[0], "install kubectl and log in to the cluster; --write FILE writes the manifest"
-    )
+    hint = "install kubectl and log in to the cluster; --write FILE writes the manifest"
+    require_program(ARGV[0], hint)
 
 
 def submit(plan: LaunchPlan) -> str:
@@ -206,10 +266,8 @@ def follow(job: str, plan: LaunchPlan, write: Write) -> int:
     """Write the output of the first rank until the job ends; return the job's exit code."""
     from ssdctl.launch._pods import PodFollower
 
-    is_indexed, end = _is_indexed(plan), cancel(job, plan)
-    return PodFollower(
-        job, _namespace(plan), is_indexed=is_indexed, cancel=end, write=write
-    ).follow()
+    end, is_indexed = cancel(job, plan), _is_indexed(plan)
+    return PodFollower(job, _namespace(plan), is_indexed, end, write).follow()
 
 
 def _is_indexed(plan: LaunchPlan) -> bool:
@@ -218,7 +276,7 @@ def _is_indexed(plan: LaunchPlan) -> bool:
 
 
 def _namespace(plan: LaunchPlan) -> str | None:
-    if plan.manifest is None:
-        return None
-    job = plan.manifest["items"][-1] if _is_indexed(plan) else plan.manifest
-    return job["metadata"].get("namespace")
+    job = plan.manifest or {"metadata": {}}
+    job = job["items"][-1] if "items" in job else job
+    name: str | None = job["metadata"].get("namespace")
+    return name

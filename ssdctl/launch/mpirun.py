@@ -8,26 +8,24 @@ and starts rank 0 on the first host of the host file; version 4 starts it on the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import ipaddress
 import re
-import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node
-from ssdctl.runtime.cores import BINDING_VARIABLE
+from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, require_program
+from ssdctl.runtime.hardware import BINDING_VARIABLE
 
 # On SIGTERM and SIGINT mpirun kills its ranks two seconds later, even while they save. It
 # forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` stops on that signal.
 # (On one node _run.py signals the ranks directly.)
 STOP_SIGNAL = signal.SIGUSR1
 MAX_HOSTFILE_BYTES = 16 << 20
-HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]{0,252}")  # as long as in DNS
+# A name as long as in DNS, or an IPv6 address; not NAME:SLOTS of other launchers.
+HOST = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,252}|(?=.*:.*:)[0-9A-Fa-f:.]{2,45}")
 SLOTS = re.compile(r"(?:slots|count|cpus?)\s*=\s*(\S*)", re.IGNORECASE)
 MAX_SLOTS = 65_536  # far more than a machine has, and far fewer than mpirun has memory for
 UNKNOWN_SOCKETS = 2  # of another machine: Gaudi nodes have two
@@ -45,12 +43,11 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def require() -> None:
-    if shutil.which("mpirun") is None:
-        raise UsageError(
-            "mpirun is not on PATH",
-            hint="install Open MPI (Debian: apt install openmpi-bin; Gaudi's images have it), "
-            "or use --launcher torchrun",
-        )
+    require_program(
+        "mpirun",
+        "install Open MPI (Debian: apt install openmpi-bin; Gaudi's images have it), "
+        "or use --launcher torchrun",
+    )
 
 
 def inspect(request: LaunchRequest) -> LaunchRequest:
@@ -116,7 +113,6 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         present = {**request.environment, **request.variables}
         for name in sorted(n for n in present if EXPORTED.fullmatch(n) or n in config.export_env):
             options += ["-x", name]  # by name: mpirun takes the value from its own environment
-
     return LaunchPlan(
         ("mpirun", *options, request.python, "-m", "ssdctl", *request.command),
         request.variables,
@@ -131,8 +127,7 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
 
 def _warnings(request: LaunchRequest) -> tuple[str, ...]:
     """Return what was assumed about the version of Open MPI and about the nodes."""
-    config, version = request.config, request.open_mpi
-    texts = []
+    config, version, texts = request.config, request.open_mpi, []
     if config.rank_by == "core" and version != 4:
         which = "an unknown version of Open MPI" if version is None else f"Open MPI {version}"
         texts.append(f"--rank-by core is not an option of {which}: ranks are ordered by slot")
@@ -205,29 +200,22 @@ def read_hosts(path: Path) -> tuple[str, ...]:
         raise unreadable(f"--hostfile {path}", error, UsageError) from None
     hosts: dict[str, None] = {}
     for number, line in enumerate(lines, start=1):
-        line = line.partition("#")[0]
-        words = line.split()
-        if not words:
+        host, *options = line.partition("#")[0].split() or [""]
+        if not host:
             continue
-        if not HOST.fullmatch(words[0]) or (":" in words[0] and not _is_ipv6(words[0])):
+        if not HOST.fullmatch(host):
             raise UsageError(
-                f"--hostfile {path}:{number}: {words[0][:60]!r} is not a host name",
+                f"--hostfile {path}:{number}: {host[:60]!r} is not a host name",
                 hint="one host per line, as NAME slots=8. The user name of ssh is set in "
                 "~/.ssh/config; scontrol show hostnames expands a list of Slurm",
             )
-        for slots in SLOTS.findall(line):
+        for slots in SLOTS.findall(" ".join(options)):
             if not re.fullmatch("[0-9]{1,9}", slots) or int(slots) > MAX_SLOTS:
                 raise UsageError(
                     f"--hostfile {path}:{number}: {slots[:20]!r} is not a number of slots up to "
                     f"{MAX_SLOTS:,}"
                 )
-        hosts[words[0]] = None
+        hosts[host] = None
     if not hosts:
         raise UsageError(f"--hostfile {path}: contains no host")
     return tuple(hosts)
-
-
-def _is_ipv6(word: str) -> bool:  # and not NAME:SLOTS of other launchers
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.IPv6Address(word))
-    return False

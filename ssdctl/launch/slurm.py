@@ -8,6 +8,7 @@ form of each is checked. Arguments of the user are quoted in the script's body.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shlex
 import time
@@ -18,8 +19,16 @@ from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.fields import Count, Section, setting
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
 from ssdctl.errors import ExitCode, UsageError
-from ssdctl.launch._engine import POLL_S, Write, query, require_client, submit_text
-from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node
+from ssdctl.launch.base import (
+    POLL_S,
+    LaunchPlan,
+    LaunchRequest,
+    Node,
+    Write,
+    query,
+    require_program,
+    submit_text,
+)
 
 SUBMIT = "sbatch"  # submits a written file
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
@@ -43,8 +52,17 @@ ASSUMED_CORES = (
 )
 START_S = 60  # imports and first reads; a signal before that saves nothing
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
-HEAD = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
-BODY = """\
+HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+RESUME = "command+=(--resume=auto)"
+SCRIPT = """\
+#!/usr/bin/env bash
+{directives}
+# Written by ssdctl launch.
+set -u
+{exports}export MASTER_ADDR
+MASTER_ADDR={head}
+command=({command})
+{resume_after_requeue}restarts={restarts}
 exits=$PWD/.ssdctl-$SLURM_JOB_ID  # where each task leaves its exit code
 export {variable}=$exits
 while :; do
@@ -60,21 +78,24 @@ while :; do
   restarts=$((restarts - 1))
   echo "starting again after exit code $code" >&2
 {resume}done
+{requeue}exit $code
 """
 REQUEUE = """\
 if [ $code -eq 75 ]; then  # saved before the time limit: queue the job again
   scontrol requeue "$SLURM_JOB_ID"
 fi
 """
+_name = functools.partial(setting, metavar="NAME")
+_more = functools.partial(setting, metavar="--OPTION,...")
 
 
 class Settings(Section, frozen=True):
     """The job that `launch --launcher slurm` submits."""
 
-    job_name: Annotated[str, setting("Job name", metavar="NAME")] = "ssdctl"
-    partition: Annotated[str | None, setting("Partition", metavar="NAME")] = None
-    account: Annotated[str | None, setting("Account to charge", metavar="NAME")] = None
-    qos: Annotated[str | None, setting("Quality of service", metavar="NAME")] = None
+    job_name: Annotated[str, _name("Job name")] = "ssdctl"
+    partition: Annotated[str | None, _name("Partition")] = None
+    account: Annotated[str | None, _name("Account to charge")] = None
+    qos: Annotated[str | None, _name("Quality of service")] = None
     constraint: Annotated[str | None, setting("Features of the nodes", metavar="LIST")] = None
     time: Annotated[
         str | None,
@@ -90,12 +111,8 @@ class Settings(Section, frozen=True):
         Count, setting("Seconds before the time limit to stop", metavar="S")
     ] = 300
     requeue: Annotated[bool, setting("Requeue a job that reached its time limit")] = True
-    options: Annotated[
-        tuple[str, ...], setting("More options for sbatch (--exclusive)", metavar="--OPTION,...")
-    ] = ()
-    srun_options: Annotated[
-        tuple[str, ...], setting("More options for srun (--mpi=none)", metavar="--OPTION,...")
-    ] = ()
+    options: Annotated[tuple[str, ...], _more("More options for sbatch (--exclusive)")] = ()
+    srun_options: Annotated[tuple[str, ...], _more("More options for srun (--mpi=none)")] = ()
 
 
 def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
@@ -104,45 +121,36 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         raise UsageError(
             "--launcher slurm does not support TPUs", hint="omit --launcher: torchrun starts them"
         )
-    ranks, config = request.ranks_per_node, request.config
-    _check_time(request.table)
+    ranks, config, slurm = request.ranks_per_node, request.config, request.table
+    _check_time(slurm)
     cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
     environment = dict(request.variables)
     if "OMP_NUM_THREADS" not in request.environment:
         environment["OMP_NUM_THREADS"] = str(cores)
-    command = (request.python, "-m", "ssdctl", *request.command)
     is_train = request.command[0] == "train"
-    resume = "command+=(--resume=auto)"
-    lines = [
-        "#!/usr/bin/env bash",
-        *(f"#SBATCH {option}" for option in _options(request, ranks, cores)),
-        "# Written by ssdctl launch.",
-        "set -u",
-        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
-        "export MASTER_ADDR",
-        "MASTER_ADDR=127.0.0.1" if config.nodes == 1 else f"MASTER_ADDR=$({HEAD})",
-        f"command=({shlex.join(command)})",
-    ]
-    if is_train:
-        lines.append(f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {resume}')
-    lines.append(f"restarts={config.restarts}")
-    options = [_checked("srun_options", option) for option in request.table.srun_options]
-    body = BODY.format(
+    requeued = f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {RESUME}\n'
+    srun_options = [shlex.quote(_checked("srun_options", option)) for option in slurm.srun_options]
+    text = SCRIPT.format(
+        directives="\n".join(f"#SBATCH {option}" for option in _directives(request, ranks, cores)),
+        exports="".join(f"export {k}={shlex.quote(v)}\n" for k, v in environment.items()),
+        head="127.0.0.1" if config.nodes == 1 else HEAD,
+        command=shlex.join((request.python, "-m", "ssdctl", *request.command)),
+        resume_after_requeue=requeued if is_train else "",
+        restarts=config.restarts,
         variable=EXITS_VARIABLE,
         python=shlex.quote(request.python),
         free_port=FREE_PORT,
-        options="".join(f"{shlex.quote(option)} " for option in options),
+        options="".join(f"{option} " for option in srun_options),
         cores=cores,
         count=request.count,
-        resume=f"  {resume}\n" if is_train else "",
+        resume=f"  {RESUME}\n" if is_train else "",
+        requeue=REQUEUE if slurm.requeue else "",
     )
-    requeue = REQUEUE if request.table.requeue else ""
-    text = "\n".join(lines) + "\n" + body + requeue + "exit $code\n"
     warnings = (ASSUMED_CORES,) if config.cores_per_node is None else ()
     return LaunchPlan(ARGV, {}, "slurm", request.count, config.nodes, text=text, warnings=warnings)
 
 
-def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
+def _directives(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
     slurm = request.table
     default = DEVICE_TYPES[request.device].slurm_gres or "none"
     gres = default if slurm.gres is None else slurm.gres
@@ -171,24 +179,20 @@ def _check_time(slurm: Settings) -> None:
     """Refuse a time limit that ends a job before it trains: it would be queued again and again."""
     if slurm.time is None or not slurm.requeue:
         return
-    seconds, minimum = _seconds(_checked("time", slurm.time)), slurm.signal_before + START_S
-    if seconds <= minimum:
+    # M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
+    days, dash, rest = _checked("time", slurm.time).rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts.insert(0, 0)  # no hours
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    limit = 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+    minimum = slurm.signal_before + START_S
+    if limit <= minimum:
         raise UsageError(
-            f"slurm.time: {slurm.time} is {seconds} s, and slurm.signal_before stops the ranks "
+            f"slurm.time: {slurm.time} is {limit} s, and slurm.signal_before stops the ranks "
             f"{slurm.signal_before} s before its end: nothing would be trained",
             hint=f"give at least {minimum // 60 + 1} minutes, or a smaller slurm.signal_before",
         )
-
-
-def _seconds(time: str) -> int:
-    """Return the seconds of Slurm's M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash or len(parts) == 3:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    else:
-        hours, minutes, seconds = 0, *(*parts, 0)[:2]
-    return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 
 def _checked(name: str, value: str) -> str:
@@ -198,7 +202,7 @@ def _checked(name: str, value: str) -> str:
 
 
 def require() -> None:
-    require_client(
+    require_program(
         "sbatch",
         "run this on a login node of the cluster; --write FILE writes the script for there",
     )
@@ -216,9 +220,12 @@ def follow(job: str, plan: LaunchPlan, write: Write) -> int:
     """Write the job's output until it ends; return its exit code."""
     position = 0
     while True:
-        fields = _fields(query("scontrol", "show", "job", "--oneliner", job))
-        position = _copy_new(Path(fields.get("StdOut", "")), position, write)
-        state = fields.get("JobState", "")
+        line = query("scontrol", "show", "job", "--oneliner", job).strip()
+        # NAME=VALUE fields, separated by blanks; values may contain blanks.
+        pairs = re.findall(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line)
+        fields = {"StdOut": "", "JobState": "", "ExitCode": "", **dict(pairs)}
+        position = _copy_new(Path(fields["StdOut"]), position, write)
+        state = fields["JobState"]
         if ENDED.match(state):
             break
         time.sleep(POLL_S)
@@ -226,14 +233,9 @@ def follow(job: str, plan: LaunchPlan, write: Write) -> int:
         return 0
     if state.startswith("CANCELLED"):
         return ExitCode.INTERRUPTED
-    match = re.match(r"\d{1,3}(?=:)", fields.get("ExitCode", ""))
-    code = int(match[0]) if match else ExitCode.BUG
-    return code if state == "FAILED" and code in PASSED_ON else ExitCode.DISTRIBUTED
-
-
-def _fields(line: str) -> dict[str, str]:
-    """Parse the NAME=VALUE fields of `scontrol --oneliner`; values may contain blanks."""
-    return {m[1]: m[2] for m in re.finditer(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line.strip())}
+    code = fields["ExitCode"].partition(":")[0]
+    is_own = state == "FAILED" and code in {str(int(own)) for own in PASSED_ON}
+    return int(code) if is_own else ExitCode.DISTRIBUTED
 
 
 def _copy_new(path: Path, position: int, write: Write) -> int:

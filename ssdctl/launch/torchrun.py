@@ -14,7 +14,7 @@ from typing import Any
 from ssdctl._version import __version__
 from ssdctl.distributed.addresses import address_for_peers
 from ssdctl.errors import UsageError
-from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node
+from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, make_plan, to_yaml
 from ssdctl.runtime.torch_compat import NUMA_BINDING, installed_version
 
 MODULE = "torch.distributed.run"
@@ -152,8 +152,6 @@ def _endpoint(request: LaunchRequest) -> str:
 
 def to_sky_task(request: LaunchRequest, node: Node) -> str:
     """Return a SkyPilot task as YAML; `sky launch --gpus H100:8 FILE` chooses the accelerators."""
-    from ssdctl.launch._pod_values import to_yaml
-
     if request.launcher != "torchrun":
         raise UsageError(
             f"a SkyPilot task starts torchrun, not {request.launcher}",
@@ -161,9 +159,8 @@ def to_sky_task(request: LaunchRequest, node: Node) -> str:
         )
     nodes = request.config.nodes
     variables = {"JOB_COMPLETION_INDEX": NODE_RANK, "MASTER_ADDR": FIRST_NODE} if nodes > 1 else {}
-    made = plan(
-        dataclasses.replace(request, python="python3", environment=variables, hosts=()), node
-    )
+    request = dataclasses.replace(request, python="python3", environment=variables, hosts=())
+    made = make_plan(request, node)
     environment = dict(made.environment)
     if request.config.cores_per_node is None:  # this machine's cores say nothing about theirs
         environment.pop("OMP_NUM_THREADS", None)

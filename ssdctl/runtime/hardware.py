@@ -1,14 +1,17 @@
-"""Find accelerators and RDMA adapters in sysfs, without opening any device. Torch-free."""
+"""Find accelerators and RDMA adapters in sysfs, without opening any device, and bind a rank to the
+cores next to its card. Torch-free."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ssdctl.runtime.system import read_text
+from ssdctl.runtime.system import SYSFS, physical_cores, read_text, usable_cpus
 
 SYS = Path("/sys")
 PROC = Path("/proc")
@@ -24,6 +27,9 @@ TPUS = {
     "0x006f": "TPU v6e",
     "0x0076": "TPU v7",
 }
+BINDING_VARIABLE = "_SSDCTL_BINDING"  # `none`: ranks keep the CPUs that they are started with
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+BINDS_GPUS = "TORCHELASTIC_RUN_ID"  # set by torchrun, which binds ranks next to their GPUs itself
 
 
 class Hardware(NamedTuple):
@@ -95,7 +101,7 @@ def numa_nodes_of_cards(device: str) -> dict[int, int]:
         return dict(sorted(nodes.items())) if visible in ("", "all") else {}
     chosen = [int(number) for number in visible.split(",")]
     is_known = set(chosen) <= nodes.keys()
-    return {place: nodes[n] for place, n in enumerate(chosen)} if is_known else {}
+    return {index: nodes[n] for index, n in enumerate(chosen)} if is_known else {}
 
 
 def cpus_of_numa_node(node: int) -> set[int]:
@@ -105,3 +111,44 @@ def cpus_of_numa_node(node: int) -> set[int]:
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         cpus |= set(range(int(first), int(last or first) + 1))
     return cpus
+
+
+def bind_to_card(device: str, local_rank: int, sysfs: Path = SYSFS) -> None:
+    """Bind this rank to its part of the cores next to its card, if the driver tells where that is.
+
+    The ranks of a node whose cards share a NUMA node get adjacent cores of it. Threads that exist
+    already keep theirs, so call it before any is started. Only `hpu` and `cuda` have cards next to
+    cores.
+    """
+    size = next((int(n) for v in LOCAL_SIZES if (n := os.environ.get(v, "")).isdigit()), 0)
+    is_bound = device == "cuda" and BINDS_GPUS in os.environ
+    if device not in ("hpu", "cuda") or is_bound or not size:
+        return
+    if os.environ.get(BINDING_VARIABLE) == "none" or not hasattr(os, "sched_setaffinity"):
+        return
+    if not (cpus := cpus_of_rank(numa_nodes_of_cards(device), local_rank, size, sysfs)):
+        return
+    before = set(usable_cpus())
+    with contextlib.suppress(OSError):  # none of them is in this process's cgroup
+        os.sched_setaffinity(0, cpus)
+        if len(usable_cpus()) < min(len(before), len(cpus)):
+            os.sched_setaffinity(0, before)
+
+
+def cpus_of_rank(
+    nodes: Mapping[int, int], local_rank: int, size: int, sysfs: Path = SYSFS
+) -> set[int]:
+    """Return the CPUs of one of `size` ranks; empty if they are unknown.
+
+    `nodes` has the NUMA node of each card, by its number, which is that of a rank.
+    """
+    if not set(range(size)) <= nodes.keys():
+        return set()
+    neighbors = [rank for rank in range(size) if nodes[rank] == nodes[local_rank]]
+    threads: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(cpus_of_numa_node(nodes[local_rank])):
+        (core,) = physical_cores([cpu], sysfs)[0]
+        threads.setdefault(core, []).append(cpu)
+    cores, index = list(threads.values()), neighbors.index(local_rank)
+    first, last = (len(cores) * n // len(neighbors) for n in (index, index + 1))
+    return {cpu for core in cores[first:last] for cpu in core}

@@ -1,20 +1,25 @@
-"""What the operating system grants: CPUs, limits, memory, cache folders. Torch-free.
+"""What the operating system grants (CPUs, limits, memory, cache folders), and the settings that the
+commands make for their process. Torch-free.
 
 Only Linux is tested. CPU affinity and /proc are absent on macOS: there the functions return that
-the answer is unknown.
+the answer is unknown. `ssdctl.load` makes no settings: they are the user's program's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import resource
 import stat
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+SYS = Path("/sys")
+PROC = Path("/proc")
+SYSFS = Path("/sys/devices/system/cpu")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, in /proc/cpuinfo
 UNLIMITED = resource.RLIM_INFINITY  # a limit that is not set
 RESERVED_FILES = 512  # for everything but the store
@@ -23,6 +28,19 @@ NETWORK_FILE_SYSTEMS = {
     *("afs", "9p", "fuse.sshfs", "fuse.glusterfs", "glusterfs", "wekafs"),
 }
 MOUNTS = Path("/proc/mounts")
+# malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+NEVER = 2**31 - 1
+STEP_BYTES = 64 << 20  # step of heap growth
+# If the user sets one of these, nothing is changed.
+USER_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "LD_PRELOAD")
+
+SWITCH_INTERVAL_S = 5e-5
+# If the user sets one of these, the number or the waiting of torch's threads is not changed.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+SPINS, FEW_SPINS = 10_000, 1_000  # tries before a thread sleeps; libgomp's default is 300,000
+BUSY = 2.0  # processes that are ready to run, per core of the machine
 
 
 def usable_cpus() -> Collection[int]:
@@ -30,6 +48,89 @@ def usable_cpus() -> Collection[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return range(os.cpu_count() or 1)
+
+
+def usable_cores(world_size: int = 1) -> int:
+    """Return how many threads of this process can run at the same time.
+
+    Its affinity mask and its CPU quota, rounded up, shared with the node's ranks if the run has
+    more than one.
+    """
+    cores, quota = len(usable_cpus()), cpu_quota()
+    if quota is not None:
+        cores = min(cores, math.ceil(quota))
+    if world_size > 1:
+        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # The cores that Slurm gave to a task; not every site binds the task to them.
+        cores = min(cores, int(os.environ.get("SLURM_CPUS_PER_TASK", cores)))
+    return max(cores, 1)
+
+
+def quota_cores() -> int | None:
+    """Return this process's CPU quota, rounded up; None if it has as many physical cores or fewer.
+
+    Libraries start a thread for each physical core of the affinity mask; they ignore the quota.
+    """
+    quota = cpu_quota()
+    if quota is None or math.ceil(quota) >= len(physical_cores(usable_cpus())[0]):
+        return None
+    return math.ceil(quota)
+
+
+def physical_cores(cpus: Collection[int], sysfs: Path = SYSFS) -> tuple[set[tuple[int, int]], bool]:
+    """Return socket and number of the cores of some CPUs, and whether the topology is known."""
+    cores, has_topology = set(), True
+    for cpu in cpus:
+        topology = sysfs / f"cpu{cpu}" / "topology"
+        try:
+            socket = int((topology / "physical_package_id").read_text())
+            cores.add((socket, int((topology / "core_id").read_text())))
+        except (OSError, ValueError):  # a VM without topology: each CPU is a core of one socket
+            cores.add((0, cpu))
+            has_topology = False
+    return cores, has_topology
+
+
+def cpu_quota(proc: Path = PROC, sys: Path = SYS) -> float | None:
+    """Return how many cores' time the cgroups of this process grant; None means all."""
+    quotas = []
+    for folder in _cgroups("cpu", proc, sys):
+        text = read_text(folder / "cpu.max")  # version 2: "200000 100000", or "max 100000"
+        version_1 = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        numbers = text.split() or list(version_1)
+        if len(numbers) == 2 and all(n.isdigit() and int(n) for n in numbers):  # not -1, max
+            quotas.append(int(numbers[0]) / int(numbers[1]))
+    return min(quotas, default=None)
+
+
+def memory_limit(proc: Path = PROC, sys: Path = SYS) -> int | None:
+    """Return the bytes of memory that the cgroups of this process grant; None means all."""
+    names = ("memory.max", "memory.limit_in_bytes")  # versions 2 and 1
+    texts = [read_text(folder / name) for folder in _cgroups("memory", proc, sys) for name in names]
+    return min((int(text) for text in texts if text.isdigit()), default=None)
+
+
+def memory_kills(proc: Path = PROC, sys: Path = SYS) -> int:
+    """Return how many processes of this process's cgroup were killed for their memory so far."""
+    for folder in _cgroups("memory", proc, sys):
+        for name in ("memory.events", "memory.oom_control"):  # versions 2 and 1
+            for line in read_text(folder / name).splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _cgroups(controller: str, proc: Path, sys: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and its parents."""
+    mount = sys / "fs/cgroup"
+    for line in read_text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = mount / controller if controllers else mount
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth])
 
 
 def resource_limit(name: str) -> tuple[int, int] | None:
@@ -131,3 +232,57 @@ def is_on_network(path: Path) -> bool:
         if len(folder) >= len(longest) and resolved.is_relative_to(folder):
             longest, kind = folder, fields[2]
     return kind in NETWORK_FILE_SYSTEMS
+
+
+def limit_threads(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Limit torch's threads to the CPU quota; call it before torch is loaded.
+
+    Threads beyond the quota are throttled together, often while one of them holds a lock.
+    """
+    quota = quota_cores()
+    if quota is not None and not any(name in environment for name in THREADS):
+        environment["OMP_NUM_THREADS"] = str(quota)
+
+
+def shorten_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let libgomp's threads sleep sooner while they wait; call it before torch is loaded.
+
+    After each operation a thread spins for milliseconds until the others are done. On a busy
+    machine the others are not running, and the spinning uses up the process's share of the cores:
+    sleeping sooner made training 2 to 5 times as fast. The shortest time costs some percent of the
+    speed of an idle machine, so only a machine that is busy at the start gets it
+    (benchmarks/RESULTS.md, "A busy machine"). Results do not change.
+    """
+    if any(name in environment for name in WAITING):
+        return
+    is_busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+    environment["GOMP_SPINCOUNT"] = str(FEW_SPINS if is_busy else SPINS)
+
+
+def tune_process() -> None:
+    """Keep freed memory and switch threads sooner, process-wide.
+
+    By default a thread that needs the interpreter waits up to 5 ms for another one, in which a
+    decode thread could have decoded an image.
+    """
+    keep_freed_memory()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
+    """Let malloc keep freed memory, process-wide; return whether it does (glibc only).
+
+    By default glibc returns the memory of a freed tensor of some megabytes to the system, and the
+    next step causes a page fault for each 4 KB of it. Every step needs the same memory; the peak
+    grows by some percent (benchmarks/RESULTS.md).
+    """
+    if any(name in environment for name in USER_SETTINGS):
+        return False
+    import ctypes  # late: every command imports this file
+
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another libc
+        return False
+    settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, NEVER), (M_TOP_PAD, STEP_BYTES))
+    return all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in settings)

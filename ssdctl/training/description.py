@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config import Config
-from ssdctl.config.sources import Kind
+from ssdctl.config.resolve import Kind
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.safe_text import listed

@@ -10,8 +10,8 @@ from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.config.render import values
+from ssdctl.config.resolve import Kind
 from ssdctl.config.settings import all_settings, with_current_keys
-from ssdctl.config.sources import Kind
 from ssdctl.data.classes import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError

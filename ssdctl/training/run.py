@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config, Resolved
 from ssdctl.config.render import snapshot
-from ssdctl.config.resolve import Settled
-from ssdctl.config.schema import SettledConfig
-from ssdctl.config.sources import Kind, Source
+from ssdctl.config.resolve import Kind, Settled, Source
+from ssdctl.config.settings import SettledConfig
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import run_dir

@@ -47,8 +47,8 @@ from ssdctl.runs.layout import run_dir
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
-from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress, without_progress
+from ssdctl.runtime.system import usable_cores
 from ssdctl.training.description import describe_run, warning_of_cut
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo

@@ -194,8 +194,8 @@ def test_images_without_objects_have_no_ap(cli: Cli, dataset: Path) -> None:
 
 
 def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdctl.cli.benchmark.TRAIN_IMAGES", 8)
-    monkeypatch.setattr("ssdctl.cli.benchmark.VAL_IMAGES", 1)
+    monkeypatch.setattr("ssdctl.cli.machine.TRAIN_IMAGES", 8)
+    monkeypatch.setattr("ssdctl.cli.machine.VAL_IMAGES", 1)
     monkeypatch.setattr("ssdctl.benchmark.data.TIMED_IMAGES", 4)
     monkeypatch.setattr("ssdctl.benchmark.data.BATCH_SIZE", 4)
     options = ("--gpu-rate", 1e6, "--gpus", 8)

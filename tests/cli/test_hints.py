@@ -13,8 +13,8 @@ from conftest import Cli
 
 @pytest.fixture
 def _nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = (Path("data/coco"), tmp_path / "absent")
-    monkeypatch.setattr("ssdctl.data.store_folder.DEFAULT_ROOTS", places)
+    roots = (Path("data/coco"), tmp_path / "absent")
+    monkeypatch.setattr("ssdctl.data.store_folder.DEFAULT_ROOTS", roots)
 
 
 @pytest.mark.usefixtures("_nowhere")

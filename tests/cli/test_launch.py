@@ -163,7 +163,7 @@ def test_wrong_commands_after_the_dashes_are_refused_before_the_launch(
 
 def test_the_end_of_a_failed_ranks_log_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks inherit the terminal; this is what launch itself prints of them."""
-    monkeypatch.setattr(_run, "run", lambda plan, **_: _run.JobOutcome(7, {1: 7, 0: 8}))
+    monkeypatch.setattr(_run, "run", lambda plan, **_: _run.JobOutcome(7, ([1], "failed")))
     log = Path("run/logs/rank-1.log")
     log.parent.mkdir(parents=True)
     log.write_text("--- rank 1, process 2\nlost \x1b]0;title\x07\x1b[2J\u202e\rerror: fake\n")

@@ -115,22 +115,6 @@ def test_options_without_the_same_meaning_are_refused_with_a_remedy(
     assert result.out == ""
 
 
-SEEDS = """
---data --epochs --batch-size --eval-batch-size --seed --evaluation --multistep --learning-rate
---momentum --weight-decay --warmup --num-workers --fp16 --local_rank --data_pipeline --bs
---nproc_per_node -d -e -b -s --model_dir --save_summary_steps --data_dir --resnet_checkpoint
---use_horovod --batch_size --dtype --save_checkpoints_epochs --np --mode --profile --steps
---num_steps --log_step_count_steps --save_checkpoints_steps --log-interval --val-interval
---use-hpu --hpu-lazy-mode --autocast --fake_data --allow-run-as-root --bind-to --map-by
-"""
-
-
-def test_every_documented_option_of_other_programs_is_handled(cli: Cli) -> None:
-    """As an option, an alias, or with a reason: never with a bare "No such option"."""
-    for flag in SEEDS.split():
-        assert "No such option" not in cli("launch", flag, "1", "--dry-run", "--json").err, flag
-
-
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
 @pytest.mark.parametrize("flag", ["--threshold", "--confidence", "--conf", "--iou"])
 def test_thresholds_have_the_names_of_other_detectors(cli: Cli, command: str, flag: str) -> None:

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from ssdctl.distributed.addresses import interface_for_peers, own_addresses, own_names
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 
 
 def test_own_names_and_addresses() -> None:
@@ -38,7 +38,7 @@ def test_between_machines_only_a_name_that_resolves_to_loopback_is_replaced(
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(48)))
     quota: list[float | None] = [None]
-    monkeypatch.setattr("ssdctl.runtime.cores.cpu_quota", lambda: quota[0])
+    monkeypatch.setattr("ssdctl.runtime.system.cpu_quota", lambda: quota[0])
     assert usable_cores(1) == 48
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert usable_cores(16) == 6

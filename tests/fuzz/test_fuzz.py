@@ -16,6 +16,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,7 +79,7 @@ def report_bugs(bugs: dict[str, Any]) -> str:
 @pytest.mark.filterwarnings("default")  # a command prints warnings, which is allowed
 def test_few_mutated_inputs(name: str, tmp_path: Path) -> None:
     outcome = Outcome(Counter(), {})
-    with TARGETS[name](tmp_path) as target:
+    with contextmanager(TARGETS[name])(tmp_path) as target:
         fuzz(target, EXAMPLES, outcome)
     assert outcome.ends.total() >= EXAMPLES
     assert not outcome.bugs, report_bugs(outcome.bugs)
@@ -91,7 +92,7 @@ def test_mutated_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     outcome = Outcome(Counter(), {})
     limit = time.monotonic() + SECONDS
     seed = time.time_ns()
-    with TARGETS[name](tmp_path) as target:
+    with contextmanager(TARGETS[name])(tmp_path) as target:
         fuzz(target, ROUND, outcome, seed=seed)
         gc.collect()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

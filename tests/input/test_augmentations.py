@@ -24,10 +24,8 @@ from PIL import Image
 import ssdctl
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, whole
-from ssdctl.input.counter_rng import uniform
-from ssdctl.input.loader import TrainLoader
-from ssdctl.input.resize import FILL_RGB, resize_crop
+from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, uniform, whole
+from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 
 Cli = Callable[..., Result]
@@ -241,8 +239,7 @@ def test_batches_have_filled_borders(split: Split) -> None:
 SHOW_FLIPS = """
 import sys
 from pathlib import Path
-from ssdctl.config.resolve import Override, resolve
-from ssdctl.config.sources import ASSIGNMENT
+from ssdctl.config.resolve import ASSIGNMENT, Override, resolve
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 split = open_dataset(Path(sys.argv[1]), Path(sys.argv[2]))["train"]

@@ -14,8 +14,7 @@ from launch.open_mpi import MPIRUNS, environment_for
 from launch.plans import plan_for
 
 from ssdctl.runtime import hardware
-from ssdctl.runtime.cores import cpus_of_rank
-from ssdctl.runtime.hardware import numa_nodes_of_cards
+from ssdctl.runtime.hardware import cpus_of_rank, numa_nodes_of_cards
 
 TWO_SOCKETS = {"HWLOC_SYNTHETIC": "pack:2 numa:1 core:24 pu:2", "HWLOC_THISSYSTEM": "1"}
 
@@ -97,11 +96,11 @@ def test_a_part_of_the_cards(gaudi_node: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_rank_binds_itself(gaudi_node: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from ssdctl.runtime import cores, hardware\n"
+        "from ssdctl.runtime import hardware\n"
         "hardware.SYS = Path(sys.argv[1])\n"
         "first = min(os.sched_getaffinity(0))\n"
         "os.sched_setaffinity(0, {first})\n"
-        "cores.bind_to_card('hpu', 0); print(sorted(os.sched_getaffinity(0)))\n"
+        "hardware.bind_to_card('hpu', 0); print(sorted(os.sched_getaffinity(0)))\n"
     )
     cpus = sorted(os.sched_getaffinity(0))[:2]
     text = ",".join(map(str, cpus))

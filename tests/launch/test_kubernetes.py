@@ -25,8 +25,7 @@ from launch import plans
 from launch.plans import ARGUMENTS, TEXT
 
 from ssdctl.errors import UsageError
-from ssdctl.launch._pod_values import PLAIN
-from ssdctl.launch.base import LaunchPlan
+from ssdctl.launch.base import PLAIN, LaunchPlan
 from ssdctl.launch.kubernetes import Settings
 
 Cli = Callable[..., Result]

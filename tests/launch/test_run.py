@@ -14,7 +14,7 @@ from ssdctl.errors import UsageError
 from ssdctl.launch import _run
 from ssdctl.launch.base import LaunchPlan
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
-from ssdctl.runtime.cores import memory_kills
+from ssdctl.runtime.system import memory_kills
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,15 @@ def test_a_port_in_use_is_not_chosen() -> None:
 @pytest.mark.parametrize(
     ("arguments", "ranks", "words"),
     [
-        (({1: 8, 0: 3}, 2, None), [0], "exit code 3"),
-        (({1: 8, 0: 3}, 2, 1), [0], "exit code 3"),
-        (({0: 8, 2: 8}, 3, None), [1], "died or hung"),
-        (({}, 3, 2), [2], "died or hung"),
-        (({0: 8}, None, None), [0], "the first to report"),
-        (({}, 2, None), None, ""),
-        (({0: 0, 1: 0}, 2, None), None, ""),
+        ((3, {1: 8, 0: 3}, 2, None), [0], "exit code 3"),
+        ((3, {1: 8, 0: 3}, 2, 1), [0], "exit code 3"),
+        ((8, {0: 8, 2: 8}, 3, None), [1], "died or hung"),
+        ((8, {}, 3, 2), [2], "died or hung"),
+        ((8, {0: 8}, 2, None, True), [1], "memory"),
+        ((8, {0: 8}, None, None), [0], "the first to report"),
+        ((8, {}, 2, None), None, ""),
+        ((8, {0: 0, 1: 0}, 2, None), None, ""),
+        ((75, {0: 75}, 2, None), None, ""),
     ],
 )
 def test_the_rank_that_failed(arguments: Any, ranks: list[int] | None, words: str) -> None:
@@ -83,9 +85,6 @@ def test_ranks_are_ordered_by_the_time_of_their_end(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_was_killed_for_its_memory(tmp_path: Path) -> None:
-    failure = first_failure({0: 8}, 2, is_out_of_memory=True)
-    assert failure is not None
-    assert (failure[0], "memory" in failure[1]) == ([1], True)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
     (tmp_path / "sys/fs/cgroup/job").mkdir(parents=True)

@@ -32,5 +32,8 @@ def test_a_task_runs_torchrun_on_every_node(
     assert (static <= set(argv)) == (nodes == 2)
 
 
-def test_only_torchrun_is_started_there(cli: Callable[..., Any], tmp_path: Path) -> None:
-    assert cli("launch", "--hpus", 8, "--write", tmp_path / "job.sky.yaml").code == 2
+@pytest.mark.parametrize("words", [["--hpus", 8], ["--gpus", 3, "--nodes", 2]])
+def test_what_a_task_cannot_start(
+    cli: Callable[..., Any], tmp_path: Path, words: list[Any]
+) -> None:
+    assert cli("launch", *words, "--write", tmp_path / "job.sky.yaml").code == 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.runs.layout import RunDir
 
 WRITES = os.O_EXCL | os.O_APPEND | os.O_TRUNC  # else it is a lock file, which stays empty
-SIZES_KB = (16, 64, 256, 1024, 2048, 4096)
 
 
 class FullDisk:
@@ -82,24 +80,20 @@ def check_each_write(
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "mlperf"])
-def test_export(
-    kind: str, checkpoint: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export CHECKPOINT --format safetensors",
+        "export CHECKPOINT --format mlperf",
+        pytest.param("report RUN", marks=pytest.mark.slow(in_ci=True)),
+    ],
+)
+def test_a_command_that_writes_a_file(
+    command: str, tiny_run: Path, checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    paths = check_each_write(
-        lambda: cli("export", checkpoint, "--format", kind, "--out", out / "a"), out, monkeypatch
-    )
-    assert paths
-
-
-@pytest.mark.slow(in_ci=True)
-def test_report(tiny_run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    paths = check_each_write(
-        lambda: cli("report", tiny_run, "--out", out / "page.html"), out, monkeypatch
-    )
-    assert paths
+    names = {"RUN": tiny_run, "CHECKPOINT": checkpoint}
+    words = [names.get(word, word) for word in command.split()]
+    assert check_each_write(lambda: cli(*words, "--out", "out/a"), Path("out"), monkeypatch)
 
 
 def test_prepare(shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,38 +111,3 @@ def test_train(shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.Monke
     paths = check_each_write(lambda: cli(*train), out, monkeypatch)
     assert {p.name for p in paths} >= {"metrics.jsonl"}
     assert load_checkpoint(RunDir(out).last).step == 2
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
-@pytest.mark.parametrize("command", ["train", "export", "report"])
-def test_a_small_file_system(
-    command: str, shapes: Path, checkpoint: Path, tiny_run: Path, tmp_path: Path, cli: Cli
-) -> None:
-    """A tmpfs of growing size: exit 6 until everything fits, then 0."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    commands = {
-        "train": ("train", "--data", shapes, "--out", disk / "run", "--steps", 2, *TINY_RUN.split()),
-        "export": ("export", checkpoint, "--format", "safetensors", "--out", disk / "a.safetensors"),
-        "report": ("report", tiny_run, "--out", disk / "page.html"),
-    }  # fmt: skip
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SIZES_KB[0]}k", "none", disk], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("this container may not mount")
-    codes = []
-    try:
-        for size in (*SIZES_KB, 200_000):
-            subprocess.run(["mount", "-o", f"remount,size={size}k", disk], check=True)
-            result = cli(*commands[command])
-            codes.append(result.code)
-            assert "Traceback" not in result.err
-            assert result.code in (0, 6), result.err
-            temporaries = [p for p in disk.rglob("*") if p.name.endswith(files.TEMPORARY_SUFFIX)]
-            assert not temporaries
-    finally:
-        subprocess.run(["umount", disk], check=True)
-    assert codes[0] == 6
-    assert codes[-1] == 0

@@ -10,9 +10,8 @@ import pytest
 from conftest import Result
 
 from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, to_snapshot_toml
-from ssdctl.config.resolve import Override, read_toml, resolve
+from ssdctl.config.resolve import Override, of_call, read_toml, resolve
 from ssdctl.config.settings import all_settings
-from ssdctl.config.sources import of_call
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment, open_run
 from ssdctl.runs.reader import read_run

@@ -16,8 +16,7 @@ from conftest import Result
 
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.config.resolve import Override, Resolved, Settled, resolve
-from ssdctl.config.sources import Kind, of_call
+from ssdctl.config.resolve import Kind, Override, Resolved, Settled, of_call, resolve
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
 from ssdctl.training.run import Network, adapt_to_data, finalize

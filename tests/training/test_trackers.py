@@ -19,8 +19,7 @@ from helpers import install_package
 from numpy.typing import NDArray
 
 from ssdctl.config import Config
-from ssdctl.config.resolve import Override, resolve
-from ssdctl.config.sources import of_call
+from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment, open_run

@@ -115,7 +115,7 @@ def test_a_gpu_that_torch_cannot_use(run_doctor: RunDoctor, machine: Machine) ->
     machine.program("nvidia-smi", "echo 'cannot talk to the driver'; exit 9")
     code, checks = run_doctor()
     assert code == 0
-    expect(checks["cuda"], "warn", "1 GPU(s)", "no driver", "driver: cannot talk", "install")
+    expect(checks["cuda"], "warn", "1 GPU(s)", "no driver", "nvidia-smi: cannot talk", "install")
     assert run_doctor("--set", "train.device=cuda")[0] == 2
     machine.torch_says(**RECORDED | {"cuda_build": None})
     expect(run_doctor()[1]["cuda"], "warn", "built for CUDA")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ssdctl.config.resolve import Override, resolve
-from ssdctl.config.sources import of_call
+from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.runs.layout import run_dir
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.runtime.cores import cpu_quota, memory_limit
+from ssdctl.runtime.system import cpu_quota, memory_limit
 
 Run = Callable[..., str]
 PROGRAM = """
 import contextlib, os, sys
 from pathlib import Path
-from ssdctl.runtime import cores
+from ssdctl.runtime import system
 folder = Path(sys.argv[1])
-cores.cpu_quota.__defaults__ = (folder / "proc", folder / "sys")
+system.cpu_quota.__defaults__ = (folder / "proc", folder / "sys")
 os.sched_getaffinity = lambda _: set(range(64))
 """
 

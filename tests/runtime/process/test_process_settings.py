@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from ssdctl.runtime.process_settings import keep_freed_memory
+from ssdctl.runtime.system import keep_freed_memory
 
 SCRIPT = """
 import resource, sys
-from ssdctl.runtime.process_settings import keep_freed_memory, tune_process
+from ssdctl.runtime.system import keep_freed_memory, tune_process
 
 before = sys.getswitchinterval()
 if sys.argv[1] == "keep":

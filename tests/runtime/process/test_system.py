@@ -52,7 +52,7 @@ def test_cores_without_affinity() -> None:
         """
 from ssdctl.launch.base import read_node
 from ssdctl.runtime import system
-from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import usable_cores
 assert len(system.usable_cpus()) == os.cpu_count()
 assert usable_cores() >= 1 and read_node().cores >= 1
 """

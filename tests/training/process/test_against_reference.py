@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import resolve
-from ssdctl.config.resolve import Override
-from ssdctl.config.sources import of_call
+from ssdctl.config.resolve import Override, of_call
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
