@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 from torchvision.models.resnet import BasicBlock
 
-Cli = Callable[..., Result]
 DIVISOR = 8  # ResNet-18's channels by this: the backbone `tiny`
 CLASSES = 6  # the shapes dataset's with background; 81 in NVIDIA's program
 BASE_LR, MOMENTUM, WEIGHT_DECAY = 2.6e-3, 0.9, 5e-4
