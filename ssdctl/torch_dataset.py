@@ -107,7 +107,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         try:
             pixels = torch.from_numpy(split.decode(row).copy())
         except ImageError as error:
-            raise DataError(f"{split.place(row)}: {error}") from None
+            raise DataError(f"{split.location(row)}: {error}") from None
         height, width = pixels.shape[:2]
         span = slice(split.starts[row], split.starts[row + 1])
         boxes = torch.tensor(split.boxes[span]) * torch.tensor([width, height] * 2)
@@ -129,7 +129,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         samples = draw_samples(split, _OneSample(row, epoch), config, 0, 1)
         pixels = np.empty((1, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
         if problem := decode_sample(split, samples, 0, pixels[0]):
-            raise DataError(f"{split.place(row)}: {problem}")
+            raise DataError(f"{split.location(row)}: {problem}")
         batch = as_batch(samples, torch.from_numpy(pixels))
         image = COLORS(batch.images, batch.jitter)[0].clamp(0, 1)
         is_real = batch.labels[0] > 0

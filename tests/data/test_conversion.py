@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check_jobs
 from ssdctl.data.annotations import (
-    AUTOMATIC,
     Annotations,
     Conversion,
     LabeledBox,
@@ -99,6 +98,7 @@ def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path:
 
 def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     own = '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
+    own += '[made]\nsource = "coco"\n'  # of version 0.1, ignored
     (undivided / "dataset.toml").write_text(own)
     with pytest.raises(UsageError, match=r"dataset\.toml exists"):
         read_dataset(undivided, Conversion("voc"))
@@ -198,26 +198,3 @@ def test_a_packed_store_of_the_version_before_is_taken_over(
     again = prepare(undivided, store, config)
     assert again.unchanged or not has_images
     assert again.splits[0].findings == first.splits[0].findings
-
-
-def test_a_folder_in_which_the_version_before_wrote_annotations(undivided: Path) -> None:
-    """Its dataset.toml with [made] is read as it is; other options start from the originals."""
-    path = undivided / "annotations/instances_train2017.json"
-    document = json.loads(path.read_text())
-    for split, images in (("train", document["images"][:20]), ("val", document["images"][20:])):
-        ids = {i["id"] for i in images}
-        objects = [a for a in document["annotations"] if a["image_id"] in ids]
-        part = {**document, "images": images, "annotations": objects}
-        (undivided / f"annotations/ssdctl_{split}-01234567.json").write_text(json.dumps(part))
-    lines = ['[made]\nsource = "coco"\nsplit = 0.83\n']
-    for split in ("train", "val"):
-        annotations = f"annotations/ssdctl_{split}-01234567.json"
-        lines.append(f'[{split}]\nimages = "train2017"\nannotations = "{annotations}"\n')
-    (undivided / "dataset.toml").write_text("\n".join(lines))
-    before = files_below(undivided)
-    names = names_of(undivided, AUTOMATIC)
-    assert (len(names["train"]), len(names["val"])) == (20, 4)
-    names = names_of(undivided, Conversion(split=0.5))
-    assert (len(names["train"]), len(names["val"])) == (12, 12)
-    prepare(undivided, undivided / "prepared", INDEX_ONLY, Conversion(split=0.5))
-    assert files_below(undivided) == before

@@ -93,7 +93,7 @@ def check_against_pycocotools(folder: Path, case: Case) -> None:
 
 def index_of(path: Path) -> Path:
     """Write the index of an annotation file, without its images."""
-    part = coco.read_files({"val": SplitFiles(path.parent, path)})["val"]
+    part = coco.read_files({"val": SplitFiles([path.parent], path)})["val"]
     count = len(part.file_names)
     files = np.ones(count, np.bool_), FingerprintColumns(*np.zeros((3, count), np.int64))
     made = Made("coco", Conversion(), Labels(""), ["val"], "")

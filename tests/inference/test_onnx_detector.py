@@ -135,7 +135,7 @@ def infinite_scores(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "subject"),
     [
-        (lambda model: model.ClearField("metadata_props"), 5, "category_ids"),  # another program's
+        (lambda model: model.ClearField("metadata_props"), 5, "metadata"),  # another program's
         (metadata("classes", '["a"]'), 5, "classes"),
         (metadata("classes", "[" * 5000), 5, "metadata"),
         (metadata("category_ids", '["x"]'), 5, "category_ids"),

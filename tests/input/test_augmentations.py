@@ -24,10 +24,8 @@ from PIL import Image
 import ssdctl
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, whole
-from ssdctl.input.counter_rng import uniform
-from ssdctl.input.loader import TrainLoader
-from ssdctl.input.resize import FILL_RGB, resize_crop
+from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, uniform, whole
+from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 
 WHOLE = [0.0, 0.0, 1.0, 1.0]
