@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Result
+from conftest import Cli, Result
 from data.formats import exports
 
 from ssdctl.config import DataConfig, PrepareConfig
@@ -26,9 +26,6 @@ from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
 
 TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
-
-
-Cli = Callable[..., Result]
 
 
 def prepared(cli: Cli, data: object, *options: object) -> Result:
