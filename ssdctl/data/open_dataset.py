@@ -131,11 +131,11 @@ def _refuse_changed(root: Path, folder: Path, split: str) -> None:
     metadata = index.read_metadata(folder, split)
     if metadata is None or metadata.packed:
         return
-    images = image_folder(root, metadata)
-    require_image_folder(images, split, Path(metadata.origin))
-    if changed := changed_images(images, *index.read_fingerprints(folder, split, MAX_CHECKED)):
+    source, images = image_folder(root, metadata), index.read_images(folder, split, MAX_CHECKED)
+    require_image_folder(source, split, Path(metadata.origin))
+    if changed := changed_images(source, images.names, images.fingerprints):
         raise DataError(
-            f"{images}: {len(changed)} images are missing or changed since {folder} was "
+            f"{source}: {len(changed)} images are missing or changed since {folder} was "
             f"prepared: {', '.join(changed[:MAX_NAMED])}",
             hint="put them back, or run ssdctl prepare again with the same options",
         )

@@ -86,9 +86,9 @@ class Split(NamedTuple):
             return self.images.read_pixels(row, (width, height))
         return decode(self.images.read(row), (width, height), rows)
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return where the encoded image of a row is, for messages."""
-        return self.images.place(row)
+        return self.images.location(row)
 
 
 class ImageFiles(NamedTuple):
@@ -105,7 +105,7 @@ class ImageFiles(NamedTuple):
         except OSError as error:
             raise unreadable(path, error) from None
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return str(self.path(row))
 
 
@@ -171,7 +171,9 @@ class PackedImages:
     def _span(self, row: int) -> tuple[_Shard, int, int]:
         start, end = self._spans[row].tolist()
         if start == end:
-            raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
+            raise DataError(
+                f"{self.location(row)}: has no image", hint="run ssdctl prepare --force"
+            )
         return self._shards[self._shard_number(row)], start, end
 
     def _require(self, is_complete: bool, path: Path) -> None:
@@ -181,7 +183,7 @@ class PackedImages:
                 hint="run ssdctl prepare --force, then the same command again",
             )
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         number = self._shard_number(row)
         return f"{self._shards[number].path}, row {row - self._first_rows[number]}"
 
@@ -197,13 +199,8 @@ class _Shard(NamedTuple):
 
 def _image_spans(path: Path, mapped: mmap.mmap, num_rows: int) -> NDArray[np.int64]:
     """Return where each image of a shard starts and ends in the file (N x 2)."""
-    try:
-        content = pa.py_buffer(mapped)
-        table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise index.damaged(path, error) from None
-    index.check_columns(table, index.SHARD_COLUMNS, path)
+    content = pa.py_buffer(mapped)
+    table = index.read_table(path, index.SHARD_COLUMNS, pa.BufferReader(content))
     if table.num_rows != num_rows:
         raise DataError(f"{path}: {table.num_rows} rows, not {num_rows}")
     spans = [np.empty((0, 2), np.int64)]

@@ -82,9 +82,9 @@ def test_an_image_has_a_place_that_a_message_can_name(dataset: Path, store: Path
     prepare(dataset, store / "packed")
     files, packed = (open_split(dataset, store / name, "train") for name in ("files", "packed"))
     image = dataset / "train2017/000000000003.jpg"
-    assert files.place(2) == str(image)
+    assert files.location(2) == str(image)
     (shard,) = (store / "packed").glob("images-train-*")
-    assert packed.place(2) == f"{shard}, row 2"
+    assert packed.location(2) == f"{shard}, row 2"
     image.unlink()
     with pytest.raises(DataError, match=image.name):
         files.read(2)

@@ -7,14 +7,14 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
-from conftest import Result
+from conftest import Cli
 from helpers import install_package
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,13 +24,10 @@ from PIL import Image
 import ssdctl
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, whole
-from ssdctl.input.counter_rng import uniform
-from ssdctl.input.loader import TrainLoader
-from ssdctl.input.resize import FILL_RGB, resize_crop
+from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, uniform, whole
+from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 
-Cli = Callable[..., Result]
 WHOLE = [0.0, 0.0, 1.0, 1.0]
 SCENES: dict[str, list[reference.Box]] = {
     "small": [(0.42, 0.55, 0.5, 0.62)],

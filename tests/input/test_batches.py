@@ -51,7 +51,7 @@ def copied(dataset: Path, tmp_path: Path) -> Split:
 @pytest.fixture
 def damaged(copied: Split) -> Split:
     """A prepared dataset of which three images went bad afterwards: cut, replaced, lost."""
-    cut, page, lost = (Path(copied.place(int(row))) for row in copied.trainable[[2, 9, 15]])
+    cut, page, lost = (Path(copied.location(int(row))) for row in copied.trainable[[2, 9, 15]])
     cut.write_bytes(cut.read_bytes()[:3000])
     page.write_bytes(b"<html>not found</html>")
     lost.unlink()
@@ -213,7 +213,7 @@ def test_evaluation_sees_every_image_once_in_order(splits: dict[str, Split]) -> 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff\xe0 cut", b"<html>", None])
 def test_images_that_all_went_bad_are_named(copied: Split, content: bytes | None) -> None:
-    paths = [Path(copied.place(int(row))) for row in copied.trainable]
+    paths = [Path(copied.location(int(row))) for row in copied.trainable]
     for path in paths:
         path.unlink() if content is None else path.write_bytes(content)
     if content is not None:
@@ -228,7 +228,7 @@ def test_images_that_all_went_bad_are_named(copied: Split, content: bytes | None
 def test_an_image_that_the_system_refuses_is_replaced_and_not_scored(
     copied: Split, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    refused = Path(copied.place(int(copied.trainable[2])))
+    refused = Path(copied.location(int(copied.trainable[2])))
     read_bytes = Path.read_bytes
 
     def refuse(path: Path) -> bytes:
@@ -257,7 +257,7 @@ def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
             assert row == next(r for r in order[start + slot :] if int(r) not in bad_rows)
     met = [bad for batch in complete for bad in batch.bad]
     assert {bad.image_id for bad in met} == set(damaged.image_ids[list(bad_rows)].tolist())
-    assert all(bad.problem and bad.file == damaged.place(bad.image_id - 1) for bad in met)
+    assert all(bad.problem and bad.file == damaged.location(bad.image_id - 1) for bad in met)
     for threads in (1, 5):
         plan = PLAN._replace(threads=threads)
         assert_same(complete, read_batches(damaged, plan, 0, 12, pipeline))

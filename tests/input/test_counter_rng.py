@@ -7,7 +7,7 @@ import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.input.counter_rng import hashed, uniform
+from ssdctl.input.augmentations import hashed, uniform
 
 KEYS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=6)
 

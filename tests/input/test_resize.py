@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ssdctl.input.resize import resize, resize_crop
+from ssdctl.input.loader import resize, resize_crop
 
 
 def noise_image(width: int, height: int, seed: int) -> Image.Image:
