@@ -26,8 +26,8 @@ from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.exporting import nvidia
 from ssdctl.exporting.deployed import (
-    Comparison,
     Deployed,
+    Differences,
     ExportOptions,
     Images,
     Reference,
@@ -128,19 +128,18 @@ def export_graph(
         RUNTIMES[kind],
         len(images),
         source,
-        found.box_difference,
-        found.score_difference,
+        found["box_difference"],
+        found["score_difference"],
     )
-    if found.default_precision is not None:
+    if kind == "openvino":
         log.info(
             "with OpenVINO's default precision on this CPU (%s): boxes %.1g of the image size, "
             "scores %.1g; the agreement above is that of INFERENCE_PRECISION_HINT f32",
-            found.default_precision,
-            found.default_box_difference,
-            found.default_score_difference,
+            found["default_precision"],
+            found["default_box_difference"],
+            found["default_score_difference"],
         )
-    differences = {key: value for key, value in found._asdict().items() if value is not None}
-    return {"fp16": options.is_fp16, "pictures": len(images), **differences}
+    return {"fp16": options.is_fp16, "pictures": len(images), **found}
 
 
 def export_int8(
@@ -155,22 +154,22 @@ def export_int8(
 ) -> dict[str, Any]:
     """Write an int8 ONNX file that loses little AP; return what it costs. Errors: `int8_model`."""
     images = training_images(*dataset_folders(config.data), num_images)
-    quantized = int8_model(
+    content, heads, costs = int8_model(
         checkpoint, options, images, config, max_ap_loss=max_ap_loss, progress=progress
     )
-    write_bytes(target, quantized.content)
-    for name, cost in (("fp32", quantized.before), ("int8", quantized.after)):
+    write_bytes(target, content)
+    for name, cost in zip(("fp32", "int8"), costs.values(), strict=True):
         log.info(
             "%s: AP %.4f, %.1f MB, %.1f ms a call", name, cost.ap, cost.size / 1e6, cost.latency_ms
         )
-    log.info("ranges from %d images; heads in %s", len(images), quantized.heads)
-    costs = {"before": quantized.before._asdict(), "after": quantized.after._asdict()}
-    return {"heads": quantized.heads, "pictures": len(images), **costs}
+    log.info("ranges from %d images; heads in %s", len(images), heads)
+    figures = {name: cost._asdict() for name, cost in costs.items()}
+    return {"heads": heads, "pictures": len(images), **figures}
 
 
 def pt2_program(
     checkpoint: Checkpoint, images: Images, options: ExportOptions
-) -> tuple[bytes, Comparison]:
+) -> tuple[bytes, Differences]:
     """Return the network as a `.pt2` file; compared with PyTorch after it is loaded again.
 
     The description of the detector is the extra file `ssdctl.json`.
@@ -189,10 +188,10 @@ def pt2_program(
     file.seek(0)
     loaded = torch.export.load(file).module()
     reference = Reference(checkpoint, images, options, "torch.export")
-    comparison = reference.check_outputs(
-        lambda part: [output.numpy() for output in loaded(torch.from_numpy(part))]
+    differences = reference.check_outputs(
+        lambda images: [output.numpy() for output in loaded(torch.from_numpy(images))]
     )
-    return file.getvalue(), comparison
+    return file.getvalue(), differences
 
 
 def images_of(root: Path, store: Path) -> tuple[Images, str]:
@@ -227,8 +226,8 @@ def dataset_images(
             splits = open_splits(root, store)
         except DataError:
             read = annotations_of(root, store)
-            part = next(read[name] for name in names if name in read)
-            sources: Iterator[Any] = (part.folder / name for name in sorted(part.file_names))
+            own = next(read[name] for name in names if name in read)
+            sources: Iterator[Any] = (own.folder / name for name in sorted(own.file_names))
         else:
             split = next(splits[name] for name in names if name in splits)
             rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))

@@ -37,15 +37,6 @@ class Cost(NamedTuple):
     latency_ms: float  # a call without NMS, on the graph's batch or one image
 
 
-class Quantized(NamedTuple):
-    """An int8 file, and what quantization changed."""
-
-    content: bytes
-    heads: str  # int8 or fp32
-    before: Cost
-    after: Cost
-
-
 def int8_model(
     checkpoint: Checkpoint,
     options: ExportOptions,
@@ -54,10 +45,13 @@ def int8_model(
     *,
     max_ap_loss: float,
     progress: Progress,
-) -> Quantized:
+) -> tuple[bytes, str, dict[str, Cost]]:
     """Return an int8 file that loses at most `max_ap_loss`, with heads in fp32 if necessary.
 
     The calibration images, (P, 300, 300, 3), give the ranges of the activations.
+
+    Returns:
+        The file, the precision of its heads, and the cost `before` and `after`.
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
@@ -92,7 +86,7 @@ def int8_model(
             if options.has_nms:
                 quantized = onnx.with_nms(quantized, checkpoint, options)
             content = onnx.with_metadata(quantized, checkpoint, options)
-            return Quantized(content, heads, before, after)
+            return content, heads, {"before": before, "after": after}
     raise IntegrityError(
         f"int8 lowers the AP from {before.ap:.4f} to {after.ap:.4f}, by more than {max_ap_loss}; "
         "nothing was written",

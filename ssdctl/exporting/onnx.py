@@ -18,8 +18,8 @@ from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES, InputConvention, OnnxDescription
 from ssdctl.errors import missing_package
 from ssdctl.exporting.deployed import (
-    Comparison,
     Deployed,
+    Differences,
     ExportOptions,
     Images,
     Reference,
@@ -102,7 +102,7 @@ nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] al
 
 def onnx_model(
     checkpoint: Checkpoint, images: Images, options: ExportOptions
-) -> tuple[bytes, Comparison]:
+) -> tuple[bytes, Differences]:
     """Return a checkpoint's network as an ONNX file that gives PyTorch's outputs on the images.
 
     Raises:
@@ -113,12 +113,12 @@ def onnx_model(
     require_onnx()
     reference = Reference(checkpoint, images, options, "onnxruntime")
     model = network_graph(checkpoint, options)
-    comparison = reference.check_outputs(runner(model))
+    differences = reference.check_outputs(runner(model))
     if options.has_nms:
         model = with_nms(model, checkpoint, options)
     if options.nms == "onnx":
         reference.check_detections(runner(model))
-    return with_metadata(model, checkpoint, options), comparison
+    return with_metadata(model, checkpoint, options), differences
 
 
 def require_onnx() -> None:

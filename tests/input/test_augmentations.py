@@ -7,14 +7,14 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
-from conftest import Result
+from conftest import Cli
 from helpers import install_package
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +28,6 @@ from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, u
 from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 
-Cli = Callable[..., Result]
 WHOLE = [0.0, 0.0, 1.0, 1.0]
 SCENES: dict[str, list[reference.Box]] = {
     "small": [(0.42, 0.55, 0.5, 0.62)],

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import Result
+from conftest import Cli
 from helpers import run_ranks, start_script
 
 from ssdctl.benchmark.data import required_cores
 from ssdctl.benchmark.train import timed, train_flops
 from ssdctl.model.ssd300 import Architecture
 
-Cli = Callable[..., Result]
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
 OPTIONS = LINE.split()
 

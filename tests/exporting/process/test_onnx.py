@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 
 from ssdctl.exporting import onnx as onnx_export
 from ssdctl.exporting.formats import images_of
@@ -18,7 +17,6 @@ from ssdctl.exporting.formats import images_of
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-Cli = Callable[..., Result]
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 
 

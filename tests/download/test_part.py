@@ -1,0 +1,149 @@
+"""What is known of a file that was still arriving when its process went down."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from download.test_fetch import append
+
+from ssdctl.download import transfer
+from ssdctl.download.transfer import MIN_PIECE_BYTES, Part, part_path
+from ssdctl.errors import DiskError, UsageError
+
+CONTENT = random.Random(1).randbytes(3 * MIN_PIECE_BYTES)
+URL = "http://host/a.bin"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "a.bin"
+
+
+def opened(target: Path, url: str = URL) -> Part:
+    return Part(target, len(CONTENT), 4, url)
+
+
+def leave(target: Path, arrived: int) -> None:
+    """Leave what a killed download does: the first bytes."""
+    part = opened(target)
+    part.adopt('"1"')
+    append(part, CONTENT[:arrived])
+    part.close()
+
+
+@pytest.mark.parametrize(("url", "validator"), [(URL, '"1"'), ("http://mirror/a.bin", "")])
+def test_a_part_is_continued_and_published(target: Path, url: str, validator: str) -> None:
+    """Bytes of another URL count, its version does not."""
+    leave(target, 400_000)
+    part = opened(target, url)
+    assert (part.inherited, part.arrived_bytes, part.validator) == (400_000, 400_000, validator)
+    append(part, CONTENT[400_000:])
+    assert part.take() is None
+    part.publish(target)
+    part.close()
+    assert target.read_bytes() == CONTENT
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies between the two has recorded nothing that is absent."""
+    part = opened(target)
+    before = part.path.read_bytes()
+
+    def dies(*_: Any) -> int:
+        raise OSError(errno.EIO, "died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", dies)
+        with pytest.raises(DiskError, match=r"a\.bin\.part"):
+            append(part, CONTENT[:1000])
+    assert part.path.read_bytes() == before
+    monkeypatch.setattr(transfer, "RECORD_S", 1e9)
+    part.write(part.pieces[0], CONTENT[:2000])  # no record follows: a kill loses these bytes
+    again = opened(target)
+    assert again.inherited == 0
+    again.close()
+    part.close()
+
+
+def test_pieces_are_taken_by_one_connection_each(target: Path) -> None:
+    part = opened(target)
+    pieces = []
+    while (piece := part.take()) is not None:
+        pieces.append(piece)
+    assert [len(piece.missing) for piece in pieces] == 3 * [MIN_PIECE_BYTES]
+    part.write(pieces[1], CONTENT[:1000])
+    part.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
+    part.close()
+    again = opened(target)
+    spans = [(piece.start, piece.stop) for piece in again.pieces]
+    middle = MIN_PIECE_BYTES + 1000
+    assert spans == [(0, MIN_PIECE_BYTES), (middle, 2 * MIN_PIECE_BYTES)]
+    again.close()
+
+
+def test_a_file_is_published_once_its_bytes_are_on_the_disk(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = opened(target)
+    append(part, CONTENT)
+    calls: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(what: Any, *more: Any) -> Any:
+            path = Path(f"/proc/self/fd/{what}").readlink() if isinstance(what, int) else what
+            calls.append(f"{name} {path.name}")
+            return original(what, *more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(os, "fsync")
+    note(os, "ftruncate")
+    note(Path, "replace")
+    part.publish(target)
+    names = ["ftruncate a.bin.part", "fsync a.bin.part", "replace a.bin.part"]
+    assert calls == [*names, f"fsync {target.parent.name}"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ("many", len(CONTENT)),  # nothing is known: the hash decides
+        ([[5, 3]], 0),
+        ([[0, 2**40]], 0),
+        ([[7, 9], [8, 10]], 0),
+        ([[-7, 9]], 0),
+        (None, len(CONTENT)),  # no record: a complete file
+    ],
+)
+def test_an_invalid_record_is_ignored(missing: object, expected: int, target: Path) -> None:
+    leave(target, 1000)
+    path = part_path(target)
+    content, line = path.read_bytes()[: len(CONTENT)], path.read_bytes()[len(CONTENT) :]
+    state = json.loads(line.partition(b"\n")[0])
+    changed = b"" if missing is None else json.dumps({**state, "missing": missing}).encode()
+    path.write_bytes(content + changed)
+    part = opened(target)
+    assert part.arrived_bytes == expected
+    part.close()
+
+
+def test_a_link_or_folder_as_a_part_is_refused(target: Path) -> None:
+    victim = target.with_name("victim")
+    victim.write_text("precious")
+    part_path(target).symlink_to(victim)
+    with pytest.raises(UsageError, match=r"a\.bin\.part"):
+        opened(target)
+    assert victim.read_text() == "precious"
+    part_path(target).unlink()
+    part_path(target).mkdir()
+    with pytest.raises(DiskError, match=r"a\.bin\.part"):
+        opened(target)
