@@ -116,7 +116,7 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
     "a sparse tensor": lambda p: set_weight(p, torch.zeros(12).to_sparse()),
     "a meta tensor": lambda p: set_weight(p, torch.zeros(12, device="meta")),
     "a complex tensor": lambda p: set_weight(p, torch.zeros(12, dtype=torch.complex64)),
-    "a repeated number": lambda p: set_weight(p, torch.zeros(1).expand(10**12)),
+    "a repeated number": lambda p: set_weight(p, torch.zeros(1).expand(12)),
     "a quantized tensor": lambda p: set_weight(
         p, torch.quantize_per_tensor(torch.zeros(12), 1.0, 0, torch.qint8)
     ),
