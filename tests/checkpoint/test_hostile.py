@@ -148,7 +148,9 @@ def test_hostile_heads_are_refused_for_other_classes_too(tmp_path: Path) -> None
         with_classes(read, SSD300("tiny", 2, "none"), [ClassName(1, "class 1")])
 
 
-@pytest.mark.parametrize("value", [1.5, [1], torch.zeros(3), {1: torch.zeros(2)}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [1.5, [1], torch.zeros(3), {1: torch.zeros(2)}, {0: "background", 1: "a"}], ids=repr
+)
 def test_label_maps_of_third_party_files(value: object, tmp_path: Path) -> None:
     state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
     with pytest.raises(IntegrityError, match="label_map"):
