@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,10 +70,24 @@ def save(path: Path, sample: Sample) -> None:
     Image.fromarray(pixels).save(path)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file."""
+def write(path: Path, text: str) -> None:
+    """Write a text file and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    write(path, json.dumps(content))
+
+
+def tree(root: Path, files: Mapping[str, str | None]) -> Path:
+    """Write text files by their paths, and an image of 100 x 50 where there is no text."""
+    for name, text in files.items():
+        if text is None:
+            image_file(root / name)
+        else:
+            write(root / name, text)
+    return root
 
 
 def _coco(
@@ -106,14 +120,12 @@ def cvat_coco(root: Path, splits: tuple[str, ...] = ("default",)) -> Path:
             image |= {"license": 0, "flickr_url": "", "coco_url": "", "date_captured": 0}
         for entry in content["annotations"]:
             entry |= {"bbox": [float(v) for v in entry["bbox"]], "area": float(entry["area"])}
-        info = ("contributor", "date_created", "description", "url", "version", "year")
-        content |= {
-            "licenses": [{"name": "", "id": 0, "url": ""}],
-            "info": dict.fromkeys(info, ""),
-            "categories": [
-                {"id": i, "name": name, "supercategory": ""} for i, name in enumerate(NAMES, 1)
-            ],
-        }
+        content["info"] = dict.fromkeys(
+            ("contributor", "description", "url", "version", "year"), ""
+        )
+        content["categories"] = [
+            {"id": i, "name": name, "supercategory": ""} for i, name in enumerate(NAMES, 1)
+        ]
         write_json(root / f"annotations/instances_{split}.json", content)
     return root
 
@@ -139,7 +151,7 @@ def roboflow_coco(root: Path) -> Path:
             ],
         }
         write_json(root / split / "_annotations.coco.json", content)
-    (root / "README.roboflow.txt").write_text("exported\n")
+    write(root / "README.roboflow.txt", "exported\n")
     return root
 
 
@@ -176,9 +188,7 @@ def _yolo_split(folder: Path, images: str, labels: str, start: int) -> None:
             f"{label} {(x + w / 2) / SIZE[0]} {(y + h / 2) / SIZE[1]} {w / SIZE[0]} {h / SIZE[1]}"
             for label, x, y, w, h in sample.objects
         ]
-        path = folder / labels / f"{sample.number}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines))
+        write(folder / labels / f"{sample.number}.txt", "\n".join(lines))
 
 
 def roboflow_yolo(root: Path) -> Path:
@@ -214,11 +224,11 @@ def _voc(root: Path, images: str, labels: str, start: int = 0) -> None:
             for label, x, y, w, h in sample.objects
         )
         save(image, sample)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
+        write(
+            path,
             f"<annotation><folder></folder><filename>{image.name}</filename><size>"
             f"<width>{SIZE[0]}</width><height>{SIZE[1]}</height><depth>3</depth></size>{objects}"
-            "</annotation>"
+            "</annotation>",
         )
 
 
@@ -226,9 +236,8 @@ def voc_lists(root: Path) -> Path:
     """Pascal VOC with ImageSets."""
     for split, start in (("train", 0), ("val", 10)):
         _voc(root, "JPEGImages/{:06d}.jpg", "Annotations/{:06d}.xml", start)
-        lists = root / f"ImageSets/Main/{split}.txt"
-        lists.parent.mkdir(parents=True, exist_ok=True)
-        lists.write_text("".join(f"{p.number:06d}\n" for p in samples(start=start)))
+        stems = "".join(f"{sample.number:06d}\n" for sample in samples(start=start))
+        write(root / f"ImageSets/Main/{split}.txt", stems)
     return root
 
 
@@ -296,15 +305,13 @@ def kitti(root: Path) -> Path:
     for sample in samples():
         save(root / f"training/image_2/{sample.number:06d}.png", sample)
         save(root / f"testing/image_2/{sample.number:06d}.png", sample)
-        path = root / f"training/label_2/{sample.number:06d}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = [
             f"{NAMES[label]} 0.00 0 -1.58 {x}.00 {y}.00 {x + w}.00 {y + h}.00 "
             "1.65 1.67 3.64 -0.65 1.71 46.70 -1.59\n"
             for label, x, y, w, h in sample.objects
         ]
         lines += ["DontCare -1 -1 -10 3.00 3.00 9.50 9.50 -1 -1 -1 -1000 -1000 -1000 -10\n"]
-        path.write_text("".join(lines))
+        write(root / f"training/label_2/{sample.number:06d}.txt", "".join(lines))
     return root
 
 
