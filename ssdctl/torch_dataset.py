@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -61,7 +62,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
         augment: str = "none",
         store: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._arguments = (os.fspath(data), split, augment, store and os.fspath(store))
+        self._arguments = os.fspath(data), split
+        self._options: dict[str, Any] = {"augment": augment, "store": store and os.fspath(store)}
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
         config = resolve_call(None, given).config
         require_dataset(config.data)
@@ -137,11 +139,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Open the store again in another process: its files are mapped into memory."""
-        return _reopened, self._arguments
-
-
-def _reopened(data: str, split: Any, augment: Any, store: str | None) -> Dataset:
-    return Dataset(data, split, augment=augment, store=store)
+        return functools.partial(Dataset, **self._options), self._arguments
 
 
 class _OneSample(SampleStream):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data.samples import by_pillow, encoded, png
+from data.samples import by_pillow, encoded, png, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -23,15 +23,6 @@ from ssdctl.data.image_decode import ImageError, apply_orientation, decode, read
 from ssdctl.errors import DataError, UsageError
 
 Pixels = NDArray[np.uint8]
-
-
-def sample(width: int, height: int, seed: int) -> Image.Image:
-    """Blobs and noise, so that neighboring rows and colors differ."""
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
-    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-    noise = rng.integers(-20, 21, (height, width, 3))
-    return Image.fromarray(np.clip(np.asarray(smooth) + noise, 0, 255).astype(np.uint8))
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,12 +6,12 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli, Result
 from download.hub_server import TOKEN, HubServer, Repository, open_hub
 
 import ssdctl
@@ -20,7 +20,6 @@ from ssdctl.errors import UsageError
 from ssdctl.model.ssd300 import SSD300
 
 pytest.importorskip("huggingface_hub")
-Cli = Callable[..., Result]
 NAME = "hf://acme/shapes-ssd"
 ARCHITECTURE = {"backbone": "tiny", "extra_norm": "none", "num_classes": 3}
 

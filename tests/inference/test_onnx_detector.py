@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 
 import ssdctl
 from ssdctl.checkpoint.exported import InputConvention, OnnxDescription
@@ -22,7 +22,6 @@ from ssdctl.inference.predict import open_detector
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-Cli = Callable[..., Result]
 Write = Callable[..., Path]
 FACTS = OnnxDescription(
     format=1,

@@ -93,14 +93,6 @@ def test_more_padding_changes_nothing_else(splits: dict[str, Split], augment: st
     assert not wide.boxes.labels[:, 12:].any()
 
 
-def test_threads_change_nothing(splits: dict[str, Split]) -> None:
-    once, *others = (  # two epochs
-        read_batches(splits["train"], PLAN._replace(threads=n), 0, 10) for n in (1, 2, 5)
-    )
-    for other in others:
-        assert_same(once, other)
-
-
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_resumed_run_continues_with_the_same_batches(
     splits: dict[str, Split], pipeline: str

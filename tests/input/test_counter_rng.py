@@ -32,9 +32,3 @@ def test_keys_broadcast() -> None:
     for row in rows:
         for column in columns:
             assert grid[row, column] == hashed(9, row, column)[0]
-
-
-def test_every_key_and_its_place_counts() -> None:
-    values = [hashed(*keys)[0] for keys in [(0,), (0, 0), (0, 0, 0), (1, 0), (0, 1), (1, 1), (1,)]]
-    assert len(set(values)) == len(values)
-    assert len(np.unique(hashed(np.arange(300)[:, None], np.arange(300)))) == 300 * 300

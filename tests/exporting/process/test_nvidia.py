@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import reference
 import torch
-from conftest import Result
+from conftest import Cli
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-Cli = Callable[..., Result]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 BASE_LR, MOMENTUM, WEIGHT_DECAY = 2.6e-3, 0.9, 5e-4
 BATCH = 2

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.errors import IntegrityError
@@ -22,7 +21,6 @@ from ssdctl.exporting.formats import images_of
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-Cli = Callable[..., Result]
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 
 

@@ -6,13 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from conftest import Result
+from conftest import Cli, Result
 from download.hub_server import TOKEN, HubServer, open_hub
 from PIL import Image
 
@@ -20,7 +20,6 @@ import ssdctl
 
 # huggingface_hub's, of its HTTP client.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-Cli = Callable[..., Result]
 REPOSITORY = "acme/shapes-ssd"
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 from pages import blocks
 from PIL import Image
 
@@ -27,7 +26,6 @@ from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.inference.onnx_detector import DECODED, HEADS
 from ssdctl.model.postprocess import boxes_and_scores
 
-Cli = Callable[..., Result]
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 DOCS = Path(__file__).parents[3] / "docs"
 SCRIPT = Path(__file__).parents[1] / "run_exported.py"

@@ -7,12 +7,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from helpers import records
 
 from ssdctl.data.open_dataset import open_dataset
@@ -21,7 +20,6 @@ from ssdctl.training import failures
 if TYPE_CHECKING:
     from training.process.conftest import Train
 
-Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
