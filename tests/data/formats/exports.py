@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,7 +214,7 @@ def ultralytics_yolo(root: Path) -> Path:
     return root / "data.yaml"
 
 
-def _voc(root: Path, images: str, labels: str, start: int = 0) -> None:
+def _voc(root: Path, images: str, labels: str, start: int = 0) -> Path:
     """Write images and XML files, by their number in these two paths."""
     for sample in samples(start=start):
         image, path = (root / place.format(sample.number) for place in (images, labels))
@@ -230,6 +231,12 @@ def _voc(root: Path, images: str, labels: str, start: int = 0) -> None:
             f"<width>{SIZE[0]}</width><height>{SIZE[1]}</height><depth>3</depth></size>{objects}"
             "</annotation>",
         )
+    return root
+
+
+# As labelImg and Label Studio write it; as the tutorials' repositories do.
+voc_plain = partial(_voc, images="images/{}.jpg", labels="Annotations/{}.xml")
+voc_other_names = partial(_voc, images="images/{}.jpg", labels="annots/{}.xml")
 
 
 def voc_lists(root: Path) -> Path:
@@ -238,18 +245,6 @@ def voc_lists(root: Path) -> Path:
         _voc(root, "JPEGImages/{:06d}.jpg", "Annotations/{:06d}.xml", start)
         stems = "".join(f"{sample.number:06d}\n" for sample in samples(start=start))
         write(root / f"ImageSets/Main/{split}.txt", stems)
-    return root
-
-
-def voc_plain(root: Path) -> Path:
-    """XML files and images, as labelImg and Label Studio leave them."""
-    _voc(root, "images/{}.jpg", "Annotations/{}.xml")
-    return root
-
-
-def voc_other_names(root: Path) -> Path:
-    """Pascal VOC's XML under other names, as the tutorials' repositories have it."""
-    _voc(root, "images/{}.jpg", "annots/{}.xml")
     return root
 
 
