@@ -195,8 +195,11 @@ def to_columns(annotations: Sequence[Annotation]) -> AnnotationColumns:
         area = np.array([_number(entry.area) for entry in annotations])
     for values in (bbox, area):
         values[np.isinf(values)] = np.nan  # the text "inf"
-    ids = (column(annotations, name) for name in ("id", "image_id", "category_id"))
-    return AnnotationColumns(*ids, bbox, area, column(annotations, "iscrowd", np.bool_))
+    ids, image_ids, category_ids = (
+        column(annotations, name) for name in ("id", "image_id", "category_id")
+    )
+    is_crowd = column(annotations, "iscrowd", np.bool_)
+    return AnnotationColumns(ids, image_ids, category_ids, bbox, area, is_crowd)
 
 
 def _number(value: Any) -> float:
