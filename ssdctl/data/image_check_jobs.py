@@ -91,19 +91,17 @@ class _PartMetadata(msgspec.Struct, frozen=True):
 
 def check_files(job: Job, sizes: list[int | None]) -> None:
     """Check that every image exists, of `sizes` in bytes, and that there is enough disk space."""
-    names, folder, origin = (
-        job.annotations.file_names, job.annotations.folder, job.annotations.origin,
-    )  # fmt: skip
-    require_image_folder(folder, job.split, origin)
-    missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
+    images = job.annotations
+    require_image_folder(images.folder, job.split, images.origin)
+    missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
-            f"{folder}: {len(missing)} of {len(names)} images are missing, "
+            f"{images.folder}: {len(missing)} of {len(sizes)} images are missing, "
             f"among them {', '.join(missing[:MAX_NAMED])}",
-            hint=f"they are listed in {origin}",
+            hint=f"they are listed in {images.origin}",
         )
     if job.config.pack and job.config.encoding == "raw":
-        pixels = shrunk_sizes(job.annotations.sizes.astype(np.int32), job.config.shrink)
+        pixels = shrunk_sizes(images.sizes.astype(np.int32), job.config.shrink)
         num_bytes = int(3 * pixels.astype(np.int64).prod(axis=1).sum())
         log.info(
             "packing %s as decoded pixels: %.2f GB in %s", job.split, num_bytes / 1e9, job.target

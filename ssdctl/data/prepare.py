@@ -130,14 +130,12 @@ def prepare(
         config = msgspec.structs.replace(config, shrink=None, encoding="jpeg")
     if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
         return outcome  # without the lock: the folder may be read-only
-    splits, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
+    resolved, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
     _make_store_dir(folder)
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
             return outcome
         remove_stale_temporaries(folder)
-        resolved = {split: resolve_images(splits.pop(split)) for split in made.splits}
-        _note_unlisted(resolved)
         reports = [
             _prepare_split(split, resolved, root, folder, config, made, force, progress)
             for split in made.splits
@@ -148,8 +146,8 @@ def prepare(
     return outcome
 
 
-def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], index.Made]:
-    """Read a dataset, and the version of its label files meanwhile."""
+def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], index.Made]:
+    """Read a dataset, and the version of its label files meanwhile; find its images."""
     name, read = find_source(root, conversion)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
         version = pool.submit(label_version, root, name, conversion, content=True)
@@ -157,7 +155,10 @@ def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], i
         labels = version.result()
     if label_version(root, name, conversion).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
-    return splits, index.Made(name, conversion, labels, list(splits), __version__)
+    made = index.Made(name, conversion, labels, list(splits), __version__)
+    resolved = {split: resolve_images(splits.pop(split)) for split in made.splits}
+    _note_unlisted(resolved)
+    return resolved, made
 
 
 def _make_store_dir(folder: Path) -> None:
@@ -166,9 +167,7 @@ def _make_store_dir(folder: Path) -> None:
         with disk_errors(folder, "writing"):
             os.close(no_follow(folder / ".lock", os.O_WRONLY | os.O_CREAT))
     except DiskError as error:
-        raise DiskError(
-            str(error), hint="choose another folder for the store with --store DIR"
-        ) from None
+        raise DiskError(str(error), hint="choose another folder with --store DIR") from None
 
 
 def _read_report(folder: Path) -> Outcome | None:
