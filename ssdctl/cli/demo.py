@@ -138,7 +138,7 @@ def seconds_per_step(resolved: Resolved) -> float:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
     run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
-    batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
+    batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12)
     times: list[float] = []
     with without_dynamo():
         step = build_step(model, config, device, run.precision)

@@ -88,10 +88,10 @@ def download(
 
 
 def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) -> None:
-    from ssdctl.download.dataset import download, needed_bytes, plan
+    from ssdctl.download.dataset import download, list_files, needed_bytes
 
     config = call.config.download
-    rows = plan(files, dest, config.mirror)
+    rows = list_files(files, dest, config.mirror)
     if dry_run:
         needed = needed_bytes(files, dest, config.keep_archives)
         free = free_bytes(dest.absolute())

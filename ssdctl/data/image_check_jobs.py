@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data import index
-from ssdctl.data.annotations import MAX_NAMED
+from ssdctl.data.annotations import MAX_NAMED, Annotations, Finding
+from ssdctl.data.check import image_findings
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
@@ -48,9 +49,7 @@ TASK_RAW_IMAGES = 4  # the same, of images that are decoded, which take a hundre
 class Job(NamedTuple):
     split: str
     key: str  # hex digits that identify the images and the options
-    file_names: list[str]  # N, in the order of the annotations
-    sizes: NDArray[np.int64]  # N x 2: annotated width and height
-    source: Path  # the folder of the images
+    annotations: Annotations  # of N images, without their objects
     target: Path  # the store's folder
     config: PrepareConfig
 
@@ -67,19 +66,16 @@ class Job(NamedTuple):
         return TASK_RAW_IMAGES if self.config.encoding == "raw" else TASK_IMAGES
 
 
-class Report(NamedTuple):
-    """The result for every image, in order, and the parts that hold it."""
+class CheckedImages(NamedTuple):
+    """The result of checking the N images of a split."""
 
-    table: Any  # Arrow table: N rows of RESULT_COLUMNS
-    parts: list[index.Shard]
-
-    @property
-    def is_usable(self) -> NDArray[np.bool_]:
-        return np.asarray(self.table.column("problem").is_null())
+    is_usable: NDArray[np.bool_]  # N
+    fingerprints: FingerprintColumns
+    findings: list[Finding]  # images dropped or with a note, in order
+    shards: list[index.Shard]  # that have the packed images
 
     def warnings(self) -> list[str]:
-        notes = self.table.column("note").to_pylist()
-        ambiguous = sum(AMBIGUOUS in note for note in notes if note)
+        ambiguous = sum(AMBIGUOUS in finding.detail for finding in self.findings)
         if not ambiguous:
             return []
         return [
@@ -93,19 +89,19 @@ class _PartMetadata(msgspec.Struct, frozen=True):
     start: int  # row of the annotation file
 
 
-def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
+def check_files(job: Job, sizes: list[int | None]) -> None:
     """Check that every image exists, of `sizes` in bytes, and that there is enough disk space."""
-    names = job.file_names
-    require_image_folder(job.source, job.split, origin)
-    missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
+    images = job.annotations
+    require_image_folder(images.folder, job.split, images.origin)
+    missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
-            f"{job.source}: {len(missing)} of {len(names)} images are missing, "
+            f"{images.folder}: {len(missing)} of {len(sizes)} images are missing, "
             f"among them {', '.join(missing[:MAX_NAMED])}",
-            hint=f"they are listed in {origin}",
+            hint=f"they are listed in {images.origin}",
         )
     if job.config.pack and job.config.encoding == "raw":
-        pixels = shrunk_sizes(job.sizes.astype(np.int32), job.config.shrink)
+        pixels = shrunk_sizes(images.sizes.astype(np.int32), job.config.shrink)
         num_bytes = int(3 * pixels.astype(np.int64).prod(axis=1).sum())
         log.info(
             "packing %s as decoded pixels: %.2f GB in %s", job.split, num_bytes / 1e9, job.target
@@ -126,30 +122,34 @@ def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
         )
 
 
-def check_images(job: Job, progress: Progress) -> Report:
+def check_images(job: Job, progress: Progress) -> CheckedImages:
     """Check every image of a split, reusing the parts of an earlier run of the job."""
-    num_images = len(job.file_names)
+    names, image_ids = job.annotations.file_names, job.annotations.image_ids
     tables: list[Any] = []
     start = 0
-    while start < num_images and (table := _reusable_part(job, len(tables), start)) is not None:
+    while start < len(names) and (table := _reusable_part(job, len(tables), start)) is not None:
         tables.append(table)
         start += table.num_rows
     with ThreadPoolExecutor(job.num_threads, thread_name_prefix="check") as pool:
         done_and_new = itertools.chain(range(start), _check_in_threads(pool, job, start))
         label = f"checking {job.split}"
-        shown = progress(done_and_new, total=num_images, label=label, unit="img")
+        shown = progress(done_and_new, total=len(names), label=label, unit="img")
         images = itertools.islice(shown, start, None)
         try:
-            while start < num_images:
+            while start < len(names):
                 tables.append(_write_part(job, len(tables), start, images))
                 start += tables[-1].num_rows
         finally:
             pool.shutdown(cancel_futures=True)
-    parts = [
-        index.Shard(job.part_name(number), part.num_rows) for number, part in enumerate(tables)
-    ]
+    shards = [index.Shard(job.part_name(number), t.num_rows) for number, t in enumerate(tables)]
     none = pa.schema(index.RESULT_COLUMNS.items()).empty_table()
-    return Report(pa.concat_tables([none, *tables]), parts)
+    table = pa.concat_tables([none, *tables])
+    return CheckedImages(
+        np.asarray(table.column("problem").is_null()),
+        index.fingerprints_of(table),
+        image_findings(names, image_ids, table),
+        shards if job.config.pack else [],
+    )
 
 
 def _reusable_part(job: Job, number: int, start: int) -> Any:
@@ -161,22 +161,24 @@ def _reusable_part(job: Job, number: int, start: int) -> Any:
         metadata = msgspec.json.decode(raw, type=_PartMetadata)
     except (DataError, *DECODE_ERRORS):
         return None
-    names = job.file_names[start : start + table.num_rows]
+    images = job.annotations
+    names = images.file_names[start : start + table.num_rows]
     if metadata != _PartMetadata(job.key, start) or len(names) < table.num_rows:
         return None
-    return None if changed_images(job.source, names, index.fingerprints_of(table)) else table
+    return None if changed_images(images.folder, names, index.fingerprints_of(table)) else table
 
 
 def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterator[CheckedImage]:
     def check(first: int) -> list[CheckedImage]:
-        names, sizes = job.file_names[first : first + size], job.sizes[first : first + size]
+        names = images.file_names[first : first + size]
+        sizes = images.sizes[first : first + size].tolist()
         return [
-            check_image(job.source / name, (width, height), job.config)
-            for name, (width, height) in zip(names, sizes.tolist(), strict=True)
+            check_image(images.folder / name, (width, height), job.config)
+            for name, (width, height) in zip(names, sizes, strict=True)
         ]
 
-    size = job.task_images
-    firsts = range(start, len(job.file_names), size)
+    images, size = job.annotations, job.task_images
+    firsts = range(start, len(images.file_names), size)
     return itertools.chain.from_iterable(map_ahead(pool, check, firsts, job.num_threads + 2))
 
 
@@ -190,16 +192,11 @@ def _write_part(job: Job, number: int, start: int, images: Iterator[CheckedImage
     path = job.target / job.part_name(number)
     with atomic_write(path) as file, pa.ipc.new_file(file, schema) as writer:
         while batch := list(itertools.islice(images, job.task_images)):
-            rows = [
-                {"image": c.content, "problem": c.problem, "note": c.note}
-                | dict(zip(FingerprintColumns._fields, c.fingerprint, strict=True))
-                for c in batch
-            ]
-            record = pa.RecordBatch.from_pylist(rows, schema)
+            record = pa.RecordBatch.from_pylist([image._asdict() for image in batch], schema)
             writer.write_batch(record)
             results.append(record.select(list(index.RESULT_COLUMNS)))
             num_images += len(batch)
-            num_bytes += sum(len(c.content or b"") for c in batch)
+            num_bytes += sum(len(image.image or b"") for image in batch)
             if num_bytes >= PART_BYTES or (not job.config.pack and num_images >= PART_ROWS):
                 break
     return pa.Table.from_batches(results)

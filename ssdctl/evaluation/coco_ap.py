@@ -101,7 +101,7 @@ def read_ground_truth(path: Path) -> Annotations:
         from ssdctl.data.index import read_annotations  # late: pyarrow
 
         return ground_truth(read_annotations(path))
-    return ground_truth(coco.read_files({"val": SplitFiles(path.parent, path)})["val"])
+    return ground_truth(coco.read_files({"val": SplitFiles([path.parent], path)})["val"])
 
 
 def ground_truth(annotations: Annotations) -> Annotations:

@@ -12,14 +12,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from conftest import Result
+from conftest import Cli, Result
 from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, TEXT
@@ -28,7 +27,6 @@ from ssdctl.errors import UsageError
 from ssdctl.launch.base import PLAIN, LaunchPlan
 from ssdctl.launch.kubernetes import Settings
 
-Cli = Callable[..., Result]
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())
 IN_A_POD = [*("--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first")]

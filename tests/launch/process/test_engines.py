@@ -14,16 +14,15 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from helpers import wait_for
 from launch.open_mpi import INSTALLED, MPIRUNS, environment_for
 
-Cli = Callable[..., Result]
 OPTIONS = [word for word in TINY_RUN.split() if word not in ("--device", "cpu", "--bs", "2")]
 LAUNCHERS = ["torchrun", *MPIRUNS]
 # Takes the place of `python -m ssdctl`: the first launch is real.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Result
+from conftest import Cli
 from helpers import install_package
 from PIL import Image
 
@@ -16,7 +15,6 @@ from ssdctl.config import DataConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders
 
-Cli = Callable[..., Result]
 PLUGIN = '''
 """Read boxes.txt: lines of `file class left top width height`."""
 from PIL import Image
