@@ -91,12 +91,7 @@ def find_source(root: Path, conversion: Conversion) -> tuple[str, Read]:
 def read_dataset(
     root: Path, conversion: Conversion, read: Read | None = None
 ) -> dict[str, Annotations]:
-    """Read the splits of a dataset, in the order of SPLITS; `read` is that of `find_source`.
-
-    Raises:
-        UsageError: The options do not apply: a validation split exists already, no such class.
-        DataError: No dataset, or several; a broken dataset.toml; files that cannot be read.
-    """
+    """Read the splits of a dataset, in the order of SPLITS; `read` is that of `find_source`."""
     splits = (read or find_source(root, conversion)[1])()
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
@@ -195,8 +190,5 @@ def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
     for split, files in paths.items():
         if missing := [name for name in SplitFiles._fields if name not in files]:
             raise DataError(f"{path}: [{split}] lacks {missing[0]}")
-    return {
-        split: SplitFiles([paths[split]["images"]], paths[split]["annotations"])
-        for split in SPLITS
-        if split in paths
-    }
+    found = {split: paths[split] for split in SPLITS if split in paths}
+    return {split: SplitFiles([p["images"]], p["annotations"]) for split, p in found.items()}

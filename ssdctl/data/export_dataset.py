@@ -199,13 +199,9 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
         "category": pa.list_(pa.int64()),
         "is_crowd": pa.list_(pa.bool_()),
     }
-    columns = {
-        "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}.items()),
-        "image_id": pa.int64(),
-        "width": pa.int32(),
-        "height": pa.int32(),
-        "objects": pa.struct(objects.items()),
-    }
+    image_file = pa.struct({"bytes": pa.binary(), "path": pa.string()}.items())
+    columns = {"image": image_file, "image_id": pa.int64(), "width": pa.int32()}
+    columns |= {"height": pa.int32(), "objects": pa.struct(objects.items())}
     info = msgspec.json.encode({"info": {"features": _hf_features(classes)}})
     schema = pa.schema(columns.items(), metadata={"huggingface": info})
     numbers = {name: number for number, name in enumerate(classes)}

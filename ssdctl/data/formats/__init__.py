@@ -107,11 +107,6 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Format:
-    """Return a format.
-
-    Raises:
-        UsageError: There is none of that name, or its package cannot be imported.
-    """
     if name in built_in():
         module: Format = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
         return module
@@ -123,16 +118,7 @@ def load(name: str) -> Format:
 
 
 def find(path: Path, name: str | None = None) -> tuple[str, Format]:
-    """Return the format of a dataset.
-
-    Args:
-        path: Its folder, or a file such as data.yaml or instances.json.
-        name: The format; None detects it.
-
-    Raises:
-        UsageError: There is no format of that name.
-        DataError: No dataset, several, or a file of another format.
-    """
+    """Return the format of a folder or of a file such as data.yaml; without a name, detect it."""
     from ssdctl.data.formats import coco
 
     if name is not None and not path.is_file():

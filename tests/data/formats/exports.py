@@ -5,7 +5,6 @@ Each function writes six images with a bright block per object and returns what 
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -269,30 +268,24 @@ def darknet(root: Path) -> Path:
     return root
 
 
-def _tf_csv(root: Path, file: str, folder: str, start: int) -> None:
-    with (root / file).open("w", newline="") as table:
-        rows = csv.writer(table)
-        rows.writerow(["filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax"])
+def _tf_csv(root: Path, file: str, folder: str, splits: tuple[str, str]) -> Path:
+    for split, start in zip(splits, (0, 10), strict=True):
+        lines = ["filename,width,height,class,xmin,ymin,xmax,ymax\n"]
         for sample in samples(start=start):
-            save(root / folder / f"{sample.number}.jpg", sample)
+            name = f"{sample.number}.jpg"
+            save(root / folder.format(split) / name, sample)
             for label, x, y, w, h in sample.objects:
-                rows.writerow([f"{sample.number}.jpg", *SIZE, NAMES[label], x, y, x + w, y + h])
-
-
-def tf_csv(root: Path) -> Path:
-    """xml_to_csv.py of the TensorFlow tutorials: `data/SPLIT_labels.csv`, `images/SPLIT`."""
-    (root / "data").mkdir()
-    for split, start in (("train", 0), ("test", 10)):
-        _tf_csv(root, f"data/{split}_labels.csv", f"images/{split}", start)
+                values = name, *SIZE, NAMES[label], x, y, x + w, y + h
+                lines.append(",".join(map(str, values)) + "\n")
+        write(root / file.format(split), "".join(lines))
     return root
 
 
-def roboflow_tf_csv(root: Path) -> Path:
-    """Roboflow, "Tensorflow Object Detection CSV": a folder per split."""
-    for split, start in (("train", 0), ("valid", 10)):
-        (root / split).mkdir()
-        _tf_csv(root, f"{split}/_annotations.csv", split, start)
-    return root
+# xml_to_csv.py of the TensorFlow tutorials; Roboflow, "Tensorflow Object Detection CSV".
+tf_csv = partial(_tf_csv, file="data/{}_labels.csv", folder="images/{}", splits=("train", "test"))
+roboflow_tf_csv = partial(
+    _tf_csv, file="{}/_annotations.csv", folder="{}", splits=("train", "valid")
+)
 
 
 def kitti(root: Path) -> Path:
@@ -313,26 +306,20 @@ def kitti(root: Path) -> Path:
 def open_images(root: Path) -> Path:
     """Open Images: fractions, MIDs, masks, boxes of images that were not downloaded."""
     mids = ("/m/0bolt", "/m/0nut")
-    header = (
-        "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsTruncated,IsGroupOf,"
-        "IsDepiction,IsInside"
-    )
     for split, start in (("train", 0), ("validation", 10)):
-        with (root / f"oidv6-{split}-annotations-bbox.csv").open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(header.split(","))
-            for sample in samples(start=start):
-                save(root / split / f"{sample.number:016x}.jpg", sample)
-                mask = f"{sample.number:016x}_m0k5j_4fa9d4f5.png"
-                save(root / f"{split}-masks-0" / mask, sample)
-                for n, (label, x, y, w, h) in enumerate(sample.objects):
-                    edges = (x / SIZE[0], (x + w) / SIZE[0], y / SIZE[1], (y + h) / SIZE[1])
-                    flags = (0, 0, n, 0, -1)  # the second object of an image is a group
-                    image_id = f"{sample.number:016x}"
-                    rows.writerow([image_id, "xclick", mids[label], 1, *edges, *flags])
-            rows.writerow(["ffffffffffffffff", "xclick", mids[0], 1, 0, 0.5, 0, 0.5, 0, 0, 0, 0, 0])
+        lines = ["ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsGroupOf"]
+        for sample in samples(start=start):
+            image_id = f"{sample.number:016x}"
+            save(root / split / f"{image_id}.jpg", sample)
+            save(root / f"{split}-masks-0" / f"{image_id}_m0k5j_4fa9d4f5.png", sample)
+            for n, (label, x, y, w, h) in enumerate(sample.objects):
+                edges = f"{x / SIZE[0]},{(x + w) / SIZE[0]},{y / SIZE[1]},{(y + h) / SIZE[1]}"
+                # The second object of an image is a group.
+                lines.append(f"{image_id},xclick,{mids[label]},1,{edges},0,{n}")
+        lines.append(f"ffffffffffffffff,xclick,{mids[0]},1,0,0.5,0,0.5,0,0")
+        write(root / f"oidv6-{split}-annotations-bbox.csv", "\n".join(lines) + "\n")
     text = "".join(f"{mid},{name}\n" for mid, name in zip(mids, NAMES, strict=True))
-    (root / "class-descriptions-boxable.csv").write_text(text)
+    write(root / "class-descriptions-boxable.csv", text)
     return root
 
 
