@@ -344,6 +344,14 @@ def test_broken_lines_of_tables(
         read(tmp_path)
 
 
+def test_the_folder_of_the_split_decides_between_images_of_one_name(tmp_path: Path) -> None:
+    table = "filename,width,height,class,xmin,ymin,xmax,ymax\na.jpg,100,50,x,1,1,9,9\n"
+    images = {"train/a.jpg": None, "test/a.jpg": None}
+    splits = read(exports.tree(tmp_path, {**images, "train.csv": table, "test.csv": table}))
+    assert splits["train"].file_names == ["train/a.jpg"]
+    assert splits["val"].file_names == ["test/a.jpg"]
+
+
 def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
     path = exports.tf_csv(tmp_path) / "data/train_labels.csv"
     path.write_text(path.read_text().replace("bolt", "", 1))
