@@ -132,7 +132,7 @@ def _inspect(
         elif config.pack and not _is_packed_unchanged(header):
             packed = encode(decode(content, size), "PNG")
         elif not _has_end(header, content):
-            _decode_all(image, content, size)
+            decode(content, size)  # finds damage
     return packed, note
 
 
@@ -163,16 +163,6 @@ def _is_decoded_partly(header: Header, content: bytes, size: tuple[int, int]) ->
         return False
     decode(content, size)
     return is_jpeg
-
-
-def _decode_all(image: Image.Image, content: bytes, size: tuple[int, int]) -> None:
-    """Decode every byte of the file, to find damage."""
-    if image.format in JPEG_FORMATS:
-        # An eighth of the size: every byte of the file is read all the same.
-        image.draft("L", (image.width // 8, image.height // 8))
-        image.load()
-    else:
-        decode(content, size)
 
 
 def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: int) -> Pixels:

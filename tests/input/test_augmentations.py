@@ -1,4 +1,4 @@
-"""Crops equal the plain-loop sampler of MLPerf; zoom, flip, lists of names and new files."""
+"""Random numbers never change; crops equal MLPerf's plain loop; zoom, flip, names, new files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,17 @@ from PIL import Image
 import ssdctl
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, uniform, whole
+from ssdctl.input.augmentations import (
+    STREAMS,
+    Boxes,
+    Keys,
+    View,
+    crop,
+    flip,
+    hashed,
+    uniform,
+    whole,
+)
 from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 
@@ -35,6 +45,28 @@ SCENES: dict[str, list[reference.Box]] = {
     "three": [(0.05, 0.1, 0.45, 0.6), (0.3, 0.2, 0.95, 0.8), (0.7, 0.75, 0.8, 0.98)],
     "edge": [(0.0, 0.0, 0.25, 0.4)],
 }
+
+
+def test_golden_random_numbers() -> None:
+    """A change here changes every crop and order of every run: resumed runs would differ."""
+    for keys, value in reference.read_golden("random"):
+        assert hashed(*keys).tolist() == [int(value, 16)]
+        assert uniform(*keys).tolist() == [(int(value, 16) >> 11) / 2**53]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=6))
+def test_random_numbers_equal_those_of_unbounded_integers(keys: list[int]) -> None:
+    assert hashed(*keys).tolist() == [reference.hashed(*keys)]
+
+
+def test_keys_of_random_numbers_broadcast() -> None:
+    rows, columns = np.arange(3), np.arange(4)
+    grid = hashed(9, rows[:, None], columns)
+    assert grid.shape == (3, 4)
+    for row in rows:
+        for column in columns:
+            assert grid[row, column] == hashed(9, row, column)[0]
 
 
 def sampled(seed: int, epochs: np.ndarray, rows: np.ndarray, boxes: Boxes) -> View:
