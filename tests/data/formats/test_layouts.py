@@ -170,7 +170,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
         ({"b/a.jpg": "", "b/a.txt": "cat 1 2 3 4"}, r"b/a\.jpg.*b/a\.txt", "yolo"),
         ({"train.record-00000-of-00010": "?"}, r"train\.record-0", "ssdctl download"),
         ({"a.jpg": "", "tf/a.tfrecord": "?"}, r"tf/a\.tfrecord", "ssdctl download"),
-        ({"train-00000-of-00256": "?"}, r"other files such as train-0", "ssdctl download"),
+        ({"train-00000-of-00256": "?"}, r"1 TFRecord files such as train-0", "ssdctl download"),
         ({}, r"no dataset found \(looked", "give the folder"),
     ],
 )
