@@ -107,12 +107,11 @@ def label_version(
     root: Path, format_name: str, conversion: Conversion, *, content: bool = False
 ) -> Labels:
     """Return the version of a dataset's label files."""
+    folder = root_folder(root).absolute()
     if format_name != "coco":
-        folder = root_folder(root)
         names = [n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES]
         return Labels(_state(folder, sorted(names)))
     paths = _coco_files(root, conversion)
-    folder = root_folder(root).absolute()
     names = [os.path.relpath(path.absolute(), folder) for path in paths]
     return Labels(_state(folder, names), _hash(paths) if content else "")
 

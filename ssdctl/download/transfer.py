@@ -247,7 +247,8 @@ class _Attempt:
     def run(self, progress: Callable[[int], None]) -> None:
         progress(self.partial.arrived_bytes)  # before the first byte: what an earlier run received
         limit_s, mark_bytes = self.policy.stall_s, 0
-        self.workers.append(run_in_daemon_thread(self._work))
+        with self.lock:  # the worker begins when it is in the list
+            self.workers.append(run_in_daemon_thread(self._work))
         try:
             while True:
                 done, running = wait(list(self.workers), TICK_S, FIRST_EXCEPTION)

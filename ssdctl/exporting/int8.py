@@ -20,7 +20,7 @@ from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.config import Config
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluation.checkpoint import evaluate_checkpoint
+from ssdctl.evaluation.evaluate import evaluate_checkpoint
 from ssdctl.exporting import onnx
 from ssdctl.exporting.deployed import ExportOptions, Images, Runner
 from ssdctl.files import write_bytes

@@ -55,7 +55,7 @@ def export_checkpoint(
         raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
     check_memory_limit()
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
-    from ssdctl.evaluation.checkpoint import choose_data
+    from ssdctl.evaluation.evaluate import choose_data
     from ssdctl.exporting import formats
     from ssdctl.exporting.deployed import ExportOptions
 

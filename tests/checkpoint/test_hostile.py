@@ -24,7 +24,7 @@ from ssdctl.data.classes import ClassName
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluation.checkpoint import choose_data
+from ssdctl.evaluation.evaluate import choose_data
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.state import restore

@@ -118,7 +118,7 @@ def test_names_that_are_not_there(cli: Cli, hub: HubServer, files: dict[str, byt
         assert TOKEN not in result.err
 
 
-def test_errors_name_url_and_place_and_no_secret(
+def test_errors_name_url_and_folder_and_no_secret(
     cli: Cli, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for status, code in ((403, 2), (500, 4)):

@@ -176,6 +176,7 @@ def test_results_file_round_trip(tmp_path: Path) -> None:
         '[{"image_id": 1e30, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
         '[{"image_id": 9223372036854775808, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
         '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, 1e999], "score": 1}]',
+        '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, "inf"], "score": 1}]',
         '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, 2], "score": "nan"}]',
         '[{"\xe9": 1}]',  # Latin-1
     ],

@@ -170,7 +170,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
         ({"b/a.jpg": "", "b/a.txt": "cat 1 2 3 4"}, r"b/a\.jpg.*b/a\.txt", "yolo"),
         ({"train.record-00000-of-00010": "?"}, r"train\.record-0", "ssdctl download"),
         ({"a.jpg": "", "tf/a.tfrecord": "?"}, r"tf/a\.tfrecord", "ssdctl download"),
-        ({"train-00000-of-00256": "?"}, r"other files such as train-0", "ssdctl download"),
+        ({"train-00000-of-00256": "?"}, r"1 TFRecord files such as train-0", "ssdctl download"),
         ({}, r"no dataset found \(looked", "give the folder"),
     ],
 )
@@ -342,6 +342,14 @@ def test_broken_lines_of_tables(
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(DataError, match=words):
         read(tmp_path)
+
+
+def test_the_folder_of_the_split_decides_between_images_of_one_name(tmp_path: Path) -> None:
+    table = "filename,width,height,class,xmin,ymin,xmax,ymax\na.jpg,100,50,x,1,1,9,9\n"
+    images = {"train/a.jpg": None, "test/a.jpg": None}
+    splits = read(exports.tree(tmp_path, {**images, "train.csv": table, "test.csv": table}))
+    assert splits["train"].file_names == ["train/a.jpg"]
+    assert splits["val"].file_names == ["test/a.jpg"]
 
 
 def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
