@@ -67,7 +67,7 @@ class FingerprintColumns(NamedTuple):
 
 
 class CheckedImage(NamedTuple):
-    """A row of a part, see image_check_jobs.py; the last three are the file's fingerprint."""
+    """A row of a chunk, see image_check_jobs.py; the last three are the file's fingerprint."""
 
     image: Packed | None  # None if it is not to be packed
     problem: str | None
@@ -248,7 +248,7 @@ def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return [work(item) for item in items[start : start + CHUNK_IMAGES]]
 
     with ThreadPoolExecutor(16) as pool:
-        return [r for part in pool.map(process, range(0, len(items), CHUNK_IMAGES)) for r in part]
+        return [r for chunk in pool.map(process, range(0, len(items), CHUNK_IMAGES)) for r in chunk]
 
 
 def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:

@@ -4,7 +4,7 @@
 
 Every annotation and every image's header is checked; what cannot be trained on is dropped and
 listed in the store's report.json. A split's index is written last, so a killed run leaves the old
-store or none; the next start continues with the parts that are finished (image_check_jobs.py).
+store or none; the next start continues with what is finished (image_check_jobs.py).
 A second `prepare` of the same folder waits for the first.
 """
 
@@ -65,7 +65,7 @@ NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
 REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
 PACKED = PrepareConfig()
-PARTS_FORMAT = 4  # the files in which an interrupted check continues
+CHUNKS_FORMAT = 4  # the files in which an interrupted check continues
 Resolved = tuple[Annotations, list[int | None]]  # see `resolve_images`
 
 
@@ -116,7 +116,7 @@ def prepare(
     (`total=`, `label=`, `unit=`).
 
     Raises:
-        DataError: The dataset is invalid; the message names the place.
+        DataError: The dataset is invalid; the message says where.
         DiskError: The store cannot be written.
     """
     if is_cached_store(folder):
@@ -232,14 +232,14 @@ def _prepare_split(
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
     names, image_ids = annotations.file_names, annotations.image_ids
-    key = _parts_key(annotations, config, force)
+    key = _chunks_key(annotations, config, force)
     job = Job(split, key, annotations, folder, config)
     images = None if force else _known_images(job, num_bytes)
     if images is None:
         check_files(job, num_bytes)
         old = index.read_metadata(folder, split)
-        if old is not None and job.part_name(0) in [shard.file for shard in old.shards]:
-            index.index_path(folder, split).unlink()  # its parts are about to change
+        if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:
+            index.index_path(folder, split).unlink()  # its shards are about to change
         images = check_images(job, progress)
     counts = objects.num_trained()
     is_trainable = images.is_usable & (counts > 0)
@@ -285,10 +285,10 @@ def _prepare_split(
     return report
 
 
-def _parts_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
-    """Return hex digits that identify what a part depends on; with `force` no earlier one is."""
+def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
+    """Return hex digits that identify what a chunk depends on; with `force` no earlier one is."""
     identity = [
-        PARTS_FORMAT,
+        CHUNKS_FORMAT,
         hashlib.sha256(os.fsencode("\0".join(annotations.file_names))).hexdigest(),
         hashlib.sha256(annotations.sizes.tobytes()).hexdigest(),
         config.shrink,

@@ -118,7 +118,7 @@ class PackedImages:
 
     def __init__(self, folder: Path, shards: list[index.Shard]) -> None:
         if outside := [shard.file for shard in shards if not is_plain_name(shard.file)]:
-            raise DataError(f"{folder}: its part {outside[0]!r} is not in that folder")
+            raise DataError(f"{folder}: its file {outside[0]!r} is not in that folder")
         allow_open_files(2 * len(shards))
         files = contextlib.ExitStack()
         weakref.finalize(self, files.close)

@@ -210,7 +210,7 @@ def test_a_wrong_folder_is_named(dataset: Path, tmp_path: Path) -> None:
 
 
 class TestChanges:
-    """Unchanged parts are kept, changed ones are repeated, and training reports which."""
+    """What is unchanged is kept, the rest is repeated, and training reports which."""
 
     def test_a_copied_dataset_is_the_same(self, dataset: Path, tmp_path: Path) -> None:
         prepare(dataset, dataset / "prepared", INDEX_ONLY)
@@ -289,7 +289,7 @@ from pathlib import Path
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check_jobs
 from ssdctl.data.prepare import prepare
-image_check_jobs.PART_BYTES, image_check_jobs.PART_ROWS, image_check_jobs.TASK_IMAGES = 60_000, 4, 2
+image_check_jobs.CHUNK_BYTES, image_check_jobs.CHUNK_ROWS, image_check_jobs.TASK_IMAGES = 60_000, 4, 2
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 print("go", flush=True)
 config = PrepareConfig(pack=sys.argv[3] == "pack", verify_images=True)
@@ -298,7 +298,7 @@ print("unchanged" if prepare(Path(sys.argv[1]), Path(sys.argv[2]), config).uncha
 
 
 def start(dataset: Path, store: Path, pack: bool) -> subprocess.Popen[str]:
-    """`prepare` in a process of its own, in small parts, past its imports."""
+    """`prepare` in a process of its own, in small chunks, past its imports."""
     command = [sys.executable, "-c", PROGRAM, str(dataset), str(store), "pack" if pack else ""]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -314,7 +314,7 @@ class Checked(list[str]):
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
-    """Check images in small parts, and fail at the image of a name."""
+    """Check images in small chunks, and fail at the image of a name."""
     check, checked = image_check_jobs.check_image, Checked()
 
     def noted(path: Path, *more: Any) -> Any:
@@ -324,7 +324,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
         return check(path, *more)
 
     monkeypatch.setattr(image_check_jobs, "check_image", noted)
-    monkeypatch.setattr(image_check_jobs, "PART_BYTES", 60_000)
+    monkeypatch.setattr(image_check_jobs, "CHUNK_BYTES", 60_000)
     monkeypatch.setattr(image_check_jobs, "TASK_IMAGES", 2)
     return checked
 
@@ -374,7 +374,7 @@ class TestKills:
             assert not list(store.glob(".*.tmp"))
             assert not list(store.glob(".checked-*"))
 
-    def test_finished_parts_are_not_done_again(
+    def test_finished_chunks_are_not_done_again(
         self, dataset: Path, store: Path, checked: Checked
     ) -> None:
         checked.fails_at = "000000000020.jpg"
@@ -391,10 +391,10 @@ class TestKills:
             path = dataset / f"train2017/{row + 1:012d}.jpg"
             assert split.read(row) == path.read_bytes()
 
-    def test_finished_parts_of_changed_images_are_done_again(
+    def test_finished_chunks_of_changed_images_are_done_again(
         self, dataset: Path, store: Path, checked: Checked
     ) -> None:
-        """An index of the old images is removed before its parts."""
+        """An index of the old images is removed before its shards."""
         prepare(dataset, store)
         image = dataset / "train2017/000000000001.jpg"
         image.write_bytes(image.read_bytes() + b"?")
