@@ -171,17 +171,11 @@ def from_images(
     origin: Path,
     notes: Sequence[str] = (),
 ) -> dict[str, Annotations]:
-    """Return the annotations of labeled images; ids count from 1 in the given order.
+    """Return the annotations of labeled images, by split; ids count from 1 in the given order.
 
-    Args:
-        splits: The images of each split. Without validation images, those to test with validate.
-        classes: Their names, in the order of the labels; None: those of the boxes, sorted.
-        folder: The folder that the file names are relative to.
-        origin: The file or folder of the labels.
-        notes: How they were read, for the user; the first split has them.
-
-    Raises:
-        DataError: No classes, or no images to train on.
+    Without validation images, those to test with validate. `classes` are in the order of the
+    labels; None: those of the boxes, sorted. File names are relative to `folder`; `origin` is the
+    file or folder of the labels; `notes` tell the user how they were read.
     """
     if classes is None:
         classes = sorted({b.name for images in splits.values() for i in images for b in i.boxes})
@@ -254,11 +248,7 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
 
 
 def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations:
-    """Return the annotations with only these classes; images that lose all boxes stay.
-
-    Raises:
-        UsageError: There is no such class.
-    """
+    """Return the annotations with only these classes; images that lose all boxes stay."""
     names = [c.name for c in annotations.classes]
     for name in chosen:
         if name not in names:
@@ -298,11 +288,8 @@ def coco_document(
 ) -> dict[str, Any]:
     """Return an annotation file in COCO's format; annotation ids count from 1.
 
-    Args:
-        images: COCO_IMAGE of each.
-        categories: Id and name of each.
-        objects: COCO_OBJECT of each; the score is that of a detection.
-        info: About the dataset.
+    `images` have the values of COCO_IMAGE, `categories` id and name, and `objects` the values of
+    COCO_OBJECT, those of a dataset without score.
     """
     return {
         **({"info": info} if info else {}),

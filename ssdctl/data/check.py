@@ -60,11 +60,7 @@ class Checked(NamedTuple):
 
 
 def check(annotations: Annotations) -> Checked:
-    """Check the annotations of a split.
-
-    Raises:
-        DataError: Unsafe file names, invalid sizes, no classes.
-    """
+    """Check the annotations of a split; refuse unsafe file names, invalid sizes, no classes."""
     if not annotations.classes:
         raise DataError(f"{annotations.origin}: no categories")
     _check_images(annotations)
@@ -142,7 +138,7 @@ def _warnings(
 ) -> list[str]:
     """Return a warning if boxes look like another format than left, top, width, height in pixels.
 
-    It is at most one sentence with its remedy, and not an error: such boxes may be intended.
+    It is not an error: such boxes may be intended.
     """
     number = int((kinds <= CLIPPED).sum())
     if num_unit and num_unit >= NEARLY_ALL * number:

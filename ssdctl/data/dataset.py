@@ -91,12 +91,7 @@ def find_source(root: Path, conversion: Conversion) -> tuple[str, Read]:
 def read_dataset(
     root: Path, conversion: Conversion, read: Read | None = None
 ) -> dict[str, Annotations]:
-    """Read the splits of a dataset, in the order of SPLITS; `read` is that of `find_source`.
-
-    Raises:
-        UsageError: The options do not apply: a validation split exists already, no such class.
-        DataError: No dataset, or several; a broken dataset.toml; files that cannot be read.
-    """
+    """Read the splits of a dataset, in the order of SPLITS; `read` is that of `find_source`."""
     splits = (read or find_source(root, conversion)[1])()
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
@@ -112,12 +107,11 @@ def label_version(
     root: Path, format_name: str, conversion: Conversion, *, content: bool = False
 ) -> Labels:
     """Return the version of a dataset's label files."""
+    folder = root_folder(root).absolute()
     if format_name != "coco":
-        folder = root_folder(root)
         names = [n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES]
         return Labels(_state(folder, sorted(names)))
     paths = _coco_files(root, conversion)
-    folder = root_folder(root).absolute()
     names = [os.path.relpath(path.absolute(), folder) for path in paths]
     return Labels(_state(folder, names), _hash(paths) if content else "")
 
@@ -195,8 +189,5 @@ def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
     for split, files in paths.items():
         if missing := [name for name in SplitFiles._fields if name not in files]:
             raise DataError(f"{path}: [{split}] lacks {missing[0]}")
-    return {
-        split: SplitFiles([paths[split]["images"]], paths[split]["annotations"])
-        for split in SPLITS
-        if split in paths
-    }
+    found = {split: paths[split] for split in SPLITS if split in paths}
+    return {split: SplitFiles([p["images"]], p["annotations"]) for split, p in found.items()}

@@ -67,7 +67,7 @@ class FingerprintColumns(NamedTuple):
 
 
 class CheckedImage(NamedTuple):
-    """A row of a part, see image_check_jobs.py; the last three are the file's fingerprint."""
+    """A row of a chunk, see image_check_jobs.py; the last three are the file's fingerprint."""
 
     image: Packed | None  # None if it is not to be packed
     problem: str | None
@@ -132,7 +132,7 @@ def _inspect(
         elif config.pack and not _is_packed_unchanged(header):
             packed = encode(decode(content, size), "PNG")
         elif not _has_end(header, content):
-            _decode_all(image, content, size)
+            decode(content, size)  # finds damage
     return packed, note
 
 
@@ -163,16 +163,6 @@ def _is_decoded_partly(header: Header, content: bytes, size: tuple[int, int]) ->
         return False
     decode(content, size)
     return is_jpeg
-
-
-def _decode_all(image: Image.Image, content: bytes, size: tuple[int, int]) -> None:
-    """Decode every byte of the file, to find damage."""
-    if image.format in JPEG_FORMATS:
-        # An eighth of the size: every byte of the file is read all the same.
-        image.draft("L", (image.width // 8, image.height // 8))
-        image.load()
-    else:
-        decode(content, size)
 
 
 def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: int) -> Pixels:
@@ -258,7 +248,7 @@ def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return [work(item) for item in items[start : start + CHUNK_IMAGES]]
 
     with ThreadPoolExecutor(16) as pool:
-        return [r for part in pool.map(process, range(0, len(items), CHUNK_IMAGES)) for r in part]
+        return [r for chunk in pool.map(process, range(0, len(items), CHUNK_IMAGES)) for r in chunk]
 
 
 def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:

@@ -1,9 +1,9 @@
-"""Check the images of a split in parts, so that an interrupted prepare can be continued.
+"""Check the images of a split in chunks, so that an interrupted prepare can be continued.
 
-A part is an Arrow file with a row per image: its problem, the fingerprint of its file and, if
+A chunk is an Arrow file with a row per image: its problem, the fingerprint of its file and, if
 packed, its bytes. It is published atomically, and its metadata names the job (images and options).
-A later run of the job reuses a part if its files are the same. The parts of a packed store are its
-shards; the others are deleted once the index is written.
+A later run of the job reuses a chunk if its files are the same. The chunks of a packed store are
+its shards; the others are deleted once the index is written.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from ssdctl.runtime.system import usable_cores
 from ssdctl.runtime.threads import map_ahead
 
 log = logging.getLogger(__name__)
-PART_BYTES = 512 * 1024 * 1024  # image bytes
-PART_ROWS = 8192
+CHUNK_BYTES = 512 * 1024 * 1024  # image bytes
+CHUNK_ROWS = 8192
 TASK_IMAGES = 32  # checked by one thread at a time, and a batch of the file
 TASK_RAW_IMAGES = 4  # the same, of images that are decoded, which take a hundred times the memory
 
@@ -53,7 +53,7 @@ class Job(NamedTuple):
     target: Path  # the store's folder
     config: PrepareConfig
 
-    def part_name(self, number: int) -> str:
+    def chunk_name(self, number: int) -> str:
         kind = "images" if self.config.pack else ".checked"
         return f"{kind}-{self.split}-{self.key[:8]}-{number:05d}.arrow"
 
@@ -84,26 +84,24 @@ class CheckedImages(NamedTuple):
         ]
 
 
-class _PartMetadata(msgspec.Struct, frozen=True):
+class _ChunkMetadata(msgspec.Struct, frozen=True):
     job: str
     start: int  # row of the annotation file
 
 
 def check_files(job: Job, sizes: list[int | None]) -> None:
     """Check that every image exists, of `sizes` in bytes, and that there is enough disk space."""
-    names, folder, origin = (
-        job.annotations.file_names, job.annotations.folder, job.annotations.origin,
-    )  # fmt: skip
-    require_image_folder(folder, job.split, origin)
-    missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
+    images = job.annotations
+    require_image_folder(images.folder, job.split, images.origin)
+    missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
-            f"{folder}: {len(missing)} of {len(names)} images are missing, "
+            f"{images.folder}: {len(missing)} of {len(sizes)} images are missing, "
             f"among them {', '.join(missing[:MAX_NAMED])}",
-            hint=f"they are listed in {origin}",
+            hint=f"they are listed in {images.origin}",
         )
     if job.config.pack and job.config.encoding == "raw":
-        pixels = shrunk_sizes(job.annotations.sizes.astype(np.int32), job.config.shrink)
+        pixels = shrunk_sizes(images.sizes.astype(np.int32), job.config.shrink)
         num_bytes = int(3 * pixels.astype(np.int64).prod(axis=1).sum())
         log.info(
             "packing %s as decoded pixels: %.2f GB in %s", job.split, num_bytes / 1e9, job.target
@@ -113,7 +111,7 @@ def check_files(job: Job, sizes: list[int | None]) -> None:
     else:
         return
     written = job.target.glob(f"images-{job.split}-{job.key[:8]}-*")  # by an earlier run
-    needed = num_bytes - sum(part.stat().st_size for part in written)
+    needed = num_bytes - sum(path.stat().st_size for path in written)
     free = free_bytes(job.target)
     if needed > free:
         raise DiskError(
@@ -125,11 +123,11 @@ def check_files(job: Job, sizes: list[int | None]) -> None:
 
 
 def check_images(job: Job, progress: Progress) -> CheckedImages:
-    """Check every image of a split, reusing the parts of an earlier run of the job."""
+    """Check every image of a split, reusing the chunks of an earlier run of the job."""
     names, image_ids = job.annotations.file_names, job.annotations.image_ids
     tables: list[Any] = []
     start = 0
-    while start < len(names) and (table := _reusable_part(job, len(tables), start)) is not None:
+    while start < len(names) and (table := _reusable_chunk(job, len(tables), start)) is not None:
         tables.append(table)
         start += table.num_rows
     with ThreadPoolExecutor(job.num_threads, thread_name_prefix="check") as pool:
@@ -139,11 +137,11 @@ def check_images(job: Job, progress: Progress) -> CheckedImages:
         images = itertools.islice(shown, start, None)
         try:
             while start < len(names):
-                tables.append(_write_part(job, len(tables), start, images))
+                tables.append(_write_chunk(job, len(tables), start, images))
                 start += tables[-1].num_rows
         finally:
             pool.shutdown(cancel_futures=True)
-    shards = [index.Shard(job.part_name(number), t.num_rows) for number, t in enumerate(tables)]
+    shards = [index.Shard(job.chunk_name(number), t.num_rows) for number, t in enumerate(tables)]
     none = pa.schema(index.RESULT_COLUMNS.items()).empty_table()
     table = pa.concat_tables([none, *tables])
     return CheckedImages(
@@ -154,18 +152,18 @@ def check_images(job: Job, progress: Progress) -> CheckedImages:
     )
 
 
-def _reusable_part(job: Job, number: int, start: int) -> Any:
-    """Return the part that starts at an image, if an earlier run of the job has written it and its
+def _reusable_chunk(job: Job, number: int, start: int) -> Any:
+    """Return the chunk that starts at an image, if an earlier run of the job has written it and its
     images are the same; else None."""
     try:
-        table = index.read_table(job.target / job.part_name(number), index.RESULT_COLUMNS)
+        table = index.read_table(job.target / job.chunk_name(number), index.RESULT_COLUMNS)
         raw = (table.schema.metadata or {}).get(index.METADATA_KEY, b"{}")
-        metadata = msgspec.json.decode(raw, type=_PartMetadata)
+        metadata = msgspec.json.decode(raw, type=_ChunkMetadata)
     except (DataError, *DECODE_ERRORS):
         return None
     images = job.annotations
     names = images.file_names[start : start + table.num_rows]
-    if metadata != _PartMetadata(job.key, start) or len(names) < table.num_rows:
+    if metadata != _ChunkMetadata(job.key, start) or len(names) < table.num_rows:
         return None
     return None if changed_images(images.folder, names, index.fingerprints_of(table)) else table
 
@@ -184,14 +182,14 @@ def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterato
     return itertools.chain.from_iterable(map_ahead(pool, check, firsts, job.num_threads + 2))
 
 
-def _write_part(job: Job, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
-    """Take images until a part is full; publish it, and return its table without the images."""
+def _write_chunk(job: Job, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
+    """Take images until a chunk is full; publish it, and return its table without the images."""
     columns = (index.SHARD_COLUMNS if job.config.pack else {}) | index.RESULT_COLUMNS
-    metadata = {index.METADATA_KEY: msgspec.json.encode(_PartMetadata(job.key, start))}
+    metadata = {index.METADATA_KEY: msgspec.json.encode(_ChunkMetadata(job.key, start))}
     schema = pa.schema(columns.items(), metadata=metadata)
     results = []
     num_bytes = num_images = 0
-    path = job.target / job.part_name(number)
+    path = job.target / job.chunk_name(number)
     with atomic_write(path) as file, pa.ipc.new_file(file, schema) as writer:
         while batch := list(itertools.islice(images, job.task_images)):
             record = pa.RecordBatch.from_pylist([image._asdict() for image in batch], schema)
@@ -199,6 +197,6 @@ def _write_part(job: Job, number: int, start: int, images: Iterator[CheckedImage
             results.append(record.select(list(index.RESULT_COLUMNS)))
             num_images += len(batch)
             num_bytes += sum(len(image.image or b"") for image in batch)
-            if num_bytes >= PART_BYTES or (not job.config.pack and num_images >= PART_ROWS):
+            if num_bytes >= CHUNK_BYTES or (not job.config.pack and num_images >= CHUNK_ROWS):
                 break
     return pa.Table.from_batches(results)

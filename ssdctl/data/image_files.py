@@ -76,13 +76,9 @@ def require_image_folder(folder: Path, split: str, origin: Path) -> None:
 
 
 def find_by_name(root: Path, names: Sequence[tuple[str, str]], labels: Path) -> list[str]:
-    """Return where the images that a label file names are below a folder.
+    """Return where the images that a label file names, each with its split, are below a folder.
 
-    Args:
-        root: The folder.
-        names: The name of each, with or without folders and suffix, and its split. If a name fits
-            several files, the split's folder decides.
-        labels: The label file, for messages.
+    A name may lack folders and suffix. If it fits several files, the split's folder decides.
     """
     by_name: dict[str, list[str]] = {}
     for file in files_below(root):

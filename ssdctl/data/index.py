@@ -234,7 +234,7 @@ def write_index(
 
 
 def remove_unused(folder: Path, splits: Collection[str]) -> None:
-    """Delete what no index names: parts of other jobs, splits that no longer exist."""
+    """Delete what no index names: chunks of other jobs, splits that no longer exist."""
     used = {index_path(folder, split).name for split in splits}
     for split in splits:
         if (metadata := read_metadata(folder, split)) is not None:

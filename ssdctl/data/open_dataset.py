@@ -156,11 +156,11 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
         train = require_split(splits, "train", root)
         num_val = len(splits["val"].image_ids) if "val" in splits else 0
         return DatasetSize(len(train.trainable), num_val, [c.name for c in train.classes])
-    parts = read_dataset(root, _last_conversion(folder))
-    annotations = require_split(parts, "train", root)
+    unprepared = read_dataset(root, _last_conversion(folder))
+    annotations = require_split(unprepared, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
         annotations = resolve_images(annotations)[0]
-    num_val = len(parts["val"].file_names) if "val" in parts else 0
+    num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     trainable = int((check(annotations).objects.num_trained() > 0).sum())
     return DatasetSize(trainable, num_val, [c.name for c in annotations.classes])
 

@@ -4,7 +4,7 @@
 
 Every annotation and every image's header is checked; what cannot be trained on is dropped and
 listed in the store's report.json. A split's index is written last, so a killed run leaves the old
-store or none; the next start continues with the parts that are finished (image_check_jobs.py).
+store or none; the next start continues with what is finished (image_check_jobs.py).
 A second `prepare` of the same folder waits for the first.
 """
 
@@ -65,7 +65,7 @@ NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
 REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
 PACKED = PrepareConfig()
-PARTS_FORMAT = 4  # the files in which an interrupted check continues
+CHUNKS_FORMAT = 4  # the files in which an interrupted check continues
 Resolved = tuple[Annotations, list[int | None]]  # see `resolve_images`
 
 
@@ -116,7 +116,7 @@ def prepare(
     (`total=`, `label=`, `unit=`).
 
     Raises:
-        DataError: The dataset is invalid; the message names the place.
+        DataError: The dataset is invalid; the message says where.
         DiskError: The store cannot be written.
     """
     if is_cached_store(folder):
@@ -130,14 +130,12 @@ def prepare(
         config = msgspec.structs.replace(config, shrink=None, encoding="jpeg")
     if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
         return outcome  # without the lock: the folder may be read-only
-    splits, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
+    resolved, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
     _make_store_dir(folder)
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
             return outcome
         remove_stale_temporaries(folder)
-        resolved = {split: resolve_images(splits.pop(split)) for split in made.splits}
-        _note_unlisted(resolved)
         reports = [
             _prepare_split(split, resolved, root, folder, config, made, force, progress)
             for split in made.splits
@@ -148,8 +146,8 @@ def prepare(
     return outcome
 
 
-def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], index.Made]:
-    """Read a dataset, and the version of its label files meanwhile."""
+def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], index.Made]:
+    """Read a dataset, and the version of its label files meanwhile; find its images."""
     name, read = find_source(root, conversion)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
         version = pool.submit(label_version, root, name, conversion, content=True)
@@ -157,7 +155,10 @@ def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], i
         labels = version.result()
     if label_version(root, name, conversion).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
-    return splits, index.Made(name, conversion, labels, list(splits), __version__)
+    made = index.Made(name, conversion, labels, list(splits), __version__)
+    resolved = {split: resolve_images(splits.pop(split)) for split in made.splits}
+    _note_unlisted(resolved)
+    return resolved, made
 
 
 def _make_store_dir(folder: Path) -> None:
@@ -166,9 +167,7 @@ def _make_store_dir(folder: Path) -> None:
         with disk_errors(folder, "writing"):
             os.close(no_follow(folder / ".lock", os.O_WRONLY | os.O_CREAT))
     except DiskError as error:
-        raise DiskError(
-            str(error), hint="choose another folder for the store with --store DIR"
-        ) from None
+        raise DiskError(str(error), hint="choose another folder with --store DIR") from None
 
 
 def _read_report(folder: Path) -> Outcome | None:
@@ -233,14 +232,14 @@ def _prepare_split(
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
     names, image_ids = annotations.file_names, annotations.image_ids
-    key = _parts_key(annotations, config, force)
+    key = _chunks_key(annotations, config, force)
     job = Job(split, key, annotations, folder, config)
     images = None if force else _known_images(job, num_bytes)
     if images is None:
         check_files(job, num_bytes)
         old = index.read_metadata(folder, split)
-        if old is not None and job.part_name(0) in [shard.file for shard in old.shards]:
-            index.index_path(folder, split).unlink()  # its parts are about to change
+        if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:
+            index.index_path(folder, split).unlink()  # its shards are about to change
         images = check_images(job, progress)
     counts = objects.num_trained()
     is_trainable = images.is_usable & (counts > 0)
@@ -286,10 +285,10 @@ def _prepare_split(
     return report
 
 
-def _parts_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
-    """Return hex digits that identify what a part depends on; with `force` no earlier one is."""
+def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
+    """Return hex digits that identify what a chunk depends on; with `force` no earlier one is."""
     identity = [
-        PARTS_FORMAT,
+        CHUNKS_FORMAT,
         hashlib.sha256(os.fsencode("\0".join(annotations.file_names))).hexdigest(),
         hashlib.sha256(annotations.sizes.tobytes()).hexdigest(),
         config.shrink,

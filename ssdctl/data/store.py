@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
-import itertools
 import mmap
 import os
 import weakref
@@ -119,12 +118,11 @@ class PackedImages:
 
     def __init__(self, folder: Path, shards: list[index.Shard]) -> None:
         if outside := [shard.file for shard in shards if not is_plain_name(shard.file)]:
-            raise DataError(f"{folder}: its part {outside[0]!r} is not in that folder")
+            raise DataError(f"{folder}: its file {outside[0]!r} is not in that folder")
         allow_open_files(2 * len(shards))
         files = contextlib.ExitStack()
         weakref.finalize(self, files.close)
         self._shards: list[_Shard] = []
-        self._first_rows = list(itertools.accumulate((s.rows for s in shards), initial=0))
         spans = [np.empty((0, 2), np.int64)]
         for shard in shards:
             path = folder / shard.file
@@ -133,7 +131,7 @@ class PackedImages:
                 if not os.fstat(file.fileno()).st_size:
                     raise index.damaged(path, "it is empty")
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._shards.append(_Shard(path, file, mapped))
+            self._shards.append(_Shard(path, file, mapped, sum(map(len, spans))))
             spans.append(_image_spans(path, mapped, shard.rows))
         self._spans = np.concatenate(spans)  # N x 2: where each image starts and ends in its file
         self._was_read = np.zeros(len(self._spans), np.bool_)
@@ -174,7 +172,7 @@ class PackedImages:
             raise DataError(
                 f"{self.location(row)}: has no image", hint="run ssdctl prepare --force"
             )
-        return self._shards[self._shard_number(row)], start, end
+        return self._shard(row), start, end
 
     def _require(self, is_complete: bool, path: Path) -> None:
         if not is_complete:
@@ -184,17 +182,19 @@ class PackedImages:
             )
 
     def location(self, row: int) -> str:
-        number = self._shard_number(row)
-        return f"{self._shards[number].path}, row {row - self._first_rows[number]}"
+        shard = self._shard(row)
+        return f"{shard.path}, row {row - shard.first_row}"
 
-    def _shard_number(self, row: int) -> int:
-        return bisect.bisect_right(self._first_rows, row) - 1
+    def _shard(self, row: int) -> _Shard:
+        number = bisect.bisect_right(self._shards, row, key=lambda shard: shard.first_row)
+        return self._shards[number - 1]
 
 
 class _Shard(NamedTuple):
     path: Path
     file: IO[bytes]
     map: mmap.mmap
+    first_row: int
 
 
 def _image_spans(path: Path, mapped: mmap.mmap, num_rows: int) -> NDArray[np.int64]:

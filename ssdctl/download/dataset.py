@@ -30,7 +30,7 @@ from ssdctl.download.fetch import (
 )
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.download.transfer import Progress, part_path
+from ssdctl.download.transfer import Progress, partial_path
 from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, safe_join, write_bytes
 from ssdctl.runtime.safe_text import redact_url
 
@@ -116,7 +116,7 @@ def _get_archive(
         if not keep_archives:  # also what a run left that died between unpacking and here
             archive = safe_join(dest, file.name)
             archive.unlink(missing_ok=True)
-            part_path(archive).unlink(missing_ok=True)
+            partial_path(archive).unlink(missing_ok=True)
     return record, state
 
 

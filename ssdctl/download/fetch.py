@@ -16,7 +16,7 @@ from typing import Any
 
 from ssdctl.download.http import NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.download.transfer import Part, Progress, part_path, transfer
+from ssdctl.download.transfer import PartialFile, Progress, partial_path, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import free_bytes, lock, safe_join
 from ssdctl.runtime.safe_text import redact_url
@@ -60,13 +60,13 @@ def fetch(
     """
     target = safe_join(folder, file.name)
     urls = file.urls(mirror)
-    has_leftovers = part_path(target).exists() or _lock_path(target).exists()
+    has_leftovers = partial_path(target).exists() or _lock_path(target).exists()
     may_clean = has_leftovers and os.access(target.parent, os.W_OK)
     if not may_clean and is_whole(target, file, progress):
         return target  # without a lock: the folder may be read-only
     with claim(target):
         if is_whole(target, file, progress):
-            part_path(target).unlink(missing_ok=True)
+            partial_path(target).unlink(missing_ok=True)
             return target
         for url in urls:
             try:
@@ -132,7 +132,7 @@ def sha256_of(
 def missing_bytes(target: Path, num_bytes: int) -> int:
     """Return how many more bytes the download of `target` will take on the disk."""
     try:
-        allocated = part_path(target).stat().st_blocks * 512
+        allocated = partial_path(target).stat().st_blocks * 512
     except OSError:
         allocated = 0
     return max(num_bytes - allocated, 0)
@@ -156,26 +156,26 @@ def _fetch_from(
     policy: RetryPolicy,
     progress: Progress,
 ) -> None:
-    """Fetch from one URL into the part, check the hash, publish."""
+    """Fetch from one URL into the partial, check the hash, publish."""
     num_bytes = file.bytes or length_of(url, policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
-    part = Part(target, num_bytes, connections, url)
+    partial = PartialFile(target, num_bytes, connections, url)
     try:
         while True:
-            transfer(url, part, file.name, connections, policy, progress)
-            digest = sha256_of(part.path, f"verifying {file.name}", progress, num_bytes)
+            transfer(url, partial, file.name, connections, policy, progress)
+            digest = sha256_of(partial.path, f"verifying {file.name}", progress, num_bytes)
             if digest.startswith(file.sha256):
-                part.publish(target)
+                partial.publish(target)
                 return
-            if not part.inherited:
+            if not partial.inherited:
                 break
-            part.reset("")  # bytes of another server, or lost in a power cut: try again
+            partial.reset("")  # bytes of another server, or lost in a power cut: try again
         corrupt = target.with_name(target.name + ".corrupt")
-        part.publish(corrupt)
+        partial.publish(corrupt)
     finally:
-        part.close()
-        if part.arrived_bytes == 0:
-            part.path.unlink(missing_ok=True)
+        partial.close()
+        if partial.arrived_bytes == 0:
+            partial.path.unlink(missing_ok=True)
     raise IntegrityError(
         f"{file.name} from {redact_url(url)}: its SHA-256 is {digest}, pinned is {file.sha256}; "
         f"kept as {corrupt}",

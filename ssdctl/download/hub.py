@@ -134,18 +134,17 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
         return DiskError(f"{what}: {error.strerror}: {error.filename}", hint="see HF_HOME")
     address, reason = redact_url(url), _reason(hub, error)
-    if isinstance(error, errors.GatedRepoError):
-        return UsageError(f"{what}: access must be granted on its page first ({address})")
-    if isinstance(error, errors.RepositoryNotFoundError):
+    problems = {
+        errors.GatedRepoError: "access must be granted on its page first",
+        errors.RepositoryNotFoundError: "no such repository, or a private one",
+        errors.RevisionNotFoundError: "no such branch, tag or commit",
+        errors.EntryNotFoundError: f"no {url.rpartition('/')[2]}: not a model of `ssdctl push`",
+    }
+    problem = next((text for kind, text in problems.items() if isinstance(error, kind)), None)
+    if problem is not None and not isinstance(error, FileNotFoundError):
         return UsageError(
-            f"{what}: no such repository, or a private one ({address})",
+            f"{what}: {problem} ({address})",
             hint="check the name; a private one requires HF_TOKEN, or `hf auth login`",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return UsageError(f"{what}: no such branch, tag or commit ({address})")
-    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, FileNotFoundError):
-        return UsageError(
-            f"{what}: it has no {url.rpartition('/')[2]}: not a model of `ssdctl push` ({address})"
         )
     if _status(error) in (401, 403):
         return UsageError(

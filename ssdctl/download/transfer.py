@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -70,15 +70,15 @@ class _State(msgspec.Struct):
     missing: list[tuple[int, int]]  # starts and stops
 
 
-class Part:
+class PartialFile:
     """The file `NAME.part` of a download. Not thread-safe: the caller holds a lock.
 
-    Each of the `connections` fetches about four pieces. A part of another `source`, the URL, keeps
-    its bytes (the hash decides at the end) but not its validator.
+    Each of the `connections` fetches about four pieces. Bytes of another
+    `source`, the URL, count (the hash decides at the end); its validator does not.
     """
 
     def __init__(self, target: Path, num_bytes: int, connections: int, source: str) -> None:
-        self.path, self.num_bytes = part_path(target), num_bytes
+        self.path, self.num_bytes = partial_path(target), num_bytes
         size = -(-num_bytes // (4 * connections))
         self.piece_bytes = min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
         self._source = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -166,7 +166,7 @@ class Part:
                 data, position = data[count:], position + count
 
     def _read_state(self) -> _State:
-        """Return what an earlier download received; a part without a state may be complete."""
+        """Return what an earlier download received; a file without a state may be complete."""
         nothing = _State("", "", [(0, self.num_bytes)])
         if os.fstat(self._file).st_size < self.num_bytes:
             return nothing
@@ -179,7 +179,7 @@ class Part:
         return state if edges == sorted(edges) else nothing
 
 
-def part_path(target: Path) -> Path:
+def partial_path(target: Path) -> Path:
     return target.with_name(target.name + ".part")
 
 
@@ -196,9 +196,14 @@ class _Restart(Exception):  # noqa: N818 - not an error for the user
 
 
 def transfer(
-    url: str, part: Part, label: str, connections: int, policy: RetryPolicy, progress: Progress
+    url: str,
+    partial: PartialFile,
+    label: str,
+    connections: int,
+    policy: RetryPolicy,
+    progress: Progress,
 ) -> None:
-    """Fetch the missing bytes of `part`, over several connections if the server supports ranges.
+    """Fetch the missing bytes of `partial`, over several connections if the server supports ranges.
 
     Received bytes are kept after a NetworkError.
     """
@@ -206,13 +211,13 @@ def transfer(
     for left in range(policy.restarts, -1, -1):
         # Servers behind one name may give the same file different validators. So the last attempt
         # ignores them: the hash decides.
-        attempt = _Attempt(url, part, policy, connections if ranges else 1, ranges, left > 0)
+        attempt = _Attempt(url, partial, policy, connections if ranges else 1, ranges, left > 0)
         try:
-            attempt.run(lambda done: progress(label, done, part.num_bytes))
+            attempt.run(lambda done: progress(label, done, partial.num_bytes))
             return
         except _Restart as change:
             ranges = ranges and change.ranges
-            part.reset(change.validator)
+            partial.reset(change.validator)
     raise NetworkError(
         f"{redact_url(url)}: started from zero {policy.restarts} times: the file keeps changing, "
         "or the server ignores ranges and its connections keep breaking",
@@ -220,36 +225,30 @@ def transfer(
     )
 
 
+@dataclass
 class _Attempt:
-    """One set of workers for a file, until it is complete or must restart.
+    """One set of workers for a file, until it is complete or must restart."""
 
-    Args:
-        ranges: Whether to request ranges.
-        watch_version: Whether another validator means another file.
-    """
+    url: str
+    partial: PartialFile
+    policy: RetryPolicy
+    connections: int
+    ranges: bool  # whether to request ranges
+    watch_version: bool  # whether another validator means another file
 
-    def __init__(
-        self,
-        url: str,
-        part: Part,
-        policy: RetryPolicy,
-        connections: int,
-        ranges: bool,
-        watch_version: bool,
-    ) -> None:
-        self.url, self.part, self.policy, self.connections = url, part, policy, connections
-        self.ranges, self.watch_version = ranges, watch_version
-        self.session = open_session(connections)
+    def __post_init__(self) -> None:
+        self.session = open_session(self.connections)
         self.over = threading.Event()
-        self.lock = threading.Lock()  # guards all below, and the part
+        self.lock = threading.Lock()  # guards all below, and the file
         self.workers: list[Future[None]] = []
         self.received_bytes = 0
-        self.stalls_at_s = time.monotonic() + policy.stall_s
+        self.stalls_at_s = time.monotonic() + self.policy.stall_s
 
     def run(self, progress: Callable[[int], None]) -> None:
-        progress(self.part.arrived_bytes)  # before the first byte: what an earlier run received
+        progress(self.partial.arrived_bytes)  # before the first byte: what an earlier run received
         limit_s, mark_bytes = self.policy.stall_s, 0
-        self.workers.append(run_in_daemon_thread(self._work))
+        with self.lock:  # the worker begins when it is in the list
+            self.workers.append(run_in_daemon_thread(self._work))
         try:
             while True:
                 done, running = wait(list(self.workers), TICK_S, FIRST_EXCEPTION)
@@ -258,7 +257,7 @@ class _Attempt:
                 if not running and len(done) == len(self.workers):
                     break
                 with self.lock:
-                    arrived, received = self.part.arrived_bytes, self.received_bytes - mark_bytes
+                    arrived, received = self.partial.arrived_bytes, self.received_bytes - mark_bytes
                     now = time.monotonic()
                     if received >= self.policy.min_rate * limit_s:
                         mark_bytes, self.stalls_at_s = self.received_bytes, now + limit_s
@@ -273,17 +272,21 @@ class _Attempt:
             with self.lock:
                 self.over.set()  # a worker that still waits for bytes changes nothing any more
             self.session.close()
-        progress(self.part.num_bytes)
+        progress(self.partial.num_bytes)
 
     def _work(self) -> None:
         with contextlib.suppress(_Halted):
             while True:
                 with self.lock:
-                    piece = None if self.over.is_set() else self.part.take()
+                    piece = None if self.over.is_set() else self.partial.take()
                 if piece is None:
                     return
-                while piece.missing:
-                    retry(partial(self._request, piece), self.policy, self._pause)
+                self._fetch(piece)
+
+    def _fetch(self, piece: Piece) -> None:
+        """Request a piece until it is complete."""
+        while piece.missing:
+            retry(lambda: self._request(piece), self.policy, self._pause)
 
     def _pause(self, seconds: float, is_asked: bool) -> None:
         """Wait, or until the transfer ends; a wait that the server asked for is not a stall."""
@@ -297,7 +300,7 @@ class _Attempt:
     def _request(self, piece: Piece) -> None:
         """Send one request for what the piece lacks, and write what is received."""
         wanted, problem = piece.missing, "the server closed the connection without a byte"
-        known = self.part.validator if self.watch_version else ""
+        known = self.partial.validator if self.watch_version else ""
         reply = get(self.session, self.url, wanted if self.ranges else None, known, self.policy)
         with reply:
             span = self._accepted(reply, piece, wanted)
@@ -315,10 +318,10 @@ class _Attempt:
         """Return the bytes that this response contains, by its headers."""
         total, span = length_and_range(reply)
         version = reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
-        if total is not None and total != self.part.num_bytes:
+        if total is not None and total != self.partial.num_bytes:
             raise IntegrityError(
                 f"{redact_url(self.url)}: the server's file has {total:,} bytes, the pinned one "
-                f"{self.part.num_bytes:,}",
+                f"{self.partial.num_bytes:,}",
                 hint="the server has another file: try --mirror, or correct the manifest",
             )
         with self.lock:
@@ -327,9 +330,9 @@ class _Attempt:
             if reply.status_code == 416:
                 raise _Restart(version, ranges=False)
             if reply.status_code == 200:  # the whole file, regardless of the requested range
-                if self.part.arrived_bytes or len(self.workers) > 1:
+                if self.partial.arrived_bytes or len(self.workers) > 1:
                     raise _Restart(version, ranges=self.ranges)
-                self.part.widen(piece, version)
+                self.partial.widen(piece, version)
                 return piece.missing
             if not span or span.start != wanted.start or span.stop > wanted.stop:
                 raise IntegrityError(
@@ -338,11 +341,11 @@ class _Attempt:
                     f"{reply.headers.get('Content-Range')!r}",
                     hint="the server is unreliable: try --mirror",
                 )
-            known = self.part.validator
+            known = self.partial.validator
             if known and version and version != known and self.watch_version:
                 raise _Restart(version)
             if version and not known:
-                self.part.adopt(version)
+                self.partial.adopt(version)
             while len(self.workers) < self.connections:
                 self.workers.append(run_in_daemon_thread(self._work))
             return span
@@ -360,5 +363,5 @@ class _Attempt:
             with self.lock:
                 if self.over.is_set():
                     raise _Halted
-                self.part.write(piece, data)
+                self.partial.write(piece, data)
                 self.received_bytes += len(data)

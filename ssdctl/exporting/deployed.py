@@ -26,7 +26,6 @@ from ssdctl.device import open_device
 from ssdctl.errors import IntegrityError
 from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
-from ssdctl.model.constants import ModelConstants
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores
 
@@ -64,10 +63,6 @@ class ExportOptions(NamedTuple):
     @property
     def has_nms(self) -> bool:
         return self.nms in ("onnx", "efficientnms")
-
-    def thresholds(self, constants: ModelConstants) -> tuple[float, float]:
-        """Return the score threshold and the IoU of NMS."""
-        return constants.thresholds(self.score_threshold, self.nms_iou)
 
 
 class Deployed(nn.Module):

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
-from ssdctl.config import Config
+from ssdctl.config import Config, DataConfig
 from ssdctl.data import shapes
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store import open_splits
@@ -33,12 +33,10 @@ from ssdctl.exporting.deployed import (
     Reference,
     example,
 )
-from ssdctl.exporting.int8 import int8_model
 from ssdctl.exporting.onnx import description, onnx_model
 from ssdctl.exporting.openvino import write_openvino
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.inference.image_detector import open_image, resized
-from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 NUM_IMAGES = 5  # an ONNX file is compared with PyTorch on them
@@ -142,31 +140,6 @@ def export_graph(
     return {"fp16": options.is_fp16, "pictures": len(images), **found}
 
 
-def export_int8(
-    checkpoint: Checkpoint,
-    target: Path,
-    options: ExportOptions,
-    config: Config,
-    *,
-    num_images: int,
-    max_ap_loss: float,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Write an int8 ONNX file that loses little AP; return what it costs. Errors: `int8_model`."""
-    images = training_images(*dataset_folders(config.data), num_images)
-    content, heads, costs = int8_model(
-        checkpoint, options, images, config, max_ap_loss=max_ap_loss, progress=progress
-    )
-    write_bytes(target, content)
-    for name, cost in zip(("fp32", "int8"), costs.values(), strict=True):
-        log.info(
-            "%s: AP %.4f, %.1f MB, %.1f ms a call", name, cost.ap, cost.size / 1e6, cost.latency_ms
-        )
-    log.info("ranges from %d images; heads in %s", len(images), heads)
-    figures = {name: cost._asdict() for name, cost in costs.items()}
-    return {"heads": heads, "pictures": len(images), **figures}
-
-
 def pt2_program(
     checkpoint: Checkpoint, images: Images, options: ExportOptions
 ) -> tuple[bytes, Differences]:
@@ -206,8 +179,9 @@ def images_of(root: Path, store: Path) -> tuple[Images, str]:
         return np.stack([resized(open_image(file)) for file in files]), "generated shapes"
 
 
-def training_images(root: Path, store: Path, count: int) -> Images:
+def training_images(data: DataConfig, count: int) -> Images:
     """Return (P, 300, 300, 3) images of the training split, evenly spaced; at most `count`."""
+    root, store = dataset_folders(data)
     images = dataset_images(root, store, count, ("train", "val"))
     if not (pixels := [resized(image) for image in itertools.islice(images, count)]):
         raise DataError(

@@ -152,7 +152,8 @@ def with_nms(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> Any:
     import onnx
 
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
-    score_threshold, nms_iou = options.thresholds(constants)
+    chosen = options.score_threshold, options.nms_iou
+    score_threshold, nms_iou = constants.thresholds(*chosen)
     text = (NMS if options.nms == "onnx" else EFFICIENT_NMS).format(
         ir=model.ir_version,
         opset=next(e.version for e in model.opset_import if e.domain in ("", "ai.onnx")),
@@ -187,7 +188,8 @@ def clean_opsets(model: Any) -> None:
 def description(checkpoint: Checkpoint, options: ExportOptions) -> OnnxDescription:
     """Return what a reader needs in addition to the graph."""
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
-    score_threshold, nms_iou = options.thresholds(constants) if options.has_nms else (None, None)
+    chosen = options.score_threshold, options.nms_iou
+    score_threshold, nms_iou = constants.thresholds(*chosen) if options.has_nms else (None, None)
     return OnnxDescription(
         format=1,
         backbone=checkpoint.architecture.backbone,

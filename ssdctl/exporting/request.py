@@ -55,7 +55,7 @@ def export_checkpoint(
         raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
     check_memory_limit()
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
-    from ssdctl.evaluation.checkpoint import choose_data
+    from ssdctl.evaluation.evaluate import choose_data
     from ssdctl.exporting import formats
     from ssdctl.exporting.deployed import ExportOptions
 
@@ -76,12 +76,15 @@ def export_checkpoint(
     config = msgspec.structs.replace(resolved.config, data=data)
     if not request.int8:
         return result | formats.export_graph(content, request.format, request.out, options, config)
-    return result | formats.export_int8(
+    from ssdctl.exporting.int8 import write_int8
+
+    count = CALIBRATION_IMAGES if request.calibrate is None else request.calibrate
+    return result | write_int8(
         content,
         request.out,
+        formats.training_images(data, count),
         options,
         config,
-        num_images=CALIBRATION_IMAGES if request.calibrate is None else request.calibrate,
         max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
         progress=progress,
     )

@@ -247,19 +247,19 @@ def resize_crop(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
 
 
 def _resize_padded(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
-    """Resize a crop that leaves the image: the part inside is resized, the rest filled."""
+    """Resize a crop that leaves the image: what is inside is resized, the rest filled."""
     low, high = np.array(box[:2]), np.array(box[2:])
     size = np.array(pixels.shape[1::-1])  # width, height
     inner_low, inner_high = low.clip(0, size - 1), high.clip(1, size)
     scale = np.array(out.shape[1::-1]) / (high - low)
     start = np.rint((inner_low - low) * scale).astype(int)
     end = np.maximum(np.rint((inner_high - low) * scale).astype(int), start + 1)
-    part = np.empty((end[1] - start[1], end[0] - start[0], 3), np.uint8)
+    small = np.empty((end[1] - start[1], end[0] - start[0], 3), np.uint8)
     inner = (int(inner_low[0]), int(inner_low[1]), int(inner_high[0]), int(inner_high[1]))
-    resize_crop(pixels, inner, False, part)
+    resize_crop(pixels, inner, False, small)
     out[...] = FILL_RGB
     window = out[start[1] : end[1], start[0] : end[0]]
-    window[...] = part[: window.shape[0], : window.shape[1]]
+    window[...] = small[: window.shape[0], : window.shape[1]]
     if flip:
         out[...] = out[:, ::-1].copy()
 

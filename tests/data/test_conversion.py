@@ -28,12 +28,11 @@ from ssdctl.data.annotations import (
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.formats import coco
 from ssdctl.data.image_check import check_image
-from ssdctl.data.image_files import resolve_images
 from ssdctl.data.index import METADATA_KEY, read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import UsageError
 
 INDEX_ONLY = PrepareConfig(pack=False)
 
@@ -105,17 +104,6 @@ def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     names = names_of(undivided, Conversion(split=0.75, classes=("ball",)))
     assert (len(names["train"]), len(names["val"])) == (18, 6)
     assert (undivided / "dataset.toml").read_text() == own
-
-
-def test_the_longest_path_that_fits_is_the_image(tmp_path: Path) -> None:
-    for name in ("a.jpg", "one/a.jpg", "two/a.jpg"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-    images = [LabeledImage("/data/upload/one/a.jpg", 9, 9, [])]
-    whole = from_images({"train": images}, ["x"], tmp_path, tmp_path)["train"]
-    assert resolve_images(whole)[0].file_names == ["one/a.jpg"]
-    with pytest.raises(DataError, match=r"a\.jpg, one/a\.jpg, two/a\.jpg"):
-        resolve_images(whole._replace(file_names=["/data/upload/three/a.jpg"]))
 
 
 def test_classes_keep_ids_and_boxes(shapes: Path) -> None:

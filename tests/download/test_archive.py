@@ -43,11 +43,11 @@ def refused(folder: Path, archive: bytes, match: str | None = None) -> None:
     assert not (folder / "data").exists() or not list((folder / "data").iterdir())
 
 
-def with_field(archive: bytes, place: int, value: int, size: int = 4) -> bytes:
+def with_field(archive: bytes, position: int, value: int, size: int = 4) -> bytes:
     """Change a field of every entry in the archive's directory."""
     content = bytearray(archive)
     for match in re.finditer(b"PK\1\2", archive):
-        start = match.start() + place
+        start = match.start() + position
         content[start : start + size] = value.to_bytes(size, "little")
     return bytes(content)
 
@@ -161,7 +161,7 @@ class TestUnsafe:
         refused(tmp_path, with_field(zipped({"a": data}), 24, claimed))
 
     @pytest.mark.parametrize(
-        ("content", "place", "value", "match"),
+        ("content", "position", "value", "match"),
         [
             ({"a/": b""}, 24, 9, "the folder 'a/' has content"),
             ({f"a{i}": random.Random(i).randbytes(2000) for i in range(3)}, 20, 4000, "overlap"),
@@ -171,10 +171,10 @@ class TestUnsafe:
         ],
     )
     def test_fields(
-        self, tmp_path: Path, content: dict[str, bytes], place: int, value: int, match: str
+        self, tmp_path: Path, content: dict[str, bytes], position: int, value: int, match: str
     ) -> None:
-        size = 2 if place < 16 else 4
-        refused(tmp_path, with_field(zipped(content), place, value, size), match)
+        size = 2 if position < 16 else 4
+        refused(tmp_path, with_field(zipped(content), position, value, size), match)
 
     def test_a_stored_file_of_two_sizes(self, tmp_path: Path) -> None:
         def store(info: zipfile.ZipInfo) -> None:

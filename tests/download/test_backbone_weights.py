@@ -70,7 +70,7 @@ def test_fetched_once_then_cached(
     assert path.parent.stat().st_mtime_ns == stamp
 
 
-def test_without_network_the_hint_names_the_file_and_its_place(tiny: str, tmp_path: Path) -> None:
+def test_without_network_the_hint_names_the_file_and_its_folder(tiny: str, tmp_path: Path) -> None:
     with Server() as stopped:
         nowhere = stopped.url
     with pytest.raises(NetworkError) as error:

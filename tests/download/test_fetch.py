@@ -22,7 +22,7 @@ from download.zips import start_download
 from ssdctl.download.fetch import fetch
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.download.transfer import Part
+from ssdctl.download.transfer import PartialFile
 from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError
 
 CONTENT = random.Random(1).randbytes(2_500_000)
@@ -37,12 +37,12 @@ def pinned(url: str, content: bytes = CONTENT, name: str = "a.bin") -> PinnedFil
     return PinnedFile(name, url, hashlib.sha256(content).hexdigest(), len(content))
 
 
-def append(part: Part, content: bytes) -> None:
-    """Store the first missing bytes of a part, as one connection."""
-    part.piece_bytes = part.num_bytes
-    piece = part.take()
+def append(partial: PartialFile, content: bytes) -> None:
+    """Store the first missing bytes of a file, as one connection."""
+    partial.piece_bytes = partial.num_bytes
+    piece = partial.take()
     assert piece is not None
-    part.write(piece, content)
+    partial.write(piece, content)
 
 
 class Site:
@@ -56,10 +56,10 @@ class Site:
         """Serve a route; a killed download left the first `arrived` bytes of it."""
         pin = pinned(self.server.route("/a.bin", route), content)
         if arrived:
-            part = Part(self.folder / pin.name, len(content), 4, pin.url)
-            part.adopt('"1"')
-            append(part, content[:arrived])
-            part.close()
+            partial = PartialFile(self.folder / pin.name, len(content), 4, pin.url)
+            partial.adopt('"1"')
+            append(partial, content[:arrived])
+            partial.close()
         return pin
 
     def fetch(self, pin: PinnedFile, folder: str = "", **how: Any) -> bytes:
@@ -311,9 +311,9 @@ class TestFaults:
             return file(CONTENT, etag='"2"')(request)
 
         pin = site.pin(other, arrived=100)
-        part = Part(site.folder / "a.bin", len(CONTENT), 4, pin.url)
-        append(part, bytes(1000))  # another version's bytes
-        part.close()
+        partial = PartialFile(site.folder / "a.bin", len(CONTENT), 4, pin.url)
+        append(partial, bytes(1000))  # another version's bytes
+        partial.close()
         assert site.fetch(pin) == CONTENT
         assert site.server.body_bytes >= len(CONTENT)
         if honors_if_range:
@@ -331,9 +331,9 @@ class TestFaults:
 
     def test_6_bits_lost_in_an_earlier_run_are_fetched_again(self, site: Site) -> None:
         pin = site.pin(arrived=500_000)
-        with (site.folder / "a.bin.part").open("r+b") as part:
-            part.seek(1000)
-            part.write(bytes(1000))
+        with (site.folder / "a.bin.part").open("r+b") as partial:
+            partial.seek(1000)
+            partial.write(bytes(1000))
         assert site.fetch(pin) == CONTENT
 
     @pytest.mark.parametrize(
@@ -362,8 +362,8 @@ class TestFaults:
     def test_10_https_is_never_left_for_http(
         self, site: Site, tls: tuple[ssl.SSLContext, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def to(place: str) -> Route:
-            return lambda _: Reply(302, {"Location": place})
+        def to(url: str) -> Route:
+            return lambda _: Reply(302, {"Location": url})
 
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", tls[1])
         insecure = site.server.route("/b.bin", FILE)

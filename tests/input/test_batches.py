@@ -93,14 +93,6 @@ def test_more_padding_changes_nothing_else(splits: dict[str, Split], augment: st
     assert not wide.boxes.labels[:, 12:].any()
 
 
-def test_threads_change_nothing(splits: dict[str, Split]) -> None:
-    once, *others = (  # two epochs
-        read_batches(splits["train"], PLAN._replace(threads=n), 0, 10) for n in (1, 2, 5)
-    )
-    for other in others:
-        assert_same(once, other)
-
-
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_resumed_run_continues_with_the_same_batches(
     splits: dict[str, Split], pipeline: str
@@ -280,22 +272,37 @@ def test_dali_gives_the_native_batches_within_two_levels(
     assert_same(native, dali, levels=2)
 
 
-def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
+def test_all_kinds_of_stores_give_the_same_samples(
+    shapes: Path, tmp_path: Path, augment: str
+) -> None:
     """Crops are cut at whole pixels of what is stored; boxes refer to them."""
-    batches = {}
-    for name, pack, shrink in (
-        ("files", False, None),
-        ("packed", True, None),
-        ("shrunk", True, 300),
-    ):
-        prepare(shapes, tmp_path / name, PrepareConfig(pack=pack, shrink=shrink))
-        split = open_dataset(shapes, tmp_path / name)["train"]
-        batches[name] = read_batches(split, PLAN, 0, 5)
-    assert_same(batches["files"], batches["packed"])
-    for actual, expected in zip(batches["files"], batches["shrunk"], strict=True):
+    batches, evaluated, opened = {}, {}, {}
+    for name, config in {
+        "files": PrepareConfig(pack=False),
+        "packed": PrepareConfig(),
+        "raw": PrepareConfig(encoding="raw"),
+        "shrunk": PrepareConfig(shrink=300),
+        "shrunk raw": PrepareConfig(shrink=300, encoding="raw"),
+    }.items():
+        prepare(shapes, tmp_path / name, config)
+        split = opened[name] = open_dataset(shapes, tmp_path / name)["train"]
+        assert split.is_raw == (config.encoding == "raw")
+        batches[name] = read_batches(split, PLAN._replace(augment=augment), 0, 5)
+        evaluated[name] = [b.images.clone() for b in evaluation_batches(split, np.arange(5), 3, 2)]
+    for name in ("packed", "raw"):
+        assert_same(batches["files"], batches[name])
+        assert all(map(torch.equal, evaluated["files"], evaluated[name]))
+    shrunk, raw = batches["shrunk"], batches["shrunk raw"]
+    assert opened["shrunk"].pixel_sizes.tolist() == opened["shrunk raw"].pixel_sizes.tolist()
+    assert opened["shrunk"].pixel_sizes.min(axis=1).max() == 300
+    for actual, expected in zip(batches["files"], shrunk, strict=True):
         assert not expected.bad
         assert actual.rows.tolist() == expected.rows.tolist()
-        assert (actual.boxes - expected.boxes).abs().max() < 0.03
+        assert augment != "ssd" or (actual.boxes - expected.boxes).abs().max() < 0.03
+    assert_same(shrunk, raw, levels=255)
+    pixels = [torch.cat([b.images for b in found]).float() for found in (shrunk, raw)]
+    assert 0 < (pixels[0] - pixels[1]).abs().mean() < 2  # the loss of JPEG
 
 
 @settings(max_examples=60, deadline=None)

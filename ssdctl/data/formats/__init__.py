@@ -107,11 +107,6 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Format:
-    """Return a format.
-
-    Raises:
-        UsageError: There is none of that name, or its package cannot be imported.
-    """
     if name in built_in():
         module: Format = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
         return module
@@ -123,16 +118,7 @@ def load(name: str) -> Format:
 
 
 def find(path: Path, name: str | None = None) -> tuple[str, Format]:
-    """Return the format of a dataset.
-
-    Args:
-        path: Its folder, or a file such as data.yaml or instances.json.
-        name: The format; None detects it.
-
-    Raises:
-        UsageError: There is no format of that name.
-        DataError: No dataset, several, or a file of another format.
-    """
+    """Return the format of a folder or of a file such as data.yaml; without a name, detect it."""
     from ssdctl.data.formats import coco
 
     if name is not None and not path.is_file():
@@ -142,7 +128,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     found = [entry for entry in _recognized(path) if name in (None, entry[0])]
     if not found:
         raise _not_a_dataset(path, name) if path.is_file() else _no_dataset(path)
-    described = [_describe(path, *entry) for entry in found]
+    described = [_describe(path, name, by) for name, _, by in found]
     name, module, by = found[0]
     if len(found) > 1:
         raise DataError(
@@ -174,7 +160,7 @@ def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
             yield name, module, by
 
 
-def _describe(path: Path, name: str, _: Format, by: Path | bool) -> str:
+def _describe(path: Path, name: str, by: Path | bool) -> str:
     if not isinstance(by, Path) or by == path:
         return name
     return f"{name} ({by.relative_to(path) if by.is_relative_to(path) else by})"
@@ -203,9 +189,10 @@ def _no_dataset(path: Path) -> DataError:
     for name in built_in():
         looked_for += getattr(load(name), "LOOKED_FOR", ())
     files = sorted(Path(n) for n in itertools.islice(files_below(path), MAX_FILES))
-    first = {file.suffix.lower(): file for file in reversed(files)}
-    counts = Counter(file.suffix.lower() for file in files).most_common(MAX_NAMED)
-    found = [f"{n:,} {suffix or 'other'} files such as {first[suffix]}" for suffix, n in counts]
+    kinds = ["TFRecord" if TFRECORD.search(f.name) else f.suffix.lower() or "other" for f in files]
+    first = dict(zip(reversed(kinds), reversed(files), strict=True))
+    counts = Counter(kinds).most_common(MAX_NAMED)
+    found = [f"{count:,} {kind} files such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above):
         hint = f"did you mean the folder above, --data {above}?"
@@ -227,14 +214,14 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
     jsons = [file for file in files if file.suffix == ".json"]
     if any(b'"shapes"' in _head(folder / file) for file in jsons[:MAX_READ]):
         return CONVERT_LABELME
-    images = {file.stem: folder / file for file in files if is_image(file)}
-    texts = [folder / f for f in files if f.suffix == ".txt" and f.stem in images]
-    for file in texts[:MAX_READ]:
-        if yolo.has_boxes(file):
-            is_found = yolo.label_file(folder, images[file.stem]) == file
-            move = "" if is_found else ", and move each label file beside its image"
+    images = [folder / file for file in files if is_image(file)]
+    stems = {image.stem for image in images}
+    for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
+        if yolo.has_boxes(folder / file):
+            own = [yolo.label_file(folder, image) for image in images if image.stem == file.stem]
+            move = "" if folder / file in own else ", and move each label file beside its image"
             return (
-                f"{file.relative_to(folder)} is YOLO's: write {folder / 'classes.txt'}, with the "
+                f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "
                 f"name of a class per line, in the order of the class numbers{move}"
             )
     if any(TFRECORD.search(file.name) for file in files):

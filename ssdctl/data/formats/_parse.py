@@ -83,11 +83,11 @@ def numbers(values: list[str]) -> list[float]:
     return result
 
 
-def whole_number(text: str, place: str) -> int:
+def whole_number(text: str, location: str) -> int:
     """Return a whole number, which may be written as `12.0`.
 
     Raises:
-        DataError: It is not one; the message begins with `place`.
+        DataError: It is not one; the message begins with `location`.
     """
     try:
         number = int(float(text))
@@ -95,7 +95,7 @@ def whole_number(text: str, place: str) -> int:
             return number
     except (ValueError, OverflowError):
         pass
-    raise DataError(f"{place}: {text!r} is not a whole number")
+    raise DataError(f"{location}: {text!r} is not a whole number")
 
 
 def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:

@@ -1,6 +1,6 @@
 """Read COCO annotation files as labeling tools write them.
 
-    splits = read(Path("export"))       # typed; DataError names the place of what is broken
+    splits = read(Path("export"))       # typed; DataError names what is broken
 
 Numbers written as 5.0 or "5", `iscrowd: false`, null areas and a byte order mark are accepted.
 Classes are the file's categories in its order.

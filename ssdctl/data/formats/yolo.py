@@ -62,11 +62,9 @@ def recognise(path: Path) -> Path | None:
     """Return the file of class names of a folder that has labels, or data.yaml."""
     if path.is_file():
         return path if path.suffix.lower() in (*YAML, ".data") else None
-    if (described := _read_yaml(path)) is None:
-        described = _read_darknet(path)
-        if described is None or not _has_labels(path):
-            return None
-    return described[0]
+    origin, content = _read_yaml(path) or _read_darknet(path) or (path, None)
+    is_yaml = origin.suffix.lower() in YAML
+    return origin if content and (is_yaml or _has_labels(path)) else None
 
 
 def read(path: Path) -> dict[str, Annotations]:

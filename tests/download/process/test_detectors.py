@@ -141,7 +141,7 @@ def test_a_file_that_is_not_a_checkpoint_is_not_recorded(
     assert not recorded(cached).exists()
 
 
-def test_without_network_the_error_names_url_and_place(
+def test_without_network_the_error_names_url_and_folder(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))

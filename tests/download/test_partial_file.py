@@ -13,7 +13,7 @@ import pytest
 from download.test_fetch import append
 
 from ssdctl.download import transfer
-from ssdctl.download.transfer import MIN_PIECE_BYTES, Part, part_path
+from ssdctl.download.transfer import MIN_PIECE_BYTES, PartialFile, partial_path
 from ssdctl.errors import DiskError, UsageError
 
 CONTENT = random.Random(1).randbytes(3 * MIN_PIECE_BYTES)
@@ -25,36 +25,40 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "a.bin"
 
 
-def opened(target: Path, url: str = URL) -> Part:
-    return Part(target, len(CONTENT), 4, url)
+def opened(target: Path, url: str = URL) -> PartialFile:
+    return PartialFile(target, len(CONTENT), 4, url)
 
 
 def leave(target: Path, arrived: int) -> None:
     """Leave what a killed download does: the first bytes."""
-    part = opened(target)
-    part.adopt('"1"')
-    append(part, CONTENT[:arrived])
-    part.close()
+    partial = opened(target)
+    partial.adopt('"1"')
+    append(partial, CONTENT[:arrived])
+    partial.close()
 
 
 @pytest.mark.parametrize(("url", "validator"), [(URL, '"1"'), ("http://mirror/a.bin", "")])
 def test_a_part_is_continued_and_published(target: Path, url: str, validator: str) -> None:
     """Bytes of another URL count, its version does not."""
     leave(target, 400_000)
-    part = opened(target, url)
-    assert (part.inherited, part.arrived_bytes, part.validator) == (400_000, 400_000, validator)
-    append(part, CONTENT[400_000:])
-    assert part.take() is None
-    part.publish(target)
-    part.close()
+    partial = opened(target, url)
+    assert (partial.inherited, partial.arrived_bytes, partial.validator) == (
+        400_000,
+        400_000,
+        validator,
+    )
+    append(partial, CONTENT[400_000:])
+    assert partial.take() is None
+    partial.publish(target)
+    partial.close()
     assert target.read_bytes() == CONTENT
     assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies between the two has recorded nothing that is absent."""
-    part = opened(target)
-    before = part.path.read_bytes()
+    partial = opened(target)
+    before = partial.path.read_bytes()
 
     def dies(*_: Any) -> int:
         raise OSError(errno.EIO, "died")
@@ -62,25 +66,25 @@ def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", dies)
         with pytest.raises(DiskError, match=r"a\.bin\.part"):
-            append(part, CONTENT[:1000])
-    assert part.path.read_bytes() == before
+            append(partial, CONTENT[:1000])
+    assert partial.path.read_bytes() == before
     monkeypatch.setattr(transfer, "RECORD_S", 1e9)
-    part.write(part.pieces[0], CONTENT[:2000])  # no record follows: a kill loses these bytes
+    partial.write(partial.pieces[0], CONTENT[:2000])  # no record follows: a kill loses these bytes
     again = opened(target)
     assert again.inherited == 0
     again.close()
-    part.close()
+    partial.close()
 
 
 def test_pieces_are_taken_by_one_connection_each(target: Path) -> None:
-    part = opened(target)
+    partial = opened(target)
     pieces = []
-    while (piece := part.take()) is not None:
+    while (piece := partial.take()) is not None:
         pieces.append(piece)
     assert [len(piece.missing) for piece in pieces] == 3 * [MIN_PIECE_BYTES]
-    part.write(pieces[1], CONTENT[:1000])
-    part.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
-    part.close()
+    partial.write(pieces[1], CONTENT[:1000])
+    partial.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
+    partial.close()
     again = opened(target)
     spans = [(piece.start, piece.stop) for piece in again.pieces]
     middle = MIN_PIECE_BYTES + 1000
@@ -91,8 +95,8 @@ def test_pieces_are_taken_by_one_connection_each(target: Path) -> None:
 def test_a_file_is_published_once_its_bytes_are_on_the_disk(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = opened(target)
-    append(part, CONTENT)
+    partial = opened(target)
+    append(partial, CONTENT)
     calls: list[str] = []
 
     def note(owner: Any, name: str) -> None:
@@ -108,7 +112,7 @@ def test_a_file_is_published_once_its_bytes_are_on_the_disk(
     note(os, "fsync")
     note(os, "ftruncate")
     note(Path, "replace")
-    part.publish(target)
+    partial.publish(target)
     names = ["ftruncate a.bin.part", "fsync a.bin.part", "replace a.bin.part"]
     assert calls == [*names, f"fsync {target.parent.name}"]
 
@@ -126,24 +130,24 @@ def test_a_file_is_published_once_its_bytes_are_on_the_disk(
 )
 def test_an_invalid_record_is_ignored(missing: object, expected: int, target: Path) -> None:
     leave(target, 1000)
-    path = part_path(target)
+    path = partial_path(target)
     content, line = path.read_bytes()[: len(CONTENT)], path.read_bytes()[len(CONTENT) :]
     state = json.loads(line.partition(b"\n")[0])
     changed = b"" if missing is None else json.dumps({**state, "missing": missing}).encode()
     path.write_bytes(content + changed)
-    part = opened(target)
-    assert part.arrived_bytes == expected
-    part.close()
+    partial = opened(target)
+    assert partial.arrived_bytes == expected
+    partial.close()
 
 
 def test_a_link_or_folder_as_a_part_is_refused(target: Path) -> None:
     victim = target.with_name("victim")
     victim.write_text("precious")
-    part_path(target).symlink_to(victim)
+    partial_path(target).symlink_to(victim)
     with pytest.raises(UsageError, match=r"a\.bin\.part"):
         opened(target)
     assert victim.read_text() == "precious"
-    part_path(target).unlink()
-    part_path(target).mkdir()
+    partial_path(target).unlink()
+    partial_path(target).mkdir()
     with pytest.raises(DiskError, match=r"a\.bin\.part"):
         opened(target)
