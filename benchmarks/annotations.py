@@ -28,7 +28,7 @@ from ssdctl.data.formats import coco
 from ssdctl.data.annotations import SplitFiles
 path = Path(sys.argv[1])
 begun = time.perf_counter()
-annotations = coco.read_files({"train": SplitFiles(path.parent, path)})["train"]
+annotations = coco.read_files({"train": SplitFiles([path.parent], path)})["train"]
 read = time.perf_counter() - begun
 checked = check(annotations)
 count = len(checked.objects.labels)

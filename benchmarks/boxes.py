@@ -20,8 +20,14 @@ from torch.nn import functional as F
 from torchvision.ops import batched_nms
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import Matcher
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, decode, encode, pairwise_iou
+from ssdctl.boxes.ops import (
+    Matcher,
+    box_cxcywh_to_ltrb,
+    box_ltrb_to_cxcywh,
+    decode,
+    encode,
+    pairwise_iou,
+)
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.postprocess import detect
 

@@ -76,7 +76,7 @@ tune_process()
 device, config, precision = open_device("cpu"), resolve(environment={}).config.train, sys.argv[3]
 model = device.place(Architecture("resnet18", "none", 81).build()).train()
 step = build_step(model, config, device, precision)
-batch = random_batch(8, 81, 7, 7)
+batch = random_batch(8, 81, 7)
 rate(lambda: step([batch], 1e-6))
 """
 MODEL = """

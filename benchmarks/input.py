@@ -35,8 +35,7 @@ from PIL import Image, ImageEnhance
 
 from ssdctl.benchmark.data import full_chain, stage_times
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import Matcher
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, encode, pairwise_iou
+from ssdctl.boxes.ops import Matcher, box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, encode, pairwise_iou
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare

@@ -37,8 +37,7 @@ from interpreter import Interpreted, Program, interpret_kernels
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import Matcher
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, encode
+from ssdctl.boxes.ops import Matcher, box_cxcywh_to_ltrb, encode
 from ssdctl.device.cpu import Cpu
 from ssdctl.model import fused
 from ssdctl.model.constants import RESNET

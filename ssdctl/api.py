@@ -102,19 +102,9 @@ def load(
         ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
     """
     settings = resolve_call(None, overrides_of("predict", locals())).config.predict
-    from ssdctl.inference.detector import DetectorConfig  # late: torch takes seconds
-    from ssdctl.inference.image_detector import Options
-    from ssdctl.inference.predict import Predictor, load_detector
+    from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
-    detector, name = load_detector(
-        checkpoint,
-        device=settings.device,
-        config=DetectorConfig(settings.precision, settings.score, settings.nms_iou),
-        options=Options(
-            settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
-        ),
-    )
-    return Predictor(detector, name)
+    return Predictor(*load_detector(checkpoint, settings))
 
 
 @public("prepare")

@@ -45,8 +45,7 @@ R = TypeVar("R")
 def public(section: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function refuse keywords that it does not have, and raise errors with their hints.
 
-    Args:
-        section: The table of its settings.
+    `section` is the table of its settings.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

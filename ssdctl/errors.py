@@ -44,13 +44,6 @@ class SsdctlError(Exception):
         self.hint = hint
         self.is_from_all_ranks = False  # the same error was raised on every rank
 
-    def put_hint_into_message(self) -> None:
-        """Let `str(error)` and tracebacks hold the hint, once."""
-        message = str(self)
-        hint = "" if self.hint is None else f"\nhint: {self.hint}"
-        if not message.endswith(hint):
-            self.args = (message + hint,)
-
 
 class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as contextlib's own
     """Around functions of the Python API: their expected errors print with their hints."""
@@ -58,8 +51,9 @@ class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as context
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, SsdctlError):
-            error.put_hint_into_message()
+        if isinstance(error, SsdctlError) and error.hint is not None:
+            hint = f"\nhint: {error.hint}"
+            error.args = (str(error).removesuffix(hint) + hint,)  # once, also in nested calls
 
 
 class UsageError(SsdctlError):

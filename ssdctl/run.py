@@ -92,19 +92,18 @@ class Run:
         from matplotlib.figure import Figure  # late: it takes half a second
         from PIL import Image
 
-        records = self.metrics
-        loss = [(r["step"], r["loss"]) for r in records if r["kind"] == "train"]
-        evals = [r for r in records if r["kind"] == "eval"]
-        lines = {"AP": evals, "AP50": evals, "AP75": evals} if evals else {}
-        figure = Figure(figsize=(5 * (1 + bool(evals)), 3.5), layout="constrained")
-        axes = figure.subplots(1, 1 + bool(evals), squeeze=False)[0]
-        axes[0].plot(*zip(*loss, strict=True) if loss else ([], []))
-        axes[0].set(xlabel="step", ylabel="training loss")
-        for name, rows in lines.items():
-            axes[1].plot([r["step"] for r in rows], [r[name] for r in rows], ".-", label=name)
-        if evals:
-            axes[1].set(xlabel="step", ylabel="AP", ylim=(0, 1))
-            axes[1].legend()
+        steps = [r for r in self.metrics if r["kind"] == "train"]
+        evals = [r for r in self.metrics if r["kind"] == "eval"]
+        count = 2 if evals else 1
+        figure = Figure(figsize=(5 * count, 3.5), layout="constrained")
+        loss, *others = figure.subplots(1, count, squeeze=False)[0]
+        loss.plot([r["step"] for r in steps], [r["loss"] for r in steps])
+        loss.set(xlabel="step", ylabel="training loss")
+        for axes in others:
+            for name in ("AP", "AP50", "AP75"):
+                axes.plot([r["step"] for r in evals], [r[name] for r in evals], ".-", label=name)
+            axes.set(xlabel="step", ylabel="AP", ylim=(0, 1))
+            axes.legend()
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=100)
         return Image.open(buffer)
@@ -125,8 +124,8 @@ class Run:
             self.plot().save(buffer, "PNG")
         except SsdctlError:
             return html_table((), [], repr(self))
-        rows = [[f"{figures[name]:.3f}" for name in SHOWN if name in figures]]
         heads = [name for name in SHOWN if name in figures]
+        rows = [[f"{figures[name]:.3f}" for name in heads]] if heads else []
         image = base64.b64encode(buffer.getvalue()).decode()
-        table = html_table(heads, rows if heads else [], repr(self))
+        table = html_table(heads, rows, repr(self))
         return f'{table}<img src="data:image/png;base64,{image}"/>'

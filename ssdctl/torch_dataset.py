@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -61,7 +62,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
         augment: str = "none",
         store: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._arguments = (os.fspath(data), split, augment, store and os.fspath(store))
+        self._arguments = os.fspath(data), split
+        self._options: dict[str, Any] = {"augment": augment, "store": store and os.fspath(store)}
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
         config = resolve_call(None, given).config
         require_dataset(config.data)
@@ -107,7 +109,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         try:
             pixels = torch.from_numpy(split.decode(row).copy())
         except ImageError as error:
-            raise DataError(f"{split.place(row)}: {error}") from None
+            raise DataError(f"{split.location(row)}: {error}") from None
         height, width = pixels.shape[:2]
         span = slice(split.starts[row], split.starts[row + 1])
         boxes = torch.tensor(split.boxes[span]) * torch.tensor([width, height] * 2)
@@ -129,7 +131,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         samples = draw_samples(split, _OneSample(row, epoch), config, 0, 1)
         pixels = np.empty((1, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
         if problem := decode_sample(split, samples, 0, pixels[0]):
-            raise DataError(f"{split.place(row)}: {problem}")
+            raise DataError(f"{split.location(row)}: {problem}")
         batch = as_batch(samples, torch.from_numpy(pixels))
         image = COLORS(batch.images, batch.jitter)[0].clamp(0, 1)
         is_real = batch.labels[0] > 0
@@ -137,11 +139,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Open the store again in another process: its files are mapped into memory."""
-        return _reopened, self._arguments
-
-
-def _reopened(data: str, split: Any, augment: Any, store: str | None) -> Dataset:
-    return Dataset(data, split, augment=augment, store=store)
+        return functools.partial(Dataset, **self._options), self._arguments
 
 
 class _OneSample(SampleStream):

@@ -16,10 +16,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from conftest import Result
 
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
@@ -142,14 +143,6 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-class Ended(NamedTuple):
-    """Exit code, output and error text of a process."""
-
-    code: int
-    out: str
-    err: str
-
-
 def run_script(script: str, *arguments: object, **variables: str) -> ForkedProcess:
     """Start a script in a fork; `sys.argv[1:]` are the arguments."""
 
@@ -178,7 +171,7 @@ def run_ranks(
     *arguments: object,
     start: Callable[..., ForkedProcess | subprocess.Popen[str]] = run_script,
     **variables: str,
-) -> list[Ended]:
+) -> list[Result]:
     """Run a script in processes that form a group."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common["WORLD_SIZE"] = str(count)
@@ -191,7 +184,7 @@ def run_ranks(
     finally:
         for rank in ranks:
             rank.kill()
-    return [Ended(rank.wait(1), *o) for rank, o in zip(ranks, outputs, strict=True)]
+    return [Result(rank.wait(1), *o) for rank, o in zip(ranks, outputs, strict=True)]
 
 
 def start(*arguments: object, **variables: str) -> ForkedProcess:

@@ -32,7 +32,7 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import resolve
 from ssdctl.config.resolve import PREFIX
 from ssdctl.data.dataset import read_dataset_toml
-from ssdctl.errors import UsageError
+from ssdctl.errors import ExitCode, UsageError
 
 MIGRATING = ROOT / "docs" / "migrating.md"
 
@@ -98,13 +98,6 @@ def test_commands_are_what_the_command_line_takes(
         assert not problem or is_short, f"{page.name}: {text}: {problem}"
 
 
-def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) -> None:
-    assert not complaint(words_of("ssdctl train --bs 4 # a notice"))
-    wrong = ["train --batch 4", "config shew", "launch --cpus 2 -- evaluate --bs four"]
-    for text in wrong:
-        assert complaint(text.split()), text
-
-
 @every_page
 def test_config_files_are_valid(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
@@ -128,7 +121,7 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
 
 
 @pytest.mark.parametrize(
-    ("place", "changes", "message"),
+    ("what", "changes", "message"),
     [
         ("toml", ("images", "image"), "unknown key 'train.image'"),
         ("toml", ("photos", "../a/photos"), "'../a/photos' is not a plain path below"),
@@ -143,16 +136,16 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
     ],
 )
 def test_mistakes_with_data_get_the_message_of_the_page(
-    place: str, changes: Any, message: str, tmp_path: Path, cli: Cli
+    what: str, changes: Any, message: str, tmp_path: Path, cli: Cli
 ) -> None:
     root = tmp_path / "outside"
     (root / "photos").mkdir(parents=True)
     Image.new("RGB", (160, 120)).save(root / "photos/a.jpg")
     content = copy.deepcopy(COCO)
-    if place != "toml":
-        content[place][0].update(changes)
+    if what != "toml":
+        content[what][0].update(changes)
     (root / "labels.json").write_text(json.dumps(content))
-    old, new = changes if place == "toml" else ("", "")
+    old, new = changes if what == "toml" else ("", "")
     (root / "dataset.toml").write_text(DATASET.replace(old, new, 1))
     result = cli("prepare", "--data", root)
     if "learn from" in message:
@@ -273,3 +266,31 @@ def answer_to(command: AliasCommand, flag: str, value: str) -> str:
             if "does not take a value" not in reason:
                 break
     return reason
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_first_two_blocks_are_one_command_each() -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.S)
+    assert [block.split() for block in blocks[:2]] == [["scripts/demo"], ["scripts/test"]]
+
+
+def test_at_most_750_words_come_before_the_tables() -> None:
+    before = README[: README.index("\n|")]
+    assert len(before.split()) <= 750
+
+
+def test_images_are_small_and_described() -> None:
+    images = re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert len(images) >= 2
+    for name in images:
+        assert (ROOT / name).stat().st_size <= 300_000, name
+    for tag in re.findall(r"<img [^>]*>", README):
+        assert re.search(r'alt="[^"]{20,}"', tag)
+
+
+def test_exit_codes_are_complete() -> None:
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)}
+    assert codes == {0, *map(int, ExitCode)}

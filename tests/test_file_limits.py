@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Result
+from conftest import Cli, Result
 from data.formats import exports
 from reporting.test_damaged_runs import make_run
 
 from ssdctl.data.shapes import generate
 from ssdctl.runs.reader import read_run
 
-Cli = Callable[..., Result]
 HUGE_BYTES = 5 << 30
 MAX_GROWTH_BYTES = 200 << 20
 

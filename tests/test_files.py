@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -27,7 +28,6 @@ from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.download.partial_file import Part, part_paths
 from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -258,6 +258,18 @@ def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(
     assert not other.is_alive()
 
 
+def test_a_lock_on_a_deleted_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of a temporary lock removes the file at its end, perhaps after it was opened."""
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def too_late(descriptor: int, how: int) -> None:
+        path.unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    assert files.try_lock(path) is None
+
+
 def test_free_space_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "not" / "yet") > 0
 
@@ -324,19 +336,6 @@ def test_a_link_as_metrics_is_replaced_or_refused(victim: Path, tmp_path: Path) 
         file.write({"kind": "event", "step": 1, "event": "x"})
     MetricsFile(metrics, 0).write({"kind": "event", "step": 1, "event": "x"})
     assert not metrics.is_symlink()
-    assert victim.read_text() == "precious"
-
-
-def test_a_download_does_not_write_through_links(victim: Path, tmp_path: Path) -> None:
-    target = tmp_path / "a.zip"
-    part, state = part_paths(target)
-    state.symlink_to(victim)
-    Part(target, 8, 1, "https://host/a.zip").close()
-    assert not state.is_symlink()
-    part.unlink()
-    part.symlink_to(victim)
-    with pytest.raises(UsageError, match="symbolic link"):
-        Part(target, 8, 1, "https://host/a.zip")
     assert victim.read_text() == "precious"
 
 

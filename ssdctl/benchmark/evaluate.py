@@ -196,21 +196,18 @@ def make_split(
     path.write_bytes(msgspec.json.encode(document))
 
     num_near = num_detections // 3
+    num_far = num_detections - num_near
     source = rng.integers(0, num_boxes, num_near)
     spread = rng.choice([0.05, 0.15, 0.4], num_near)
-    near = truth[source] + rng.normal(0, 1, (num_near, 4)) * (
-        truth[source][:, [2, 3, 2, 3]] * spread[:, None]
-    )
+    noise = rng.normal(0, 1, (num_near, 4)) * (truth[source][:, [2, 3, 2, 3]] * spread[:, None])
+    near = truth[source] + noise
     near[:, 2:] = np.maximum(near[:, 2:], 1)
     is_right = rng.random(num_near) < 0.7
     wrong = rng.integers(1, NUM_CLASSES + 1, num_near)
-    num_far = num_detections - num_near
     ids = np.concatenate([image_ids[source], rng.integers(0, num_images, num_far)])
     order = np.argsort(ids, kind="stable")
-    return Detections(
-        ids[order].astype(np.int64),
-        np.concatenate([near.round(2), boxes(num_far)])[order],
-        np.concatenate([rng.beta(1, 2, num_near), rng.beta(0.5, 8, num_far)])[order] * 0.95 + 0.05,
-        np.concatenate([np.where(is_right, category_ids[source], wrong),
-                        rng.integers(1, NUM_CLASSES + 1, num_far)])[order].astype(np.int64),
-    )  # fmt: skip
+    everything = np.concatenate([near.round(2), boxes(num_far)])
+    scores = np.concatenate([rng.beta(1, 2, num_near), rng.beta(0.5, 8, num_far)])
+    classes = np.where(is_right, category_ids[source], wrong)
+    classes = np.concatenate([classes, rng.integers(1, NUM_CLASSES + 1, num_far)])
+    return Detections(ids[order], everything[order], scores[order] * 0.95 + 0.05, classes[order])

@@ -95,7 +95,7 @@ class _Bench:
         boxes = 93 if split is None else max(split.most_boxes, 1)
         # Labels of the dataset's classes; the network always has COCO's outputs.
         labels = COCO_OUTPUTS if split is None else len(split.classes) + 1
-        fake = itertools.repeat(random_batch(self.size, labels, boxes, min(7, boxes)))
+        fake = itertools.repeat(random_batch(self.size, labels, boxes))
         step, compile_s = self._warm_step(self.ranks, fake)
         fake_rate = rate = self._rate(step, fake, seconds)
         extra = {}

@@ -12,6 +12,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ssdctl.config.fields import LARGEST_INT, BackboneName
 from ssdctl.data.classes import ClassName
-from ssdctl.errors import IntegrityError
+from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.safe_text import listed
@@ -79,8 +80,8 @@ class Checkpoint(NamedTuple):
     step: int
     epoch: float
     # The state and the settings of a run; empty without `is_of_run`.
-    config: dict[str, Any]  # the run's values by setting
-    optimizer: dict[str, Any]
+    config: Mapping[str, Any] = MappingProxyType({})  # the run's values by setting
+    optimizer: Mapping[str, Any] = MappingProxyType({})
     samples_seen: int = 0
     images: int = 0  # that the run trained on
     global_batch: int = 0
@@ -160,46 +161,46 @@ def check_zip(path: Path) -> None:
             entries = archive.infolist()
             if any(e.compress_type != zipfile.ZIP_STORED for e in entries):
                 raise zipfile.BadZipFile("it has compressed entries, which torch.save never writes")
-            total = sum(max(e.file_size, e.compress_size) for e in entries)
-            if total > path.stat().st_size:
+            if sum(max(e.file_size, e.compress_size) for e in entries) > path.stat().st_size:
                 raise zipfile.BadZipFile("its entries are larger than the file")
-            damaged = archive.testzip()
-            if damaged is None:
-                check_storages(archive)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: of a damaged directory
-            raise disk_error(error, path, "reading") from None
-        raise _not_a_checkpoint(path, error) from None
+            if (damaged := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"the CRC of {damaged} is wrong")
+            _check_storages(archive)
     except Exception as error:  # zipfile raises a dozen kinds on a broken directory
-        raise _not_a_checkpoint(path, error) from None
-    if damaged is not None:
-        raise IntegrityError(f"{path}: damaged: the CRC of {damaged} is wrong")
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise disk_error(error, path, "reading") from None
+        raise IntegrityError(
+            f"{path}: not a checkpoint, or a damaged one: {error}",
+            hint="an earlier one may be intact: look in the run's checkpoints/",
+        ) from None
 
 
-def _not_a_checkpoint(path: Path, error: Exception) -> IntegrityError:
-    return IntegrityError(
-        f"{path}: not a checkpoint, or a damaged one: {error}",
-        hint="an earlier one may be intact: look in the run's checkpoints/",
-    )
+def require_file(path: Path) -> None:
+    """Raise UsageError unless the file of a checkpoint exists."""
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a folder, not a checkpoint",
+            hint=f"name one of it, as {path / 'checkpoints' / 'best.pt'}",
+        )
+    if not path.is_file():
+        raise UsageError(
+            f"{path}: no such file",
+            hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
+        )
 
 
-def shape_differences(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> list[str]:
-    """Return how the shapes of a file's weights differ from those of a network."""
+def compare_shapes(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], path: Path) -> None:
+    """Raise IntegrityError if a file's weights differ from a network's; name the first ones."""
     wrong = [f"missing {name}" for name in expected if name not in shapes]
     wrong += [f"unexpected {name}" for name in shapes if name not in expected]
     wrong += [
         f"{name} is {shapes[name]}, not {shape}"
         for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
+        if shapes.get(name, shape) != shape
     ]
-    return wrong
-
-
-def refuse_differences(differences: Sequence[str], path: Path) -> None:
-    """Raise IntegrityError if there are differences; name the first ones."""
-    if differences:
+    if wrong:
         raise IntegrityError(
-            f"{path}: does not fit the network: {listed(differences, SHOWN, '; ')}",
+            f"{path}: does not fit the network: {listed(wrong, SHOWN, '; ')}",
             hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
         )
 
@@ -213,7 +214,7 @@ ITEM_BYTES = {
 }
 
 
-def check_storages(archive: zipfile.ZipFile) -> None:
+def _check_storages(archive: zipfile.ZipFile) -> None:
     """Compare the lengths of tensors that the pickle states with the records that hold the bytes.
 
     Before version 2.10 or so, PyTorch does not, and reads beyond the end of its memory.

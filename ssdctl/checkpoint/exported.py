@@ -7,9 +7,9 @@ or in `config.json` in the same folder. A description has one JSON value for eac
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -22,10 +22,12 @@ from ssdctl.checkpoint.contents import (
     Integer,
     check_classes,
     is_state,
+    require_file,
 )
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.classes import ClassName, Name
 from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.files import read_limited, reason_of
 from ssdctl.model.ssd300 import Architecture
 
 MAX_BYTES = (2 << 30) - 1  # protobuf's limit for a message
@@ -33,6 +35,7 @@ DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")  # operators inside of 
 PACKAGES = ("onnx", "onnxruntime")
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class InputConvention(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,8 +84,7 @@ def read_onnx(path: Path) -> Checkpoint:
         IntegrityError: It is damaged, too large, refers to other files or operators, or lacks the
             description of ssdctl.
     """
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+    require_file(path)
     try:
         import onnx
     except ImportError:
@@ -98,7 +100,20 @@ def read_onnx(path: Path) -> Checkpoint:
         raise
     except Exception as error:  # protobuf's differ between its implementations
         raise IntegrityError(f"{path}: not an ONNX file, or a damaged one: {error}") from None
-    facts = _onnx_description(path, metadata)
+    try:
+        facts = _from_metadata(metadata, OnnxDescription)
+        if len(facts.classes) != len(facts.category_ids):
+            raise ValueError("classes and category_ids have different lengths")
+        if facts.classes:
+            check_classes(facts.named_classes, facts.num_classes)
+        if (facts.score_threshold is None) != (facts.nms_iou is None):
+            raise ValueError("only one of score_threshold and nms_iou is set")
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise IntegrityError(
+            f"{path}: its metadata (metadata_props) does not describe an SSD300: {error!s:.300}",
+            hint="`ssdctl export CKPT --format onnx` writes it; ONNX files of other programs and "
+            "of earlier versions of ssdctl cannot be read",
+        ) from None
     return Checkpoint(
         path=path,
         model={},
@@ -106,8 +121,6 @@ def read_onnx(path: Path) -> Checkpoint:
         classes=facts.named_classes,
         step=facts.step,
         epoch=facts.epoch,
-        config={},
-        optimizer={},
         weights_only=True,
         graph=content,
         nms=(facts.score_threshold, facts.nms_iou),
@@ -123,19 +136,20 @@ def _refuse_references(model: Any, path: Path) -> None:
         raise ValueError("it has no graph")
     if model.functions or model.training_info:
         raise ValueError("it has functions or training information")
-    parts = list(_messages(model))
-    nodes = [part for part in parts if part.DESCRIPTOR.name == "NodeProto"]
-    domains = {entry.domain for entry in (*model.opset_import, *nodes)}
+    domains = {entry.domain for entry in model.opset_import}
+    for message in _messages(model):
+        if message.DESCRIPTOR.name == "NodeProto":
+            domains.add(message.domain)
+        is_tensor = message.DESCRIPTOR.name == "TensorProto"
+        if is_tensor and (message.data_location or message.external_data):
+            raise ValueError("weights in another file are not read")
+    if "TRT" in domains:
+        raise UsageError(
+            f"{path}: its NMS is TensorRT's plugin (--nms efficientnms); only TensorRT runs it",
+            hint="run the file with TensorRT, or export the checkpoint with --nms onnx",
+        )
     if others := sorted(domains.difference(DOMAINS)):
-        if "TRT" in others:
-            raise UsageError(
-                f"{path}: its NMS is TensorRT's plugin (--nms efficientnms); only TensorRT runs it",
-                hint="run the file with TensorRT, or export the checkpoint with --nms onnx",
-            )
         raise ValueError(f"operators of {', '.join(others)[:200]!r} are not onnxruntime's")
-    tensors = (part for part in parts if part.DESCRIPTOR.name == "TensorProto")
-    if any(tensor.data_location or tensor.external_data for tensor in tensors):
-        raise ValueError("weights in another file are not read")
 
 
 def _messages(message: Any) -> Iterator[Any]:
@@ -150,27 +164,10 @@ def _messages(message: Any) -> Iterator[Any]:
                 yield from _messages(inner)
 
 
-def _onnx_description(path: Path, metadata: dict[str, str]) -> OnnxDescription:
-    if missing := [name for name in OnnxDescription.__struct_fields__ if name not in metadata]:
-        raise IntegrityError(
-            f"{path}: its metadata (metadata_props) lacks {', '.join(missing)}",
-            hint="`ssdctl export CKPT --format onnx` writes them; ONNX files of other programs and "
-            "of earlier versions of ssdctl cannot be read",
-        )
-    try:
-        fields = {k: msgspec.json.decode(metadata[k]) for k in OnnxDescription.__struct_fields__}
-        facts = msgspec.convert(fields, OnnxDescription)
-        counts = {len(facts.classes), len(facts.category_ids)}
-        if counts not in ({facts.num_classes - 1}, {0}):
-            raise ValueError(
-                f"{len(facts.classes)} classes and {len(facts.category_ids)} category ids, but "
-                f"num_classes is {facts.num_classes} with the background"
-            )
-        if (facts.score_threshold is None) != (facts.nms_iou is None):
-            raise ValueError("only one of score_threshold and nms_iou is set")
-    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise IntegrityError(f"{path}: damaged metadata: {str(error)[:300]}") from None
-    return facts
+def _from_metadata(metadata: Mapping[str, str], kind: type[T]) -> T:
+    """Return a description from one JSON text for each of its fields."""
+    names = [field.name for field in msgspec.structs.fields(kind) if field.name in metadata]
+    return msgspec.convert({name: msgspec.json.decode(metadata[name]) for name in names}, kind)
 
 
 class NetworkDescription(msgspec.Struct):
@@ -190,8 +187,7 @@ def read_safetensors(path: Path) -> Checkpoint:
         UsageError: There is no such file, or safetensors is not installed.
         IntegrityError: It is damaged, or does not describe an SSD300.
     """
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+    require_file(path)
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -200,8 +196,7 @@ def read_safetensors(path: Path) -> Checkpoint:
         # The sizes in the header are checked against the file before a tensor is allocated.
         with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
             facts = _network_description(path, file.metadata() or {})
-            names = file.keys()
-            state = {name: file.get_tensor(name) for name in names}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         raise IntegrityError(
@@ -216,8 +211,6 @@ def read_safetensors(path: Path) -> Checkpoint:
         classes=facts.classes,
         step=facts.step,
         epoch=facts.epoch,
-        config={},
-        optimizer={},
         weights_only=True,
     )
 
@@ -227,22 +220,18 @@ def _network_description(path: Path, metadata: dict[str, str]) -> NetworkDescrip
     source = path
     try:
         if "architecture" in metadata:
-            known = {k: v for k, v in metadata.items() if k in NetworkDescription.__struct_fields__}
-            known.pop("format", None)  # other tools write `pt`
-            fields = {k: msgspec.json.decode(v) for k, v in known.items()}
-            config = msgspec.convert(fields, NetworkDescription)
+            metadata.pop("format", None)  # other tools write `pt`
+            facts = _from_metadata(metadata, NetworkDescription)
         else:
             source = path.with_name(CONFIG_FILE)
-            if source.stat().st_size > MAX_CONFIG_BYTES:
-                raise ValueError(f"larger than {MAX_CONFIG_BYTES} bytes")
-            config = msgspec.json.decode(source.read_bytes(), type=NetworkDescription)
-        if config.classes:  # a third-party checkpoint may have no names
-            check_classes(config.classes, config.architecture.num_classes)
-    except (OSError, ValueError, KeyError, RecursionError, msgspec.MsgspecError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+            content = read_limited(source, MAX_CONFIG_BYTES)
+            facts = msgspec.json.decode(content, type=NetworkDescription)
+        if facts.classes:  # a third-party checkpoint may have no names
+            check_classes(facts.classes, facts.architecture.num_classes)
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise IntegrityError(
-            f"{source}: not the description of an SSD300: {str(reason)[:300]}",
+            f"{source}: not the description of an SSD300: {reason_of(error)[:300]}",
             hint="expected a file of `ssdctl export --format safetensors`, or the folder or "
             "hf:// repository of `ssdctl push`",
         ) from None
-    return config
+    return facts

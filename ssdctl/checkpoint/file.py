@@ -23,10 +23,10 @@ from ssdctl.checkpoint.contents import (
     FORMAT,
     Checkpoint,
     check_zip,
+    compare_shapes,
     is_state,
     read_fields,
-    refuse_differences,
-    shape_differences,
+    require_file,
 )
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
@@ -194,16 +194,7 @@ def read_payload(path: Path) -> Any:
         UsageError: There is no such file.
         IntegrityError: It is damaged or would run code.
     """
-    if path.is_dir():
-        raise UsageError(
-            f"{path} is a folder, not a checkpoint",
-            hint=f"name one of it, as {path / 'checkpoints' / 'best.pt'}",
-        )
-    if not path.is_file():
-        raise UsageError(
-            f"{path}: no such file",
-            hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
-        )
+    require_file(path)
     try:
         with path.open("rb") as file:
             magic = file.read(2)
@@ -256,7 +247,7 @@ def _check_class_heads(checkpoint: Checkpoint) -> None:
     shapes = checkpoint.architecture.shapes()
     expected = {k: shape for k, shape in shapes.items() if k.startswith("class_heads.")}
     heads = {k: v for k, v in checkpoint.model.items() if k in expected}
-    refuse_differences(shape_differences(expected, shapes_of(heads)), checkpoint.path)
+    compare_shapes(expected, _shapes_of(heads), checkpoint.path)
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
@@ -267,11 +258,10 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
 
 def check_shapes(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Check that weights have the names and shapes of a module's, or raise IntegrityError."""
-    differences = shape_differences(shapes_of(module.state_dict()), shapes_of(state))
-    refuse_differences(differences, path)
+    compare_shapes(_shapes_of(module.state_dict()), _shapes_of(state), path)
 
 
-def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
+import msgspec
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.checkpoint.contents import MAX_CLASSES, MAX_COUNT, Checkpoint, is_state
+from ssdctl.checkpoint.contents import MAX_CLASSES, MAX_COUNT, Checkpoint, Count, is_state
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.classes import COCO_CLASSES, UNUSED, ClassName
 from ssdctl.errors import IntegrityError
@@ -69,6 +70,14 @@ OTHER_PROGRAMS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+class _Facts(msgspec.Struct):
+    """What a third-party checkpoint contains in addition to its weights."""
+
+    label_map: dict[int, str] | None = None
+    iteration: Count = 0
+    epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
+
+
 def source_of(payload: Any) -> str | None:
     """Return the system that wrote a checkpoint: `mlperf`, `nvidia`, `torchvision` or None."""
     state = state_of(payload)
@@ -118,32 +127,26 @@ def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> Checkpoin
         raise IntegrityError(
             f"{path}: looks like {system}'s, but is not an SSD300 on a ResNet or VGG16"
         )
-    names = {} if payload.get("label_map") is None else payload["label_map"]
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
     if not 1 <= num_classes <= MAX_CLASSES:
         raise IntegrityError(f"{path}: its network has {num_classes} classes")
-    if not isinstance(names, dict):
-        raise IntegrityError(f"{path}: its label_map is not a table of names")
+    try:
+        facts = msgspec.convert(payload, _Facts, strict=False)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise IntegrityError(f"{path}: looks like {system}'s, but malformed: {error}") from None
+    names = facts.label_map or {}
     if names and set(names) != set(range(num_classes)):
         raise IntegrityError(
             f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
         )
-    try:
-        step, epoch = int(payload.get("iteration", 0)), float(payload.get("epoch", 0))
-        if not (0 <= step <= MAX_COUNT and 0 <= epoch <= MAX_COUNT):
-            raise ValueError("out of bounds")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise IntegrityError(f"{path}: its iteration or epoch is not a number: {error}") from None
     extra_norm = "batch" if "extra.0.1.weight" in state else "none"
     return Checkpoint(
         path=path,
         model=state,
         architecture=Architecture(backbone, extra_norm, num_classes),
         classes=classes_of(names, num_classes),
-        step=step,
-        epoch=epoch,
-        config={},
-        optimizer={},
+        step=facts.iteration,
+        epoch=facts.epoch,
         third_party=system,
     )
 
@@ -189,7 +192,7 @@ def classes_of(names: Mapping[int, str], num_classes: int) -> list[ClassName]:
         num_classes: Outputs of the network, background included.
     """
     if names:
-        return [ClassName(None, str(names[label])) for label in range(1, len(names))]
+        return [ClassName(None, names[label]) for label in range(1, len(names))]
     if num_classes == COCO_OUTPUTS:
         return [ClassName(id_, name) for id_, name in COCO_CLASSES]
     if num_classes == COCO_OUTPUTS_WITH_GAPS:

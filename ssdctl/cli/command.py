@@ -25,9 +25,8 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from ssdctl.cli.console import Console
-from ssdctl.cli.help import COMMON, EXAMPLES, HelpGroup, show_short_help
+from ssdctl.cli.help import COMMON, EXAMPLES, HelpGroup, completer, is_completion, show_short_help
 from ssdctl.cli.option_aliases import AliasCommand
-from ssdctl.cli.shell_completion import completer, is_requested
 from ssdctl.config.render import plain_value
 from ssdctl.config.resolve import (
     Override,
@@ -272,7 +271,7 @@ def _parameters(setting: Setting, *, is_hidden: bool) -> Iterator[inspect.Parame
             help=setting.help + choices + _default_note(setting),
             metavar="NAME" if is_long else joined or setting.metavar,
             rich_help_panel=setting.panel,
-            hidden=is_hidden and not is_requested(),
+            hidden=is_hidden and not is_completion(),
             autocompletion=completer(setting.choices) if setting.choices and not constant else None,
         )
         if constant:

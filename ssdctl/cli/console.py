@@ -94,15 +94,11 @@ class Console:
 
         Nothing is written with -q or --json, and on ranks that are quiet; no commands inside
         another command, which has its own.
-
-        Args:
-            facts: Lines of a name and a text or path, such as ("report", Path("run/report.html")).
-            next_commands: Complete command lines.
         """
         if self.quiet or self.as_json:
             return
-        names = ["next", *[""] * len(next_commands)]
-        self.facts([*facts, *([] if self.is_nested else zip(names, next_commands, strict=False))])
+        commands = [] if self.is_nested else next_commands
+        self.facts([*facts, *(("" if n else "next", line) for n, line in enumerate(commands))])
 
     def facts(self, rows: Sequence[tuple[str, str | Path]]) -> None:
         """Write lines of a name and a text to stderr, aligned, unless quiet.
@@ -112,20 +108,15 @@ class Console:
         if self.quiet:
             return
         width = max((len(name) for name, _ in rows), default=0)
+        has_links = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "linux")
         for name, text in rows:
             style = "green" if name == "best" else "bold"
             line = aligned([(name, printable_line(redact_urls(str(text))))], sys.stderr, width)
-            line = line.removeprefix(name)
-            if isinstance(text, Path):
-                line = self._linked(line, text)
-            self._write(self.painted(name, style, sys.stderr) + line, sys.stderr)
-
-    def _linked(self, line: str, path: Path) -> str:
-        if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "linux"):
-            return line
-        text = line.lstrip()
-        start = f"\033]8;;{path.absolute().as_uri()}\033\\"
-        return f"{line[: len(line) - len(text)]}{start}{text}\033]8;;\033\\"
+            shown = line.removeprefix(name).lstrip()
+            if has_links and isinstance(text, Path):
+                shown = f"\033]8;;{text.absolute().as_uri()}\033\\{shown}\033]8;;\033\\"
+            label = self.painted(name, style, sys.stderr)
+            self._write(f"{label}{' ' * (width - len(name) + 2)}{shown}", sys.stderr)
 
     def error(self, error: SsdctlError) -> None:
         """Write the message and the hint of an expected failure, or of a stop, to stderr."""
@@ -162,10 +153,9 @@ class Console:
         self, items: Iterable[T], *, total: int | None, label: str, unit: str = "it"
     ) -> Iterator[T]:
         """Yield `items`, with a progress bar on a terminal."""
-        if not self.live:
-            yield from items
-            return
-        yield from progress_bar(items, total=total, label=printable_line(label), unit=unit)
+        if self.live:
+            items = progress_bar(items, total=total, label=printable_line(label), unit=unit)
+        yield from items
 
     def painted(self, text: str, style: str, stream: IO[str] | None = None) -> str:
         """Return the text in a color or bold if the stream (None: stdout) supports colors."""
@@ -233,9 +223,7 @@ def table(*columns: str, left: Sequence[int] = (0,)) -> Table:
 
 def _json(data: Any) -> str:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
-    if _encodable(text, sys.stdout) == text:
-        return text
-    return json.dumps(data, allow_nan=False)
+    return text if is_encodable(text, sys.stdout) else json.dumps(data, allow_nan=False)
 
 
 def is_encodable(text: str, stream: IO[str]) -> bool:

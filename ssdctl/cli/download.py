@@ -88,10 +88,10 @@ def download(
 
 
 def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) -> None:
-    from ssdctl.download.dataset import download, needed_bytes, plan
+    from ssdctl.download.dataset import download, list_files, needed_bytes
 
     config = call.config.download
-    rows = plan(files, dest, config.mirror)
+    rows = list_files(files, dest, config.mirror)
     if dry_run:
         needed = needed_bytes(files, dest, config.keep_archives)
         free = free_bytes(dest.absolute())
@@ -194,10 +194,11 @@ def fetching(
     def show(label: str, done: int, total: int) -> None:
         nonlocal shown, next_line
         is_new, shown, now = label != shown, label, bar.get_time()
-        if is_new:  # bytes of an earlier attempt do not count for the rate
+        if is_new:
             is_counted = label in names and len(names) > 1
             count = f" ({names.index(label) + 1} of {len(names)})" if is_counted else ""
-            bar.reset(task.id, description=label + count, total=total, completed=done)
+            bar.reset(task.id, description=label + count, total=total)
+        # The first bytes after a reset, those of an earlier attempt, do not count for the rate.
         bar.update(task.id, completed=done)
         if is_live:
             bar.start()

@@ -10,8 +10,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.help import completer
 from ssdctl.cli.results import newest_run
-from ssdctl.cli.shell_completion import completer
 from ssdctl.errors import UsageError
 from ssdctl.exporting.request import (
     CALIBRATION_IMAGES,

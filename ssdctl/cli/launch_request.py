@@ -96,11 +96,7 @@ def check_train(
 ) -> tuple[str, ...]:
     """Check that the ranks will accept the settings of `train`; return what they will replace.
 
-    Args:
-        resolved: The settings that the ranks will have.
-        device_name: The device type.
-        count: The number of ranks.
-        has_data: Whether a dataset that is prepared on this machine is theirs.
+    `has_data`: a dataset that is prepared on this machine is theirs.
     """
     device, config = DEVICE_TYPES[device_name], resolved.config.train
     notices = check_without_data(resolved, device)

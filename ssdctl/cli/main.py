@@ -20,12 +20,11 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
     predict,
     prepare,
     results,
-    shell_completion,
     train,
 )
 from ssdctl.cli.command import app, click_root, exit_as_bug
 from ssdctl.cli.console import STDOUT, Console
-from ssdctl.cli.help import usage
+from ssdctl.cli.help import command_line, is_completion, usage
 from ssdctl.errors import DiskError, ExitCode, Interrupted, SsdctlError, UsageError
 from ssdctl.runtime.packages import library_error, memory_limit_error
 
@@ -88,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     If the reader of stdout is closed, as with `| head`, the exit code is that of an output that
     cannot be written, without a message.
     """
-    if shell_completion.is_requested():
-        arguments = shell_completion.command_line()
+    if is_completion():
+        arguments = command_line()
     else:
         arguments = list(sys.argv[1:] if argv is None else argv)
         if arguments[:1] == ["help"]:

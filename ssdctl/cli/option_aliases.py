@@ -48,7 +48,8 @@ class AliasCommand(HelpCommand):
 
     def without_aliases(self, args: Sequence[str]) -> list[str]:
         """Return the command line with every alias replaced by the option that it stands for."""
-        own = {flag: p for p in self.params for flag in (*p.opts, *p.secondary_opts)}
+        options: list[Any] = [p for p in self.params if p.param_type_name == "option"]
+        own = {flag: p for p in options for flag in (*p.opts, *p.secondary_opts)}
         templates = self._templates(own)
         checkpoints: list[str] = []
         rewritten: list[str] = []
@@ -58,18 +59,9 @@ class AliasCommand(HelpCommand):
             if token == "--":
                 rewritten += [token, *rest]
                 break
-            flag, equals, value = _split(token, own, templates)
+            flag, equals, value = _split(token, templates)
             self._refuse_other_meaning(flag, value if equals else rest[0] if rest else "")
-            if flag in own or not flag.startswith("-"):
-                rewritten.append(flag + equals + value)
-                is_switch = getattr(own.get(flag), "is_flag", False)
-                has_value_next = flag in own and not equals and not is_switch and bool(rest)
-                if not token or (equals and not value) or (has_value_next and not rest[0]):
-                    raise _empty_value(flag)
-                rewritten += [rest.pop(0)] if has_value_next else []
-                continue
-            template = templates.get(flag)
-            typed = token.partition("=")[0]
+            template, typed = templates.get(flag), token.partition("=")[0]
             if template is None:
                 _refuse_removed(flag, typed, self.settings)
                 rewritten.append(token)
@@ -77,20 +69,26 @@ class AliasCommand(HelpCommand):
                 if equals:
                     raise UsageError(f"{typed} does not take a value")
                 rewritten.append(template)
-            else:
-                if not equals and not rest:
-                    raise UsageError(f"{typed} requires a value")
+            elif equals or rest:
                 value = value if equals else rest.pop(0)
-                if not value:
-                    raise _empty_value(typed)
                 if flag == "-d" and value in PRECISIONS:
                     raise UsageError(f"-d is the dataset folder in ssdctl: use --{value}")
                 if template == POSITIONAL:
                     checkpoints.append(value)
                 else:
                     rewritten.append(template + value)
-                if IMPLIED.get(flag) in own:
-                    rewritten.append(IMPLIED[flag])
+            elif flag in own:
+                rewritten.append(token)
+                break  # it is refused when it is parsed
+            else:
+                raise UsageError(f"{typed} requires a value")
+            if not token or (template is not None and template.endswith("=") and not value):
+                raise UsageError(
+                    f"{typed or 'an argument'} is empty: give a value, or leave it out (in a "
+                    "script, perhaps a variable is not set)"
+                )
+            if IMPLIED.get(flag) in own:
+                rewritten.append(IMPLIED[flag])
         return [*checkpoints, *rewritten]
 
     def _refuse_other_meaning(self, flag: str, value: str) -> None:
@@ -109,8 +107,8 @@ class AliasCommand(HelpCommand):
             )
 
     def _templates(self, own: Mapping[str, Any]) -> dict[str, str]:
-        """Return what each alias stands for: `--flag`, or `--flag=` if it takes a value."""
-        templates: dict[str, str] = {}
+        """Return what each option and alias stands for: `--flag`, or `--flag=` with a value."""
+        templates = {flag: flag if p.is_flag else f"{flag}=" for flag, p in own.items()}
         for setting in self.settings:
             refused = refused_options()["settings"].get(setting.path, {})
             for alias in setting.aliases:
@@ -119,26 +117,18 @@ class AliasCommand(HelpCommand):
         if any(setting.path == "train.epochs" for setting in self.settings):
             for setting in select("evaluate.*"):  # training runs evaluations
                 for alias in setting.aliases:
-                    if alias not in own:
-                        templates.setdefault(alias, f"--set={setting.path}=")
+                    templates.setdefault(alias, f"--set={setting.path}=")
         if "--decay-bias" in own:  # one option in earlier versions
             templates["--decay-bias-and-norm"] = "--set=train.decay_bias_and_norm=true"
             templates["--no-decay-bias-and-norm"] = "--set=train.decay_bias_and_norm=false"
         for name, targets in COMMAND_ALIASES.items():
-            if name not in own and (target := next((t for t in targets if t in own), None)):
+            if target := next((t for t in targets if t in own), None):
                 templates.setdefault(name, f"{target}=")
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         if arguments and CHECKPOINT_METAVAR in str(arguments[0].metavar):
             for name in CHECKPOINT_ALIASES:
                 templates.setdefault(name, POSITIONAL)
         return templates
-
-
-def _empty_value(flag: str) -> UsageError:
-    return UsageError(
-        f"{flag or 'an argument'} is empty: give a value, or leave it out (in a script, perhaps a "
-        "variable is not set)"
-    )
 
 
 def _template(setting: Setting, alias: str) -> tuple[str, str]:
@@ -151,17 +141,14 @@ def _template(setting: Setting, alias: str) -> tuple[str, str]:
     return name, f"{setting.flags[0]}={constant}" if constant else f"{setting.flags[0]}="
 
 
-def _split(
-    token: str, own: Mapping[str, Any], templates: Mapping[str, str]
-) -> tuple[str, str, str]:
+def _split(token: str, templates: Mapping[str, str]) -> tuple[str, str, str]:
     """Split `--flag=value` and `-b128` into flag, `=` and value; `--batch_size` gets dashes."""
     if token.startswith("--"):
         flag, equals, value = token.partition("=")
         return flag.replace("_", "-"), equals, value
-    short = token[:2]
-    is_alias = short not in own and templates.get(short, "").endswith("=")
-    if is_alias and token != short and token not in refused_options()["other"]:
-        return short, "=", token[2:].removeprefix("=")
+    short, value = token[:2], token[2:]
+    if value and templates.get(short, "").endswith("=") and token not in refused_options()["other"]:
+        return short, "=", value.removeprefix("=")
     return token, "", ""
 
 

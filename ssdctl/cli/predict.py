@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
+import msgspec
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
@@ -110,21 +111,12 @@ def predict(
 def _load(call: Call, checkpoint: str) -> ImageDetector:
     check_memory_limit()
     tune_process()
-    from ssdctl.inference.detector import DetectorConfig
-    from ssdctl.inference.image_detector import Options
     from ssdctl.inference.predict import load_detector
 
     settings = call.config.predict
-    iou = call.config.evaluate.nms_iou if settings.nms_iou is None else settings.nms_iou
-    return load_detector(
-        checkpoint,
-        device=settings.device,
-        config=DetectorConfig(settings.precision, settings.score, iou),
-        options=Options(
-            settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
-        ),
-        mirror=call.config.download.mirror,
-    )[0]
+    if settings.nms_iou is None:
+        settings = msgspec.structs.replace(settings, nms_iou=call.config.evaluate.nms_iou)
+    return load_detector(checkpoint, settings, mirror=call.config.download.mirror)[0]
 
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:

@@ -71,16 +71,19 @@ def train(
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.data.store_folder import with_absolute_data
-        from ssdctl.training.setup import run_training
+        from ssdctl.training.setup import open_trainer
 
         console = call.console
         display = RunDisplay(
             console.facts, console.info, is_live=console.live, is_verbose=console.verbose
         )
-        with closing(display), signals.announced(console.info):
-            summary = run_training(
-                with_absolute_data(call.resolved), emit=display.show, progress=call.console.progress
-            )
+        resolved = with_absolute_data(call.resolved)
+        with (
+            closing(display),
+            signals.announced(console.info),
+            open_trainer(resolved, emit=display.show, progress=console.progress) as trainer,
+        ):
+            summary = trainer.run()
     except Stopped as stop:
         if is_main:
             raise
@@ -140,12 +143,12 @@ def _show_plan(call: Call) -> None:
     )
     for notice in run.notices:
         call.console.warning(notice)
-    resolved, plan, config, images = run.resolved, run.plan, run.config, run.plan.images
+    plan, config, images = run.plan, run.config, run.plan.images
     check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    cut = description.warning_of_cut(resolved, plan)
-    for warning in filter(None, [cut, *description.warnings_of_unreached(resolved, plan)]):
+    cut = description.warning_of_cut(run)
+    for warning in filter(None, [cut, *description.warnings_of_unreached(run)]):
         call.console.warning(warning)
     workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     data = {
@@ -157,7 +160,7 @@ def _show_plan(call: Call) -> None:
     if call.console.as_json:
         call.console.result(data)
         return
-    evaluations = description.evaluations_after(resolved, plan, 0) if size.validation else []
+    evaluations = description.evaluations_after(run, 0) if size.validation else []
     shown = min(size.validation, config.train.overfit or size.validation)
     data_line = f"assumed: COCO, {images:,} training images, {COCO_NUM_CLASSES} classes"
     if size.classes:
@@ -170,7 +173,7 @@ def _show_plan(call: Call) -> None:
         "device": f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
         f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
         "length": description.length_line(plan, len(evaluations)) + _known_time(run, device.name),
-        "recipe": description.recipe_line(resolved, plan),
+        "recipe": description.recipe_line(run),
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{description.counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
@@ -181,7 +184,7 @@ def _show_plan(call: Call) -> None:
         "checkpoints": _disk_needed(run, len(size.classes) or COCO_NUM_CLASSES),
         "run": str(run.out),
     }
-    if call.console.verbose and (details := description.details_line(resolved)):
+    if call.console.verbose and (details := description.details_line(run)):
         rows["details"] = details
     call.console.result(None, aligned(list(rows.items())))
 
@@ -222,18 +225,19 @@ def _known_time(run: SettledRun, device: str) -> str:
     """
     from ssdctl.runs.reader import newest_runs, read_run
 
+    ours = run.config.model.backbone, run.precision, find_ranks().world_size, device == "cpu"
     for path in (run.out, *newest_runs()[:MAX_SIMILAR]):
         try:
             known = read_run(path)
-            facts, environment = known.settings, known.environment
-            similar = facts["model.backbone"], facts["train.precision"], environment["world_size"]
+            settings, environment = known.settings, known.environment
+            network, precision = settings["model.backbone"], settings["train.precision"]
             is_cpu = environment["device"] == processor()[0]
+            theirs = network, precision, environment["world_size"], is_cpu
             rate = float(known.train[-1]["images_per_second"])
             seconds = run.plan.total_steps * run.plan.global_batch_size / rate
         except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
             continue
-        ours = run.config.model.backbone, run.precision, find_ranks().world_size
-        if path == run.out or (similar == ours and is_cpu == (device == "cpu")):
+        if path == run.out or theirs == ours:
             return f", about {duration(seconds)} at the {rate:.1f} img/s of {path}"
     return " (`ssdctl benchmark train` measures the speed)"
 

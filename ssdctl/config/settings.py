@@ -232,9 +232,6 @@ def all_settings() -> dict[str, Setting]:
     }
 
 
-# What versions did that did not have a setting of the recipe yet: `path: value`.
-EARLIER_VALUES: dict[str, Any] = {}
-
 # Keys of earlier versions that were split into two settings: still read from files and checkpoints.
 SPLIT_KEYS = {"train.decay_bias_and_norm": ("train.decay_bias", "train.decay_norm")}
 

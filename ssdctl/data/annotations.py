@@ -4,7 +4,7 @@
                          folder=root, origin=root / "labels.csv")
     splits["train"].boxes, splits["train"].labels
 
-`category_id` is the file's. `label` is dense: the place of the class in the list plus one.
+`category_id` is the file's. `label` is dense: the position of the class in the list plus one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,9 @@ from ssdctl.runtime.safe_text import listed
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
 SPLIT_WORDS = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "dev": "val",
-    "test": "test",
-    "testing": "test",
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
 }
 MAX_NAMED = 5  # offenders named in a message
 UNLISTED = "annotation of a category that is not listed, dropped"
@@ -47,7 +42,7 @@ DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corne
 
 
 class SplitFiles(NamedTuple):
-    images: Path
+    images: Sequence[Path]  # folders, one of which has the images
     annotations: Path
 
 
@@ -116,6 +111,18 @@ class Annotations(NamedTuple):
         names = ("ids", "rows", "labels", "boxes", "areas", "is_crowd")
         return self._replace(**{name: getattr(self, name)[is_kept] for name in names})
 
+    def with_images(self, is_kept: NDArray[np.bool_]) -> Annotations:
+        """Return the annotations with only some of the images and their objects."""
+        part = self.with_objects(is_kept[self.rows])
+        ids = set(self.image_ids[is_kept].tolist())
+        return part._replace(
+            image_ids=self.image_ids[is_kept],
+            file_names=[n for n, kept in zip(self.file_names, is_kept, strict=True) if kept],
+            sizes=self.sizes[is_kept],
+            rows=(np.cumsum(is_kept) - 1).astype(np.int32)[part.rows],
+            findings=[f for f in self.findings if f.image_id in ids],
+        )
+
 
 class Conversion(msgspec.Struct, frozen=True):
     """How annotations are read: options of `prepare`, which the index remembers."""
@@ -128,9 +135,8 @@ class Conversion(msgspec.Struct, frozen=True):
         return bool(self.source or self.split or self.classes)
 
     def __str__(self) -> str:
-        classes = ",".join(self.classes)
-        options = {"--from": self.source, "--split": self.split, "--classes": classes}
-        return shlex.join(str(w) for item in options.items() if item[1] for w in item)
+        options = {"from": self.source, "split": self.split, "classes": ",".join(self.classes)}
+        return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in options.items() if v)
 
 
 AUTOMATIC = Conversion()
@@ -165,17 +171,11 @@ def from_images(
     origin: Path,
     notes: Sequence[str] = (),
 ) -> dict[str, Annotations]:
-    """Return the annotations of labeled images; ids count from 1 in the given order.
+    """Return the annotations of labeled images, by split; ids count from 1 in the given order.
 
-    Args:
-        splits: The images of each split. Without validation images, those to test with validate.
-        classes: Their names, in the order of the labels; None: those of the boxes, sorted.
-        folder: The folder that the file names are relative to.
-        origin: The file or folder of the labels.
-        notes: How they were read, for the user; the first split has them.
-
-    Raises:
-        DataError: No classes, or no images to train on.
+    Without validation images, those to test with validate. `classes` are in the order of the
+    labels; None: those of the boxes, sorted. File names are relative to `folder`; `origin` is the
+    file or folder of the labels; `notes` tell the user how they were read.
     """
     if classes is None:
         classes = sorted({b.name for images in splits.values() for i in images for b in i.boxes})
@@ -198,7 +198,7 @@ def annotations_of_split(
     objects = [box for image in images for box in image.boxes]
     boxes = [[round(v, DECIMALS) for v in (b.left, b.top, b.width, b.height)] for b in objects]
     areas = [b.width * b.height if b.area is None else b.area for b in objects]
-    counts = [len(image.boxes) for image in images]
+    rows = [row for row, image in enumerate(images) for _ in image.boxes]
     annotations = Annotations(
         folder=folder,
         origin=origin,
@@ -207,7 +207,7 @@ def annotations_of_split(
         sizes=np.array([(i.width, i.height) for i in images], np.int64).reshape(-1, 2),
         classes=[ClassName(label, name) for name, label in label_of.items()],
         ids=np.arange(1, len(objects) + 1),
-        rows=np.repeat(np.arange(len(images), dtype=np.int32), counts),
+        rows=np.array(rows, np.int32),
         labels=np.array([label_of[box.name] for box in objects], np.int32),
         boxes=np.array(boxes, np.float64).reshape(-1, 4),
         areas=np.array([round(area, DECIMALS) for area in areas], np.float64),
@@ -227,45 +227,28 @@ def one_image_per_file(annotations: Annotations) -> Annotations:
 
     Otherwise each entry would have the other's objects as background.
     """
-    names = annotations.file_names
-    if len(set(names)) == len(names):
-        return annotations
-    ids, sizes = annotations.image_ids.tolist(), annotations.sizes.tolist()
+    names, ids, sizes = annotations.file_names, annotations.image_ids, annotations.sizes
     first: dict[str, int] = {}
+    rows = np.array([first.setdefault(name, row) for row, name in enumerate(names)], np.int32)
+    if len(first) == len(names):
+        return annotations
+    is_first = rows == np.arange(len(names))
     findings = list(annotations.findings)
-    kept: list[int] = []
-    new_rows: list[int] = []
-    for row, name in enumerate(names):
-        other = first.setdefault(name, row)
-        if other == row or ids[other] == ids[row]:  # an id that occurs twice is refused later
-            new_rows.append(len(kept))
-            kept.append(row)
-            continue
-        if sizes[other] != sizes[row]:
+    for row in np.flatnonzero(~is_first):
+        if (sizes[row] != sizes[rows[row]]).any():
+            both = [f"image {ids[r]} of {sizes[r][0]} x {sizes[r][1]}" for r in (rows[row], row)]
             raise DataError(
-                f"{annotations.origin}: {name}: is listed twice, as image {ids[other]} of "
-                f"{sizes[other][0]} x {sizes[other][1]} and as image {ids[row]} of "
-                f"{sizes[row][0]} x {sizes[row][1]}",
+                f"{annotations.origin}: {names[row]}: is listed twice, as {' and as '.join(both)}",
                 hint="correct the size, or rename one of the files",
             )
         kind = "image listed twice, merged with the first entry"
-        findings.append(Finding(kind, ids[row], None, name))
-        new_rows.append(new_rows[other])
-    return annotations._replace(
-        image_ids=annotations.image_ids[kept],
-        file_names=[names[row] for row in kept],
-        sizes=annotations.sizes[kept],
-        rows=np.array(new_rows, np.int32)[annotations.rows],
-        findings=findings,
-    )
+        findings.append(Finding(kind, int(ids[row]), None, names[row]))
+    merged = annotations._replace(rows=rows[annotations.rows], findings=())
+    return merged.with_images(is_first)._replace(findings=findings)
 
 
 def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations:
-    """Return the annotations with only these classes; images that lose all boxes stay.
-
-    Raises:
-        UsageError: There is no such class.
-    """
+    """Return the annotations with only these classes; images that lose all boxes stay."""
     names = [c.name for c in annotations.classes]
     for name in chosen:
         if name not in names:
@@ -294,19 +277,7 @@ def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annota
     num_train = min(max(round(share * len(names)), 1), len(names) - 1)
     is_train = np.zeros(len(names), np.bool_)
     is_train[order[:num_train]] = True
-    return _with_images(annotations, is_train), _with_images(annotations, ~is_train)
-
-
-def _with_images(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annotations:
-    part = annotations.with_objects(is_kept[annotations.rows])
-    ids = set(annotations.image_ids[is_kept].tolist())
-    return part._replace(
-        image_ids=part.image_ids[is_kept],
-        file_names=[n for n, kept in zip(part.file_names, is_kept, strict=True) if kept],
-        sizes=part.sizes[is_kept],
-        rows=(np.cumsum(is_kept) - 1).astype(np.int32)[part.rows],
-        findings=[f for f in part.findings if f.image_id in ids],
-    )
+    return annotations.with_images(is_train), annotations.with_images(~is_train)
 
 
 def coco_document(
@@ -317,11 +288,8 @@ def coco_document(
 ) -> dict[str, Any]:
     """Return an annotation file in COCO's format; annotation ids count from 1.
 
-    Args:
-        images: COCO_IMAGE of each.
-        categories: Id and name of each.
-        objects: COCO_OBJECT of each; the score is that of a detection.
-        info: About the dataset.
+    `images` have the values of COCO_IMAGE, `categories` id and name, and `objects` the values of
+    COCO_OBJECT, those of a dataset without score.
     """
     return {
         **({"info": info} if info else {}),

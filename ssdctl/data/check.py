@@ -60,11 +60,7 @@ class Checked(NamedTuple):
 
 
 def check(annotations: Annotations) -> Checked:
-    """Check the annotations of a split.
-
-    Raises:
-        DataError: Unsafe file names, invalid sizes, no classes.
-    """
+    """Check the annotations of a split; refuse unsafe file names, invalid sizes, no classes."""
     if not annotations.classes:
         raise DataError(f"{annotations.origin}: no categories")
     _check_images(annotations)
@@ -73,7 +69,10 @@ def check(annotations: Annotations) -> Checked:
         _finding(annotations, int(i), NO_BBOX, annotations.file_names[annotations.rows[i]])
         for i in np.nonzero(~has_box)[0]
     ]
-    order = _by_image(annotations.rows, has_box)
+    order: slice | NDArray[np.int64] = slice(None)  # as most files have it: copies nothing
+    if not (has_box.all() and (annotations.rows[1:] >= annotations.rows[:-1]).all()):
+        order = np.argsort(annotations.rows, kind="stable")
+        order = order[has_box[order]]
     rows, boxes = annotations.rows[order], annotations.boxes[order]
     fractions, kinds = np.empty(boxes.shape, np.float32), np.empty(len(boxes), np.uint8)
     num_unit = 0
@@ -82,19 +81,17 @@ def check(annotations: Annotations) -> Checked:
         ltrb, fractions[block], kinds[block] = clip(boxes[block], annotations.sizes[rows[block]])
         small = ((ltrb[:, :2] <= 1) & (ltrb[:, 2:] - ltrb[:, :2] < UNIT_BOX_PX)).all(axis=1)
         num_unit += int((small & (kinds[block] <= CLIPPED)).sum())
-    places = np.arange(len(has_box))[order]
+    numbers = np.arange(len(has_box))[order]
     found = np.nonzero(kinds)[0]
-    for i in found[np.argsort(places[found])]:
+    for i in found[np.argsort(numbers[found])]:
         width, height = annotations.sizes[rows[i]]
         detail = f"bbox {boxes[i].tolist()} in {width} x {height}"
-        findings.append(_finding(annotations, int(places[i]), KINDS[kinds[i]], detail))
-    starts = np.zeros(len(annotations.file_names) + 1, np.int64)
-    np.cumsum(np.bincount(rows, minlength=len(annotations.file_names)), out=starts[1:])
+        findings.append(_finding(annotations, int(numbers[i]), KINDS[kinds[i]], detail))
     areas = annotations.areas[order]
     with np.errstate(over="ignore"):
         products = boxes[:, 2] * boxes[:, 3]
     objects = Objects(
-        starts=starts,
+        starts=np.searchsorted(rows, np.arange(len(annotations.file_names) + 1)),
         labels=annotations.labels[order],
         boxes=boxes,
         areas=np.where(np.isnan(areas), products, areas),
@@ -106,31 +103,23 @@ def check(annotations: Annotations) -> Checked:
     return Checked(objects, [*annotations.findings, *findings], warnings)
 
 
-def _by_image(rows: NDArray[np.int32], has_box: NDArray[np.bool_]) -> slice | NDArray[np.int64]:
-    """Return the order of the objects that have a box, image by image, else as in the file."""
-    if has_box.all() and (rows[1:] >= rows[:-1]).all():
-        return slice(None)  # copies nothing
-    order = np.argsort(rows, kind="stable")
-    return order if has_box.all() else order[has_box[order]]
-
-
 def clip(
     boxes: NDArray[np.float64], size: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.uint8]]:
     """Clip boxes (B, 4: left, top, width, height) to their images' sizes (B, 2) in pixels.
 
-    Returns their (B, 4) corners in pixels and in fractions of the image, and their (B,) places in
-    KINDS: up to CLIPPED a box can be trained on.
+    Returns their (B, 4) corners in pixels and in fractions of the image, and their (B,) positions
+    in KINDS: up to CLIPPED a box can be trained on.
     """
     with np.errstate(all="ignore"):  # overflows show in the results
         low, extent = boxes[:, :2], boxes[:, 2:]
         high = low + extent
         empty = ((extent <= 0) | (high == low)).any(axis=1)
-        inside = np.maximum(low, 0), np.minimum(high, size)
-        outside = (inside[1] <= inside[0]).any(axis=1)
+        left_top, right_bottom = np.maximum(low, 0), np.minimum(high, size)
+        outside = (right_bottom <= left_top).any(axis=1)
         # COCO's own boxes overshoot by rounding: a hundredth of a pixel is not reported.
-        overshoot = np.maximum(inside[0] - low, high - inside[1]).max(axis=1, initial=0)
-        ltrb = np.concatenate(inside, axis=1)
+        overshoot = np.maximum(left_top - low, high - right_bottom).max(axis=1, initial=0)
+        ltrb = np.concatenate([left_top, right_bottom], axis=1)
         fractions = (ltrb / np.tile(size, 2)).astype(np.float32)
         tiny = (fractions[:, 2:] <= fractions[:, :2]).any(axis=1)
     kinds = np.where(overshoot > 0.01, CLIPPED, OK).astype(np.uint8)
@@ -149,7 +138,7 @@ def _warnings(
 ) -> list[str]:
     """Return a warning if boxes look like another format than left, top, width, height in pixels.
 
-    It is at most one sentence with its remedy, and not an error: such boxes may be intended.
+    It is not an error: such boxes may be intended.
     """
     number = int((kinds <= CLIPPED).sum())
     if num_unit and num_unit >= NEARLY_ALL * number:
@@ -171,18 +160,17 @@ def _warnings(
     ]
 
 
-def _finding(annotations: Annotations, place: int, kind: str, detail: str) -> Finding:
-    image_id = int(annotations.image_ids[annotations.rows[place]])
-    return Finding(kind, image_id, int(annotations.ids[place]), detail)
+def _finding(annotations: Annotations, number: int, kind: str, detail: str) -> Finding:
+    image_id = int(annotations.image_ids[annotations.rows[number]])
+    return Finding(kind, image_id, int(annotations.ids[number]), detail)
 
 
 def _check_images(annotations: Annotations) -> None:
     path, sizes = annotations.origin, annotations.sizes
-    for place, name in enumerate(annotations.file_names):
+    for image_id, name in zip(annotations.image_ids, annotations.file_names, strict=True):
         if not is_plain_name(name):
             raise DataError(
-                f"{path}: image {annotations.image_ids[place]}: {name!r} is not a plain path below "
-                "the image folder",
+                f"{path}: image {image_id}: {name!r} is not a plain path below the image folder",
                 hint="file_name is relative to the split's image folder, as in 'a.jpg'",
             )
     for row in np.nonzero(((sizes < 1) | (sizes > MAX_SIDE)).any(axis=1))[0]:
@@ -192,55 +180,48 @@ def _check_images(annotations: Annotations) -> None:
 
 def duplicate_names(classes: Sequence[ClassName]) -> list[str]:
     counts = Counter(c.name for c in classes)
-    same = [c for c in classes if counts[c.name] > 1]
-    if not same:
-        return []
-    named = listed([f"{c.name} (id {c.id})" for c in same], MAX_NAMED)
-    return [
-        f"categories have the same name and are trained as different classes: {named}. Give each "
-        "its own name, or one of their ids to all annotations"
-    ]
+    same = [f"{c.name} (id {c.id})" for c in classes if counts[c.name] > 1]
+    warning = (
+        "categories have the same name and are trained as different classes: "
+        f"{listed(same, MAX_NAMED)}. Give each its own name, or one of their ids to all annotations"
+    )
+    return [warning] if same else []
 
 
 def image_findings(
     names: Sequence[str], image_ids: NDArray[np.int64], results: Any
 ) -> list[Finding]:
     """Return a finding for each image with a problem or a note, of an Arrow table with both."""
+    findings = []
     columns = (results.column(name).to_pylist() for name in ("problem", "note"))
-    return [
-        Finding(
-            DROPPED_IMAGE if problem else NOTED_IMAGE,
-            int(image_ids[row]),
-            None,
-            f"{names[row]}: {problem or note}",
-        )
-        for row, (problem, note) in enumerate(zip(*columns, strict=True))
-        if problem or note
-    ]
+    for image_id, name, problem, note in zip(image_ids.tolist(), names, *columns, strict=True):
+        if problem or note:
+            kind = DROPPED_IMAGE if problem else NOTED_IMAGE
+            findings.append(Finding(kind, image_id, None, f"{name}: {problem or note}"))
+    return findings
 
 
 def refuse_dropped(
     split: str, origin: Path, findings: list[Finding], *, boxes: int, images: int, trainable: int
 ) -> None:
     """Refuse a split that loses too many of its boxes or images, with the reasons counted."""
-    kinds = Counter(f.kind for f in findings if f.kind in DROPPED_BOXES)
-    reasons = Counter(_reason(f.detail) for f in findings if f.kind == DROPPED_IMAGE)
-    dropped_images, dropped_boxes = sum(reasons.values()), sum(kinds.values())
+    dropped = [f for f in findings if f.kind == DROPPED_IMAGE or f.kind in DROPPED_BOXES]
+    kinds = Counter(f.kind for f in dropped if f.kind in DROPPED_BOXES)
+    reasons = Counter(_reason(f.detail) for f in dropped if f.kind == DROPPED_IMAGE)
+    dropped_images, dropped_boxes = reasons.total(), kinds.total()
     is_empty = split == "train" and not trainable
-    if (
-        dropped_images <= MAX_DROPPED * images
-        and dropped_boxes <= MAX_DROPPED * boxes
-        and not is_empty
-    ):
+    is_few = dropped_images <= MAX_DROPPED * images and dropped_boxes <= MAX_DROPPED * boxes
+    if is_few and not is_empty:
         return
     prefix = "nothing is left to train on: " if is_empty else ""
     counts = ", ".join(f"{n:,} x {reason}" for reason, n in (*reasons.items(), *kinds.items()))
-    counts = counts or "no training image has a box to learn from"
+    example = f"for example image {dropped[0].image_id}, {dropped[0].detail}; " if dropped else ""
     raise DataError(
         f"{origin} ({split}): {prefix}{dropped_images:,} of {images:,} images and "
-        f"{dropped_boxes:,} of {boxes:,} boxes are dropped: {counts}",
-        hint=_example(findings) + f"over {MAX_DROPPED:.0%} is not accepted: fix the files, or "
-        "accept the loss with ssdctl prepare --allow-dropped",
+        f"{dropped_boxes:,} of {boxes:,} boxes are dropped: "
+        f"{counts or 'no training image has a box to learn from'}",
+        hint=f"{example}over {MAX_DROPPED:.0%} is not accepted: fix the files, or accept the loss "
+        "with ssdctl prepare --allow-dropped",
     )
 
 
@@ -248,9 +229,3 @@ def _reason(detail: str) -> str:
     """Return why an image was dropped, without its name and numbers."""
     reason = detail.partition(": ")[2] or detail
     return re.sub(r"\d+", "N", reason.partition(" (")[0])
-
-
-def _example(findings: list[Finding]) -> str:
-    dropped = (f for f in findings if f.kind == DROPPED_IMAGE or f.kind in DROPPED_BOXES)
-    first = next(dropped, None)
-    return "" if first is None else f"for example image {first.image_id}, {first.detail}; "

@@ -16,7 +16,7 @@ Name = Annotated[str, msgspec.Meta(max_length=10_000)]
 
 
 class ClassName(msgspec.Struct, frozen=True):
-    """A class: COCO's category id and its name. Its label is its place in the list plus one."""
+    """A class: COCO's category id and its name. Its label is its position in the list plus one."""
 
     id: int | None  # None if a third-party checkpoint gives only the name
     name: Name
@@ -28,12 +28,12 @@ def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) ->
     Category ids and the order do not matter: a labeling tool may renumber them at each export.
     Classes with equal names are matched in the order in which they come.
     """
-    places: dict[str, list[int]] = {}
-    for place, entry in enumerate(actual):
-        places.setdefault(entry.name, []).append(place)
-    if Counter(c.name for c in expected) != {name: len(p) for name, p in places.items()}:
+    positions: dict[str, list[int]] = {}
+    for position, entry in enumerate(actual):
+        positions.setdefault(entry.name, []).append(position)
+    if Counter(c.name for c in expected) != {name: len(p) for name, p in positions.items()}:
         return None
-    return [places[entry.name].pop(0) for entry in expected]
+    return [positions[entry.name].pop(0) for entry in expected]
 
 
 def class_differences(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> str:

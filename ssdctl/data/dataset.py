@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from ssdctl.config.resolve import read_toml
 from ssdctl.data.annotations import (
     SPLITS,
@@ -42,9 +40,7 @@ from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors, safe_join
 
 TOML = "dataset.toml"
-# Versions before 2 wrote a dataset.toml with a table [made] into the user's folder.
-MADE = "made"
-ORIGINAL = "dataset.original.toml"  # the user's own, which --split or --classes replaced
+MADE = "made"  # a table that version 0.1 added when it wrote the file itself
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
 HASHED_BYTES = 4 << 20
@@ -82,29 +78,23 @@ def warning_without_validation(root: Path) -> str:
 def find_source(root: Path, conversion: Conversion) -> tuple[str, Read]:
     """Return the format of a dataset and how it is read."""
     require_root(root)
-    toml, source = _toml_or_source(root, conversion)
-    if toml is not None:
+    if (toml := _dataset_toml(root, conversion)) is not None:
         splits = read_dataset_toml(toml)
         for split, files in splits.items():
             if not files.annotations.is_file():
                 raise DataError(f"{files.annotations}: no such annotation file (split {split})")
         return "coco", lambda: coco.read_files(splits)
-    name, module = find(root, source)
+    name, module = find(root, conversion.source)
     return name, lambda: module.read(root)
 
 
 def read_dataset(
     root: Path, conversion: Conversion, read: Read | None = None
 ) -> dict[str, Annotations]:
-    """Read the splits of a dataset, in the order of SPLITS; `read` is that of `find_source`.
-
-    Raises:
-        UsageError: The options do not apply: a validation split exists already, no such class.
-        DataError: No dataset, or several; a broken dataset.toml; files that cannot be read.
-    """
+    """Read the splits of a dataset, in the order of SPLITS; `read` is that of `find_source`."""
     splits = (read or find_source(root, conversion)[1])()
     if conversion.classes:
-        splits = {s: with_classes(part, conversion.classes) for s, part in splits.items()}
+        splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
     if conversion.split is not None:
         if "val" in splits:
             raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
@@ -117,12 +107,11 @@ def label_version(
     root: Path, format_name: str, conversion: Conversion, *, content: bool = False
 ) -> Labels:
     """Return the version of a dataset's label files."""
+    folder = root_folder(root).absolute()
     if format_name != "coco":
-        folder = root_folder(root)
         names = [n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES]
         return Labels(_state(folder, sorted(names)))
     paths = _coco_files(root, conversion)
-    folder = root_folder(root).absolute()
     names = [os.path.relpath(path.absolute(), folder) for path in paths]
     return Labels(_state(folder, names), _hash(paths) if content else "")
 
@@ -139,7 +128,7 @@ def labels_changed(root: Path, format_name: str, conversion: Conversion, recorde
 
 
 def _coco_files(root: Path, conversion: Conversion) -> list[Path]:
-    toml, _ = _toml_or_source(root, conversion)
+    toml = _dataset_toml(root, conversion)
     splits = coco.splits_of(root) if toml is None else read_dataset_toml(toml)
     return [*([toml] if toml else []), *(files.annotations for files in splits.values())]
 
@@ -162,70 +151,43 @@ def _hash(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _toml_or_source(root: Path, conversion: Conversion) -> tuple[Path | None, str | None]:
-    """Return the dataset.toml to read, else the format: as chosen, or what one was made from."""
-    path, source = root / TOML, conversion.source
+def _dataset_toml(root: Path, conversion: Conversion) -> Path | None:
+    path = root / TOML
     if not path.is_file():
-        return None, source
-    made = read_conversion(path)
-    if made is None and source is not None:
+        return None
+    if conversion.source is not None:
         raise UsageError(
-            f"--from {source}: {path} exists and was not written by ssdctl",
+            f"--from {conversion.source}: {path} exists",
             hint="omit --from to prepare what it names, or move it away",
         )
-    if made is None or not conversion:
-        return path, None
-    if source is None and made.source == ORIGINAL:
-        return root / ORIGINAL, None
-    return None, source or made.source
-
-
-def read_conversion(path: Path) -> Conversion | None:
-    """Return the options that an earlier version made a dataset.toml with.
-
-    Returns:
-        None if the file is the user's own.
-    """
-    try:
-        values = {key: value for key, value, _ in read_toml(path)}
-    except UsageError as error:
-        raise DataError(str(error)) from None
-    prefix = f"{MADE}."
-    table = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
-    if not table:
-        return None
-    try:
-        return msgspec.convert(table, Conversion)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{path}: [{MADE}]: {error}") from None
+    return path
 
 
 def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
-    try:
-        return _from_toml(path)
-    except (UsageError, IntegrityError) as error:  # a broken file, a path that leaves the folder
-        raise DataError(f"{path}: {error}", hint=error.hint) from None
-
-
-def _from_toml(path: Path) -> dict[str, SplitFiles]:
     paths: dict[str, dict[str, Path]] = {}
-    for key, value, place in read_toml(path):
-        split, _, name = key.partition(".")
-        if split == MADE:
-            continue
-        if split not in SPLITS or name not in SplitFiles._fields:
-            raise DataError(
-                f"{place}: unknown key {key!r}",
-                hint="a dataset.toml has the tables [train], [val] and [test] with images and "
-                "annotations",
-            )
-        if not isinstance(value, str):
-            raise DataError(f"{place}: {key} must be a path below {path.parent}, or absolute")
-        is_absolute = value.startswith("/") and "\0" not in value
-        paths.setdefault(split, {})[name] = (
-            Path(value) if is_absolute else safe_join(path.parent, value)
-        )
-    for split, parts in paths.items():
-        if missing := [name for name in SplitFiles._fields if name not in parts]:
+    try:
+        for key, value, location in read_toml(path):
+            split, _, name = key.partition(".")
+            if split == MADE:
+                continue
+            if split not in SPLITS or name not in SplitFiles._fields:
+                raise DataError(
+                    f"{location}: unknown key {key!r}",
+                    hint="a dataset.toml has the tables [train], [val] and [test] with images "
+                    "and annotations",
+                )
+            if not isinstance(value, str):
+                problem = f"{key} must be a path below {path.parent}, or absolute"
+                raise DataError(f"{location}: {problem}")
+            is_absolute = value.startswith("/") and "\0" not in value
+            file = Path(value) if is_absolute else safe_join(path.parent, value)
+            paths.setdefault(split, {})[name] = file
+    except UsageError as error:  # it is no TOML
+        raise DataError(str(error), hint=error.hint) from None
+    except IntegrityError as error:  # a path that leaves the folder
+        raise DataError(f"{path}: {error}", hint=error.hint) from None
+    for split, files in paths.items():
+        if missing := [name for name in SplitFiles._fields if name not in files]:
             raise DataError(f"{path}: [{split}] lacks {missing[0]}")
-    return {split: SplitFiles(**paths[split]) for split in SPLITS if split in paths}
+    found = {split: paths[split] for split in SPLITS if split in paths}
+    return {split: SplitFiles([p["images"]], p["annotations"]) for split, p in found.items()}

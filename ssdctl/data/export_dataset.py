@@ -90,13 +90,12 @@ def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
         width, height = (int(n) for n in split.pixel_sizes[row])
         scale = np.tile(split.pixel_sizes[row] / split.sizes[row], 2)  # below 1 for a shrunk image
         boxes = []
-        for place in range(starts[row], starts[row + 1]):
-            if kinds[place] > CLIPPED:
-                continue
-            left, top, right, bottom = (ltrb[place] * scale).tolist()
-            name, is_crowd = split.classes[annotations.labels[place] - 1].name, annotations.is_crowd
-            size = right - left, bottom - top
-            boxes.append(LabeledBox(name, left, top, *size, bool(is_crowd[place])))
+        for n in range(starts[row], starts[row + 1]):
+            if kinds[n] <= CLIPPED:
+                left, top, right, bottom = (ltrb[n] * scale).tolist()
+                name = split.classes[annotations.labels[n] - 1].name
+                sides = left, top, right - left, bottom - top
+                boxes.append(LabeledBox(name, *sides, bool(annotations.is_crowd[n])))
         labels = LabeledImage(names[row] + suffix, width, height, boxes)
         yield int(split.image_ids[row]), labels, content
 
@@ -105,10 +104,8 @@ def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
     """Return the images' names without folders and suffix; duplicates get the image id added."""
     stems = [PurePosixPath(name).stem for name in file_names]
     counts = Counter(stems)
-    return [
-        stem if counts[stem] == 1 else f"{stem}-{image_id}"
-        for stem, image_id in zip(stems, image_ids, strict=True)
-    ]
+    pairs = zip(stems, image_ids, strict=True)
+    return [stem if counts[stem] == 1 else f"{stem}-{image_id}" for stem, image_id in pairs]
 
 
 def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
@@ -116,10 +113,9 @@ def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: lis
     for _, image, content in images:
         write_bytes(make_dir(out / f"{split}2017") / image.file_name, content)
         listed.append(image)
-    name = f"instances_{split}2017.json"
-    folder = make_dir(out / "annotations")
-    annotations = annotations_of_split(listed, classes, out, folder)
-    write_bytes(folder / name, msgspec.json.encode(document_of(annotations)))
+    file = make_dir(out / "annotations") / f"instances_{split}2017.json"
+    annotations = annotations_of_split(listed, classes, out, file)
+    write_bytes(file, msgspec.json.encode(document_of(annotations)))
 
 
 def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
@@ -127,14 +123,17 @@ def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: lis
     folder, labels = make_dir(out / "images" / split), make_dir(out / "labels" / split)
     for _, image, content in images:
         write_bytes(folder / image.file_name, content)
-        lines = [
-            f"{numbers[box.name]} {(box.left + box.width / 2) / image.width:.7f} "
-            f"{(box.top + box.height / 2) / image.height:.7f} {box.width / image.width:.7f} "
-            f"{box.height / image.height:.7f}\n"
-            for box in image.boxes
-        ]
-        path = labels / PurePosixPath(image.file_name).with_suffix(".txt")
-        write_text(path, "".join(lines))
+        lines = ""
+        for box in image.boxes:
+            x, y = box.left + box.width / 2, box.top + box.height / 2
+            sides = (
+                x / image.width,
+                y / image.height,
+                box.width / image.width,
+                box.height / image.height,
+            )
+            lines += f"{numbers[box.name]} {' '.join(f'{side:.7f}' for side in sides)}\n"
+        write_text(labels / PurePosixPath(image.file_name).with_suffix(".txt"), lines)
 
 
 def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
@@ -200,27 +199,15 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
         "category": pa.list_(pa.int64()),
         "is_crowd": pa.list_(pa.bool_()),
     }
-    columns = {
-        "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}.items()),
-        "image_id": pa.int64(),
-        "width": pa.int32(),
-        "height": pa.int32(),
-        "objects": pa.struct(objects.items()),
-    }
+    image_file = pa.struct({"bytes": pa.binary(), "path": pa.string()}.items())
+    columns = {"image": image_file, "image_id": pa.int64(), "width": pa.int32()}
+    columns |= {"height": pa.int32(), "objects": pa.struct(objects.items())}
     info = msgspec.json.encode({"info": {"features": _hf_features(classes)}})
     schema = pa.schema(columns.items(), metadata={"huggingface": info})
     numbers = {name: number for number, name in enumerate(classes)}
     folder = make_dir(out / "data")
-    shard, size = 0, 0
-    rows: list[dict[str, Any]] = []
-
-    def flush() -> None:
-        path = folder / f"{HF_SPLITS[split]}-{shard:05d}.parquet"
-        # The options with which `datasets` itself writes images: small row groups.
-        parquet.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=100)
-
-    for image_id, image, content in images:
-        rows.append(
+    for shard, part in enumerate(_shards(images)):
+        rows = [
             {
                 "image": {"bytes": content, "path": image.file_name},
                 "image_id": image_id,
@@ -232,20 +219,28 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
                     "is_crowd": [b.is_crowd for b in image.boxes],
                 },
             }
-        )
-        size += len(content)
+            for image_id, image, content in part
+        ]
+        path = folder / f"{HF_SPLITS[split]}-{shard:05d}.parquet"
+        # The options with which `datasets` itself writes images: small row groups.
+        parquet.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=100)
+
+
+def _shards(images: Iterator[_Exported]) -> Iterator[list[_Exported]]:
+    shard, size = list[_Exported](), 0
+    for exported in images:
+        shard.append(exported)
+        size += len(exported[2])
         if size >= HF_SHARD_BYTES:
-            flush()
-            shard, rows, size = shard + 1, [], 0
-    if rows:
-        flush()
+            yield shard
+            shard, size = [], 0
+    if shard:
+        yield shard
 
 
 def _hf_card(splits: Iterable[str], classes: list[str]) -> str:
-    files = [
-        {"split": HF_SPLITS[split], "path": f"data/{HF_SPLITS[split]}-*.parquet"}
-        for split in splits
-    ]
+    names = [HF_SPLITS[split] for split in splits]
+    files = [{"split": name, "path": f"data/{name}-*.parquet"} for name in names]
     header = {
         "task_categories": ["object-detection"],
         "configs": [{"config_name": "default", "data_files": files}],

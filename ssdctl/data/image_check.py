@@ -6,6 +6,7 @@ end of the file looks cut, if the format has no end marker, and to re-encode the
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import stat
@@ -46,6 +47,7 @@ SKETCH_BYTES = 4096
 HEAD_BYTES = 64 * 1024  # contains nearly every header
 CHUNK_IMAGES = 512
 JPEG_QUALITY = 92  # for images that are made smaller
+Packed = bytes  # an encoded image, or its pixels
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -65,10 +67,14 @@ class FingerprintColumns(NamedTuple):
 
 
 class CheckedImage(NamedTuple):
-    fingerprint: tuple[int, int, int]  # as in FingerprintColumns
-    content: bytes | None  # its bytes if they are to be packed
+    """A row of a chunk, see image_check_jobs.py; the last three are the file's fingerprint."""
+
+    image: Packed | None  # None if it is not to be packed
     problem: str | None
     note: str | None
+    bytes: int
+    modified_ns: int
+    sketch: int
 
 
 def check_image(path: Path, size: tuple[int, int], config: PrepareConfig) -> CheckedImage:
@@ -86,27 +92,19 @@ def check_image(path: Path, size: tuple[int, int], config: PrepareConfig) -> Che
         sketch = zlib.crc32(tail, zlib.crc32(content[:SKETCH_BYTES]))
         fingerprint = (status.st_size, status.st_mtime_ns, sketch)
         if not read_all:
-            header = _complete_header(content, tail, size)
-            if header is not None:
-                return CheckedImage(fingerprint, None, None, _note(header, size))
+            # Usually the first and last bytes show that it can be used.
+            with contextlib.suppress(Exception), open_image(io.BytesIO(content)) as image:
+                header = read_header(image)
+                note = _note(header, size)
+                if _has_end(header, tail):
+                    return CheckedImage(None, None, note, *fingerprint)
             content += file.readall()  # a long header, or a reason to look at the pixels
     try:
         packed, note = _inspect(content, size, config)
     except Exception as error:  # Pillow raises errors of many types on broken files
         packed = b"" if config.pack else None
-        return CheckedImage(fingerprint, packed, str(as_image_error(error)), None)
-    return CheckedImage(fingerprint, packed, None, note)
-
-
-def _complete_header(head: bytes, tail: bytes, size: tuple[int, int]) -> Header | None:
-    """Return the header of an image whose first and last bytes show that it can be used."""
-    try:
-        with open_image(io.BytesIO(head)) as image:
-            header = read_header(image)
-            header.orientation_for(size)
-    except Exception:  # decided by all of the file
-        return None
-    return header if _has_end(header, tail) else None
+        return CheckedImage(packed, str(as_image_error(error)), None, *fingerprint)
+    return CheckedImage(packed, None, note, *fingerprint)
 
 
 def _has_end(header: Header, content: bytes) -> bool:
@@ -134,7 +132,7 @@ def _inspect(
         elif config.pack and not _is_packed_unchanged(header):
             packed = encode(decode(content, size), "PNG")
         elif not _has_end(header, content):
-            _decode_all(image, content, size)
+            decode(content, size)  # finds damage
     return packed, note
 
 
@@ -149,10 +147,10 @@ def _note(header: Header, size: tuple[int, int]) -> str | None:
         notes.append("CMYK, read as RGB")
     if header.is_deep:
         notes.append("16 bits per channel, read as 8")
-    if header.fits_both(size):
-        notes.append(f"{AMBIGUOUS}, EXIF orientation {header.orientation}: read as stored")
-    elif header.orientation_for(size) != 1:
+    if header.orientation_for(size) != 1:
         notes.append(f"turned upright by its EXIF orientation ({header.orientation})")
+    elif header.orientation != 1 and header.stored_size == header.upright_size:
+        notes.append(f"{AMBIGUOUS}, EXIF orientation {header.orientation}: read as stored")
     elif header.orientation != 1:
         notes.append(f"its EXIF orientation ({header.orientation}) is ignored, by its size")
     return "; ".join(notes) or None
@@ -165,16 +163,6 @@ def _is_decoded_partly(header: Header, content: bytes, size: tuple[int, int]) ->
         return False
     decode(content, size)
     return is_jpeg
-
-
-def _decode_all(image: Image.Image, content: bytes, size: tuple[int, int]) -> None:
-    """Decode every byte of the file, to find damage."""
-    if image.format in JPEG_FORMATS:
-        # An eighth of the size: every byte of the file is read all the same.
-        image.draft("L", (image.width // 8, image.height // 8))
-        image.load()
-    else:
-        decode(content, size)
 
 
 def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: int) -> Pixels:
@@ -260,7 +248,7 @@ def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return [work(item) for item in items[start : start + CHUNK_IMAGES]]
 
     with ThreadPoolExecutor(16) as pool:
-        return [r for part in pool.map(process, range(0, len(items), CHUNK_IMAGES)) for r in part]
+        return [r for chunk in pool.map(process, range(0, len(items), CHUNK_IMAGES)) for r in chunk]
 
 
 def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:

@@ -1,9 +1,9 @@
-"""Check the images of a split in parts, so that an interrupted prepare can be continued.
+"""Check the images of a split in chunks, so that an interrupted prepare can be continued.
 
-A part is an Arrow file with a row per image: its problem, the fingerprint of its file and, if
+A chunk is an Arrow file with a row per image: its problem, the fingerprint of its file and, if
 packed, its bytes. It is published atomically, and its metadata names the job (images and options).
-A later run of the job reuses a part if its files are the same. The parts of a packed store are its
-shards; the others are deleted once the index is written.
+A later run of the job reuses a chunk if its files are the same. The chunks of a packed store are
+its shards; the others are deleted once the index is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data import index
-from ssdctl.data.annotations import MAX_NAMED
+from ssdctl.data.annotations import MAX_NAMED, Annotations, Finding
+from ssdctl.data.check import image_findings
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
@@ -39,8 +40,8 @@ from ssdctl.runtime.system import usable_cores
 from ssdctl.runtime.threads import map_ahead
 
 log = logging.getLogger(__name__)
-PART_BYTES = 512 * 1024 * 1024  # image bytes
-PART_ROWS = 8192
+CHUNK_BYTES = 512 * 1024 * 1024  # image bytes
+CHUNK_ROWS = 8192
 TASK_IMAGES = 32  # checked by one thread at a time, and a batch of the file
 TASK_RAW_IMAGES = 4  # the same, of images that are decoded, which take a hundred times the memory
 
@@ -48,13 +49,11 @@ TASK_RAW_IMAGES = 4  # the same, of images that are decoded, which take a hundre
 class Job(NamedTuple):
     split: str
     key: str  # hex digits that identify the images and the options
-    file_names: list[str]  # N, in the order of the annotations
-    sizes: NDArray[np.int64]  # N x 2: annotated width and height
-    source: Path  # the folder of the images
+    annotations: Annotations  # of N images, without their objects
     target: Path  # the store's folder
     config: PrepareConfig
 
-    def part_name(self, number: int) -> str:
+    def chunk_name(self, number: int) -> str:
         kind = "images" if self.config.pack else ".checked"
         return f"{kind}-{self.split}-{self.key[:8]}-{number:05d}.arrow"
 
@@ -67,19 +66,16 @@ class Job(NamedTuple):
         return TASK_RAW_IMAGES if self.config.encoding == "raw" else TASK_IMAGES
 
 
-class Report(NamedTuple):
-    """The result for every image, in order, and the parts that hold it."""
+class CheckedImages(NamedTuple):
+    """The result of checking the N images of a split."""
 
-    table: Any  # Arrow table: N rows of RESULT_COLUMNS
-    parts: list[index.Shard]
-
-    @property
-    def is_usable(self) -> NDArray[np.bool_]:
-        return np.asarray(self.table.column("problem").is_null())
+    is_usable: NDArray[np.bool_]  # N
+    fingerprints: FingerprintColumns
+    findings: list[Finding]  # images dropped or with a note, in order
+    shards: list[index.Shard]  # that have the packed images
 
     def warnings(self) -> list[str]:
-        notes = self.table.column("note").to_pylist()
-        ambiguous = sum(AMBIGUOUS in note for note in notes if note)
+        ambiguous = sum(AMBIGUOUS in finding.detail for finding in self.findings)
         if not ambiguous:
             return []
         return [
@@ -88,24 +84,24 @@ class Report(NamedTuple):
         ]
 
 
-class _PartMetadata(msgspec.Struct, frozen=True):
+class _ChunkMetadata(msgspec.Struct, frozen=True):
     job: str
     start: int  # row of the annotation file
 
 
-def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
+def check_files(job: Job, sizes: list[int | None]) -> None:
     """Check that every image exists, of `sizes` in bytes, and that there is enough disk space."""
-    names = job.file_names
-    require_image_folder(job.source, job.split, origin)
-    missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
+    images = job.annotations
+    require_image_folder(images.folder, job.split, images.origin)
+    missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
-            f"{job.source}: {len(missing)} of {len(names)} images are missing, "
+            f"{images.folder}: {len(missing)} of {len(sizes)} images are missing, "
             f"among them {', '.join(missing[:MAX_NAMED])}",
-            hint=f"they are listed in {origin}",
+            hint=f"they are listed in {images.origin}",
         )
     if job.config.pack and job.config.encoding == "raw":
-        pixels = shrunk_sizes(job.sizes.astype(np.int32), job.config.shrink)
+        pixels = shrunk_sizes(images.sizes.astype(np.int32), job.config.shrink)
         num_bytes = int(3 * pixels.astype(np.int64).prod(axis=1).sum())
         log.info(
             "packing %s as decoded pixels: %.2f GB in %s", job.split, num_bytes / 1e9, job.target
@@ -115,7 +111,7 @@ def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
     else:
         return
     written = job.target.glob(f"images-{job.split}-{job.key[:8]}-*")  # by an earlier run
-    needed = num_bytes - sum(part.stat().st_size for part in written)
+    needed = num_bytes - sum(path.stat().st_size for path in written)
     free = free_bytes(job.target)
     if needed > free:
         raise DiskError(
@@ -126,80 +122,81 @@ def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
         )
 
 
-def check_images(job: Job, progress: Progress) -> Report:
-    """Check every image of a split, reusing the parts of an earlier run of the job."""
-    num_images = len(job.file_names)
+def check_images(job: Job, progress: Progress) -> CheckedImages:
+    """Check every image of a split, reusing the chunks of an earlier run of the job."""
+    names, image_ids = job.annotations.file_names, job.annotations.image_ids
     tables: list[Any] = []
     start = 0
-    while start < num_images and (table := _reusable_part(job, len(tables), start)) is not None:
+    while start < len(names) and (table := _reusable_chunk(job, len(tables), start)) is not None:
         tables.append(table)
         start += table.num_rows
     with ThreadPoolExecutor(job.num_threads, thread_name_prefix="check") as pool:
         done_and_new = itertools.chain(range(start), _check_in_threads(pool, job, start))
         label = f"checking {job.split}"
-        shown = progress(done_and_new, total=num_images, label=label, unit="img")
+        shown = progress(done_and_new, total=len(names), label=label, unit="img")
         images = itertools.islice(shown, start, None)
         try:
-            while start < num_images:
-                tables.append(_write_part(job, len(tables), start, images))
+            while start < len(names):
+                tables.append(_write_chunk(job, len(tables), start, images))
                 start += tables[-1].num_rows
         finally:
             pool.shutdown(cancel_futures=True)
-    parts = [
-        index.Shard(job.part_name(number), part.num_rows) for number, part in enumerate(tables)
-    ]
+    shards = [index.Shard(job.chunk_name(number), t.num_rows) for number, t in enumerate(tables)]
     none = pa.schema(index.RESULT_COLUMNS.items()).empty_table()
-    return Report(pa.concat_tables([none, *tables]), parts)
+    table = pa.concat_tables([none, *tables])
+    return CheckedImages(
+        np.asarray(table.column("problem").is_null()),
+        index.fingerprints_of(table),
+        image_findings(names, image_ids, table),
+        shards if job.config.pack else [],
+    )
 
 
-def _reusable_part(job: Job, number: int, start: int) -> Any:
-    """Return the part that starts at an image, if an earlier run of the job has written it and its
+def _reusable_chunk(job: Job, number: int, start: int) -> Any:
+    """Return the chunk that starts at an image, if an earlier run of the job has written it and its
     images are the same; else None."""
     try:
-        table = index.read_table(job.target / job.part_name(number), index.RESULT_COLUMNS)
+        table = index.read_table(job.target / job.chunk_name(number), index.RESULT_COLUMNS)
         raw = (table.schema.metadata or {}).get(index.METADATA_KEY, b"{}")
-        metadata = msgspec.json.decode(raw, type=_PartMetadata)
+        metadata = msgspec.json.decode(raw, type=_ChunkMetadata)
     except (DataError, *DECODE_ERRORS):
         return None
-    names = job.file_names[start : start + table.num_rows]
-    if metadata != _PartMetadata(job.key, start) or len(names) < table.num_rows:
+    images = job.annotations
+    names = images.file_names[start : start + table.num_rows]
+    if metadata != _ChunkMetadata(job.key, start) or len(names) < table.num_rows:
         return None
-    return None if changed_images(job.source, names, index.fingerprints_of(table)) else table
+    return None if changed_images(images.folder, names, index.fingerprints_of(table)) else table
 
 
 def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterator[CheckedImage]:
     def check(first: int) -> list[CheckedImage]:
-        names, sizes = job.file_names[first : first + size], job.sizes[first : first + size]
+        names = images.file_names[first : first + size]
+        sizes = images.sizes[first : first + size].tolist()
         return [
-            check_image(job.source / name, (width, height), job.config)
-            for name, (width, height) in zip(names, sizes.tolist(), strict=True)
+            check_image(images.folder / name, (width, height), job.config)
+            for name, (width, height) in zip(names, sizes, strict=True)
         ]
 
-    size = job.task_images
-    firsts = range(start, len(job.file_names), size)
+    images, size = job.annotations, job.task_images
+    firsts = range(start, len(images.file_names), size)
     return itertools.chain.from_iterable(map_ahead(pool, check, firsts, job.num_threads + 2))
 
 
-def _write_part(job: Job, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
-    """Take images until a part is full; publish it, and return its table without the images."""
+def _write_chunk(job: Job, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
+    """Take images until a chunk is full; publish it, and return its table without the images."""
     columns = (index.SHARD_COLUMNS if job.config.pack else {}) | index.RESULT_COLUMNS
-    metadata = {index.METADATA_KEY: msgspec.json.encode(_PartMetadata(job.key, start))}
+    metadata = {index.METADATA_KEY: msgspec.json.encode(_ChunkMetadata(job.key, start))}
     schema = pa.schema(columns.items(), metadata=metadata)
     results = []
     num_bytes = num_images = 0
-    path = job.target / job.part_name(number)
+    path = job.target / job.chunk_name(number)
     with atomic_write(path) as file, pa.ipc.new_file(file, schema) as writer:
         while batch := list(itertools.islice(images, job.task_images)):
-            rows = [
-                {"image": c.content, "problem": c.problem, "note": c.note}
-                | dict(zip(FingerprintColumns._fields, c.fingerprint, strict=True))
-                for c in batch
-            ]
-            record = pa.RecordBatch.from_pylist(rows, schema)
+            record = pa.RecordBatch.from_pylist([image._asdict() for image in batch], schema)
             writer.write_batch(record)
             results.append(record.select(list(index.RESULT_COLUMNS)))
             num_images += len(batch)
-            num_bytes += sum(len(c.content or b"") for c in batch)
-            if num_bytes >= PART_BYTES or (not job.config.pack and num_images >= PART_ROWS):
+            num_bytes += sum(len(image.image or b"") for image in batch)
+            if num_bytes >= CHUNK_BYTES or (not job.config.pack and num_images >= CHUNK_ROWS):
                 break
     return pa.Table.from_batches(results)

@@ -12,7 +12,6 @@ bottom, rounded up to whole blocks; the rows above are unchanged.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import struct
@@ -76,10 +75,6 @@ class Header(NamedTuple):
         """Whether it has more than 8 bits per channel in a mode that shows it."""
         return self.mode.startswith("I") or self.mode == "F"
 
-    def fits_both(self, size: tuple[int, int]) -> bool:
-        """Return whether `size` fits the stored pixels and the upright ones."""
-        return self.orientation != 1 and self.stored_size == self.upright_size == tuple(size)
-
     def orientation_for(self, size: tuple[int, int] | None) -> int:
         """Return the orientation to apply to get the annotated `size`, or upright pixels; 1 = none.
 
@@ -122,13 +117,8 @@ def open_image(file: Path | IO[bytes]) -> Image.Image:
     try:
         return Image.open(file, formats=COMMON_FORMATS)
     except UnidentifiedImageError:
-        return Image.open(file, formats=_other_formats())
-
-
-@functools.cache
-def _other_formats() -> tuple[str, ...]:
-    Image.init()
-    return tuple(name for name in OTHER_FORMATS if name in Image.OPEN)
+        Image.init()
+        return Image.open(file, formats=[name for name in OTHER_FORMATS if name in Image.OPEN])
 
 
 def decode(content: Any, size: tuple[int, int] | None = None, rows: int | None = None) -> Pixels:
@@ -178,10 +168,9 @@ def encode(pixels: Pixels, image_format: str, **options: Any) -> bytes:
 def read_rgb(image: ImageLike) -> Pixels:
     """Convert a user's image to (H, W, 3) RGB pixels, upright.
 
-    Args:
-        image: A path, encoded bytes, a binary file object, a PIL image, or pixels as a numpy
-            array (H, W), (H, W, 1 or 3 or 4) of uint8 or uint16, or as a tensor, which may also be
-            (1 or 3 or 4, H, W), or floating point from 0 to 1.
+    An image is a path, encoded bytes, a binary file object, a PIL image, or pixels as a numpy
+    array (H, W), (H, W, 1 or 3 or 4) of uint8 or uint16, or as a tensor, which may also be
+    (1 or 3 or 4, H, W), or floating point from 0 to 1.
 
     Raises:
         DataError: It cannot be read or decoded.
@@ -326,9 +315,9 @@ class _Frame(NamedTuple):
     block_rows: int  # rows that are coded together, over all channels
 
 
-def plain_jpeg_size(content: Any) -> tuple[int, int] | None:
-    """Width and height of a complete JPEG with 8 bits and gray or three colors; else None."""
-    frame = _plain_frame(memoryview(content).cast("B"))
+def plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
+    """Return width and height of what `decode` gives to libjpeg-turbo; None for other images."""
+    frame = _plain_frame(content)
     return None if frame is None else (frame.width, frame.height)
 
 

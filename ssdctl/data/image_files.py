@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from ssdctl.data.annotations import MAX_NAMED, Annotations, refuse, split_of
+from ssdctl.data.annotations import MAX_NAMED, SPLIT_WORDS, Annotations, refuse, split_of
 from ssdctl.data.image_check import file_sizes, size_or_none
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
@@ -37,14 +37,14 @@ def is_image(path: Path | PurePosixPath) -> bool:
 def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, following links to folders once."""
     visited = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
         if real in visited:
             folders.clear()
             continue
         visited.add(real)
         folders[:] = [f for f in folders if not f.startswith(".") and not f.endswith("prepared")]
-        prefix = os.path.relpath(place, folder)
+        prefix = os.path.relpath(parent, folder)
         if max_depth is not None and prefix != "." and prefix.count("/") + 1 >= max_depth:
             folders.clear()
         for file in files:
@@ -58,6 +58,15 @@ def dataset_folder(path: Path) -> Path:
     return path.parent.parent if path.parent.name in ANNOTATION_FOLDERS else path.parent
 
 
+def split_folders(root: Path, split: str) -> Iterator[Path]:
+    """Yield the folders with the name of a split: `images/Train`, `val2017`, `obj_Train_data`."""
+    for base in (root / "images", root):
+        for folder in sorted(base.iterdir()) if base.is_dir() else ():
+            word = folder.name.lower().removeprefix("obj_").removesuffix("_data")
+            if SPLIT_WORDS.get(word.removesuffix("2017")) == split:
+                yield from (folder / "images", folder)
+
+
 def require_image_folder(folder: Path, split: str, origin: Path) -> None:
     if not folder.is_dir():
         raise DataError(
@@ -67,37 +76,34 @@ def require_image_folder(folder: Path, split: str, origin: Path) -> None:
 
 
 def find_by_name(root: Path, names: Sequence[tuple[str, str]], labels: Path) -> list[str]:
-    """Return where the images that a label file names are below a folder.
+    """Return where the images that a label file names, each with its split, are below a folder.
 
-    Args:
-        root: The folder.
-        names: The name of each, with or without folders and suffix, and its split. If a name fits
-            several files, the split's folder decides.
-        labels: The label file, for messages.
+    A name may lack folders and suffix. If it fits several files, the split's folder decides.
     """
     by_name: dict[str, list[str]] = {}
     for file in files_below(root):
         if is_image(PurePosixPath(file)):
-            parts = file.split("/")
-            for start in range(len(parts)):
-                by_name.setdefault("/".join(parts[start:]), []).append(file)
-            by_name.setdefault(PurePosixPath(file).stem, []).append(file)
-    found: list[str] = []
-    missing: list[str] = []
-    ambiguous: list[str] = []
+            for name in (*_tails(file), PurePosixPath(file).stem):
+                by_name.setdefault(name, []).append(file)
+    found, missing, ambiguous = list[str](), list[str](), list[str]()
     for name, split in names:
-        candidates = by_name.get(name, [])
-        if len(candidates) > 1:
+        files = by_name.get(name, [])
+        if len(files) > 1:
             folders = {"train", None} if split == "train" else {split}
-            candidates = [c for c in candidates if split_of(str(Path(c).parent)) in folders]
-        if len(candidates) == 1:
-            found.append(candidates[0])
-        else:
-            (ambiguous if candidates else missing).append(name)
+            files = [file for file in files if split_of(file.rpartition("/")[0]) in folders]
+        if len(files) != 1:
+            (ambiguous if files else missing).append(name)
+        found += files
     hint = "export with images, or copy them"
     refuse(labels, f"images that are not below {root}", missing, hint)
     refuse(labels, f"image names that fit several files below {root}", ambiguous)
     return found
+
+
+def _tails(path: str) -> list[str]:
+    """Return a path, and the same without its first folders, to its base name."""
+    parts = path.split("/")
+    return ["/".join(parts[start:]) for start in range(len(parts))]
 
 
 def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | None]]:
@@ -106,30 +112,26 @@ def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | No
     Returns also the files' sizes in bytes, None for a file that does not exist.
     """
     notes, folder = list(annotations.notes), annotations.folder
-    names, sizes = annotations.file_names, annotations.sizes
+    names, sizes = list(annotations.file_names), annotations.sizes
     num_bytes = _sizes_of_plain(folder, names)
     rows = [row for row, size in enumerate(num_bytes) if size is None]
-    if rows and folder.is_dir():
-        names = list(names)
-        if replaced := _replace_names(names, rows, folder):
-            old, new = replaced[0]
-            notes.append(
-                f"{len(replaced):,} file names are not paths below the image folder and were "
-                f"matched to the files there, such as {old!r}: {new}"
-            )
-            found = _sizes_of_plain(folder, [names[row] for row in rows])
-            for row, size in zip(rows, found, strict=True):
-                num_bytes[row] = size
+    if rows and folder.is_dir() and (replaced := _replace_names(names, rows, folder)):
+        old, new = replaced[0]
+        notes.append(
+            f"{len(replaced):,} file names are not paths below the image folder and were "
+            f"matched to the files there, such as {old!r}: {new}"
+        )
+        found = _sizes_of_plain(folder, [names[row] for row in rows])
+        for row, size in zip(rows, found, strict=True):
+            num_bytes[row] = size
     unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]
     if unsized:
         sizes = sizes.copy()
         sizes[unsized] = [size_or_none(folder / names[row]) for row in unsized]
-        num_sized = int(sizes[unsized].all(axis=1).sum())
-        sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
-        if num_sized:
+        if num_sized := int(sizes[unsized].all(axis=1).sum()):
             notes.append(f"{num_sized:,} images without width and height: taken from the files")
-    annotations = annotations._replace(file_names=names, sizes=sizes, notes=notes)
-    return annotations, num_bytes
+        sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
+    return annotations._replace(file_names=names, sizes=sizes, notes=notes), num_bytes
 
 
 def _sizes_of_plain(folder: Path, names: Sequence[str]) -> list[int | None]:
@@ -143,7 +145,7 @@ def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[
         by_base_name.setdefault(PurePosixPath(path).name, []).append(path)
     replaced, ambiguous = [], []
     for row in rows:
-        name = names[row].replace("\\", "/")
+        old, name = names[row], names[row].replace("\\", "/")
         if "/local-files/?d=" in name:  # a URL of Label Studio's server
             name = f"local-files/{unquote(name.partition('?d=')[2])}"
         base_name = PurePosixPath(name).name
@@ -155,23 +157,13 @@ def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[
             if is_plain:
                 names[row] = name
             continue
-        tail = _longest_tail(name, paths)
-        if tail is None and len(paths) > 1:
-            ambiguous.append(f"{names[row]!r} ({', '.join(sorted(paths)[:MAX_NAMED])})")
-            continue
-        replaced.append((names[row], tail or paths[0]))
-        names[row] = tail or paths[0]
-    if ambiguous:
-        hint = "write file_name as a path relative to the image folder"
-        refuse(folder, "file names that fit several files", ambiguous, hint)
+        # Of several files, the one whose path is the longest end of the name.
+        fitting = paths if len(paths) == 1 else [t for t in _tails(name)[:-1] if t in paths]
+        if fitting:
+            names[row] = fitting[0]
+            replaced.append((old, fitting[0]))
+        else:
+            ambiguous.append(f"{old!r} ({', '.join(sorted(paths)[:MAX_NAMED])})")
+    hint = "write file_name as a path relative to the image folder"
+    refuse(folder, "file names that fit several files", ambiguous, hint)
     return replaced
-
-
-def _longest_tail(name: str, paths: Sequence[str]) -> str | None:
-    """Return the path that equals the longest tail of `name`; None if only its base name fits."""
-    parts = name.split("/")
-    for start in range(len(parts)):
-        tail = "/".join(parts[start:])
-        if tail in paths and (start < len(parts) - 1 or len(paths) == 1):
-            return tail
-    return None

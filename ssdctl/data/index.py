@@ -8,9 +8,9 @@ annotations were read. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,10 +27,9 @@ from ssdctl.files import DECODE_ERRORS, atomic_write
 METADATA_KEY = b"ssdctl"
 Types = Mapping[str, pa.DataType]
 
-_FINGERPRINT = dict.fromkeys(FingerprintColumns._fields, pa.int64())
+FINGERPRINT_COLUMNS = dict.fromkeys(FingerprintColumns._fields, pa.int64())
 SHARD_COLUMNS = {"image": pa.large_binary()}
-RESULT_COLUMNS = {"problem": pa.string(), "note": pa.string()} | _FINGERPRINT
-FINGERPRINT_COLUMNS: Types = {"file_name": pa.string()} | _FINGERPRINT
+RESULT_COLUMNS = {"problem": pa.string(), "note": pa.string()} | FINGERPRINT_COLUMNS
 NULLABLE = ("image", "problem", "note")
 IMAGE_COLUMNS: Types = {
     "image_id": pa.int64(),
@@ -53,7 +52,8 @@ TRUTH_COLUMNS: Types = {
     "is_crowd": pa.list_(pa.bool_()),
 }
 
-FORMAT = 4  # version 3 had no boxes to score against
+# What reading a damaged file raises; other errors of Arrow are ValueErrors.
+READ_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError)
 T = TypeVar("T")
 
 
@@ -71,6 +71,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     shrink: int | None = None
     encoding: Encoding = "jpeg"  # packed files; raw: decoded pixels
     verified: Verified = msgspec.field(default="no", name="strictly_verified")
+    key: str  # identifies the index, and the report on its images
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Metadata(Packing, frozen=True, kw_only=True):
-    key: str  # identifies the index
+    format: Literal[4]  # version 3 had no boxes to score against
     classes: list[ClassName]
     images: str  # their folder, relative to the dataset folder if it is below it
     origin: str  # the file or folder of the labels, for messages
@@ -97,13 +98,12 @@ def index_path(folder: Path, split: str) -> Path:
 
 def read_metadata(folder: Path, split: str) -> Metadata | None:
     """Return the metadata of a split's index; None if there is none that this version reads."""
-    metadata = _decode_metadata(index_path(folder, split), Metadata)
-    return metadata if metadata is not None and metadata.format == FORMAT else None
+    return _decode_metadata(index_path(folder, split), Metadata)
 
 
 def require_metadata(path: Path) -> Metadata:
     metadata = _decode_metadata(path, Metadata)
-    if metadata is None or metadata.format != FORMAT:
+    if metadata is None:
         raise DataError(f"{path}: no index; run ssdctl prepare")
     return metadata
 
@@ -116,7 +116,7 @@ def read_packing(folder: Path, split: str) -> Packing | None:
 def earlier_packing(folder: Path) -> Packing | None:
     """Return how a store of an earlier version has its images; None if there is no such store."""
     found = [p for split in SPLITS if (p := read_packing(folder, split)) is not None]
-    return found[0] if found and all(p.format < FORMAT for p in found) else None
+    return found[0] if found and all(p.format < 4 for p in found) else None
 
 
 def _decode_metadata(path: Path, kind: type[T]) -> T | None:
@@ -126,7 +126,7 @@ def _decode_metadata(path: Path, kind: type[T]) -> T | None:
         with pa.OSFile(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
         return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=kind)
-    except (pa.ArrowException, OSError, *DECODE_ERRORS):
+    except (*READ_ERRORS, *DECODE_ERRORS):
         return None
 
 
@@ -172,27 +172,31 @@ def read_annotations(index: Path) -> Annotations:
     )
 
 
-def read_fingerprints(
-    folder: Path, split: str, at_most: int | None = None
-) -> tuple[list[str], FingerprintColumns]:
-    """Return the image files of a split and their fingerprints."""
-    table = read_table(index_path(folder, split), FINGERPRINT_COLUMNS)
+class IndexedImages(NamedTuple):
+    """The images of a split, as an index of this or an earlier version lists them."""
+
+    ids: NDArray[np.int64]
+    names: list[str]
+    sizes: NDArray[np.int64]  # N x 2
+    is_usable: NDArray[np.bool_]
+    fingerprints: FingerprintColumns
+
+
+def read_images(folder: Path, split: str, at_most: int | None = None) -> IndexedImages:
+    table = read_table(index_path(folder, split), {**IMAGE_COLUMNS, **FINGERPRINT_COLUMNS})
     if at_most is not None and table.num_rows > at_most:
         table = table.take(np.linspace(0, table.num_rows - 1, at_most).astype(np.int64))
-    return table.column("file_name").to_pylist(), fingerprints_of(table)
+    return IndexedImages(
+        numbers(table, "image_id"),
+        table.column("file_name").to_pylist(),
+        _sizes(table),
+        numbers(table, "usable"),
+        fingerprints_of(table),
+    )
 
 
 def fingerprints_of(table: Any) -> FingerprintColumns:
     return FingerprintColumns(*(numbers(table, name) for name in FingerprintColumns._fields))
-
-
-def read_images(
-    folder: Path, split: str
-) -> tuple[list[str], NDArray[np.int64], NDArray[np.bool_], FingerprintColumns]:
-    """Return names, sizes (N x 2), usability and fingerprints, of an index of any version."""
-    table = read_table(index_path(folder, split), {**IMAGE_COLUMNS, **FINGERPRINT_COLUMNS})
-    names: list[str] = table.column("file_name").to_pylist()
-    return names, _sizes(table), numbers(table, "usable"), fingerprints_of(table)
 
 
 def _sizes(table: Any) -> NDArray[np.int64]:
@@ -201,9 +205,7 @@ def _sizes(table: Any) -> NDArray[np.int64]:
 
 def write_index(
     path: Path,
-    names: Sequence[str],
-    image_ids: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    annotations: Annotations,
     objects: Objects,
     is_usable: NDArray[np.bool_],
     fingerprints: FingerprintColumns,
@@ -218,10 +220,10 @@ def write_index(
         return pa.ListArray.from_arrays(offsets, array)
 
     columns: dict[str, Any] = {
-        "image_id": pa.array(image_ids),
-        "file_name": pa.array(names, pa.string()),
-        "width": pa.array(sizes[:, 0], pa.int32()),
-        "height": pa.array(sizes[:, 1], pa.int32()),
+        "image_id": pa.array(annotations.image_ids),
+        "file_name": pa.array(annotations.file_names, pa.string()),
+        "width": pa.array(annotations.sizes[:, 0], pa.int32()),
+        "height": pa.array(annotations.sizes[:, 1], pa.int32()),
         "usable": pa.array(is_usable),
         **{name: lists(values) for name, values in objects._asdict().items() if name != "starts"},
         **{name: pa.array(values) for name, values in fingerprints._asdict().items()},
@@ -231,41 +233,41 @@ def write_index(
         writer.write_table(table)
 
 
-def remove_if_it_has(folder: Path, split: str, part: str) -> None:
-    """Remove the index of a split if the parts that it names are about to change."""
-    metadata = read_metadata(folder, split)
-    if metadata is not None and part in [shard.file for shard in metadata.shards]:
-        index_path(folder, split).unlink()
-
-
 def remove_unused(folder: Path, splits: Collection[str]) -> None:
-    """Delete what no index names: parts of other jobs, splits that no longer exist."""
-    used = {f"index-{split}.arrow" for split in splits}
+    """Delete what no index names: chunks of other jobs, splits that no longer exist."""
+    used = {index_path(folder, split).name for split in splits}
     for split in splits:
-        metadata = read_metadata(folder, split)
-        used |= {shard.file for shard in metadata.shards} if metadata else set()
+        if (metadata := read_metadata(folder, split)) is not None:
+            used.update(shard.file for shard in metadata.shards)
     for pattern in ("index-*.arrow", "images-*.arrow", ".checked-*.arrow"):
         for path in folder.glob(pattern):
             if path.name not in used:
                 path.unlink(missing_ok=True)
 
 
-def read_table(path: Path, types: Types) -> Any:
-    """Return the columns of a table in memory, after checking its structure.
+def read_table(path: Path, types: Types, source: Any = None) -> Any:
+    """Return columns of a table, in memory or of an opened `source`, after checking its structure.
 
     Raises:
         DataError: It cannot be read, lacks a column, or refers to bytes outside the file.
     """
     try:
-        with pa.OSFile(str(path)) as source:
-            names = pa.ipc.open_file(source).schema.names
-            fields = [place for place, name in enumerate(names) if name in types]
-            options = pa.ipc.IpcReadOptions(included_fields=fields)
-            table = pa.ipc.open_file(source, options=options).read_all()
+        with source or pa.OSFile(str(path)) as file:
+            reader = pa.ipc.open_file(file)
+            if source is None:  # columns that are selected are copied
+                fields = [n for n, name in enumerate(reader.schema.names) if name in types]
+                options = pa.ipc.IpcReadOptions(included_fields=fields)
+                reader = pa.ipc.open_file(file, options=options)
+            table = reader.read_all()
         table.validate(full=True)
-    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+    except READ_ERRORS as error:
         raise damaged(path, error) from None
-    check_columns(table, types, path)
+    for name, type_ in types.items():
+        number = table.schema.get_field_index(name)  # -1 if there are two
+        if number < 0 or table.schema.field(number).type != type_:
+            raise damaged(path, f"no column {name} of type {type_}")
+        if table.column(name).null_count and name not in NULLABLE:
+            raise damaged(path, f"empty values in the column {name}")
     return table
 
 
@@ -278,15 +280,6 @@ def numbers(table: Any, column: str) -> NDArray[Any]:
     return np.asarray(table.column(column).to_numpy())
 
 
-def check_columns(table: Any, types: Types, path: Path) -> None:
-    for name, type_ in types.items():
-        place = table.schema.get_field_index(name)  # -1 if there are two
-        if place < 0 or table.schema.field(place).type != type_:
-            raise damaged(path, f"no column {name} of type {type_}")
-        if table.column(name).null_count and name not in NULLABLE:
-            raise damaged(path, f"empty values in the column {name}")
-
-
 def read_objects(
     table: Any, num_classes: int, path: Path
 ) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
@@ -296,25 +289,24 @@ def read_objects(
         Where the objects of each of the N images start, and the end of the last (N + 1); and the
         columns of all objects by name: (M, 4) boxes, else (M,).
     """
-    starts: NDArray[np.int64] | None = None
+    starts = np.zeros(1, np.int64)
     columns: dict[str, NDArray[Any]] = {}
     for field in table.schema:
         if not pa.types.is_list(field.type):
             continue
         lists = one_array(table, field.name)
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        if columns and not np.array_equal(offsets - offsets[0], starts):
+            raise damaged(path, "it has more labels than boxes, or fewer")
+        starts = offsets - offsets[0]
         values = lists.flatten()
         is_box = pa.types.is_fixed_size_list(values.type)
         if is_box and not values.null_count:
             values = values.flatten()
         if values.null_count:
             raise damaged(path, "empty values in its boxes")
-        offsets = lists.offsets.to_numpy().astype(np.int64)
-        if starts is not None and not np.array_equal(np.diff(offsets), np.diff(starts)):
-            raise damaged(path, "it has more labels than boxes, or fewer")
-        starts = offsets - offsets[0]
         column = values.to_numpy(zero_copy_only=False)
         columns[field.name] = column.reshape(-1, 4) if is_box else column
-    assert starts is not None
     labels = columns["labels"]
     if len(labels) and not (labels.min() >= 1 and labels.max() <= num_classes):
         raise damaged(path, f"a label is not one of its {num_classes} classes")

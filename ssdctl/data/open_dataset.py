@@ -20,9 +20,7 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.check import check
 from ssdctl.data.dataset import (
-    TOML,
     labels_changed,
-    read_conversion,
     read_dataset,
     require_root,
     require_split,
@@ -37,7 +35,6 @@ from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress, without_progress
 
 log = logging.getLogger(__name__)
-CONVERTED = "converted"  # folder in the store of versions before 2: annotations of other formats
 MAX_CHECKED = 200_000  # images of a split that are compared with their fingerprints at the start
 
 
@@ -61,21 +58,17 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
     conversion = Conversion(source, options.split, options.classes)
-    if not conversion and (conversion := _last_conversion(root, folder)):
+    if not conversion and (conversion := _last_conversion(folder)):
         log.info("using %s, as the last time; other options replace them", conversion)
     elif conversion and conversion.source is None:
-        last = _last_conversion(root, folder)
+        last = _last_conversion(folder)
         conversion = msgspec.structs.replace(conversion, source=last.source)
     return prepare(root, folder, options, conversion, force=force, progress=progress)
 
 
-def _last_conversion(root: Path, folder: Path) -> Conversion:
-    if (made := index.read_made(folder)) is not None:
-        return made.conversion
-    path = folder / CONVERTED / TOML
-    earlier = read_conversion(path) if path.is_file() else None
-    has_choice = earlier is not None and (earlier.split or earlier.classes)
-    return earlier if earlier and has_choice and not (root / TOML).is_file() else AUTOMATIC
+def _last_conversion(folder: Path) -> Conversion:
+    made = index.read_made(folder)
+    return AUTOMATIC if made is None else made.conversion
 
 
 def open_dataset(
@@ -113,7 +106,7 @@ def _prepare_again(root: Path, folder: Path, progress: Progress) -> None:
     else:
         log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
         config = PrepareConfig(pack=False)
-    outcome = prepare(root, folder, config, _last_conversion(root, folder), progress=progress)
+    outcome = prepare(root, folder, config, _last_conversion(folder), progress=progress)
     for report in outcome.splits:
         for kind, count in report.counts().items():
             log.info("  %s: %d x %s", report.split, count, kind)
@@ -138,11 +131,11 @@ def _refuse_changed(root: Path, folder: Path, split: str) -> None:
     metadata = index.read_metadata(folder, split)
     if metadata is None or metadata.packed:
         return
-    images = image_folder(root, metadata)
-    require_image_folder(images, split, Path(metadata.origin))
-    if changed := changed_images(images, *index.read_fingerprints(folder, split, MAX_CHECKED)):
+    source, images = image_folder(root, metadata), index.read_images(folder, split, MAX_CHECKED)
+    require_image_folder(source, split, Path(metadata.origin))
+    if changed := changed_images(source, images.names, images.fingerprints):
         raise DataError(
-            f"{images}: {len(changed)} images are missing or changed since {folder} was "
+            f"{source}: {len(changed)} images are missing or changed since {folder} was "
             f"prepared: {', '.join(changed[:MAX_NAMED])}",
             hint="put them back, or run ssdctl prepare again with the same options",
         )
@@ -163,11 +156,11 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
         train = require_split(splits, "train", root)
         num_val = len(splits["val"].image_ids) if "val" in splits else 0
         return DatasetSize(len(train.trainable), num_val, [c.name for c in train.classes])
-    parts = read_dataset(root, _last_conversion(root, folder))
-    annotations = require_split(parts, "train", root)
+    unprepared = read_dataset(root, _last_conversion(folder))
+    annotations = require_split(unprepared, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
         annotations = resolve_images(annotations)[0]
-    num_val = len(parts["val"].file_names) if "val" in parts else 0
+    num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     trainable = int((check(annotations).objects.num_trained() > 0).sum())
     return DatasetSize(trainable, num_val, [c.name for c in annotations.classes])
 
@@ -179,7 +172,7 @@ def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     """
     require_root(root)
     if not index.is_prepared(root, folder):
-        return read_dataset(root, _last_conversion(root, folder))
+        return read_dataset(root, _last_conversion(folder))
     return {
         split: index.read_annotations(index.index_path(folder, split))._replace(
             folder=image_folder(root, metadata)

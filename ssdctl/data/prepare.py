@@ -4,7 +4,7 @@
 
 Every annotation and every image's header is checked; what cannot be trained on is dropped and
 listed in the store's report.json. A split's index is written last, so a killed run leaves the old
-store or none; the next start continues with the parts that are finished (image_check_jobs.py).
+store or none; the next start continues with what is finished (image_check_jobs.py).
 A second `prepare` of the same folder waits for the first.
 """
 
@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 
 from ssdctl._version import __version__
 from ssdctl.config import PrepareConfig
@@ -38,21 +37,11 @@ from ssdctl.data.check import (
     NOTED_IMAGE,
     check,
     duplicate_names,
-    image_findings,
     refuse_dropped,
 )
-from ssdctl.data.dataset import (
-    find_source,
-    label_version,
-    labels_changed,
-    read_dataset,
-)
-from ssdctl.data.image_check import (
-    FingerprintColumns,
-    changed_images,
-    verified,
-)
-from ssdctl.data.image_check_jobs import Job, Report, check_files, check_images
+from ssdctl.data.dataset import find_source, label_version, labels_changed, read_dataset
+from ssdctl.data.image_check import FingerprintColumns, changed_images, verified
+from ssdctl.data.image_check_jobs import CheckedImages, Job, check_files, check_images
 from ssdctl.data.image_files import is_image, resolve_images
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
@@ -76,7 +65,8 @@ NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
 REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
 PACKED = PrepareConfig()
-PARTS_FORMAT = 4  # the files in which an interrupted check continues
+CHUNKS_FORMAT = 4  # the files in which an interrupted check continues
+Resolved = tuple[Annotations, list[int | None]]  # see `resolve_images`
 
 
 class SplitReport(msgspec.Struct, frozen=True):
@@ -104,11 +94,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: each split, and what was dropped or repaired."""
-        rows = [
-            (s.split, s.images, s.boxes, s.classes, ", ".join(found) or "none")
-            for s in self.splits
-            for found in [[f"{count} x {kind}" for kind, count in s.counts().items()]]
-        ]
+        rows = []
+        for s in self.splits:
+            found = ", ".join(f"{count} x {kind}" for kind, count in s.counts().items())
+            rows.append((s.split, s.images, s.boxes, s.classes, found or "none"))
         return html_table(("split", "images", "boxes", "classes", "findings"), rows, self.store)
 
 
@@ -123,16 +112,11 @@ def prepare(
 ) -> Outcome:
     """Write the store of the dataset in `root` to `folder`, unless it is up to date.
 
-    Args:
-        root: The dataset folder.
-        folder: The store's folder.
-        config: How to check and pack the images.
-        conversion: How to read the annotations, instead of what the config says.
-        force: Write it again even if nothing changed.
-        progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
+    `force` writes it again even if nothing changed. `progress` wraps the iteration over images
+    (`total=`, `label=`, `unit=`).
 
     Raises:
-        DataError: The dataset is invalid; the message names the place.
+        DataError: The dataset is invalid; the message says where.
         DiskError: The store cannot be written.
     """
     if is_cached_store(folder):
@@ -146,25 +130,24 @@ def prepare(
         config = msgspec.structs.replace(config, shrink=None, encoding="jpeg")
     if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
         return outcome  # without the lock: the folder may be read-only
-    splits, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
+    resolved, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
     _make_store_dir(folder)
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
             return outcome
         remove_stale_temporaries(folder)
         reports = [
-            _prepare_split(split, splits, root, folder, config, made, force, progress)
+            _prepare_split(split, resolved, root, folder, config, made, force, progress)
             for split in made.splits
         ]
-        _note_unlisted(reports, root, folder)
         outcome = Outcome(str(root), str(folder), config.pack, False, reports)
         write_bytes(folder / REPORT, msgspec.json.format(msgspec.json.encode(outcome)))
         index.remove_unused(folder, made.splits)
     return outcome
 
 
-def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], index.Made]:
-    """Read a dataset, and the version of its label files meanwhile."""
+def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], index.Made]:
+    """Read a dataset, and the version of its label files meanwhile; find its images."""
     name, read = find_source(root, conversion)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
         version = pool.submit(label_version, root, name, conversion, content=True)
@@ -172,7 +155,10 @@ def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Annotations], i
         labels = version.result()
     if label_version(root, name, conversion).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
-    return splits, index.Made(name, conversion, labels, list(splits), __version__)
+    made = index.Made(name, conversion, labels, list(splits), __version__)
+    resolved = {split: resolve_images(splits.pop(split)) for split in made.splits}
+    _note_unlisted(resolved)
+    return resolved, made
 
 
 def _make_store_dir(folder: Path) -> None:
@@ -181,9 +167,7 @@ def _make_store_dir(folder: Path) -> None:
         with disk_errors(folder, "writing"):
             os.close(no_follow(folder / ".lock", os.O_WRONLY | os.O_CREAT))
     except DiskError as error:
-        raise DiskError(
-            str(error), hint="choose another folder for the store with --store DIR"
-        ) from None
+        raise DiskError(str(error), hint="choose another folder with --store DIR") from None
 
 
 def _read_report(folder: Path) -> Outcome | None:
@@ -211,11 +195,11 @@ def _unchanged_outcome(
         if not _fits(metadata, folder, config):
             return None
         # With a packed store the images may be gone; those that exist must be unchanged.
-        images = image_folder(root, metadata)
-        if (images.is_dir() or not config.pack) and changed_images(
-            images, *index.read_fingerprints(folder, split)
-        ):
-            return None
+        source = image_folder(root, metadata)
+        if source.is_dir() or not config.pack:
+            images = index.read_images(folder, split)
+            if changed_images(source, images.names, images.fingerprints):
+                return None
     return msgspec.structs.replace(outcome, unchanged=True)
 
 
@@ -231,7 +215,7 @@ def _fits(packing: index.Packing, folder: Path, config: PrepareConfig) -> bool:
 
 def _prepare_split(
     split: str,
-    splits: dict[str, Annotations],
+    resolved: dict[str, Resolved],
     root: Path,
     folder: Path,
     config: PrepareConfig,
@@ -239,33 +223,36 @@ def _prepare_split(
     force: bool,
     progress: Progress,
 ) -> SplitReport:
-    """Check a split, which is taken from `splits` to free its memory, and write its index."""
-    annotations, num_bytes = resolve_images(splits.pop(split))
+    """Check a split, which is taken from `resolved` to free its memory, and write its index."""
+    annotations, num_bytes = resolved.pop(split)
     objects, findings, warnings = check(annotations)
     if split == made.splits[0]:  # all splits have the same classes
         warnings = warnings + duplicate_names(annotations.classes)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
-    names, image_ids, sizes = annotations.file_names, annotations.image_ids, annotations.sizes
-    key = _parts_key(annotations, config, force)
-    job = Job(split, key, names, sizes, annotations.folder, folder, config)
+    names, image_ids = annotations.file_names, annotations.image_ids
+    key = _chunks_key(annotations, config, force)
+    job = Job(split, key, annotations, folder, config)
     images = None if force else _known_images(job, num_bytes)
     if images is None:
-        check_files(job, annotations.origin, num_bytes)
-        index.remove_if_it_has(folder, split, job.part_name(0))
+        check_files(job, num_bytes)
+        old = index.read_metadata(folder, split)
+        if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:
+            index.index_path(folder, split).unlink()  # its shards are about to change
         images = check_images(job, progress)
-    is_usable, counts = images.is_usable, objects.num_trained()
-    findings += image_findings(names, image_ids, images.table)
+    counts = objects.num_trained()
+    is_trainable = images.is_usable & (counts > 0)
+    findings += images.findings
     kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
-    for row in np.nonzero(is_usable & (counts == 0))[0]:
+    for row in np.nonzero(images.is_usable & (counts == 0))[0]:
         findings.append(Finding(kind, int(image_ids[row]), None, names[row]))
     report = SplitReport(
         split=split,
         images=len(names),
         boxes=int(counts.sum()),
         classes=len(annotations.classes),
-        trainable=int((is_usable & (counts > 0)).sum()),
+        trainable=int(is_trainable.sum()),
         findings=findings,
         key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
         warnings=warnings + images.warnings(),
@@ -281,9 +268,9 @@ def _prepare_split(
             trainable=report.trainable,
         )
     metadata = index.Metadata(
-        format=index.FORMAT,
+        format=4,
         packed=config.pack,
-        shards=images.parts if config.pack else [],
+        shards=images.shards,
         shrink=config.shrink,
         encoding=config.encoding,
         verified=verified(config),
@@ -293,23 +280,15 @@ def _prepare_split(
         origin=str(annotations.origin),
         made=made,
     )
-    index.write_index(
-        index.index_path(folder, split),
-        names,
-        image_ids,
-        sizes,
-        objects,
-        is_usable,
-        index.fingerprints_of(images.table),
-        metadata,
-    )
+    path = index.index_path(folder, split)
+    index.write_index(path, annotations, objects, images.is_usable, images.fingerprints, metadata)
     return report
 
 
-def _parts_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
-    """Return hex digits that identify what a part depends on; with `force` no earlier one is."""
+def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
+    """Return hex digits that identify what a chunk depends on; with `force` no earlier one is."""
     identity = [
-        PARTS_FORMAT,
+        CHUNKS_FORMAT,
         hashlib.sha256(os.fsencode("\0".join(annotations.file_names))).hexdigest(),
         hashlib.sha256(annotations.sizes.tobytes()).hexdigest(),
         config.shrink,
@@ -326,7 +305,7 @@ def _relative(path: Path, root: Path) -> str:
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
-def _known_images(job: Job, num_bytes: list[int | None]) -> Report | None:
+def _known_images(job: Job, num_bytes: list[int | None]) -> CheckedImages | None:
     """Return what the split's index, of this or an earlier version, knows of the same images.
 
     So neither changed labels nor a new version of the index pack images again. Packed images may
@@ -335,47 +314,43 @@ def _known_images(job: Job, num_bytes: list[int | None]) -> Report | None:
     packing, outcome = index.read_packing(job.target, job.split), _read_report(job.target)
     if packing is None or outcome is None or not _fits(packing, job.target, job.config):
         return None
-    if packing.verified != verified(job.config):
+    reports = [r for r in outcome.splits if r.split == job.split and r.key == packing.key]
+    if not reports or packing.verified != verified(job.config):
         return None
     try:
-        names, sizes, is_usable, fingerprints = index.read_images(job.target, job.split)
+        known = index.read_images(job.target, job.split)
     except DataError:
         return None  # damaged
-    if names != job.file_names or not np.array_equal(sizes, job.sizes):
+    images = job.annotations
+    if known.names != images.file_names or not np.array_equal(known.sizes, images.sizes):
         return None
     there = [row for row, size in enumerate(num_bytes) if size is not None or not packing.packed]
-    recorded = FingerprintColumns(*(column[there] for column in fingerprints))
-    if changed_images(job.source, [names[row] for row in there], recorded):
+    recorded = FingerprintColumns(*(column[there] for column in known.fingerprints))
+    if changed_images(images.folder, [known.names[row] for row in there], recorded):
         return None
-    texts: dict[str, dict[str, str]] = {DROPPED_IMAGE: {}, NOTED_IMAGE: {}}
-    for finding in next((r.findings for r in outcome.splits if r.split == job.split), ()):
-        if finding.kind in texts:
-            name, _, text = finding.detail.partition(": ")
-            texts[finding.kind][name] = text
-    problems = [
-        None if usable else texts[DROPPED_IMAGE].get(name, "cannot be used")
-        for name, usable in zip(names, is_usable.tolist(), strict=True)
+    new_ids = dict(zip(known.ids.tolist(), images.image_ids.tolist(), strict=True))
+    findings = [
+        msgspec.structs.replace(finding, image_id=new_ids.get(finding.image_id, finding.image_id))
+        for finding in reports[0].findings
+        if finding.kind in (DROPPED_IMAGE, NOTED_IMAGE)
     ]
-    notes = [texts[NOTED_IMAGE].get(name) for name in names]
-    columns = {"problem": pa.array(problems, pa.string()), "note": pa.array(notes, pa.string())}
-    return Report(pa.table({**fingerprints._asdict(), **columns}), packing.shards)
+    return CheckedImages(known.is_usable, known.fingerprints, findings, packing.shards)
 
 
-def _note_unlisted(reports: list[SplitReport], root: Path, folder: Path) -> None:
-    """Note image files that no split lists, in the first report of each image folder."""
+def _note_unlisted(resolved: dict[str, Resolved]) -> None:
+    """Note image files that no split lists, in the first split of each image folder."""
     listed: dict[Path, set[str]] = {}
-    first: dict[Path, SplitReport] = {}
-    for report in reports:
-        metadata = index.read_metadata(folder, report.split)
-        if metadata is not None and (images := image_folder(root, metadata)).is_dir():
-            first.setdefault(images, report)
-            names, _ = index.read_fingerprints(folder, report.split)
-            listed.setdefault(images, set()).update(names)
-    for images, report in first.items():
-        with os.scandir(images) as entries:
-            others = {entry.name for entry in entries} - listed[images]
+    for images, _ in resolved.values():
+        listed.setdefault(images.folder, set()).update(images.file_names)
+    for split, (images, num_bytes) in resolved.items():
+        folder = images.folder
+        if folder not in listed or not folder.is_dir():
+            continue
+        with os.scandir(folder) as entries:
+            others = {entry.name for entry in entries} - listed.pop(folder)
         if unlisted := sorted(name for name in others if is_image(Path(name))):
-            report.notes.append(
-                f"{len(unlisted):,} images of {images} are not listed in the annotations and are "
+            note = (
+                f"{len(unlisted):,} images of {folder} are not listed in the annotations and are "
                 f"left out, among them {unlisted[0]}"
             )
+            resolved[split] = images._replace(notes=[*images.notes, note]), num_bytes

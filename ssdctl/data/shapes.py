@@ -37,11 +37,9 @@ Pixels = NDArray[np.floating[Any]]  # height x width x 3, 0 to 255
 
 
 class ShapeClass(NamedTuple):
-    """A class: its COCO category, and its typical hue (in turns)."""
-
     category_id: int
     name: str
-    hue: float
+    hue: float  # the typical one, in turns
 
 
 class Style(NamedTuple):
@@ -88,18 +86,8 @@ def generate(
     """Write the dataset to `dest`: images, annotations of both splits.
 
     A split that is complete is not drawn again. Its annotation file comes last, so that an
-    interrupted generation leaves no incomplete one.
-
-    Args:
-        dest: The dataset folder; COCO's layout is made below it.
-        num_train: Images to train on.
-        num_val: Images to evaluate on, drawn from other random numbers.
-        seed: The same seed gives the same bytes (with the same numpy and Pillow).
-        style: A name of `STYLES`.
-        progress: Wraps the iteration over the images (`total=`, `label=`, `unit=`).
-
-    Returns:
-        Whether anything was drawn.
+    interrupted generation leaves no incomplete one. The same seed gives the same bytes, with the
+    same numpy and Pillow. Returns whether anything was drawn.
     """
     is_drawn = False
     for split, count in (("train", num_train), ("val", num_val)):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
-import itertools
 import mmap
 import os
 import weakref
@@ -86,9 +85,9 @@ class Split(NamedTuple):
             return self.images.read_pixels(row, (width, height))
         return decode(self.images.read(row), (width, height), rows)
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return where the encoded image of a row is, for messages."""
-        return self.images.place(row)
+        return self.images.location(row)
 
 
 class ImageFiles(NamedTuple):
@@ -105,7 +104,7 @@ class ImageFiles(NamedTuple):
         except OSError as error:
             raise unreadable(path, error) from None
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return str(self.path(row))
 
 
@@ -119,12 +118,11 @@ class PackedImages:
 
     def __init__(self, folder: Path, shards: list[index.Shard]) -> None:
         if outside := [shard.file for shard in shards if not is_plain_name(shard.file)]:
-            raise DataError(f"{folder}: its part {outside[0]!r} is not in that folder")
+            raise DataError(f"{folder}: its file {outside[0]!r} is not in that folder")
         allow_open_files(2 * len(shards))
         files = contextlib.ExitStack()
         weakref.finalize(self, files.close)
         self._shards: list[_Shard] = []
-        self._first_rows = list(itertools.accumulate((s.rows for s in shards), initial=0))
         spans = [np.empty((0, 2), np.int64)]
         for shard in shards:
             path = folder / shard.file
@@ -133,7 +131,7 @@ class PackedImages:
                 if not os.fstat(file.fileno()).st_size:
                     raise index.damaged(path, "it is empty")
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._shards.append(_Shard(path, file, mapped))
+            self._shards.append(_Shard(path, file, mapped, sum(map(len, spans))))
             spans.append(_image_spans(path, mapped, shard.rows))
         self._spans = np.concatenate(spans)  # N x 2: where each image starts and ends in its file
         self._was_read = np.zeros(len(self._spans), np.bool_)
@@ -171,8 +169,10 @@ class PackedImages:
     def _span(self, row: int) -> tuple[_Shard, int, int]:
         start, end = self._spans[row].tolist()
         if start == end:
-            raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
-        return self._shards[self._shard_number(row)], start, end
+            raise DataError(
+                f"{self.location(row)}: has no image", hint="run ssdctl prepare --force"
+            )
+        return self._shard(row), start, end
 
     def _require(self, is_complete: bool, path: Path) -> None:
         if not is_complete:
@@ -181,29 +181,26 @@ class PackedImages:
                 hint="run ssdctl prepare --force, then the same command again",
             )
 
-    def place(self, row: int) -> str:
-        number = self._shard_number(row)
-        return f"{self._shards[number].path}, row {row - self._first_rows[number]}"
+    def location(self, row: int) -> str:
+        shard = self._shard(row)
+        return f"{shard.path}, row {row - shard.first_row}"
 
-    def _shard_number(self, row: int) -> int:
-        return bisect.bisect_right(self._first_rows, row) - 1
+    def _shard(self, row: int) -> _Shard:
+        number = bisect.bisect_right(self._shards, row, key=lambda shard: shard.first_row)
+        return self._shards[number - 1]
 
 
 class _Shard(NamedTuple):
     path: Path
     file: IO[bytes]
     map: mmap.mmap
+    first_row: int
 
 
 def _image_spans(path: Path, mapped: mmap.mmap, num_rows: int) -> NDArray[np.int64]:
     """Return where each image of a shard starts and ends in the file (N x 2)."""
-    try:
-        content = pa.py_buffer(mapped)
-        table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise index.damaged(path, error) from None
-    index.check_columns(table, index.SHARD_COLUMNS, path)
+    content = pa.py_buffer(mapped)
+    table = index.read_table(path, index.SHARD_COLUMNS, pa.BufferReader(content))
     if table.num_rows != num_rows:
         raise DataError(f"{path}: {table.num_rows} rows, not {num_rows}")
     spans = [np.empty((0, 2), np.int64)]

@@ -32,7 +32,7 @@ def default_root() -> Path:
 
 
 def require_dataset(config: DataConfig) -> None:
-    """Check that the config names a dataset, or that one is in its usual place."""
+    """Check that the config names a dataset, or that one is in its usual folder."""
     from ssdctl.data.formats import datasets_in
 
     dataset_folders(config)

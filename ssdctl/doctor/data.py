@@ -20,9 +20,8 @@ from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import ABSENT, OK, Check, bad, ok
 from ssdctl.download.fetch import torch_cache_dir
-from ssdctl.download.http import NotFound, RetryPolicy
+from ssdctl.download.http import NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import COCO2017, PinnedFile
-from ssdctl.download.transfer import length_of
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
 from ssdctl.model.pretrained import find_weights, weights_named, weights_of

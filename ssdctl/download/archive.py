@@ -8,17 +8,17 @@ that it pins, may be hostile.
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import os
 import shutil
 import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ssdctl.download.fetch import check_space
 from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError
 from ssdctl.files import disk_error, disk_errors, is_plain_name, link_or_copy
@@ -27,17 +27,16 @@ CHUNK_BYTES = 1024 * 1024
 MAX_ENTRIES = 2_000_000
 MAX_RATIO = 100  # content to archive; JSON takes 10, JPEG 1, a bomb 1000 and more
 RECORDS_DIR = ".ssdctl"  # download's records in the dataset folder: no archive may write there
-# In a folder that was empty: two entries of one name, a file that is also a folder, a name that is
-# too long for a file system, an invalid seek in the archive.
-OF_ARCHIVE = (
-    None, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL,
-)  # fmt: skip
 # What zipfile and zlib raise.
 BROKEN_ZIP = (
-    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OverflowError,
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OverflowError, OSError,
     ValueError,  # a seek before the start, an impossible date, a name that is not UTF-8
     RuntimeError,  # an encrypted entry, an unknown method
-    OSError,  # an invalid seek
+)  # fmt: skip
+# OSErrors that an archive causes, in a folder that was empty: an invalid seek, two entries of one
+# name, a file that is also a folder, a name that is too long for a file system.
+OF_ARCHIVE = (
+    None, errno.EINVAL, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
 )  # fmt: skip
 
 
@@ -62,47 +61,35 @@ def unpack(
     temporary = dest / f".{archive.name}.unpacking"
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed run
     try:
-        with _broken_zip(archive), zipfile.ZipFile(archive) as opened:
-            infos = _checked_entries(opened, archive)
-            entries = [Entry(i.filename, i.file_size, i.CRC) for i in infos if not i.is_dir()]
-            if num_files is not None and len(entries) != num_files:
-                raise IntegrityError(
-                    f"{archive} contains {len(entries):,} files, {num_files:,} were expected"
-                )
+        with zipfile.ZipFile(archive) as opened:
+            infos = _checked_entries(opened, archive, num_files)
+            num_bytes = sum(info.file_size for info in infos)
+            check_space(dest, num_bytes, f"unpacking {archive.name}")
             with disk_errors(temporary, "creating"):
                 temporary.mkdir(parents=True)
-            _extract(opened, infos, temporary, progress)
+            _extract(opened, infos, temporary, f"unpacking {archive.name}", progress)
         with disk_errors(dest, "writing"):
             _publish(temporary, dest)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return entries
-
-
-def content_bytes(archive: Path) -> int:
-    """Return the size of the content in bytes, by the archive's directory; errors as `unpack`."""
-    with _broken_zip(archive), zipfile.ZipFile(archive) as opened:
-        return sum(info.file_size for info in _checked_entries(opened, archive))
-
-
-@contextlib.contextmanager
-def _broken_zip(archive: Path) -> Iterator[None]:
-    """Convert the errors of zipfile and zlib on a broken archive to an `IntegrityError`."""
-    try:
-        yield
     except BROKEN_ZIP as error:
-        is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
-        if is_of_disk or getattr(error, "filename", None) is not None:
-            raise
+        reason = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{os.path.relpath(error.filename, temporary)!r:.60}: {error.strerror}"
+        if isinstance(error, OSError) and error.errno not in OF_ARCHIVE:
+            raise disk_error(error, error.filename or archive, "unpacking") from error
         raise IntegrityError(
-            f"{archive}: broken archive: {error or type(error).__name__}",
+            f"{archive}: broken archive: {reason}",
             hint="only zip archives are unpacked: delete it and fetch it again, or leave unpack "
             "out of its manifest",
         ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [Entry(i.filename, i.file_size, i.CRC) for i in infos if not i.is_dir()]
 
 
-def _checked_entries(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.ZipInfo]:
-    """Return the archive's entries if their names, kinds and sizes are safe."""
+def _checked_entries(
+    opened: zipfile.ZipFile, archive: Path, num_files: int | None
+) -> list[zipfile.ZipInfo]:
+    """Return the archive's entries if their number, names, kinds and sizes are safe."""
     infos = opened.infolist()
     if len(infos) > MAX_ENTRIES:
         raise IntegrityError(f"{archive}: {len(infos):,} entries are too many")
@@ -122,48 +109,42 @@ def _checked_entries(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.Zip
             raise IntegrityError(f"{archive}: {name!r} is packed by method {info.compress_type}")
         if info.is_dir() and info.file_size:
             raise IntegrityError(f"{archive}: the folder {name!r} has content")
-    if all(info.is_dir() for info in infos):
-        raise IntegrityError(f"{archive} contains no files")
-    size = archive.stat().st_size
+    count = sum(not info.is_dir() for info in infos)
+    if not count or num_files not in (None, count):
+        expected = "some" if num_files is None else f"{num_files:,}"
+        raise IntegrityError(f"{archive} contains {count:,} files, {expected} were expected")
+    size, total = archive.stat().st_size, sum(info.file_size for info in infos)
     if sum(info.compress_size for info in infos) > size:
         raise IntegrityError(f"{archive}: its entries overlap or go beyond its end")
-    if (total := sum(info.file_size for info in infos)) > size * MAX_RATIO:
+    if total > size * MAX_RATIO:
         raise IntegrityError(f"{archive}: {total:,} bytes from an archive of {size:,}: a zip bomb")
     return infos
 
 
 def _extract(
-    opened: zipfile.ZipFile, infos: list[zipfile.ZipInfo], folder: Path, progress: Progress
+    opened: zipfile.ZipFile,
+    infos: list[zipfile.ZipInfo],
+    folder: Path,
+    label: str,
+    progress: Progress,
 ) -> None:
     """Write the entries below `folder`; zipfile reads no more of one than it declared."""
-    label = f"unpacking {Path(opened.filename or '').name}"
     total, done = sum(info.file_size for info in infos), 0
     created: set[Path] = set()  # a hundred thousand files: no call of the file system for each
     for info in infos:
         target = folder / info.filename
         parent = target if info.is_dir() else target.parent
-        try:
-            if parent not in created:
-                parent.mkdir(parents=True, exist_ok=True)
-                created.add(parent)
-            if info.is_dir():
-                continue
-            with opened.open(info) as stream, target.open("xb") as file:
-                while data := stream.read(CHUNK_BYTES):
-                    done += file.write(data)
-                    progress(label, done, total)
-                written = file.tell()
-        except OSError as error:
-            if error.errno not in OF_ARCHIVE:
-                raise disk_error(error, target, "unpacking") from error
-            raise IntegrityError(
-                f"{opened.filename}: {info.filename[:60]!r} occurs twice, is a file and a folder, "
-                f"or is not readable: {error.strerror}"
-            ) from error
-        if written != info.file_size:
-            raise IntegrityError(
-                f"{opened.filename}: {info.filename!r} has another size than it declares"
-            )
+        if parent not in created:
+            parent.mkdir(parents=True, exist_ok=True)
+            created.add(parent)
+        if info.is_dir():
+            continue
+        with opened.open(info) as stream, target.open("xb") as file:
+            while data := stream.read(CHUNK_BYTES):
+                done += file.write(data)
+                progress(label, done, total)
+            if file.tell() != info.file_size:
+                raise zipfile.BadZipFile(f"{info.filename!r} has another size than it declares")
 
 
 def _publish(source: Path, dest: Path) -> None:

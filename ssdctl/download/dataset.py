@@ -8,7 +8,6 @@ what it contained (path, size, CRC). So a second run detects what is done withou
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ssdctl.download.archive import RECORDS_DIR, Entry, content_bytes, unpack
+from ssdctl.download.archive import RECORDS_DIR, Entry, unpack
 from ssdctl.download.fetch import (
     DEFAULT_POLICY,
     HASH_BYTES,
@@ -30,9 +29,8 @@ from ssdctl.download.fetch import (
     no_progress,
 )
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.partial_file import remove_part
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.download.transfer import Progress
+from ssdctl.download.transfer import Progress, partial_path
 from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, safe_join, write_bytes
 from ssdctl.runtime.safe_text import redact_url
 
@@ -70,23 +68,26 @@ def download(
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
 
-    get = functools.partial(
-        fetch,
-        folder=dest,
-        mirror=mirror,
-        connections=connections,
-        retry_policy=retry_policy,
-        progress=progress,
-    )
-    results = []
+    def get(file: PinnedFile) -> Path:
+        return fetch(
+            file,
+            dest,
+            mirror=mirror,
+            connections=connections,
+            retry_policy=retry_policy,
+            progress=progress,
+        )
+
+    results: list[dict[str, Any]] = []
     for file in files:
+        result: dict[str, Any] = {"name": file.name, "bytes": file.bytes, "sha256": file.sha256}
         if file.unpack:
-            result = _get_archive(file, dest, keep_archives, get, progress)
+            record, state = _get_archive(file, dest, keep_archives, get, progress)
+            results.append({**result, "state": state, "files": len(record.entries)})
         else:
             before = _modified_ns(safe_join(dest, file.name))
-            result = {"state": "present" if _modified_ns(get(file)) == before else "fetched"}
-        head = {"name": file.name, "bytes": file.bytes, "sha256": file.sha256}
-        results.append(head | result)
+            is_present = _modified_ns(get(file)) == before
+            results.append({**result, "state": "present" if is_present else "fetched"})
     return results
 
 
@@ -100,26 +101,23 @@ def _get_archive(
     keep_archives: bool,
     get: Callable[[PinnedFile], Path],
     progress: Progress,
-) -> dict[str, Any]:
-    """Fetch and unpack one archive, unless its content is complete."""
+) -> tuple[Record, str]:
+    """Fetch and unpack one archive unless its content is complete; return its record and state."""
     record_path = _record_path(dest, file)
-    archive = safe_join(dest, file.name)
     if not os.access(dest, os.W_OK) and (record := _whole_record(dest, file)) is not None:
-        return {"state": "present", "files": len(record.entries)}  # no lock on a read-only disk
+        return record, "present"  # without a lock: the disk is read-only
     with claim(record_path):
-        record = _whole_record(dest, file)
-        state = "present" if record is not None else "fetched"
+        record, state = _whole_record(dest, file), "present"
         if record is None:
-            get(file)
-            check_space(dest, content_bytes(archive), f"unpacking {file.name}")
-            entries = unpack(archive, dest, num_files=file.num_files, progress=progress)
+            entries = unpack(get(file), dest, num_files=file.num_files, progress=progress)
             os.sync()  # 118,287 files: one call, before the record that lists them
-            record = Record(file.name, file.sha256, entries)
+            record, state = Record(file.name, file.sha256, entries), "fetched"
             write_bytes(record_path, msgspec.json.encode(record))
         if not keep_archives:  # also what a run left that died between unpacking and here
+            archive = safe_join(dest, file.name)
             archive.unlink(missing_ok=True)
-            remove_part(archive)
-    return {"state": state, "files": len(record.entries)}
+            partial_path(archive).unlink(missing_ok=True)
+    return record, state
 
 
 def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -> int:
@@ -139,25 +137,24 @@ def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -
     return most
 
 
-def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[dict[str, Any]]:
-    """Return what a download would do, without network."""
-
-    def is_present(file: PinnedFile) -> bool:
+def list_files(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[dict[str, Any]]:
+    """Return each file's facts and whether it is `present` or `missing`, without network."""
+    rows = []
+    for file in files:
         if file.unpack:
-            return _whole_record(dest, file) is not None
-        return has_size(safe_join(dest, file.name), file.bytes)
-
-    return [
-        {
+            is_present = _whole_record(dest, file) is not None
+        else:
+            is_present = has_size(safe_join(dest, file.name), file.bytes)
+        row = {
             "name": file.name,
             "url": redact_url(file.urls(mirror)[0]),
             "bytes": file.bytes,
             "sha256": file.sha256,
             "unpack": file.unpack,
-            "state": "present" if is_present(file) else "missing",
+            "state": "present" if is_present else "missing",
         }
-        for file in files
-    ]
+        rows.append(row)
+    return rows
 
 
 def verify(
@@ -175,13 +172,11 @@ def verify(
     for file in files:
         target = safe_join(dest, file.name)
         record = _read_record(dest, file) if file.unpack else None
-        if record is not None:
-            problems = _differing(dest, record, progress)
-            if problems:
-                with contextlib.suppress(OSError):  # a read-only folder
-                    _record_path(dest, file).unlink()
-        else:
+        if record is None:
             problems = [] if is_whole(target, file, progress) else [file.name]
+        elif problems := _differing(dest, record, progress):
+            with contextlib.suppress(OSError):  # a read-only folder
+                _record_path(dest, file).unlink()
         is_missing = record is None and not target.is_file()
         state = "missing" if is_missing else "broken" if problems else "intact"
         results.append({"name": file.name, "state": state, "problems": problems})
@@ -195,9 +190,8 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
 def _read_record(dest: Path, file: PinnedFile) -> Record | None:
     """Return the record of an archive that was unpacked here, if it is the pinned one."""
     try:
-        record = msgspec.json.decode(
-            read_limited(_record_path(dest, file), MAX_RECORD_BYTES), type=Record
-        )
+        content = read_limited(_record_path(dest, file), MAX_RECORD_BYTES)
+        record = msgspec.json.decode(content, type=Record)
     except (OSError, *DECODE_ERRORS):
         return None
     return record if record.sha256 == file.sha256 else None
@@ -213,17 +207,14 @@ def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
 
 def _differing(dest: Path, record: Record, progress: Progress) -> list[str]:
     """Return the paths of files whose size or CRC is not the recorded one."""
-    total = sum(entry.size for entry in record.entries)
-    done = 0
-    differing = []
-    for entry in record.entries:
-        crc = 0
-        path = safe_join(dest, entry.path)
-        with contextlib.suppress(OSError), path.open("rb") as stream:
+    total, done, differing = sum(entry.size for entry in record.entries), 0, []
+    for path, size, expected in record.entries:
+        crc, target = 0, safe_join(dest, path)
+        with contextlib.suppress(OSError), target.open("rb") as stream:
             while data := stream.read(HASH_BYTES):
                 crc = zlib.crc32(data, crc)
-        if crc != entry.crc or not has_size(path, entry.size):
-            differing.append(entry.path)
-        done += entry.size
+        if crc != expected or not has_size(target, size):
+            differing.append(path)
+        done += size
         progress(f"checking what {record.name} held", done, total)
     return differing

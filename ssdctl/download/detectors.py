@@ -8,7 +8,6 @@ Torch is not imported.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -69,12 +68,6 @@ def find_detector(name: str) -> DetectorSource | None:
     return next((d for d in DETECTORS if d.name == name), None)
 
 
-def nearest_detector(name: str) -> str | None:
-    """Return the detector's name that looks most like `name`, if any does."""
-    near = difflib.get_close_matches(name, [d.name for d in DETECTORS], n=1, cutoff=0.6)
-    return near[0] if near else None
-
-
 def cached_path(detector: DetectorSource, dest: Path | None = None) -> Path | None:
     """Return the detector's verified file in `dest` (default: torch.hub's cache), or None.
 
@@ -82,12 +75,12 @@ def cached_path(detector: DetectorSource, dest: Path | None = None) -> Path | No
         IntegrityError: A file without published checksum has changed since its first use.
     """
     path = (dest or torch_cache_dir()) / detector.file.name
-    if detector.trust == "first use":
-        if not path.is_file() or not _checksum_path(path).is_file():
-            return None
-        _check_first_use(path)
-        return path
-    return path if is_whole(path, detector.file) else None
+    if detector.trust == "prefix":
+        return path if is_whole(path, detector.file) else None
+    if not path.is_file() or not _checksum_path(path).is_file():
+        return None
+    remember_checksum(path)
+    return path
 
 
 def fetch_detector(name: str, dest: Path | None = None, **how: Any) -> Path:
@@ -107,27 +100,22 @@ def fetch_detector(name: str, dest: Path | None = None, **how: Any) -> Path:
 
 
 def remember_checksum(path: Path) -> str:
-    """Write the SHA-256 of a file that was read successfully next to it; return it.
+    """Return the SHA-256 of a file that was read; write it next to the file at the first use.
 
     Raises:
         IntegrityError: Another one is written there already.
         DiskError: The folder cannot be written.
     """
-    if _checksum_path(path).is_file():
-        return _check_first_use(path)
-    digest = sha256_of(path, f"checking {path.name}")
-    write_text(_checksum_path(path), f"{digest}  {path.name}\n")
-    return digest
-
-
-def _check_first_use(path: Path) -> str:
-    with _checksum_path(path).open(encoding="utf-8", errors="replace") as file:
+    record, digest = _checksum_path(path), sha256_of(path, f"checking {path.name}")
+    if not record.is_file():
+        write_text(record, f"{digest}  {path.name}\n")
+        return digest
+    with record.open(encoding="utf-8", errors="replace") as file:
         recorded = file.read(SHA256_DIGITS)
-    digest = sha256_of(path, f"checking {path.name}")
     if digest != recorded:
         raise IntegrityError(
             f"{path}: changed since its first use: SHA-256 was {recorded}, is {digest}",
-            hint=f"if you trust the new file, delete {_checksum_path(path)}; else delete both",
+            hint=f"if you trust the new file, delete {record}; else delete both",
         )
     return digest
 

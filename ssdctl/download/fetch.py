@@ -2,8 +2,8 @@
 
     fetch(PinnedFile("a.zip", "https://...", sha256, num_bytes), Path("data")) -> Path("data/a.zip")
 
-During the download, `a.zip.part`, `a.zip.part.state` and `a.zip.lock` are next to the target; a
-file with the wrong hash is kept as `a.zip.corrupt` for inspection.
+During the download, `a.zip.part` and `a.zip.lock` are next to the target. A file with the wrong
+hash is kept as `a.zip.corrupt` for inspection.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ssdctl.download.http import NotFound, RetryPolicy
-from ssdctl.download.partial_file import Part, part_paths, remove_part
+from ssdctl.download.http import NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.download.transfer import Progress, length_of, transfer
+from ssdctl.download.transfer import PartialFile, Progress, partial_path, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
-from ssdctl.files import disk_errors, free_bytes, lock, safe_join
+from ssdctl.files import free_bytes, lock, safe_join
 from ssdctl.runtime.safe_text import redact_url
 
 WEIGHTS_CONNECTIONS = 4
@@ -61,13 +60,13 @@ def fetch(
     """
     target = safe_join(folder, file.name)
     urls = file.urls(mirror)
-    has_leftovers = any(path.exists() for path in (*part_paths(target), _lock_path(target)))
+    has_leftovers = partial_path(target).exists() or _lock_path(target).exists()
     may_clean = has_leftovers and os.access(target.parent, os.W_OK)
     if not may_clean and is_whole(target, file, progress):
         return target  # without a lock: the folder may be read-only
     with claim(target):
         if is_whole(target, file, progress):
-            remove_part(target)
+            partial_path(target).unlink(missing_ok=True)
             return target
         for url in urls:
             try:
@@ -116,11 +115,14 @@ def has_size(path: Path, num_bytes: int | None) -> bool:
         return False
 
 
-def sha256_of(path: Path, label: str, progress: Progress = no_progress) -> str:
-    """Return the SHA-256 of a file, in hex."""
-    digest, total, done = hashlib.sha256(), path.stat().st_size, 0
+def sha256_of(
+    path: Path, label: str, progress: Progress = no_progress, num_bytes: int | None = None
+) -> str:
+    """Return the SHA-256 of the first `num_bytes` of a file (None: all), in hex."""
+    total = path.stat().st_size if num_bytes is None else num_bytes
+    digest, done = hashlib.sha256(), 0
     with path.open("rb") as stream:
-        while data := stream.read(HASH_BYTES):
+        while data := stream.read(min(HASH_BYTES, total - done)):
             digest.update(data)
             done += len(data)
             progress(label, done, total)
@@ -130,7 +132,7 @@ def sha256_of(path: Path, label: str, progress: Progress = no_progress) -> str:
 def missing_bytes(target: Path, num_bytes: int) -> int:
     """Return how many more bytes the download of `target` will take on the disk."""
     try:
-        allocated = part_paths(target)[0].stat().st_blocks * 512
+        allocated = partial_path(target).stat().st_blocks * 512
     except OSError:
         allocated = 0
     return max(num_bytes - allocated, 0)
@@ -154,29 +156,26 @@ def _fetch_from(
     policy: RetryPolicy,
     progress: Progress,
 ) -> None:
-    """Fetch from one URL into the part, check the hash, publish."""
+    """Fetch from one URL into the partial, check the hash, publish."""
     num_bytes = file.bytes or length_of(url, policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
-    part = Part(target, num_bytes, connections, url)
+    partial = PartialFile(target, num_bytes, connections, url)
     try:
-        has_old_bytes = True
-        while has_old_bytes:
-            has_old_bytes = bool(part.inherited)
-            transfer(url, part, file.name, connections, policy, progress)
-            digest = sha256_of(part.path, f"verifying {file.name}", progress)
+        while True:
+            transfer(url, partial, file.name, connections, policy, progress)
+            digest = sha256_of(partial.path, f"verifying {file.name}", progress, num_bytes)
             if digest.startswith(file.sha256):
-                part.publish(target)
+                partial.publish(target)
                 return
-            if has_old_bytes:  # of another server, or lost in a power cut: try again
-                part.reset("")
+            if not partial.inherited:
+                break
+            partial.reset("")  # bytes of another server, or lost in a power cut: try again
+        corrupt = target.with_name(target.name + ".corrupt")
+        partial.publish(corrupt)
     finally:
-        part.close()
-        if part.arrived_bytes == 0:
-            remove_part(target)
-    corrupt = target.with_name(target.name + ".corrupt")
-    with disk_errors(corrupt, "writing"):
-        part.path.replace(corrupt)
-        remove_part(target)
+        partial.close()
+        if partial.arrived_bytes == 0:
+            partial.path.unlink(missing_ok=True)
     raise IntegrityError(
         f"{file.name} from {redact_url(url)}: its SHA-256 is {digest}, pinned is {file.sha256}; "
         f"kept as {corrupt}",

@@ -1,16 +1,19 @@
-"""HTTP for downloads: sessions, retries, the headers of a response, errors in words.
+"""HTTP for downloads: sessions, requests that are tried again, headers, errors in words.
 
 Proxies and CA bundles are those of the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import wait
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -20,11 +23,14 @@ from requests.adapters import HTTPAdapter
 from ssdctl._version import __version__
 from ssdctl.errors import IntegrityError, NetworkError, SsdctlError
 from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
+from ssdctl.runtime.threads import run_in_daemon_thread
 
 MAX_REDIRECTS = 10
 TEMPORARY = (408, 429, 500, 502, 503, 504)
+TICK_S = 0.1  # between two looks at a deadline
 ABSENT = (403, 404, 410)  # S3 answers 403 for a missing file
-PERMANENT = (requests.TooManyRedirects, ValueError)  # also: an invalid URL, header or proxy
+RESUME = "received bytes are kept: run it again to continue"
+T = TypeVar("T")
 
 
 class RetryPolicy(NamedTuple):
@@ -34,9 +40,9 @@ class RetryPolicy(NamedTuple):
     read_s: float = 15.0  # for the next byte on one connection; then it is opened again
     stall_s: float = 30.0  # less than `min_rate` on average over this time is a failure
     min_rate: float = 1024.0  # bytes per second, all connections together
-    retries: int = 5  # also failures in a row without a byte in between
+    retries: int = 5  # after failures in a row without a byte in between
     connect_retries: int = 2  # after a refused connection (no network, wrong name)
-    backoff_s: float = 0.5  # delay after the second failure; doubles with each
+    backoff_s: float = 0.5  # delay after the first failure; doubles with each
     longest_wait_s: float = 60.0  # also for Retry-After
     restarts: int = 3  # from zero: the file changed, or there are no ranges
 
@@ -45,11 +51,18 @@ class NotFound(NetworkError):  # noqa: N818 - not an error for the user
     """The server does not have the file, or denies access to it."""
 
 
+class TemporaryFailure(NetworkError):  # noqa: N818 - it is tried again
+    """A failure after which the same request may succeed."""
+
+    asked_s: float = 0.0  # the server asked to wait so long
+    is_connect = False  # no connection could be made
+
+
 _thread = threading.local()  # is_sending: whether it is sending a request of this module
 
 
 class _WithoutQueries(logging.Filter):
-    """Hides the queries of our URLs in urllib3's warnings, which any program's handlers may get."""
+    """Hides the queries of our URLs in urllib3's messages, which any program's handlers may get."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if getattr(_thread, "is_sending", False):
@@ -58,7 +71,7 @@ class _WithoutQueries(logging.Filter):
         return True
 
 
-for _name in ("connection", "connectionpool", "util.retry"):
+for _name in ("connection", "connectionpool"):
     logging.getLogger(f"urllib3.{_name}").addFilter(_WithoutQueries())
 
 
@@ -89,53 +102,32 @@ class _Session(requests.Session):
         return target
 
 
-class _Retry(urllib3.Retry):
-    """Waits by `pause(seconds, is_asked)`, at most `backoff_max` seconds even if it is asked to."""
-
-    pause: Callable[[float, bool], object]
-
-    def new(self, **changes: Any) -> _Retry:
-        retry = super().new(**changes)
-        retry.pause = self.pause
-        return retry
-
-    def sleep(self, response: urllib3.BaseHTTPResponse | None = None) -> None:
-        try:
-            asked = self.get_retry_after(response) if response else None
-        except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
-            asked = None
-        self.pause(min(asked or self.get_backoff_time(), self.backoff_max), bool(asked))
-
-
-def open_session(
-    connections: int,
-    policy: RetryPolicy | None = None,
-    pause: Callable[[float, bool], object] = lambda seconds, _: time.sleep(seconds),
-) -> requests.Session:
-    """Open a session that follows redirects to http(s) only, through the environment's proxies.
-
-    Without a policy, a request is sent once. `pause` waits so many seconds between two attempts,
-    with True if the server asked for it.
-    """
-    retry = _Retry(0)
-    if policy is not None:
-        retry = _Retry(
-            total=None,
-            connect=policy.connect_retries,
-            other=policy.connect_retries,
-            read=policy.retries,
-            status=policy.retries,
-            status_forcelist=TEMPORARY,
-            raise_on_status=False,
-            backoff_factor=policy.backoff_s,
-            backoff_max=policy.longest_wait_s,
-        )
-    retry.pause = pause
+def open_session(connections: int) -> requests.Session:
+    """Open a session that follows redirects to http(s) only, through the environment's proxies."""
     session = _Session()
     session.max_redirects = MAX_REDIRECTS
     for scheme in ("http://", "https://"):  # without other adapters, no redirect leads elsewhere
-        session.mount(scheme, HTTPAdapter(pool_maxsize=connections, max_retries=retry))
+        session.mount(scheme, HTTPAdapter(pool_maxsize=connections))
     return session
+
+
+def retry(
+    request: Callable[[], T], policy: RetryPolicy, pause: Callable[[float, bool], object]
+) -> T:
+    """Return what `request` returns; call it again after each `TemporaryFailure`.
+
+    `pause` waits so many seconds between two calls, with True if the server asked for it.
+    """
+    for failures in itertools.count(1):
+        try:
+            return request()
+        except TemporaryFailure as error:
+            if failures > (policy.connect_retries if error.is_connect else policy.retries):
+                tried = f" (tried {failures} times)" if failures > 1 else ""
+                raise NetworkError(f"{error}{tried}", hint=error.hint) from error
+            wait_s = error.asked_s or policy.backoff_s * 2 ** (failures - 1)
+            pause(min(wait_s, policy.longest_wait_s), error.asked_s > 0)
+    raise AssertionError
 
 
 def get(
@@ -143,22 +135,45 @@ def get(
 ) -> requests.Response:
     """Request `wanted` bytes (None: all) of a known version; the body is not read yet.
 
-    NetworkError: the server refuses, or fails repeatedly. IntegrityError: it sends a web page.
+    NetworkError: the server refuses, or cannot be reached. IntegrityError: it sends a web page.
     """
-    headers = request_headers(wanted, validator)
-    timeout = (policy.connect_s, policy.read_s)
     try:
-        reply = session.get(url, headers=headers, stream=True, timeout=timeout)
-    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        reply = session.get(
+            url,
+            headers=request_headers(wanted, validator),
+            stream=True,
+            timeout=(policy.connect_s, policy.read_s),
+        )
+    except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
         raise _request_error(error, url) from error
-    except OSError as error:  # requests looks for the file of certificates first
-        raise NetworkError(
-            f"{redact_url(url)}: {error}", hint="correct or unset REQUESTS_CA_BUNDLE"
-        ) from error
-    if reply.status_code != 416 and (problem := _refusal(reply, url)) is not None:
+    if (problem := _refusal(reply, url)) is not None:
         reply.close()
         raise problem
     return reply
+
+
+def length_of(url: str, policy: RetryPolicy) -> int:
+    """Request the size of the file in bytes; NetworkError if the server does not state it."""
+    deadline = time.monotonic() + policy.stall_s
+
+    def pause(seconds: float, is_asked: bool) -> None:
+        nonlocal deadline
+        deadline += seconds * is_asked
+        time.sleep(seconds)
+
+    def request() -> int | None:
+        with open_session(1) as session, get(session, url, range(1), "", policy) as reply:
+            return length_and_range(reply)[0]
+
+    result = run_in_daemon_thread(lambda: retry(request, policy, pause))
+    while not wait([result], TICK_S).done:
+        if time.monotonic() > deadline:
+            raise NetworkError(
+                f"{redact_url(url)}: no answer within {policy.stall_s:g} s", hint="try --mirror"
+            )
+    if not (total := result.result()):
+        raise NetworkError(f"{redact_url(url)}: the server does not state the length of the file")
+    return total
 
 
 def request_headers(wanted: range | None, validator: str = "") -> dict[str, str]:
@@ -171,39 +186,36 @@ def request_headers(wanted: range | None, validator: str = "") -> dict[str, str]
     return headers
 
 
-def validator_of(reply: requests.Response) -> str:
-    """Return the server's name of this version of the file: the ETag, the date, or nothing."""
-    headers = reply.headers
-    return str(headers.get("ETag") or headers.get("Last-Modified") or "")
-
-
-def content_length(reply: requests.Response) -> int | None:
-    """Return the declared bytes of the body, None if there is no such header."""
-    text = reply.headers.get("Content-Length", "")
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
-
-
-def content_range(reply: requests.Response) -> tuple[range | None, int | None]:
-    """Return (the bytes, the file's length) of a Content-Range header, None if it has none."""
+def length_and_range(reply: requests.Response) -> tuple[int | None, range | None]:
+    """Return the file's length and the bytes of it in a response, None if it does not say so."""
+    if reply.status_code == 200:
+        length = reply.headers.get("Content-Length", "")
+        return (int(length) if re.fullmatch(r"[0-9]{1,18}", length) else None), None
     text = reply.headers.get("Content-Range", "").strip()
     match = re.fullmatch(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)", text)
     if not match:
         return None, None
     first, last, total = match.groups()
     span = range(int(first), int(last) + 1) if first is not None else None
-    return span, None if total == "*" else int(total)
+    return None if total == "*" else int(total), span
 
 
 def _refusal(reply: requests.Response, url: str) -> SsdctlError | None:
-    """Return what is wrong with a response; None if its body is the file, or a part of it."""
+    """Return what is wrong with a response; None if it is about the file, or a part of it."""
     status = reply.status_code
-    if status not in (200, 206):
-        message = f"{redact_url(url)}: the server answers {status} {reply.reason or ''}".rstrip()
-        if status in ABSENT:
-            return NotFound(message, hint="check the URL, or try --mirror")
+    message = f"{redact_url(url)}: the server answers {status} {reply.reason or ''}".rstrip()
+    if status in ABSENT:
+        return NotFound(message, hint="check the URL, or try --mirror")
+    if status in TEMPORARY:
+        busy = TemporaryFailure(message, hint="try again later, or try --mirror")
+        with contextlib.suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
+            busy.asked_s = urllib3.Retry().get_retry_after(reply.raw) or 0
+        return busy
+    if status not in (200, 206, 416):
         return NetworkError(message, hint="try again later, or try --mirror")
     kind = reply.headers.get("Content-Type", "")
-    if kind.partition(";")[0].strip().lower() not in ("text/html", "application/xhtml+xml"):
+    is_page = kind.partition(";")[0].strip().lower() in ("text/html", "application/xhtml+xml")
+    if status == 416 or not is_page:
         return None
     return IntegrityError(
         f"{redact_url(url)}: the server answers with a page (Content-Type: {kind}), not with the "
@@ -213,15 +225,25 @@ def _refusal(reply: requests.Response, url: str) -> SsdctlError | None:
 
 
 def _request_error(error: Exception, url: str) -> NetworkError:
-    hint = (
-        "received bytes are kept: run it again to continue. Proxies are those of HTTPS_PROXY and "
-        "HTTP_PROXY; --mirror fetches from elsewhere"
+    message = f"{redact_url(url)}: {describe_error(error)}"
+    is_ours = isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError))
+    if not is_ours or "CERTIFICATE_VERIFY_FAILED" in str(error):  # requests looks for the file
+        return NetworkError(
+            message,
+            hint="REQUESTS_CA_BUNDLE must name the CA file of a proxy with its own certificate; "
+            "otherwise unset it",
+        )
+    if isinstance(error, (requests.TooManyRedirects, ValueError)):  # an invalid URL or header
+        return NetworkError(message, hint="check the URL, or try --mirror")
+    failure = TemporaryFailure(
+        message,
+        hint=f"{RESUME}. Proxies are those of HTTPS_PROXY and HTTP_PROXY; --mirror fetches from "
+        "elsewhere",
     )
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        hint = "behind a proxy with a certificate of its own, set REQUESTS_CA_BUNDLE to its CA file"
-    elif isinstance(error, PERMANENT):
-        hint = "check the URL, or try --mirror"
-    return NetworkError(f"{redact_url(url)}: {describe_error(error)}", hint=hint)
+    failure.is_connect = isinstance(error, requests.ConnectionError) and not isinstance(
+        next(iter(error.args), None), urllib3.exceptions.ProtocolError
+    )
+    return failure
 
 
 def describe_error(error: Exception) -> str:

@@ -133,28 +133,27 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
     errors = hub.errors
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
         return DiskError(f"{what}: {error.strerror}: {error.filename}", hint="see HF_HOME")
-    place, reason = redact_url(url), _reason(hub, error)
-    if isinstance(error, errors.GatedRepoError):
-        return UsageError(f"{what}: access must be granted on its page first ({place})")
-    if isinstance(error, errors.RepositoryNotFoundError):
+    address, reason = redact_url(url), _reason(hub, error)
+    problems = {
+        errors.GatedRepoError: "access must be granted on its page first",
+        errors.RepositoryNotFoundError: "no such repository, or a private one",
+        errors.RevisionNotFoundError: "no such branch, tag or commit",
+        errors.EntryNotFoundError: f"no {url.rpartition('/')[2]}: not a model of `ssdctl push`",
+    }
+    problem = next((text for kind, text in problems.items() if isinstance(error, kind)), None)
+    if problem is not None and not isinstance(error, FileNotFoundError):
         return UsageError(
-            f"{what}: no such repository, or a private one ({place})",
+            f"{what}: {problem} ({address})",
             hint="check the name; a private one requires HF_TOKEN, or `hf auth login`",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return UsageError(f"{what}: no such branch, tag or commit ({place})")
-    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, FileNotFoundError):
-        return UsageError(
-            f"{what}: it has no {url.rpartition('/')[2]}: not a model of `ssdctl push` ({place})"
         )
     if _status(error) in (401, 403):
         return UsageError(
-            f"{what}: the Hub refuses it: {reason} ({place})",
+            f"{what}: the Hub refuses it: {reason} ({address})",
             hint="set HF_TOKEN to a token with this permission, or run `hf auth login`",
         )
     return NetworkError(
-        f"{what}: {place}: {reason}",
-        hint=f"without network: fetch {WEIGHTS} and {CONFIG} from {place.rpartition('/')[0]}/ on "
+        f"{what}: {address}: {reason}",
+        hint=f"without network: fetch {WEIGHTS} and {CONFIG} from {address.rpartition('/')[0]}/ on "
         f"another machine, put both into one folder, and give FOLDER/{WEIGHTS} instead; a mirror "
         "is set by HF_ENDPOINT",
     )

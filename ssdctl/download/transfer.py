@@ -3,41 +3,184 @@
 One worker starts. Once the server has answered with the requested range, the others start; a server
 that ignores ranges keeps the one worker. Workers are daemon threads: the caller's thread watches
 them, so that even a name look-up that never returns ends at the deadline.
+
+`NAME.part` survives kill -9. It has all bytes of the file from the start (sparse), and after them
+one line of JSON that lists the missing ranges. The line is written after their bytes, so it never
+claims bytes that were not written, whenever the process dies. A machine that dies may lose bytes
+that it claims: then the hash differs, and the file is fetched again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import requests
 import urllib3
 
 from ssdctl.download.http import (
+    RESUME,
+    TICK_S,
     RetryPolicy,
-    content_length,
-    content_range,
+    TemporaryFailure,
     describe_error,
     get,
+    length_and_range,
     open_session,
-    validator_of,
+    retry,
 )
-from ssdctl.download.partial_file import Part, Piece
-from ssdctl.errors import IntegrityError, NetworkError
+from ssdctl.errors import DiskError, IntegrityError, NetworkError
+from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, sync_dir
 from ssdctl.runtime.safe_text import redact_url
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 CHUNK_BYTES = 64 * 1024
-TICK_S = 0.1
-SYNC_S = 10.0
-RESUME = "received bytes are kept: run it again to continue, or try --mirror"
+MIN_PIECE_BYTES = 256 * 1024
+MAX_PIECE_BYTES = 16 * 1024 * 1024
+MAX_STATE_BYTES = 1 << 20
+RECORD_S = 0.02  # between two records of the state: what a kill loses
 
 # Label, bytes done, bytes in total. Called a few times a second, by one thread.
 Progress = Callable[[str, int, int], None]
+
+
+class Piece:
+    """A range of missing bytes for one connection; `start` moves with the bytes that arrive."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.is_taken = False
+
+    @property
+    def missing(self) -> range:
+        return range(self.start, self.stop)
+
+
+class _State(msgspec.Struct):
+    validator: str  # the server's name of this version of the file
+    source: str  # a hash of the URL
+    missing: list[tuple[int, int]]  # starts and stops
+
+
+class PartialFile:
+    """The file `NAME.part` of a download. Not thread-safe: the caller holds a lock.
+
+    Each of the `connections` fetches about four pieces. Bytes of another
+    `source`, the URL, count (the hash decides at the end); its validator does not.
+    """
+
+    def __init__(self, target: Path, num_bytes: int, connections: int, source: str) -> None:
+        self.path, self.num_bytes = partial_path(target), num_bytes
+        size = -(-num_bytes // (4 * connections))
+        self.piece_bytes = min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        self._source = hashlib.sha256(source.encode()).hexdigest()[:16]
+        with disk_errors(self.path, "writing"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = no_follow(self.path, os.O_RDWR | os.O_CREAT)
+        try:
+            state = self._read_state()
+            self.validator = state.validator if state.source == self._source else ""
+            self.pieces = [Piece(*span) for span in state.missing]
+            self._record()
+        except BaseException:
+            os.close(self._file)
+            raise
+        self.inherited = self.arrived_bytes
+
+    def reset(self, validator: str) -> None:
+        """Discard the received bytes: the server has another file now, called `validator`."""
+        self.inherited = 0
+        self.widen(Piece(0, 0), validator)
+
+    def adopt(self, validator: str) -> None:
+        """Store the server's name of the file version, to detect a later change."""
+        self.validator = validator
+        self._record()
+
+    def take(self) -> Piece | None:
+        """Return the first missing bytes that no connection fetches, or None."""
+        index = next((i for i, piece in enumerate(self.pieces) if not piece.is_taken), None)
+        if index is None:
+            return None
+        piece = self.pieces[index]
+        if len(piece.missing) > self.piece_bytes:
+            self.pieces.insert(index + 1, Piece(piece.start + self.piece_bytes, piece.stop))
+            piece.stop = piece.start + self.piece_bytes
+        piece.is_taken = True
+        return piece
+
+    def widen(self, piece: Piece, validator: str) -> None:
+        """Make the piece the whole file: the server sends all of it."""
+        piece.start, piece.stop = 0, self.num_bytes
+        self.pieces = [piece]
+        self.adopt(validator)
+
+    @property
+    def arrived_bytes(self) -> int:
+        return self.num_bytes - sum(len(piece.missing) for piece in self.pieces)
+
+    def write(self, piece: Piece, data: bytes) -> None:
+        """Store the next bytes of a piece."""
+        self._write(data, piece.start)
+        piece.start += len(data)
+        if not piece.missing:
+            self.pieces.remove(piece)
+        if time.monotonic() - self._recorded_s > RECORD_S:
+            self._record()
+
+    def publish(self, target: Path) -> None:
+        """Rename the complete, verified part to `target`."""
+        with disk_errors(target, "writing"):
+            os.ftruncate(self._file, self.num_bytes)
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = -1
+            self.path.replace(target)
+            sync_dir(target.parent)
+
+    def close(self) -> None:
+        """Release the file; it is usable by the next download."""
+        if self._file >= 0:
+            with contextlib.suppress(DiskError):  # the last record remains
+                self._record()
+            os.close(self._file)
+
+    def _record(self) -> None:
+        missing = [(piece.start, piece.stop) for piece in self.pieces]
+        line = msgspec.json.encode(_State(self.validator, self._source, missing)) + b"\n"
+        self._write(line, self.num_bytes)  # a longer earlier line may stay behind it
+        self._recorded_s = time.monotonic()
+
+    def _write(self, data: bytes, position: int) -> None:
+        with disk_errors(self.path, "writing"):
+            while data:
+                count = os.pwrite(self._file, data, position)
+                data, position = data[count:], position + count
+
+    def _read_state(self) -> _State:
+        """Return what an earlier download received; a file without a state may be complete."""
+        nothing = _State("", "", [(0, self.num_bytes)])
+        if os.fstat(self._file).st_size < self.num_bytes:
+            return nothing
+        line = os.pread(self._file, MAX_STATE_BYTES, self.num_bytes).partition(b"\n")[0]
+        try:
+            state = msgspec.json.decode(line, type=_State)
+        except DECODE_ERRORS:
+            return _State("", "", [])  # the hash decides
+        edges = [0, *(edge for span in state.missing for edge in span), self.num_bytes]
+        return state if edges == sorted(edges) else nothing
+
+
+def partial_path(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
 
 
 class _Halted(Exception):  # noqa: N818 - not an error for the user
@@ -53,9 +196,14 @@ class _Restart(Exception):  # noqa: N818 - not an error for the user
 
 
 def transfer(
-    url: str, part: Part, label: str, connections: int, policy: RetryPolicy, progress: Progress
+    url: str,
+    partial: PartialFile,
+    label: str,
+    connections: int,
+    policy: RetryPolicy,
+    progress: Progress,
 ) -> None:
-    """Fetch the missing bytes of `part`, over several connections if the server supports ranges.
+    """Fetch the missing bytes of `partial`, over several connections if the server supports ranges.
 
     Received bytes are kept after a NetworkError.
     """
@@ -63,14 +211,13 @@ def transfer(
     for left in range(policy.restarts, -1, -1):
         # Servers behind one name may give the same file different validators. So the last attempt
         # ignores them: the hash decides.
+        attempt = _Attempt(url, partial, policy, connections if ranges else 1, ranges, left > 0)
         try:
-            _Attempt(url, part, policy, connections if ranges else 1, ranges, left > 0).run(
-                lambda done: progress(label, done, part.num_bytes)
-            )
+            attempt.run(lambda done: progress(label, done, partial.num_bytes))
             return
         except _Restart as change:
             ranges = ranges and change.ranges
-            part.reset(change.validator)
+            partial.reset(change.validator)
     raise NetworkError(
         f"{redact_url(url)}: started from zero {policy.restarts} times: the file keeps changing, "
         "or the server ignores ranges and its connections keep breaking",
@@ -83,28 +230,25 @@ class _Attempt:
     """One set of workers for a file, until it is complete or must restart."""
 
     url: str
-    part: Part
+    partial: PartialFile
     policy: RetryPolicy
     connections: int
     ranges: bool  # whether to request ranges
     watch_version: bool  # whether another validator means another file
 
-    over: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below, and the part
-    workers: list[Future[None]] = field(default_factory=list)
-    open_replies: set[requests.Response] = field(default_factory=set)
-    received_bytes: int = 0
-    waited_until_s: float = 0.0  # the end of the last wait that the server asked for
-    waiting: int = 0
-
     def __post_init__(self) -> None:
-        self.session = open_session(self.connections, self.policy, self._pause)
+        self.session = open_session(self.connections)
+        self.over = threading.Event()
+        self.lock = threading.Lock()  # guards all below, and the file
+        self.workers: list[Future[None]] = []
+        self.received_bytes = 0
+        self.stalls_at_s = time.monotonic() + self.policy.stall_s
 
     def run(self, progress: Callable[[int], None]) -> None:
-        progress(self.part.arrived_bytes)  # before the first byte: what an earlier run received
-        mark_bytes, mark_s = 0, time.monotonic()
-        synced_s = mark_s
-        self.workers.append(run_in_daemon_thread(self._work))
+        progress(self.partial.arrived_bytes)  # before the first byte: what an earlier run received
+        limit_s, mark_bytes = self.policy.stall_s, 0
+        with self.lock:  # the worker begins when it is in the list
+            self.workers.append(run_in_daemon_thread(self._work))
         try:
             while True:
                 done, running = wait(list(self.workers), TICK_S, FIRST_EXCEPTION)
@@ -113,98 +257,71 @@ class _Attempt:
                 if not running and len(done) == len(self.workers):
                     break
                 with self.lock:
-                    received, waiting = self.received_bytes, self.waiting
-                    arrived = self.part.arrived_bytes
+                    arrived, received = self.partial.arrived_bytes, self.received_bytes - mark_bytes
+                    now = time.monotonic()
+                    if received >= self.policy.min_rate * limit_s:
+                        mark_bytes, self.stalls_at_s = self.received_bytes, now + limit_s
+                    elif now > self.stalls_at_s:
+                        raise NetworkError(
+                            f"{redact_url(self.url)}: {received} bytes in the last {limit_s:g} s: "
+                            "stalled",
+                            hint=f"{RESUME}, or try --mirror",
+                        )
                 progress(arrived)
-                now = time.monotonic()
-                if now - synced_s > SYNC_S:
-                    self.part.sync(self.lock)
-                    synced_s = now = time.monotonic()
-                if waiting or received - mark_bytes >= self.policy.min_rate * self.policy.stall_s:
-                    mark_bytes, mark_s = received, now
-                elif now - max(mark_s, self.waited_until_s) > self.policy.stall_s:
-                    raise NetworkError(
-                        f"{redact_url(self.url)}: {received - mark_bytes} bytes in the last "
-                        f"{self.policy.stall_s:g} s: stalled",
-                        hint=RESUME,
-                    )
         finally:
             with self.lock:
-                self.over.set()
-                for reply in self.open_replies:
-                    # Stops a worker that waits for bytes. One that waits for a response's headers,
-                    # or for a name look-up, ends by its timeout and changes nothing any more.
-                    with contextlib.suppress(Exception):
-                        reply.raw.shutdown()
-            wait(self.workers, 1)
+                self.over.set()  # a worker that still waits for bytes changes nothing any more
             self.session.close()
-        progress(self.part.num_bytes)
+        progress(self.partial.num_bytes)
 
     def _work(self) -> None:
         with contextlib.suppress(_Halted):
             while True:
                 with self.lock:
-                    piece = None if self.over.is_set() else self.part.take()
+                    piece = None if self.over.is_set() else self.partial.take()
                 if piece is None:
                     return
                 self._fetch(piece)
 
     def _fetch(self, piece: Piece) -> None:
         """Request a piece until it is complete."""
-        failures = 0
         while piece.missing:
-            before = piece.start
-            problem = "the server closed the connection without a byte"
-            try:
-                self._request(piece)
-            except urllib3.exceptions.HTTPError as error:  # in the body
-                problem = describe_error(error)
-            if piece.start > before:
-                failures = 0
-                continue
-            failures += 1
-            if failures > self.policy.retries:
-                raise NetworkError(
-                    f"{redact_url(self.url)}: {problem} (tried {failures} times)", hint=RESUME
-                )
-            wait_s = self.policy.backoff_s * 2 ** (failures - 1)
-            self._pause(min(wait_s, self.policy.longest_wait_s))
+            retry(lambda: self._request(piece), self.policy, self._pause)
 
-    def _pause(self, seconds: float, is_asked: bool = False) -> None:
+    def _pause(self, seconds: float, is_asked: bool) -> None:
         """Wait, or until the transfer ends; a wait that the server asked for is not a stall."""
         with self.lock:
-            self.waiting += is_asked
-        is_over = self.over.wait(seconds)
-        with self.lock:
-            self.waiting -= is_asked
             if is_asked:
-                self.waited_until_s = time.monotonic()
-        if is_over:
+                until_s = time.monotonic() + seconds + self.policy.stall_s
+                self.stalls_at_s = max(self.stalls_at_s, until_s)
+        if self.over.wait(seconds):
             raise _Halted
 
     def _request(self, piece: Piece) -> None:
         """Send one request for what the piece lacks, and write what is received."""
-        wanted = piece.missing
-        known = self.part.validator if self.watch_version else ""
+        wanted, problem = piece.missing, "the server closed the connection without a byte"
+        known = self.partial.validator if self.watch_version else ""
         reply = get(self.session, self.url, wanted if self.ranges else None, known, self.policy)
         with reply:
-            with self.lock:
-                self.open_replies.add(reply)
+            span = self._accepted(reply, piece, wanted)
+            before = piece.start
             try:
-                self._store(reply, piece, self._accepted(reply, piece, wanted))
-            finally:
-                with self.lock:
-                    self.open_replies.discard(reply)
+                self._store(reply, piece, span)
+            except urllib3.exceptions.HTTPError as error:  # in the body
+                problem = describe_error(error)
+        if piece.start == before:
+            raise TemporaryFailure(
+                f"{redact_url(self.url)}: {problem}", hint=f"{RESUME}, or try --mirror"
+            )
 
     def _accepted(self, reply: requests.Response, piece: Piece, wanted: range) -> range:
         """Return the bytes that this response contains, by its headers."""
-        version, (span, total) = validator_of(reply), content_range(reply)
-        if reply.status_code == 200:
-            total = content_length(reply)
-        if total is not None and total != self.part.num_bytes:
+        total, span = length_and_range(reply)
+        version = reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
+        if total is not None and total != self.partial.num_bytes:
             raise IntegrityError(
                 f"{redact_url(self.url)}: the server's file has {total:,} bytes, the pinned one "
-                f"{self.part.num_bytes:,}",
+                f"{self.partial.num_bytes:,}",
                 hint="the server has another file: try --mirror, or correct the manifest",
             )
         with self.lock:
@@ -213,22 +330,22 @@ class _Attempt:
             if reply.status_code == 416:
                 raise _Restart(version, ranges=False)
             if reply.status_code == 200:  # the whole file, regardless of the requested range
-                if self.part.arrived_bytes or len(self.workers) > 1:
+                if self.partial.arrived_bytes or len(self.workers) > 1:
                     raise _Restart(version, ranges=self.ranges)
-                self.part.widen(piece, version)
+                self.partial.widen(piece, version)
                 return piece.missing
-            if span is None or span.start != wanted.start or not span or span.stop > wanted.stop:
+            if not span or span.start != wanted.start or span.stop > wanted.stop:
                 raise IntegrityError(
                     f"{redact_url(self.url)}: asked for bytes {wanted.start}-{wanted.stop - 1}, "
                     f"the server answers with Content-Range "
                     f"{reply.headers.get('Content-Range')!r}",
                     hint="the server is unreliable: try --mirror",
                 )
-            known = self.part.validator
+            known = self.partial.validator
             if known and version and version != known and self.watch_version:
                 raise _Restart(version)
             if version and not known:
-                self.part.adopt(version)
+                self.partial.adopt(version)
             while len(self.workers) < self.connections:
                 self.workers.append(run_in_daemon_thread(self._work))
             return span
@@ -246,32 +363,5 @@ class _Attempt:
             with self.lock:
                 if self.over.is_set():
                     raise _Halted
-                self.part.write(piece, data)
+                self.partial.write(piece, data)
                 self.received_bytes += len(data)
-
-
-def length_of(url: str, policy: RetryPolicy) -> int:
-    """Request the size of the file in bytes; NetworkError if the server does not state it."""
-    deadline = time.monotonic() + policy.stall_s
-
-    def pause(seconds: float, is_asked: bool) -> None:
-        nonlocal deadline
-        deadline += seconds * is_asked
-        time.sleep(seconds)
-
-    def request() -> int | None:
-        with (
-            open_session(1, policy, pause) as session,
-            get(session, url, range(1), "", policy) as reply,
-        ):
-            return content_length(reply) if reply.status_code == 200 else content_range(reply)[1]
-
-    result = run_in_daemon_thread(request)
-    while not wait([result], TICK_S).done:
-        if time.monotonic() > deadline:
-            raise NetworkError(
-                f"{redact_url(url)}: no answer within {policy.stall_s:g} s", hint="try --mirror"
-            )
-    if not (total := result.result()):
-        raise NetworkError(f"{redact_url(url)}: the server does not state the length of the file")
-    return total

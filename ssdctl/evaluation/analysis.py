@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.annotations import Annotations
-from ssdctl.evaluation.coco_ap import IOU_THRESHOLDS, Detections, Scoring
+from ssdctl.evaluation.coco_ap import IOU_THRESHOLDS, Detections, Scoring, evaluated
 from ssdctl.inference.drawing import one_line
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
@@ -40,28 +40,15 @@ NUM_CONFUSIONS = 12
 MAX_MATRIX = 100  # classes of a confusion matrix
 ERRORS = {  # TIDE's kinds (Bolya et al. 2020): name, meaning, what one would have to do
     "Cls": ("Classification", "right place, wrong class", "Fixing wrong classes"),
-    "Loc": (
-        "Localization",
-        "right class, IoU with the object between 0.1 and 0.5",
-        "Fitting boxes better",
-    ),
-    "Both": (
-        "Both",
-        "wrong class and IoU between 0.1 and 0.5",
-        "Fixing wrong classes with inexact boxes",
-    ),
-    "Dupe": (
-        "Duplicate",
-        "object already detected with a higher score",
-        "Removing duplicate detections",
-    ),
-    "Bkg": (
-        "Background",
-        "IoU below 0.1 with every object",
-        "Removing detections of background",
-    ),
+    "Loc": ("Localization", "right class, IoU with the object between 0.1 and 0.5",
+            "Fitting boxes better"),
+    "Both": ("Both", "wrong class and IoU between 0.1 and 0.5",
+             "Fixing wrong classes with inexact boxes"),
+    "Dupe": ("Duplicate", "object already detected with a higher score",
+             "Removing duplicate detections"),
+    "Bkg": ("Background", "IoU below 0.1 with every object", "Removing detections of background"),
     "Miss": ("Missed", "object with no detection nearby", "Finding missed objects"),
-}
+}  # fmt: skip
 ERROR_NAMES = {kind: name for kind, (name, _, _) in ERRORS.items()}
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
 NEGLIGIBLE_GAIN = 0.005  # AP50
@@ -79,6 +66,7 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
     if not has_probabilities:
         log.warning("there are scores outside of 0 to 1: their calibration is not computed")
     calibration = engine.calibration() if has_probabilities else {"bins": [], "ece": None}
+    columns = ("bin_lower", "bin_upper", "count", "avg_confidence", "avg_accuracy")
     return Evaluation(
         about=about,
         figures=scoring.figures,
@@ -98,15 +86,10 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
             for iou in CURVE_IOUS
         },
         errors=error_kinds(scoring),
-        calibration=[
-            CalibrationBin(
-                b["bin_lower"], b["bin_upper"], b["count"], b["avg_confidence"], b["avg_accuracy"]
-            )
-            for b in calibration["bins"]
-        ],
+        calibration=[CalibrationBin(*(b[c] for c in columns)) for b in calibration["bins"]],
         calibration_error=calibration["ece"],
         confusions=_confusions(counts[:-1, :-1], shown["cat_names"]),
-        samples=choose_samples(scoring.truth, scoring.image_ids, detections),
+        samples=choose_samples(scoring, detections),
         sample_score=SAMPLE_SCORE,
         confusion=counts.tolist() if len(counts) <= MAX_MATRIX + 1 else [],  # background last
     )
@@ -192,74 +175,33 @@ def _confusions(counts: NDArray[np.int64], names: list[str]) -> list[Confusion]:
     return [Confusion(names[t], names[f], int(wrong[t, f])) for t, f in pairs if wrong[t, f]]
 
 
-def choose_samples(
-    truth: Annotations, image_ids: NDArray[np.int64], detections: Detections
-) -> list[SampleImage]:
+def choose_samples(scoring: Scoring, detections: Detections) -> list[SampleImage]:
     """Return the images with the worst F1, then random ones among the others; ids are ascending."""
-    f1, errors = _image_errors(truth, image_ids, detections)
+    f1, errors = _image_errors(scoring)
     order = np.lexsort((-errors, f1))[:NUM_SAMPLES]
     worst = order[errors[order] > 0]
-    others = np.setdiff1d(np.arange(len(image_ids)), worst)
+    others = np.setdiff1d(np.arange(len(f1)), worst)
     count = min(NUM_SAMPLES, len(others))
     random = np.sort(np.random.default_rng(SEED).choice(others, count, replace=False))
     return [
-        _sample(truth, detections, int(image_ids[place]), is_worst)
-        for is_worst, places in ((True, worst), (False, random))
-        for place in places
+        _sample(scoring.truth, detections, int(scoring.image_ids[row]), is_worst)
+        for is_worst, rows in ((True, worst), (False, random))
+        for row in rows
     ]
 
 
-def _image_errors(
-    truth: Annotations, image_ids: NDArray[np.int64], detections: Detections
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the F1 and the number of errors of N images, at IoU 0.5 and the score shown.
-
-    As COCO does, the detections with the highest scores choose first among the objects of their
-    class. Crowds, and the detections in them, do not count.
-    """
-    shown = np.flatnonzero(detections.scores >= SHOWN_SCORE)
-    shown = shown[np.argsort(-detections.scores[shown], kind="stable")]
-    found = _by_image(shown, detections.image_ids[shown], image_ids)
-    objects = _by_image(np.arange(len(truth.ids)), truth.object_image_ids, image_ids)
-    category_ids = truth.object_category_ids
-    hits, errors = np.zeros((2, len(image_ids)), np.int64)
-    for row, (detected, own) in enumerate(zip(found, objects, strict=True)):
-        is_crowd = truth.is_crowd[own]
-        iou = _iou(detections.boxes[detected], truth.boxes[own], is_crowd)
-        iou[detections.category_ids[detected, None] != category_ids[own]] = 0
-        num_ignored, is_free = 0, ~is_crowd
-        for values in iou[(iou >= IOU_FOUND).any(axis=1)]:
-            free = np.where(is_free, values, 0)
-            if free.max() >= IOU_FOUND:
-                is_free[free.argmax()] = False
-                hits[row] += 1
-            elif (values[is_crowd] >= IOU_FOUND).any():
-                num_ignored += 1
-        errors[row] = len(detected) - hits[row] - num_ignored + is_free.sum()
+def _image_errors(scoring: Scoring) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the F1 and the number of errors of N images, at IoU 0.5 and the score shown."""
+    numbers = scoring.engine.params.img_ids
+    shown = scoring.table[scoring.table[:, 5] >= SHOWN_SCORE]
+    engine = evaluated(scoring.engine.coco_gt, shown, numbers)
+    images = engine.image_diagnostics(iou_thr=IOU_FOUND)["img_summary"]
+    empty = {"tp": 0, "fp": 0, "fn": 0}  # no object, nothing detected: it is not listed
+    hits, false, missed = (
+        np.array([images.get(n, empty)[kind] for n in numbers], np.int64) for kind in empty
+    )
+    errors = false + missed
     return np.where(errors > 0, 2 * hits / np.maximum(2 * hits + errors, 1), 1), errors
-
-
-def _by_image(
-    chosen: NDArray[np.int64], ids: NDArray[np.int64], image_ids: NDArray[np.int64]
-) -> list[NDArray[np.int64]]:
-    """Group what has these image ids; within an image, the order stays."""
-    order = np.argsort(ids, kind="stable")
-    first = np.searchsorted(ids[order], image_ids, "left")
-    end = np.searchsorted(ids[order], image_ids, "right")
-    return [chosen[order[a:b]] for a, b in zip(first, end, strict=True)]
-
-
-def _iou(
-    detected: NDArray[np.float64], objects: NDArray[np.float64], is_crowd: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """Return the IoU of D x O pairs of boxes; with a crowd, the share of the detection in it."""
-    sizes = detected[:, None, 2:], objects[:, 2:]
-    low = np.maximum(detected[:, None, :2], objects[:, :2])
-    high = np.minimum(detected[:, None, :2] + sizes[0], objects[:, :2] + sizes[1])
-    common = np.maximum(high - low, 0).prod(axis=2)
-    area, object_area = (size.prod(axis=-1) for size in sizes)
-    union = area + np.where(is_crowd, 0, object_area - common)
-    return common / np.maximum(union, 1e-12)
 
 
 def _sample(

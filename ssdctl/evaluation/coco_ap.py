@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,11 +81,12 @@ class ClassScore(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The metrics, and what `ssdctl.evaluation.analysis` computes the rest from."""
+    """The metrics, and what `analyze` computes the rest from."""
 
     figures: dict[str, float]  # COCO's 12 by name; -1 if there is nothing to measure
     per_class: list[ClassScore]  # by ascending category id
     engine: Any  # hotcoco.COCOeval, evaluated and accumulated; its ids are dense
+    table: NDArray[np.float64]  # of the detections as engines take them; the score is column 5
     truth: Annotations
     image_ids: NDArray[np.int64]  # that were scored, ascending
 
@@ -100,7 +101,7 @@ def read_ground_truth(path: Path) -> Annotations:
         from ssdctl.data.index import read_annotations  # late: pyarrow
 
         return ground_truth(read_annotations(path))
-    return ground_truth(coco.read_files({"val": SplitFiles(path.parent, path)})["val"])
+    return ground_truth(coco.read_files({"val": SplitFiles([path.parent], path)})["val"])
 
 
 def ground_truth(annotations: Annotations) -> Annotations:
@@ -158,23 +159,30 @@ def run_scoring(
     categories = [(n, c.name) for n, c in enumerate(classes, 1)]
     tables = coco_document(images, categories, ())
     annotations = hotcoco.COCO.from_arrays(tables["images"], tables["categories"], **objects)
-    found = _detection_table(detections, all_ids, category_ids, truth.origin)
-    evaluation: Any = hotcoco.COCOeval(annotations, annotations.load_res(found), "bbox")
-    evaluation.params.img_ids = positions(all_ids, scored).tolist()
-    evaluation.evaluate()
-    evaluation.accumulate()
-    precision, recall = evaluation.eval["precision"], evaluation.eval["recall"]
-    figures = {name: _figure(precision, recall, *spec) for name, spec in FIGURES.items()}
+    table = _detection_table(detections, all_ids, category_ids, truth.origin)
+    engine = evaluated(annotations, table, positions(all_ids, scored).tolist())
+    engine.accumulate()
+    figures = {name: _figure(engine.eval, *spec) for name, spec in FIGURES.items()}
     per_class = []
     for k, entry in enumerate(classes):
-        names = ClassScore._fields[2:]
-        values = (_figure(precision[:, :, [k]], recall, *FIGURES[name]) for name in names)
+        own = {"precision": engine.eval["precision"][:, :, [k]]}
+        values = (_figure(own, *FIGURES[name]) for name in ClassScore._fields[2:])
         per_class.append(ClassScore(int(entry.id or 0), entry.name, *values))
     if verify:
         columns = (column.tolist() for column in objects.values())
         document = coco_document(images, categories, zip(*columns, strict=True))
-        _verify(figures, document, found, evaluation.params.img_ids)
-    return Scoring(figures, per_class, evaluation, truth, scored)
+        _verify(figures, document, table, engine.params.img_ids)
+    return Scoring(figures, per_class, engine, table, truth, scored)
+
+
+def evaluated(annotations: Any, table: NDArray[np.float64], image_numbers: list[int]) -> Any:
+    """Return hotcoco's engine after it matched detections with the objects of some images."""
+    import hotcoco
+
+    engine: Any = hotcoco.COCOeval(annotations, annotations.load_res(table), "bbox")
+    engine.params.img_ids = image_numbers
+    engine.evaluate()
+    return engine
 
 
 def _detection_table(
@@ -205,9 +213,9 @@ def _detection_table(
 
 
 def _figure(
-    precision: Any, recall: Any, source: str, iou: float | None, area: int, max_dets: int
+    curves: Mapping[str, Any], source: str, iou: float | None, area: int, max_dets: int
 ) -> float:
-    values = precision if source == "precision" else recall
+    values = curves[source]
     if iou is not None:
         values = values[np.isclose(IOU_THRESHOLDS, iou)]
     values = values[..., area, max_dets]
@@ -225,15 +233,12 @@ def _verify(
     from pycocotools.cocoeval import COCOeval
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
-        truth = COCO()
-        truth.dataset = document
+        truth, detections = COCO(), COCO()
+        truth.dataset, detections.dataset = document, {**document, "annotations": []}
         truth.createIndex()
+        detections.createIndex()
         if len(table):
             detections = truth.loadRes(table)
-        else:
-            detections = COCO()
-            detections.dataset = {**document, "annotations": []}
-            detections.createIndex()
         reference = COCOeval(truth, detections, "bbox")
         reference.params.imgIds = image_numbers
         reference.evaluate()

@@ -26,7 +26,6 @@ from ssdctl.device import open_device
 from ssdctl.errors import IntegrityError
 from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
-from ssdctl.model.constants import ModelConstants
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores
 
@@ -39,6 +38,8 @@ MAX_DIFFERENT_FP16 = 0.05
 Nms = Literal["onnx", "none", "efficientnms", "raw"]
 Images = NDArray[np.uint8]
 Runner = Callable[[Images], list[NDArray[Any]]]
+# The largest `box_difference`, in fractions of the image, and `score_difference` to PyTorch.
+Differences = dict[str, Any]
 
 
 class ExportOptions(NamedTuple):
@@ -62,21 +63,6 @@ class ExportOptions(NamedTuple):
     @property
     def has_nms(self) -> bool:
         return self.nms in ("onnx", "efficientnms")
-
-    def thresholds(self, constants: ModelConstants) -> tuple[float, float]:
-        """Return the score threshold and the IoU of NMS."""
-        return constants.thresholds(self.score_threshold, self.nms_iou)
-
-
-class Comparison(NamedTuple):
-    """The difference between another runtime's outputs and PyTorch's."""
-
-    box_difference: float  # the largest, in fractions of the image
-    score_difference: float
-    # OpenVINO without INFERENCE_PRECISION_HINT; None: of other runtimes.
-    default_precision: str | None = None
-    default_box_difference: float | None = None
-    default_score_difference: float | None = None
 
 
 class Deployed(nn.Module):
@@ -118,15 +104,6 @@ def example(options: ExportOptions) -> Tensor:
     return torch.zeros(options.batch or 2, IMAGE_SIZE, IMAGE_SIZE, 3, dtype=torch.uint8)
 
 
-def in_batches(run: Runner, images: Images, batch: int | None) -> list[NDArray[Any]]:
-    """Run a model on images in batches of its size, or of 1 and of the others."""
-    if batch is None:
-        parts = [run(images[:1]), run(images[1:])]
-    else:
-        parts = [run(filled) for filled in filled_batches(images, batch)]
-    return [np.concatenate(arrays)[: len(images)] for arrays in zip(*parts, strict=True)]
-
-
 class Reference:
     """PyTorch's results on images, to compare another runtime's with.
 
@@ -145,34 +122,33 @@ class Reference:
         self._images, self._options, self._runtime = images, options, runtime
         self._tolerance = TOLERANCE_FP16 if options.is_fp16 else TOLERANCE
 
-    def check_outputs(self, run: Runner) -> Comparison:
+    def check_outputs(self, run: Runner) -> Differences:
         """Compare all boxes and scores before NMS; IntegrityError if they differ."""
         found = self.compare(run)
-        boxes, scores = found.box_difference, found.score_difference
-        if not (boxes <= self._tolerance and scores <= self._tolerance):  # NaN fails too
+        if not all(value <= self._tolerance for value in found.values()):  # NaN fails too
             raise self._error(
-                f"{self._runtime} differs from PyTorch by {boxes:.2g} in boxes and {scores:.2g} in "
-                "scores"
+                f"{self._runtime} differs from PyTorch by {found['box_difference']:.2g} in boxes "
+                f"and {found['score_difference']:.2g} in scores"
             )
         return found
 
-    def compare(self, run: Runner) -> Comparison:
+    def compare(self, run: Runner) -> Differences:
         """Return the differences of all boxes and scores; NaN if the shapes differ."""
-        outputs = in_batches(run, self._images, self._options.batch)
+        outputs = self._run(run)
         exported = torch.from_numpy(outputs[0]), torch.from_numpy(outputs[1])
         if self._options.nms == "raw":
             exported = self._decoded(*exported)
         expected = self._decoded(*self._output)
-        boxes, scores = (
-            float((a - b).abs().max()) if a.shape == b.shape else float("nan")
-            for a, b in zip(expected, exported, strict=True)
-        )
-        return Comparison(boxes, scores)
+        names = "box_difference", "score_difference"
+        return {
+            name: float((a - b).abs().max()) if a.shape == b.shape else float("nan")
+            for name, a, b in zip(names, expected, exported, strict=True)
+        }
 
     def check_detections(self, run: Runner) -> None:
         """Compare the detections after NMS; IntegrityError if they differ."""
         expected = self._detector.finish(self._output)
-        exported = in_batches(run, self._images, self._options.batch)
+        exported = self._run(run)
         total = wrong = 0
         for reference, boxes, scores, labels, count in zip(expected, *exported, strict=True):
             n = int(count)
@@ -184,6 +160,13 @@ class Reference:
             raise self._error(
                 f"{wrong} of {total} detections differ between {self._runtime} and PyTorch"
             )
+
+    def _run(self, run: Runner) -> list[NDArray[Any]]:
+        """Run a model on the images in batches of its size, or of 1 and of the others."""
+        images, batch = self._images, self._options.batch
+        batches = [images[:1], images[1:]] if batch is None else filled_batches(images, batch)
+        outputs = zip(*map(run, batches), strict=True)
+        return [np.concatenate(arrays)[: len(images)] for arrays in outputs]
 
     def _decoded(self, offsets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         return boxes_and_scores(

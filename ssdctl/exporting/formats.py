@@ -18,7 +18,7 @@ from PIL import Image
 
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
-from ssdctl.config import Config
+from ssdctl.config import Config, DataConfig
 from ssdctl.data import shapes
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store import open_splits
@@ -26,19 +26,17 @@ from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.exporting import nvidia
 from ssdctl.exporting.deployed import (
-    Comparison,
     Deployed,
+    Differences,
     ExportOptions,
     Images,
     Reference,
     example,
 )
-from ssdctl.exporting.int8 import int8_model
 from ssdctl.exporting.onnx import description, onnx_model
 from ssdctl.exporting.openvino import write_openvino
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.inference.image_detector import open_image, resized
-from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 NUM_IMAGES = 5  # an ONNX file is compared with PyTorch on them
@@ -128,49 +126,23 @@ def export_graph(
         RUNTIMES[kind],
         len(images),
         source,
-        found.box_difference,
-        found.score_difference,
+        found["box_difference"],
+        found["score_difference"],
     )
-    if found.default_precision is not None:
+    if kind == "openvino":
         log.info(
             "with OpenVINO's default precision on this CPU (%s): boxes %.1g of the image size, "
             "scores %.1g; the agreement above is that of INFERENCE_PRECISION_HINT f32",
-            found.default_precision,
-            found.default_box_difference,
-            found.default_score_difference,
+            found["default_precision"],
+            found["default_box_difference"],
+            found["default_score_difference"],
         )
-    differences = {key: value for key, value in found._asdict().items() if value is not None}
-    return {"fp16": options.is_fp16, "pictures": len(images), **differences}
-
-
-def export_int8(
-    checkpoint: Checkpoint,
-    target: Path,
-    options: ExportOptions,
-    config: Config,
-    *,
-    num_images: int,
-    max_ap_loss: float,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Write an int8 ONNX file that loses little AP; return what it costs. Errors: `int8_model`."""
-    images = training_images(*dataset_folders(config.data), num_images)
-    quantized = int8_model(
-        checkpoint, options, images, config, max_ap_loss=max_ap_loss, progress=progress
-    )
-    write_bytes(target, quantized.content)
-    for name, cost in (("fp32", quantized.before), ("int8", quantized.after)):
-        log.info(
-            "%s: AP %.4f, %.1f MB, %.1f ms a call", name, cost.ap, cost.size / 1e6, cost.latency_ms
-        )
-    log.info("ranges from %d images; heads in %s", len(images), quantized.heads)
-    costs = {"before": quantized.before._asdict(), "after": quantized.after._asdict()}
-    return {"heads": quantized.heads, "pictures": len(images), **costs}
+    return {"fp16": options.is_fp16, "pictures": len(images), **found}
 
 
 def pt2_program(
     checkpoint: Checkpoint, images: Images, options: ExportOptions
-) -> tuple[bytes, Comparison]:
+) -> tuple[bytes, Differences]:
     """Return the network as a `.pt2` file; compared with PyTorch after it is loaded again.
 
     The description of the detector is the extra file `ssdctl.json`.
@@ -189,10 +161,10 @@ def pt2_program(
     file.seek(0)
     loaded = torch.export.load(file).module()
     reference = Reference(checkpoint, images, options, "torch.export")
-    comparison = reference.check_outputs(
-        lambda part: [output.numpy() for output in loaded(torch.from_numpy(part))]
+    differences = reference.check_outputs(
+        lambda images: [output.numpy() for output in loaded(torch.from_numpy(images))]
     )
-    return file.getvalue(), comparison
+    return file.getvalue(), differences
 
 
 def images_of(root: Path, store: Path) -> tuple[Images, str]:
@@ -207,8 +179,9 @@ def images_of(root: Path, store: Path) -> tuple[Images, str]:
         return np.stack([resized(open_image(file)) for file in files]), "generated shapes"
 
 
-def training_images(root: Path, store: Path, count: int) -> Images:
+def training_images(data: DataConfig, count: int) -> Images:
     """Return (P, 300, 300, 3) images of the training split, evenly spaced; at most `count`."""
+    root, store = dataset_folders(data)
     images = dataset_images(root, store, count, ("train", "val"))
     if not (pixels := [resized(image) for image in itertools.islice(images, count)]):
         raise DataError(
@@ -227,8 +200,8 @@ def dataset_images(
             splits = open_splits(root, store)
         except DataError:
             read = annotations_of(root, store)
-            part = next(read[name] for name in names if name in read)
-            sources: Iterator[Any] = (part.folder / name for name in sorted(part.file_names))
+            own = next(read[name] for name in names if name in read)
+            sources: Iterator[Any] = (own.folder / name for name in sorted(own.file_names))
         else:
             split = next(splits[name] for name in names if name in splits)
             rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))

@@ -33,8 +33,8 @@ from ssdctl.download.hub import (
     no_progress_bars,
 )
 from ssdctl.errors import NetworkError, SsdctlError
-from ssdctl.evaluation.checkpoint import data_of
 from ssdctl.evaluation.coco_ap import FIGURES
+from ssdctl.evaluation.evaluate import data_of
 from ssdctl.exporting.deployed import ExportOptions
 from ssdctl.exporting.formats import dataset_images, images_of, safetensors_bytes
 from ssdctl.exporting.onnx import onnx_model, require_onnx

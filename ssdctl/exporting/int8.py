@@ -6,6 +6,7 @@ images of the training split. Decoding and NMS stay in fp32.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import tempfile
 import time
@@ -19,12 +20,14 @@ from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.config import Config
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluation.checkpoint import evaluate_checkpoint
+from ssdctl.evaluation.evaluate import evaluate_checkpoint
 from ssdctl.exporting import onnx
 from ssdctl.exporting.deployed import ExportOptions, Images, Runner
+from ssdctl.files import write_bytes
 from ssdctl.inference.onnx_detector import filled_batches
 from ssdctl.runtime.progress import Progress
 
+log = logging.getLogger(__name__)
 CALIBRATION_BATCH = 8
 LATENCY_RUNS = 11
 QUANTIZED = ("Conv", "Relu", "MaxPool", "Add")
@@ -37,27 +40,20 @@ class Cost(NamedTuple):
     latency_ms: float  # a call without NMS, on the graph's batch or one image
 
 
-class Quantized(NamedTuple):
-    """An int8 file, and what quantization changed."""
-
-    content: bytes
-    heads: str  # int8 or fp32
-    before: Cost
-    after: Cost
-
-
-def int8_model(
+def write_int8(
     checkpoint: Checkpoint,
-    options: ExportOptions,
+    target: Path,
     calibration: Images,
+    options: ExportOptions,
     config: Config,
     *,
     max_ap_loss: float,
     progress: Progress,
-) -> Quantized:
-    """Return an int8 file that loses at most `max_ap_loss`, with heads in fp32 if necessary.
+) -> dict[str, Any]:
+    """Write an int8 file that loses at most `max_ap_loss`, with heads in fp32 if necessary.
 
-    The calibration images, (P, 300, 300, 3), give the ranges of the activations.
+    The calibration images, (P, 300, 300, 3), give the ranges of the activations. Return what it
+    costs, `before` and `after`.
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
@@ -91,13 +87,19 @@ def int8_model(
         if before.ap - after.ap <= max_ap_loss:
             if options.has_nms:
                 quantized = onnx.with_nms(quantized, checkpoint, options)
-            content = onnx.with_metadata(quantized, checkpoint, options)
-            return Quantized(content, heads, before, after)
-    raise IntegrityError(
-        f"int8 lowers the AP from {before.ap:.4f} to {after.ap:.4f}, by more than {max_ap_loss}; "
-        "nothing was written",
-        hint="more images (--calibrate) may help; --max-ap-loss X accepts a larger loss",
-    )
+            write_bytes(target, onnx.with_metadata(quantized, checkpoint, options))
+            break
+    else:
+        raise IntegrityError(
+            f"int8 lowers the AP from {before.ap:.4f} to {after.ap:.4f}, by more than "
+            f"{max_ap_loss}; nothing was written",
+            hint="more images (--calibrate) may help; --max-ap-loss X accepts a larger loss",
+        )
+    for name, c in (("fp32", before), ("int8", after)):
+        log.info("%s: AP %.4f, %.1f MB, %.1f ms a call", name, c.ap, c.size / 1e6, c.latency_ms)
+    log.info("ranges from %d images; heads in %s", len(calibration), heads)
+    costs = {"before": before._asdict(), "after": after._asdict()}
+    return {"heads": heads, "pictures": len(calibration), **costs}
 
 
 def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: bool) -> Any:

@@ -18,8 +18,8 @@ from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES, InputConvention, OnnxDescription
 from ssdctl.errors import missing_package
 from ssdctl.exporting.deployed import (
-    Comparison,
     Deployed,
+    Differences,
     ExportOptions,
     Images,
     Reference,
@@ -102,7 +102,7 @@ nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] al
 
 def onnx_model(
     checkpoint: Checkpoint, images: Images, options: ExportOptions
-) -> tuple[bytes, Comparison]:
+) -> tuple[bytes, Differences]:
     """Return a checkpoint's network as an ONNX file that gives PyTorch's outputs on the images.
 
     Raises:
@@ -113,12 +113,12 @@ def onnx_model(
     require_onnx()
     reference = Reference(checkpoint, images, options, "onnxruntime")
     model = network_graph(checkpoint, options)
-    comparison = reference.check_outputs(runner(model))
+    differences = reference.check_outputs(runner(model))
     if options.has_nms:
         model = with_nms(model, checkpoint, options)
     if options.nms == "onnx":
         reference.check_detections(runner(model))
-    return with_metadata(model, checkpoint, options), comparison
+    return with_metadata(model, checkpoint, options), differences
 
 
 def require_onnx() -> None:
@@ -152,7 +152,8 @@ def with_nms(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> Any:
     import onnx
 
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
-    score_threshold, nms_iou = options.thresholds(constants)
+    chosen = options.score_threshold, options.nms_iou
+    score_threshold, nms_iou = constants.thresholds(*chosen)
     text = (NMS if options.nms == "onnx" else EFFICIENT_NMS).format(
         ir=model.ir_version,
         opset=next(e.version for e in model.opset_import if e.domain in ("", "ai.onnx")),
@@ -187,7 +188,8 @@ def clean_opsets(model: Any) -> None:
 def description(checkpoint: Checkpoint, options: ExportOptions) -> OnnxDescription:
     """Return what a reader needs in addition to the graph."""
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
-    score_threshold, nms_iou = options.thresholds(constants) if options.has_nms else (None, None)
+    chosen = options.score_threshold, options.nms_iou
+    score_threshold, nms_iou = constants.thresholds(*chosen) if options.has_nms else (None, None)
     return OnnxDescription(
         format=1,
         backbone=checkpoint.architecture.backbone,

@@ -14,7 +14,7 @@ from typing import Any
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.exporting import onnx
-from ssdctl.exporting.deployed import Comparison, ExportOptions, Images, Reference, Runner
+from ssdctl.exporting.deployed import Differences, ExportOptions, Images, Reference, Runner
 from ssdctl.files import write_bytes
 from ssdctl.inference.onnx_detector import DETECTIONS
 from ssdctl.runtime.system import quota_cores
@@ -24,8 +24,10 @@ METADATA = "ssdctl"  # key of the runtime information in the file
 
 def write_openvino(
     checkpoint: Checkpoint, target: Path, images: Images, options: ExportOptions
-) -> Comparison:
+) -> Differences:
     """Write the network as IR, NAME.xml and NAME.bin, if OpenVINO gives PyTorch's outputs.
+
+    Return the differences, also those without a hint for the precision (`default_*`).
 
     Raises:
         UsageError: OpenVINO is not installed, or the file has another suffix.
@@ -42,23 +44,21 @@ def write_openvino(
     graph = onnx.network_graph(checkpoint, options)
     with _converted(openvino, graph, checkpoint, options) as file:
         compiled = _compiled(openvino, file, INFERENCE_PRECISION_HINT="f32")
-        comparison = reference.check_outputs(_runner(compiled, options.output_names))
+        found = reference.check_outputs(_runner(compiled, options.output_names))
         compiled = _compiled(openvino, file)  # computes in bf16 where it can
         default = reference.compare(_runner(compiled, options.output_names))
-        comparison = comparison._replace(
-            default_precision=compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name(),
-            default_box_difference=default.box_difference,
-            default_score_difference=default.score_difference,
-        )
+        precision = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        found["default_precision"] = precision
+        found |= {f"default_{name}": value for name, value in default.items()}
         if not options.has_nms:
             _publish(file, target)
-            return comparison
+            return found
     graph = onnx.with_nms(graph, checkpoint, options)
     with _converted(openvino, graph, checkpoint, options) as file:
         compiled = _compiled(openvino, file, INFERENCE_PRECISION_HINT="f32")
         reference.check_detections(_runner(compiled, DETECTIONS))
         _publish(file, target)
-    return comparison
+    return found
 
 
 @contextmanager
@@ -82,11 +82,7 @@ def _compiled(openvino: Any, file: Path, **hints: str) -> Any:
 
 
 def _runner(compiled: Any, names: tuple[str, ...]) -> Runner:
-    def run(images: Images) -> list[Any]:
-        results = compiled(images)
-        return [results[name] for name in names]
-
-    return run
+    return lambda images: list(map(compiled(images).__getitem__, names))
 
 
 def _publish(file: Path, target: Path) -> None:

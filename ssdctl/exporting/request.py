@@ -52,10 +52,10 @@ def export_checkpoint(
 
     source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     if request.out.exists() and request.out.samefile(source):
-        raise UsageError(f"--out {request.out} is the checkpoint itself", hint="give another file")
+        raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
     check_memory_limit()
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
-    from ssdctl.evaluation.checkpoint import choose_data
+    from ssdctl.evaluation.evaluate import choose_data
     from ssdctl.exporting import formats
     from ssdctl.exporting.deployed import ExportOptions
 
@@ -76,49 +76,44 @@ def export_checkpoint(
     config = msgspec.structs.replace(resolved.config, data=data)
     if not request.int8:
         return result | formats.export_graph(content, request.format, request.out, options, config)
-    return result | formats.export_int8(
+    from ssdctl.exporting.int8 import write_int8
+
+    count = CALIBRATION_IMAGES if request.calibrate is None else request.calibrate
+    return result | write_int8(
         content,
         request.out,
+        formats.training_images(data, count),
         options,
         config,
-        num_images=CALIBRATION_IMAGES if request.calibrate is None else request.calibrate,
         max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
         progress=progress,
     )
 
 
 def _check(request: ExportRequest) -> Nms:
-    """Check that the options fit the format, and the file; return the outputs of a graph."""
-    kind = request.format
+    """Check that the options fit the format; return the outputs of a graph, see `deployed`."""
+    kind, nms, batch = request.format, request.nms, request.batch
     if kind not in FORMATS:
-        raise UsageError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
+        raise UsageError(f"format: {kind!r} is not one of {', '.join(FORMATS)}")
     if request.out.is_dir():
-        raise UsageError(f"--out {request.out}: is a folder", hint="give the name of a file in it")
-    if kind not in GRAPH_FORMATS:
-        given = {
-            "--raw": request.raw,
-            f"--nms {request.nms}": request.nms is not None,
-            "--batch": request.batch is not None,
-            "--fp16": request.fp16,
-        }
-        for option in (name for name, is_given in given.items() if is_given):
-            raise UsageError(f"{option} applies to {', '.join(GRAPH_FORMATS)}, not to {kind}")
-    if request.batch is not None and not 1 <= request.batch <= MAX_BATCH:
-        raise UsageError(f"--batch {request.batch}: expected a number from 1 to {MAX_BATCH}")
-    if (request.calibrate is not None or request.max_ap_loss is not None) and not request.int8:
-        raise UsageError("--calibrate and --max-ap-loss apply to --int8")
-    if request.int8 and kind != "onnx":
-        raise UsageError(f"--int8 applies to --format onnx, not to {kind}")
-    if request.int8 and request.fp16:
-        raise UsageError("give either --int8 or --fp16")
-    return _outputs(kind, request.nms, request.raw)
-
-
-def _outputs(kind: str, nms: str | None, raw: bool) -> Nms:
-    """Return the outputs of a graph; see `ssdctl.exporting.deployed`."""
-    if raw and nms is not None:
-        raise UsageError("--raw leaves out NMS: give either --raw or --nms")
+        raise UsageError(f"{request.out}: is a folder", hint="give the name of a file in it")
+    is_given = {
+        "raw": request.raw,
+        "nms": nms is not None,
+        "batch": batch is not None,
+        "fp16": request.fp16,
+    }
+    if kind not in GRAPH_FORMATS and (names := [name for name in is_given if is_given[name]]):
+        raise UsageError(f"{', '.join(names)}: for {', '.join(GRAPH_FORMATS)}, not for {kind}")
+    if batch is not None and not 1 <= batch <= MAX_BATCH:
+        raise UsageError(f"batch {batch}: expected a number from 1 to {MAX_BATCH}")
+    if request.int8 and (kind != "onnx" or request.fp16):
+        raise UsageError("int8 is for the format onnx, and not together with fp16")
+    if not request.int8 and (request.calibrate is not None or request.max_ap_loss is not None):
+        raise UsageError("calibrate and max-ap-loss are for int8")
+    if request.raw and nms is not None:
+        raise UsageError("raw leaves out NMS: give either raw or nms")
     allowed = {"openvino": ("onnx", "none"), "pt2": ("none",)}.get(kind, NMS)
     if nms is not None and nms not in allowed:
-        raise UsageError(f"--nms {nms}: for {kind}, choose {' or '.join(allowed)}")
-    return cast("Nms", "raw" if raw else nms or allowed[0])
+        raise UsageError(f"nms {nms}: for {kind}, choose {' or '.join(allowed)}")
+    return cast("Nms", "raw" if request.raw else nms or allowed[0])

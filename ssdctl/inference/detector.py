@@ -141,16 +141,14 @@ class Detector:
         except (RuntimeError, MemoryError) as error:
             if not self.device.is_out_of_memory(error):
                 raise
-            device = f"device {self.device.name} ({self.device.label})"
-            if num_images == 1:
-                raise UsageError(
-                    f"out of memory on {device}: one image does not fit",
-                    hint="another process may use the device; --device cpu evaluates without it",
-                ) from error
+            hint = "another process may use the device; --device cpu evaluates without it"
+            if fewer := num_images // 2:
+                option = f"in training --set evaluate.batch_size={fewer}"
+                hint = f"take {fewer}: --bs of evaluate and predict; {option}"
             raise UsageError(
-                f"out of memory on {device} while detecting on {num_images} images at a time",
-                hint=f"take {num_images // 2}: --bs of evaluate and predict; in training --set "
-                f"evaluate.batch_size={num_images // 2}",
+                f"out of memory on device {self.device.name} ({self.device.label}) while detecting "
+                f"on {num_images} images at a time",
+                hint=hint,
             ) from error
 
 

@@ -1,7 +1,7 @@
 """Draw boxes with labels on an image. Torch-free.
 
-All boxes are drawn before the labels. A label takes the first free place around or in its box, in
-the order of the boxes: the best detections keep the usual place. Colors have a dark outline, so
+All boxes are drawn before the labels. A label takes the first free position around or in its box,
+in the order of the boxes: the best detections keep the usual one. Colors have a dark outline, so
 that they are visible on any background.
 """
 
@@ -117,20 +117,22 @@ def draw(
     font = label_font(max(round(automatic), MIN_TEXT_SIZE))
     corners: list[Any] = np.asarray(boxes, np.float64).reshape(-1, 4).tolist()
     colors = [class_color(int(label)) for label in labels]
-    for box, color in reversed(list(zip(corners, colors, strict=True))):
-        _draw_box(pen, box, line, color)
+    halo = max(line // 3, 1)
+    drawn = [_grown(box, line // 2 + halo) for box in corners]
+    for box, outline, color in reversed(list(zip(corners, drawn, colors, strict=True))):
+        pen.rectangle(outline, outline=OUTLINE, width=line + 2 * halo)
+        pen.rectangle(_grown(box, line // 2), outline=color, width=line)
     texts = [one_line(str(name)) if style.labels else "" for name in names]
     if scores is not None and style.scores:
         pairs = zip(texts, scores, strict=True)
         texts = [f"{text} {score:.2f}".strip() for text, score in pairs]
-    sizes = [_text_size(font, text, line) if text else (0, 0) for text in texts]
-    drawn = [_grown(box, line // 2 + _halo(line)) for box in corners]
-    places = _free_places(drawn, sizes, image.size)
-    for color, text, place in reversed(list(zip(colors, texts, places, strict=True))):
+    height = font.getbbox("Ag|")[3] + line  # of all labels
+    sizes = [(font.getlength(text) + 2 * (line + 1), height) if text else (0, 0) for text in texts]
+    rectangles = _free_rectangles(drawn, sizes, image.size)
+    for color, text, rectangle in reversed(list(zip(colors, texts, rectangles, strict=True))):
         if text:
-            pen.rectangle(place, fill=color, outline=OUTLINE, width=_halo(line))
-            middle = (place[1] + place[3]) / 2
-            start = (place[0] + line + 1, middle)
+            pen.rectangle(rectangle, fill=color, outline=OUTLINE, width=halo)
+            start = (rectangle[0] + line + 1, (rectangle[1] + rectangle[3]) / 2)
             pen.text(start, text, fill=ink_on(color), font=font, anchor="lm")
     return result
 
@@ -149,29 +151,12 @@ def save_image(image: Image.Image, path: Path) -> None:
         image.save(file, kind, **SAVE_OPTIONS.get(kind, {}))
 
 
-def _draw_box(pen: ImageDraw.ImageDraw, box: Rectangle, line: int, color: str) -> None:
-    halo = _halo(line)
-    pen.rectangle(_grown(box, line // 2 + halo), outline=OUTLINE, width=line + 2 * halo)
-    pen.rectangle(_grown(box, line // 2), outline=color, width=line)
-
-
 def _grown(box: Rectangle, distance: int) -> Rectangle:
     left, top, right, bottom = box
     return left - distance, top - distance, right + distance, bottom + distance
 
 
-def _halo(line: int) -> int:
-    return max(line // 3, 1)
-
-
-def _text_size(
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont, text: str, line: int
-) -> tuple[float, float]:
-    """Return width and height of the rectangle of a label; all have the same height."""
-    return font.getlength(text) + 2 * (line + 1), font.getbbox("Ag|")[3] + line
-
-
-def _free_places(
+def _free_rectangles(
     boxes: Sequence[Rectangle], sizes: Sequence[tuple[float, float]], image: tuple[int, int]
 ) -> list[Rectangle]:
     """Return the rectangle of each label: the first candidate that overlaps no label before it.
@@ -179,7 +164,7 @@ def _free_places(
     If there is none, the one that hides the least of other labels. All are inside the image.
     """
     taken = np.zeros((len(boxes), 4))
-    places: list[Rectangle] = []
+    chosen: list[Rectangle] = []
     for number, (box, size) in enumerate(zip(boxes, sizes, strict=True)):
         best, least = box, np.inf
         for candidate in _candidates(box, size, image) if size[0] else ():
@@ -194,8 +179,8 @@ def _free_places(
                 break
         if size[0]:
             taken[number] = best
-        places.append(best)
-    return places
+        chosen.append(best)
+    return chosen
 
 
 def _candidates(

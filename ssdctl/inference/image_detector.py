@@ -1,10 +1,12 @@
 """Detect objects on images of any size: whole or in tiles, many in turn.
 
-    detector = ImageDetector(backend, classes, Options(tile=600))
+    detector = ImageDetector(backend, classes, PredictConfig(tile=600))
     for found in detect_ahead(detector, paths, prepare, batch_size=8, threads=4): ...
 
 An image becomes views, which the network gets: all of it, and its tiles if there are any. Their
-detections are merged into a `Result` in pixels of the image.
+detections are merged into a `Result` in pixels of the image. An object is cut if its box touches an
+edge of a tile inside the image. As long as it is smaller than the overlap, another tile has all of
+it; the view of the whole image has the larger ones.
 """
 
 from __future__ import annotations
@@ -24,32 +26,35 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.config.sections.evaluate import PredictConfig
 from ssdctl.data.classes import UNUSED, ClassName
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
 from ssdctl.inference.image_sources import source_of
 from ssdctl.inference.results import Result
-from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model.postprocess import ImageDetections
 from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.threads import map_ahead
 
 MAX_NAMED = 20  # class names listed in a message
-MAX_OVERLAP = 0.9
+CUT_MARGIN = 0.01  # a box this near to the window's edge touches it, as a fraction of the side
+CUT_COVERED = 0.5  # drop a truncated box if a kept box covers more than this
 OneImage: TypeAlias = (
     str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
 )
+
+
+class Window(NamedTuple):
+    """Part of an image in its pixels."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+
 View: TypeAlias = tuple[Window, NDArray[np.uint8]]  # (300, 300, 3), as the network gets it
-
-
-class Options(NamedTuple):
-    """Which detections are returned, and how they are looked for."""
-
-    classes: Sequence[str] = ()  # only these; empty: all
-    max_detections: int | None = None  # per image, best first; None: all that the network gives
-    tile: int | None = None  # side of the tiles in pixels; None: only the whole image
-    tile_overlap: float = 0.2  # fraction of the tile shared with a neighbor
 
 
 class PreparedImage(NamedTuple):
@@ -80,21 +85,15 @@ class ImageDetector:
     """A network with the choice of what it returns.
 
     Raises:
-        UsageError: The network has no class of that name, or the tiles are too small.
+        UsageError: The network has no class of that name.
     """
 
     def __init__(
         self,
         backend: DetectorBackend,
         classes: Sequence[ClassName],
-        options: Options = Options(),  # noqa: B008 - immutable
+        options: PredictConfig = PredictConfig(),  # noqa: B008 - immutable
     ) -> None:
-        if options.tile is not None and options.tile < MIN_TILE:
-            raise UsageError(f"tile {options.tile}: the smallest tile has {MIN_TILE} pixels")
-        if not 0 <= options.tile_overlap <= MAX_OVERLAP:
-            raise UsageError(
-                f"tile overlap {options.tile_overlap}: not a fraction from 0 to {MAX_OVERLAP}"
-            )
         self.backend = backend
         self.classes = list(classes)
         self.options = options
@@ -249,3 +248,73 @@ def resized(image: Image.Image, window: Window | None = None) -> NDArray[np.uint
     if window is not None and window != (0, 0, *image.size):
         image = image.crop(window)
     return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))
+
+
+def tile_windows(width: int, height: int, size: int, overlap: float) -> list[Window]:
+    """Return the whole image, and tiles that cover it if it is larger than one.
+
+    Tiles have `size` pixels; neighbors overlap by at least `overlap`, a fraction of the tile.
+    """
+    windows = [Window(0, 0, width, height)]
+    if width > size or height > size:
+        windows += [
+            Window(left, top, min(left + size, width), min(top + size, height))
+            for top in _starts(height, size, overlap)
+            for left in _starts(width, size, overlap)
+        ]
+    return windows
+
+
+def _starts(length: int, size: int, overlap: float) -> list[int]:
+    """Return evenly spaced starts of tiles, from 0 to the last one that fits."""
+    if length <= size:
+        return [0]
+    stride = max(int(size * (1 - overlap)), 1)
+    count = -(-(length - size) // stride) + 1
+    return [round(i * (length - size) / (count - 1)) for i in range(count)]
+
+
+def cut_flags(
+    boxes: NDArray[np.float64], window: Window, width: int, height: int
+) -> NDArray[np.bool_]:
+    """Return (K,) flags: the box touches an edge of its window that is not the image's."""
+    low, high = np.array(window[:2]), np.array(window[2:])
+    margin = CUT_MARGIN * (high - low)
+    is_cut: NDArray[np.bool_] = (boxes[:, :2] <= low + margin) & (low > 0)
+    is_cut |= (boxes[:, 2:] >= high - margin) & (high < [width, height])
+    return is_cut[:, 0] | is_cut[:, 1]
+
+
+def merge(
+    boxes: NDArray[np.float64],
+    scores: NDArray[np.float64],
+    labels: NDArray[np.int64],
+    is_cut: NDArray[np.bool_],
+    nms_iou: float,
+) -> NDArray[np.int64]:
+    """Select the detections of all windows by NMS per class; return indices, the best score first.
+
+    Complete boxes come before cut ones, so that part of an object never replaces all of it. A cut
+    box is also dropped if a kept box covers most of it.
+    """
+    kept: list[int] = []
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        order = members[np.lexsort((-scores[members], is_cut[members]))]
+        while len(order):
+            best, order = order[0], order[1:]
+            kept.append(int(best))
+            others = boxes[order]
+            low = np.maximum(boxes[best, :2], others[:, :2])
+            overlap = _areas(low, np.minimum(boxes[best, 2:], others[:, 2:]))
+            area = _areas(others[:, :2], others[:, 2:])
+            union = _areas(boxes[best, :2], boxes[best, 2:]) + area - overlap
+            is_part = is_cut[order] & (overlap > CUT_COVERED * area)
+            order = order[~((overlap > nms_iou * union) | is_part)]
+    indices = np.array(kept, np.int64)
+    return indices[np.argsort(-scores[indices], kind="stable")]
+
+
+def _areas(low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
+    areas: NDArray[np.float64] = (high - low).clip(min=0).prod(axis=-1)
+    return areas

@@ -35,7 +35,6 @@ VIDEO_SUFFIXES = (
 )
 _CAMERA = re.compile(r"/dev/video\d+")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "srt", "mms")
 _sessions = threading.local()
 
 
@@ -79,7 +78,8 @@ def source_of(name: str | os.PathLike[str]) -> ImageSource:
         raise UsageError(
             f"{redact_url(text)}: {scheme}:// is not supported; images are files, folders, "
             "patterns, or http:// and https:// URLs",
-            hint=_scheme_hint(scheme),
+            hint="mount or copy it (aws s3 sync, rclone copy), and give the path without file://; "
+            "of a stream, save frames first: ffmpeg -i URL -vf fps=1 frames/%06d.jpg",
         )
     try:
         host = urlsplit(text).hostname
@@ -89,14 +89,6 @@ def source_of(name: str | os.PathLike[str]) -> ImageSource:
         raise UsageError(f"{redact_url(text)}: not a valid URL", hint="check the host name")
     file_name = unquote(urlsplit(text).path).rpartition("/")[2]
     return ImageSource(Path(re.sub(r"[^\w.-]", "_", file_name).lstrip(".")[-100:] or "image"), text)
-
-
-def _scheme_hint(scheme: str) -> str:
-    if scheme == "file":
-        return "give the path without file://"
-    if scheme in _STREAMS:
-        return "save frames of the stream first: ffmpeg -i URL -vf fps=1 frames/%06d.jpg"
-    return "mount it (mount-s3, rclone mount) or copy it (aws s3 sync, rclone copy), and give that"
 
 
 def find_sources(

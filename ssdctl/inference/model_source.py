@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 from pathlib import Path
@@ -12,7 +13,6 @@ from ssdctl.download.detectors import (
     DetectorSource,
     fetch_detector,
     find_detector,
-    nearest_detector,
     remember_checksum,
 )
 from ssdctl.download.hub import (
@@ -75,12 +75,13 @@ def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | Dete
         raise error
     if path.exists():
         return path
-    near = nearest_detector(name)
-    names = ", ".join(d.name for d in DETECTORS)
+    names = [d.name for d in DETECTORS]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     raise UsageError(
         f"{name}: no such file, run folder or detector",
-        hint=(f"did you mean {near!r}? " if near else "")
-        + f"a run keeps its checkpoints in RUN/checkpoints/; detectors by name: {names}; "
+        hint=(f"did you mean {near[0]!r}? " if near else "")
+        + "a run keeps its checkpoints in RUN/checkpoints/; detectors by name: "
+        + f"{', '.join(names)}; "
         "models on the Hugging Face Hub: hf://org/name",
     )
 

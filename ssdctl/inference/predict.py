@@ -18,6 +18,7 @@ from PIL import Image
 from ssdctl.checkpoint import file as checkpoint_file
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, read_model
+from ssdctl.config.sections.evaluate import PredictConfig
 from ssdctl.data.classes import ClassName
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
@@ -27,7 +28,6 @@ from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, Detec
 from ssdctl.inference.image_detector import (
     ImageDetector,
     OneImage,
-    Options,
     Prediction,
     PreparedImage,
     UnreadableImage,
@@ -157,23 +157,21 @@ def open_detector(
 
 def load_detector(
     checkpoint: str | os.PathLike[str],
+    settings: PredictConfig,
     *,
-    device: str = "auto",
-    config: DetectorConfig,
-    options: Options = Options(),  # noqa: B008 - immutable
     mirror: str | None = None,
 ) -> tuple[ImageDetector, str]:
     """Return the detector that a user names, and what it is: `ssd300-resnet34`.
 
     See `locate_checkpoint`; `auto` is the accelerator of this machine or rank, else the CPU.
     """
-    opened = open_device(device, find_ranks().local_rank)
+    opened = open_device(settings.device, find_ranks().local_rank)
+    config = DetectorConfig(settings.precision, settings.score, settings.nms_iou)
     read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
     classes, backend = class_names(read), open_detector(read, opened, config)
     if isinstance(backend, Detector) and isinstance(backend.model, SSD300):
         backend.model.class_names = [c.name for c in classes]
-    detector = ImageDetector(backend, classes, options)
-    return detector, f"ssd300-{read.architecture.backbone}"
+    return ImageDetector(backend, classes, settings), f"ssd300-{read.architecture.backbone}"
 
 
 def load_network(checkpoint: str | os.PathLike[str]) -> SSD300:

@@ -11,7 +11,6 @@ A batch in which DALI fails on an image is decoded by the native pipeline, which
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -20,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.data.image_decode import ImageError, Pixels, plain_jpeg_size
+from ssdctl.data.image_decode import ImageError, encode, plain_jpeg_size
 from ssdctl.data.store import Split
 from ssdctl.device.base import Decoder
 from ssdctl.errors import DataError, DiskError
@@ -98,15 +96,9 @@ class _Feed:
                 content, size = self._split.read(row), self._split.pixel_sizes[row].tolist()
                 if plain_jpeg_size(content) == tuple(size):
                     return np.frombuffer(content, np.uint8)
-            return _as_bmp(self._split.decode(row))
+            return np.frombuffer(encode(self._split.decode(row), "BMP"), np.uint8)
         except (DataError, DiskError, ImageError):  # DALI fails on it as on any bad image
             return np.zeros(1, np.uint8)
-
-
-def _as_bmp(pixels: Pixels) -> NDArray[np.uint8]:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "BMP")
-    return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
 def _opener(config: LoaderConfig, decoder: Decoder | None) -> Any:

@@ -20,25 +20,17 @@ NUM_BATCHES = 2  # generated, and repeated
 
 
 def random_batch(
-    batch_size: int,
-    num_classes: int,
-    max_boxes: int = COCO_MOST_BOXES,
-    real_boxes: int = COCO_MEAN_BOXES,
-    *,
-    seed: int = 0,
+    batch_size: int, num_classes: int, max_boxes: int = COCO_MOST_BOXES, *, seed: int = 0
 ) -> Batch:
     """Return noise with as many boxes as an image of COCO has: as expensive as a real batch.
 
-    Args:
-        num_classes: Labels are below it; background is 0.
-        max_boxes: G, with padding.
-        real_boxes: On each image.
+    Labels are below `num_classes`; `max_boxes` includes padding.
     """
     generator = torch.Generator().manual_seed(seed)
     low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
     size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
     labels = torch.randint(1, num_classes, (batch_size, max_boxes), generator=generator)
-    labels[:, real_boxes:] = 0
+    labels[:, COCO_MEAN_BOXES:] = 0
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     jitter = torch.tensor([1.0, 1.0, 1.0, 0.1]).repeat(batch_size, 1)
@@ -54,19 +46,16 @@ class FakeLoader:
         self._config = config
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        batches = [self._make(number) for number in range(NUM_BATCHES)]
-        parts = range(start_step * self._config.accumulate, end_step * self._config.accumulate)
-        return (batches[part % NUM_BATCHES] for part in parts)
-
-    def _make(self, number: int) -> Batch:
         config, rows = self._config, self._split.trainable
-        seed = (config.seed * 997 + config.rank) * 31 + number
-        num_classes = len(self._split.classes) + 1
-        batch = random_batch(config.batch_size, num_classes, config.max_boxes, seed=seed)
-        return batch._replace(
-            jitter=None if config.augment == "none" else batch.jitter,
-            rows=rows[np.arange(config.batch_size) % len(rows)],
-        )
+        batches = []
+        for number in range(NUM_BATCHES):
+            seed = (config.seed * 997 + config.rank) * 31 + number
+            num_classes = len(self._split.classes) + 1
+            batch = random_batch(config.batch_size, num_classes, config.max_boxes, seed=seed)
+            batch = batch._replace(rows=rows[np.arange(config.batch_size) % len(rows)])
+            batches.append(batch._replace(jitter=None) if config.augment == "none" else batch)
+        numbers = range(start_step * config.accumulate, end_step * config.accumulate)
+        return (batches[number % NUM_BATCHES] for number in numbers)
 
 
 def fake_split() -> Split:

@@ -15,28 +15,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.data.image_decode import ImageError, Pixels
+from ssdctl.data.image_decode import ImageError, Pixels, thread_buffer
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.device.base import pageable_buffer
 from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import BadImage, Batch
-from ssdctl.input.resize import resize, resize_crop
 from ssdctl.input.sampler import LoaderConfig, Samples, SampleStream, draw_samples, whole_samples
 from ssdctl.runtime.threads import take_ahead
 
 BATCHES_AHEAD = 2
 MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us
+FILL_RGB = (123, 117, 104)  # the mean of ImageNet, around images that are zoomed out
 MAX_BAD_IN_A_ROW = 100  # bad images of the stream, one after another, before the run fails
-Problem = tuple[int, str]  # which slot of a batch, and why
-Edges = tuple[int, int, int, int]
+Edges = tuple[int, int, int, int]  # left, top, right, bottom in pixels
+# A batch, its pixels, and what is still decoded: which slots fail, and why.
+Started = tuple[Samples, Pixels, list[Future[list[tuple[int, str]]]]]
 Buffer = Callable[[tuple[int, ...]], Tensor]
 # Called for a slot whose image is bad, with the pixels of the whole batch.
 Replace = Callable[[Samples, int, str, Pixels], BadImage]
@@ -77,23 +78,20 @@ class TrainLoader:
 
     def _replace(self, samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
         """Put the next good sample of the stream into a slot of a micro-batch and its pixels."""
-        split, bad = self._split, int(samples.rows[slot])
-        position = int(samples.positions[slot])
-        tried = {bad}
-        for step in range(1, MAX_BAD_IN_A_ROW * len(self._stream)):
+        split, position = self._split, int(samples.positions[slot])
+        bad = int(samples.rows[slot])
+        tried, step = {bad}, 0
+        while len(tried) < min(MAX_BAD_IN_A_ROW, len(self._stream)):
+            step += 1
             other = draw_samples(split, self._stream, self._config, position + step, 1)
             row = int(other.rows[0])
-            if row in tried:
-                continue
-            tried.add(row)
-            if decode_sample(split, other, 0, pixels[slot]) is None:
+            if row not in tried and decode_sample(split, other, 0, pixels[slot]) is None:
                 _put(other, samples, slot)
-                ids = split.image_ids
-                return BadImage(int(ids[bad]), split.place(bad), problem, position, int(ids[row]))
-            if len(tried) >= min(MAX_BAD_IN_A_ROW, len(self._stream)):
-                break
+                bad_id, image_id = split.image_ids[[bad, row]].tolist()
+                return BadImage(bad_id, split.location(bad), problem, position, image_id)
+            tried.add(row)
         raise DataError(
-            f"{len(tried)} images in a row cannot be decoded, the first {split.place(bad)}: "
+            f"{len(tried)} images in a row cannot be decoded, the first {split.location(bad)}: "
             f"{problem}",
             hint="check that the dataset's disk is mounted; `ssdctl prepare --force` checks every "
             "image",
@@ -115,7 +113,7 @@ def evaluation_batches(
     def refuse(samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
         row = int(samples.rows[slot])
         raise DataError(
-            f"image {split.image_ids[row]} cannot be decoded: {split.place(row)}: {problem}",
+            f"image {split.image_ids[row]} cannot be decoded: {split.location(row)}: {problem}",
             hint="replace the file, or take the image out of the annotations; then run it again",
         )
 
@@ -124,12 +122,6 @@ def evaluation_batches(
         for i in range(0, len(rows), batch_size)
     )
     return _decoded(split, work, batch_size, threads, 1, refuse)
-
-
-class _Pending(NamedTuple):
-    samples: Samples
-    pixels: Pixels
-    futures: list[Future[list[Problem]]]
 
 
 def _decoded(
@@ -146,32 +138,28 @@ def _decoded(
     `replace` is called for each image that cannot be decoded.
     """
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
-    num_buffers = held + BATCHES_AHEAD + 1
-    free = deque(buffer(shape).numpy() for _ in range(num_buffers))
+    free = deque(buffer(shape).numpy() for _ in range(held + BATCHES_AHEAD + 1))
     share = min(max(batch_size // threads, 1), MAX_IMAGES_PER_TASK)
 
-    def start(pool: ThreadPoolExecutor, samples: Samples) -> _Pending:
+    def decode(samples: Samples, slots: range, pixels: Pixels) -> list[tuple[int, str]]:
+        problems = ((slot, decode_sample(split, samples, slot, pixels[slot])) for slot in slots)
+        return [(slot, problem) for slot, problem in problems if problem is not None]
+
+    def start(samples: Samples) -> Started:
         pixels = free[0]
         free.rotate(-1)
         slots = range(len(samples.rows))
-        parts = [slots[i : i + share] for i in range(0, len(slots), share)]
-        futures = [pool.submit(_decode_part, split, samples, part, pixels) for part in parts]
-        return _Pending(samples, pixels, futures)
+        shares = [slots[i : i + share] for i in range(0, len(slots), share)]
+        return samples, pixels, [pool.submit(decode, samples, s, pixels) for s in shares]
 
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         try:
-            started = (start(pool, samples) for samples in work)
-            for pending in take_ahead(started, BATCHES_AHEAD):
-                yield _finished(pending, replace)
+            for samples, pixels, futures in take_ahead(map(start, work), BATCHES_AHEAD):
+                problems = [problem for future in futures for problem in future.result()]
+                bad = tuple(replace(samples, slot, text, pixels) for slot, text in problems)
+                yield as_batch(samples, torch.from_numpy(pixels[: len(samples.rows)]), bad)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _finished(done: _Pending, replace: Replace) -> Batch:
-    samples, pixels = done.samples, done.pixels
-    problems = [problem for future in done.futures for problem in future.result()]
-    bad = tuple(replace(samples, slot, problem, pixels) for slot, problem in problems)
-    return as_batch(samples, torch.from_numpy(pixels[: len(samples.rows)]), bad)
 
 
 def as_batch(samples: Samples, images: Tensor, bad: tuple[BadImage, ...] = ()) -> Batch:
@@ -184,11 +172,6 @@ def as_batch(samples: Samples, images: Tensor, bad: tuple[BadImage, ...] = ()) -
         rows=samples.rows,
         bad=bad,
     )
-
-
-def _decode_part(split: Split, samples: Samples, slots: range, pixels: Pixels) -> list[Problem]:
-    problems = ((slot, decode_sample(split, samples, slot, pixels[slot])) for slot in slots)
-    return [(slot, problem) for slot, problem in problems if problem is not None]
 
 
 def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str | None:
@@ -229,3 +212,58 @@ def _put(source: Samples, target: Samples, slot: int) -> None:
             values[slot] = getattr(source.view, name)[0]
     for into, values in zip(target.view.boxes, source.view.boxes, strict=True):
         into[slot] = values[0]
+
+
+def resize(pixels: Pixels, out: Pixels) -> None:
+    """Resize a whole image into `out` (300, 300, 3), bit for bit as Pillow does."""
+    small = Image.fromarray(pixels).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+    out[...] = np.asarray(small)
+
+
+def resize_crop(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
+    """Resize the crop `box` (ltrb, pixels) into `out` (H, W, 3), mirrored if `flip` is set.
+
+    Pixels outside the image get the mean color of ImageNet.
+    PyTorch's kernel is Pillow's filter in 16-bit integers: at most one level from it.
+    """
+    left, top, right, bottom = box
+    height, width = pixels.shape[:2]
+    if left < 0 or top < 0 or right > width or bottom > height:
+        _resize_padded(pixels, box, flip, out)
+        return
+    window = pixels[top:bottom, left:right]
+    if not (window.flags.c_contiguous and window.flags.writeable):
+        packed = thread_buffer("crop", window.size).reshape(window.shape)
+        np.copyto(packed, window)
+        window = packed
+    target = small = _as_images(out)
+    if flip:
+        small = _as_images(thread_buffer("small", out.size).reshape(out.shape))
+    torch.ops.aten._upsample_bilinear2d_aa.out(
+        _as_images(window), list(out.shape[:2]), False, None, None, out=small
+    )
+    if flip:
+        torch.ops.aten.flip.out(small, [3], out=target)
+
+
+def _resize_padded(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
+    """Resize a crop that leaves the image: what is inside is resized, the rest filled."""
+    low, high = np.array(box[:2]), np.array(box[2:])
+    size = np.array(pixels.shape[1::-1])  # width, height
+    inner_low, inner_high = low.clip(0, size - 1), high.clip(1, size)
+    scale = np.array(out.shape[1::-1]) / (high - low)
+    start = np.rint((inner_low - low) * scale).astype(int)
+    end = np.maximum(np.rint((inner_high - low) * scale).astype(int), start + 1)
+    small = np.empty((end[1] - start[1], end[0] - start[0], 3), np.uint8)
+    inner = (int(inner_low[0]), int(inner_low[1]), int(inner_high[0]), int(inner_high[1]))
+    resize_crop(pixels, inner, False, small)
+    out[...] = FILL_RGB
+    window = out[start[1] : end[1], start[0] : end[0]]
+    window[...] = small[: window.shape[0], : window.shape[1]]
+    if flip:
+        out[...] = out[:, ::-1].copy()
+
+
+def _as_images(pixels: Pixels) -> torch.Tensor:
+    """(H, W, 3) -> a (1, 3, H, W) view, channels last."""
+    return torch.from_numpy(pixels[None]).permute(0, 3, 1, 2)

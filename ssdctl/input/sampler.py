@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.store import Split
-from ssdctl.input.augmentations import Boxes, Keys, View, load, whole
-from ssdctl.input.counter_rng import hashed
+from ssdctl.input.augmentations import Boxes, Keys, View, hashed, load, whole
 
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig
@@ -80,11 +79,11 @@ class SampleStream:
 
     def samples(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return rows and epochs, (count,) each, of the stream's samples `start` and following."""
-        epochs, places = np.divmod(np.arange(start, start + count), len(self._rows))
+        epochs, numbers = np.divmod(np.arange(start, start + count), len(self._rows))
         rows = np.empty(count, np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            rows[chosen] = self._permutation(int(epoch))[places[chosen]]
+            rows[chosen] = self._permutation(int(epoch))[numbers[chosen]]
         return rows, epochs
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ssdctl.boxes.matcher import Matcher
-from ssdctl.boxes.ops import pairwise_iou
+from ssdctl.boxes.ops import Matcher, pairwise_iou
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.ssd300 import SSD300
@@ -152,9 +151,9 @@ class MatcherWithoutTables(Matcher):
 class MatcherWithoutScatter(Matcher):
     """Gaudi scatters 64-bit integers on the host; on CUDA it is not deterministic."""
 
-    def scatter_largest(self, values_BG: Tensor, place_BG: Tensor, size: int) -> Tensor:
-        place_N = torch.arange(size, device=place_BG.device)
-        is_there_BGN = place_BG.unsqueeze(2) == place_N
+    def scatter_largest(self, values_BG: Tensor, index_BG: Tensor, size: int) -> Tensor:
+        numbers_N = torch.arange(size, device=index_BG.device)
+        is_there_BGN = index_BG.unsqueeze(2) == numbers_N
         none = values_BG.new_full((), -1)
         return values_BG.unsqueeze(2).where(is_there_BGN, none).amax(dim=1)
 

@@ -115,10 +115,10 @@ def training_charts(runs: Sequence[RunData]) -> list[Chart]:
                 x=x,
                 y=y,
                 color=_color(number if len(runs) > 1 else metric.color),
-                dash=DASHES[place if len(runs) > 1 else metric.dash],
+                dash=DASHES[style if len(runs) > 1 else metric.dash],
             )
             for number, run in enumerate(runs)
-            for place, metric in enumerate(metrics)
+            for style, metric in enumerate(metrics)
             for x, y in [_points(run.evals if metric.is_eval else run.train, metric.key, len(runs))]
             if len(x)
         ]
@@ -136,11 +136,9 @@ def precision_recall(evaluation: Evaluation) -> Chart | None:
         if len(curve) > 1
     ]
     classes = _class_lines(evaluation, [entry.precision for entry in evaluation.per_class])
-    return (
-        _chart("Precision and recall", "recall", [*classes, *means], UNIT, "precision")
-        if means
-        else None
-    )
+    if not means:
+        return None
+    return _chart("Precision and recall", "recall", [*classes, *means], UNIT, "precision")
 
 
 def f1_over_score(evaluation: Evaluation) -> Chart | None:
@@ -151,10 +149,8 @@ def f1_over_score(evaluation: Evaluation) -> Chart | None:
         return None
     mean = np.mean([curve for curve in curves if curve], axis=0)
     lines = [*_class_lines(evaluation, curves), Line("mean", _shares(mean), mean, "currentColor")]
-    mark = f"best: {best[0]:.2f}"
-    return _chart(
-        "F1 and score threshold", "score threshold", lines, UNIT, "F1", mark=(best[0], mark)
-    )
+    mark = (best[0], f"best: {best[0]:.2f}")
+    return _chart("F1 and score threshold", "score threshold", lines, UNIT, "F1", mark=mark)
 
 
 def calibration(evaluation: Evaluation) -> Chart | None:
@@ -178,11 +174,9 @@ def runs_precision_recall(runs: Sequence[RunData]) -> Chart | None:
         for number, run in enumerate(runs)
         if run.evaluation and len(curve := run.evaluation.curves.get("0.50", [])) > 1
     ]
-    return (
-        _chart("Precision and recall at IoU 0.5", "recall", lines, UNIT, "precision")
-        if lines
-        else None
-    )
+    if not lines:
+        return None
+    return _chart("Precision and recall at IoU 0.5", "recall", lines, UNIT, "precision")
 
 
 UNIT = Scale(0, 1, 0, 1)

@@ -165,10 +165,9 @@ def _command(run: RunData) -> str | None:
 def _analysis(run: RunData, limit: int) -> dict[str, Any]:
     evaluation = run.evaluation
     images, reason = embed_samples(evaluation, limit)
-    drawn = (
-        [charts.precision_recall(evaluation), charts.f1_over_score(evaluation),
-         charts.calibration(evaluation)] if evaluation else []
-    )  # fmt: skip
+    kinds = (charts.precision_recall, charts.f1_over_score, charts.calibration)
+    drawn = [draw(evaluation) for draw in kinds] if evaluation else []
+    errors = evaluation.errors if evaluation else []
     classes = evaluation.per_class if evaluation else []
     measured = sorted((c for c in classes if c.AP >= 0), key=lambda c: -c.AP)
     return {
@@ -182,9 +181,7 @@ def _analysis(run: RunData, limit: int) -> dict[str, Any]:
         "images": images,
         "reason": reason,
         "charts": [chart for chart in drawn if chart],
-        "largest_error": max((e.delta_ap for e in evaluation.errors), default=0)
-        if evaluation
-        else 0,
+        "largest_error": max((e.delta_ap for e in errors), default=0),
         "findings": prepare_findings(Path(evaluation.about.store)) if evaluation else [],
     }
 
@@ -306,13 +303,9 @@ def _embed(evaluation: Evaluation, sample: SampleImage, read: Reader) -> Embedde
 
 def _corners(box: Box, scale: float, image: Image.Image) -> list[float]:
     left, top, width, height = (v * scale for v in box)
-    corners = (
-        min(max(left, 0), image.width),
-        min(max(top, 0), image.height),
-        max(min(left + width, image.width), 0),
-        max(min(top + height, image.height), 0),
-    )
-    return [round(v, 1) for v in corners]
+    corners = (left, top, left + width, top + height)
+    ends = image.size * 2
+    return [round(min(max(v, 0), end), 1) for v, end in zip(corners, ends, strict=True)]
 
 
 def _url(image: Image.Image) -> str:

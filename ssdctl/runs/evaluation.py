@@ -130,10 +130,10 @@ class Evaluation(msgspec.Struct, frozen=True):
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""
         names = ("step", "epoch", "precision", "score_threshold")
-        place = {name: getattr(self.about, name) for name in names}
+        position = {name: getattr(self.about, name) for name in names}
         classes = msgspec.to_builtins(self.per_class)
         return {
-            **{k: v for k, v in place.items() if v is not None},
+            **{k: v for k, v in position.items() if v is not None},
             **self.figures,
             "images": self.about.images,
             "detections": self.about.detections,

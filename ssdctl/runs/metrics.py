@@ -66,15 +66,14 @@ class MetricsFile:
         """Return the evaluations among the records that were kept, in their order."""
         return [r for r in self.past_records if r["kind"] == "eval"]
 
-    def write(self, record: Record) -> Record:
-        """Append one line and return what it contains. A power cut may lose the last lines."""
+    def write(self, record: Record) -> None:
+        """Append one line. A power cut may lose the last lines."""
         # JSON has no NaN: -1, as in pycocotools.
         record = {
             key: -1 if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
         retry_transient(lambda: self._append(_line(record)))
-        return record
 
     def _append(self, line: str) -> None:
         """Append a line, or nothing: a part of it would make the next one unreadable."""

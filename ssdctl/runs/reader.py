@@ -53,10 +53,9 @@ class RunData(NamedTuple):
     @property
     def class_ap(self) -> dict[str, float]:
         """AP per class of the best evaluation."""
-        step = (self.best or {}).get("step")
-        events = (e for e in reversed(self.events) if (e["event"], e["step"]) == ("class_ap", step))
-        for ap in (event.get("AP") for event in events):
-            if isinstance(ap, dict):
+        best = "class_ap", (self.best or {}).get("step")
+        for event in reversed(self.events):
+            if (event["event"], event["step"]) == best and isinstance(ap := event.get("AP"), dict):
                 return {k: float(v) for k, v in ap.items() if is_number(v)}
         return {c.name: c.AP for c in self.evaluation.per_class} if self.evaluation else {}
 
@@ -89,19 +88,16 @@ class RunData(NamedTuple):
     @property
     def shown_events(self) -> list[tuple[int, str, str]]:
         """The events as step, name and facts in readable form."""
-        return [
-            (
-                e["step"],
-                e["event"],
-                ", ".join(f"{k} {_shown(v)}" for k, v in e.items() if k not in EVENT_KEYS),
-            )
-            for e in self.events
-            if e["event"] != "class_ap"
-        ]
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        shown = []
+        for event in self.events:
+            if event["event"] != "class_ap":
+                facts = (
+                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                    for name, value in event.items()
+                    if name not in EVENT_KEYS
+                )
+                shown.append((event["step"], event["event"], ", ".join(facts)))
+        return shown
 
 
 def read_run(path: Path) -> RunData:
@@ -231,26 +227,28 @@ def summarize_runs(folder: Path) -> list[RunSummary]:
         raise UsageError(
             f"{folder}: no such folder", hint="`ssdctl train` makes runs/, `--out` another folder"
         )
-    return sorted(map(_summary, _run_folders(folder)), key=lambda run: -run.time)
+    return [_summary(path) for path in newest_runs(folder)]
 
 
-def newest_run(folder: Path = RUNS, *, has_checkpoint: bool = True) -> Path:
-    """Return the run folder that was written last.
+def newest_run(*, has_checkpoint: bool) -> Path:
+    """Return the run folder in `runs/` that was written last.
 
     Args:
-        has_checkpoint: Only runs that saved a checkpoint.
+        has_checkpoint: Skip runs that saved no checkpoint.
 
     Raises:
         UsageError: There is none; the hint names runs elsewhere.
     """
-    for path in newest_runs(folder):
+    for path in newest_runs():
         if not has_checkpoint or RunDir(path).best.is_file() or RunDir(path).last.is_file():
             return path
     what = "run with a checkpoint" if has_checkpoint else "run"
     others = newest_runs(Path())[:MAX_NAMED]
-    start = "`ssdctl train --data DIR` starts one"
     named = f"name one of {', '.join(map(str, others))}" if others else "name one"
-    raise UsageError(f"no run named, and {folder}/ has no {what}", hint=f"{named}; {start}")
+    raise UsageError(
+        f"no run named, and {RUNS}/ has no {what}",
+        hint=f"{named}; `ssdctl train --data DIR` starts one",
+    )
 
 
 def newest_runs(folder: Path = RUNS) -> list[Path]:

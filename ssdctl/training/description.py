@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config import Config
-from ssdctl.config.resolve import Kind, Resolved
+from ssdctl.config.resolve import Kind
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.safe_text import listed
-from ssdctl.training.run import value_text
 from ssdctl.training.schedule import TrainSchedule, next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.run import OpenedRun, SettledRun
 
 MAX_CLASSES = 8  # that are named
 NEARLY_DECAYED = 0.1  # fraction of the peak, at the end of a cosine
@@ -29,7 +28,7 @@ def describe_run(opened: OpenedRun, step: int) -> dict[str, Any]:
     val_images = 0
     if opened.val is not None:
         val_images = len(opened.val.image_ids if opened.val_rows is None else opened.val_rows)
-    evaluations = evaluations_after(run.resolved, plan, step) if val_images else []
+    evaluations = evaluations_after(run, step) if val_images else []
     devices = f"{opened.ranks.world_size} x " if opened.ranks.world_size > 1 else ""
     threads = f", {counted(opened.threads, 'decode thread')}"
     names = [c.name for c in opened.train.classes]
@@ -38,12 +37,12 @@ def describe_run(opened: OpenedRun, step: int) -> dict[str, Any]:
         ("network", network_line(run.config, step=step)),
         ("device", f"{devices}{opened.device.label}, {run.precision}{threads}"),
         ("length", length_line(plan, len(evaluations))),
-        ("recipe", recipe_line(run.resolved, plan)),
+        ("recipe", recipe_line(run)),
         ("run", str(run.out)),
     ]
     return {
         "facts": facts,
-        "details": details_line(run.resolved),
+        "details": details_line(run),
         "images": plan.images,
         "total_steps": plan.total_steps,
         "global_batch_size": plan.global_batch_size,
@@ -80,11 +79,11 @@ def length_line(plan: TrainSchedule, evaluations: int) -> str:
     return f"{line}, {counted(evaluations, 'evaluation')}" if evaluations else line
 
 
-def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
-    config = resolved.config.train
-    rule, values = rule_and_values(resolved)
-    name = rule or f"preset {config.preset}"
-    if config.steps == plan.total_steps and "decay_epochs" in values:
+def recipe_line(run: SettledRun) -> str:
+    config, plan = run.config.train, run.plan
+    name = run.rule.partition(" (")[0] if run.rule else f"preset {config.preset}"
+    is_fitted = run.resolved.sources["train.decay_epochs"].kind is Kind.RULE
+    if is_fitted and config.steps == plan.total_steps:
         name += f", fitted to --steps {config.steps}"
     decay = [step for step in plan.decay_steps if step <= plan.total_steps]
     if plan.is_cosine:
@@ -95,32 +94,18 @@ def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
     return f"{name}: {config.optimizer}, learning rate {plan.peak_lr:g}, {warmup}{shape}"
 
 
-def rule_and_values(resolved: Resolved) -> tuple[str, dict[str, object]]:
-    """Return the rule for few images or fine-tuning and what it chose; without one, both empty."""
-    rule, values = "", {}
-    for path, source in resolved.sources.items():
-        section, _, name = path.partition(".")
-        if source.kind is Kind.RULE and section == "train":
-            rule, values[name] = source.label, getattr(resolved.config.train, name)
-    return rule, values
-
-
-def details_line(resolved: Resolved) -> str | None:
+def details_line(run: SettledRun) -> str | None:
     """Return the settings that a rule chose, for -v; None without a rule."""
-    rule, values = rule_and_values(resolved)
-    if not rule:
-        return None
-    changes = ", ".join(f"{name} {value_text(value)}" for name, value in values.items())
-    preset = resolved.config.train.preset
-    return f"{rule} sets {changes}; use --preset {preset} for the full COCO recipe"
+    preset = run.config.train.preset
+    return run.rule and f"{run.rule}; use --preset {preset} for the full COCO recipe"
 
 
-def warning_of_cut(resolved: Resolved, plan: TrainSchedule) -> str | None:
+def warning_of_cut(run: SettledRun) -> str | None:
     """Return a warning if --steps ends the run before its learning rate does; else None.
 
     The rules for few images and fine-tuning fit the schedule to --steps, recipes do not.
     """
-    config, total = resolved.config.train, plan.total_steps
+    config, plan, total = run.config.train, run.plan, run.plan.total_steps
     if config.steps is None or config.fake_data or config.steps > total:
         return None
     missed = [f"{step:,}" for step in plan.decay_steps if step > total]
@@ -135,9 +120,9 @@ def warning_of_cut(resolved: Resolved, plan: TrainSchedule) -> str | None:
     )
 
 
-def warnings_of_unreached(resolved: Resolved, plan: TrainSchedule) -> list[str]:
+def warnings_of_unreached(run: SettledRun) -> list[str]:
     """Return warnings about steps that the run does not reach: --steps, --profile, decays."""
-    config, total = resolved.config.train, plan.total_steps
+    config, plan, total = run.config.train, run.plan, run.plan.total_steps
     warnings = []
     if config.steps is not None and config.steps > total:
         warnings.append(
@@ -155,11 +140,11 @@ def warnings_of_unreached(resolved: Resolved, plan: TrainSchedule) -> list[str]:
     return warnings
 
 
-def evaluations_after(resolved: Resolved, plan: TrainSchedule, step: int) -> list[int]:
+def evaluations_after(run: SettledRun, step: int) -> list[int]:
     """Return the steps after `step` with which an evaluation follows; the last one included."""
-    config, steps = resolved.config.train, list[int]()
-    while step < plan.total_steps and len(steps) < MAX_EVALUATIONS:
-        step = next_evaluation(config, plan, step)
+    steps: list[int] = []
+    while step < run.plan.total_steps and len(steps) < MAX_EVALUATIONS:
+        step = next_evaluation(run.config.train, run.plan, step)
         steps.append(step)
     return steps
 

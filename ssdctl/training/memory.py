@@ -90,16 +90,11 @@ def largest_batch(
     Raises:
         UsageError: The device does not report its memory, or not even one image fits.
     """
-    if device.is_host:
-        raise UsageError(
-            f"--bs auto: the memory of device {device.name} does not determine a good batch size",
-            hint="give a number, as in --bs 8",
-        )
-    memory = device.memory_bytes()
+    memory = None if device.is_host else device.memory_bytes()
     if memory is None:
         raise UsageError(
-            f"--bs auto: device {device.name} does not report its memory",
-            hint="give a number, as in --bs 32",
+            f"--bs auto: device {device.name} does not report a memory of its own",
+            hint="give a number, as in --bs 8",
         )
     fits = _measure_largest_batch(config, architecture, device, precision, memory)
     fits = collectives.broadcast(min(collectives.gather_to_first(fits, ranks), default=0), ranks)

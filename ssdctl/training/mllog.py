@@ -130,7 +130,7 @@ class MLLog:
             "event_type": event_type,
             "key": key,
             "value": value,
-            "metadata": {**_place(), **metadata},
+            "metadata": {**_call_site(), **metadata},
         }
         with (
             disk_errors(self._path, "writing"),
@@ -139,7 +139,7 @@ class MLLog:
             file.write(f":::MLLOG {json.dumps(line)}\n")
 
 
-def _place() -> dict[str, Any]:
+def _call_site() -> dict[str, Any]:
     """Return the file and the line of the call of `_point`, `_start` or `_stop`."""
     frame = sys._getframe(3)
     path = Path(frame.f_code.co_filename)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Kind
-from ssdctl.config.settings import EARLIER_VALUES, Setting, all_settings, with_current_keys
+from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.data.classes import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
@@ -130,27 +129,22 @@ def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
 
 
 def _changed_settings(opened: OpenedRun, checkpoint: Checkpoint) -> dict[str, object]:
-    now = values(opened.run.config)
-    sources = opened.run.resolved.sources
+    """Return the values that the checkpoint was trained with, of the settings that differ.
+
+    A setting that its version did not have was at its default; one of the recipe, which has none,
+    counts as unchanged.
+    """
+    now, sources = values(opened.run.config), opened.run.resolved.sources
     # A longer run may have another schedule, as after another --epochs.
     schedule = ("train.warmup", "train.lr_decay", "train.decay_epochs")
     derived = {key for key in schedule if sources[key].kind is Kind.RULE}
-    before = with_current_keys(checkpoint.config)
-    return {
-        path: saved
-        for path, setting in all_settings().items()
-        if setting.is_compared
-        and path not in derived
-        and _plain(saved := _saved(setting, before, now[path])) != _plain(now[path])
-    }
-
-
-def _saved(setting: Setting, before: Mapping[str, Any], now: Any) -> Any:
-    """Return a checkpoint's value, or what its version did if it did not have the setting: the
-    default; for a setting of the recipe, which has none, its earlier value if it is known."""
-    if setting.path in before or not setting.is_recipe:
-        return before.get(setting.path, setting.default)
-    return EARLIER_VALUES.get(setting.path, now)
+    before, changed = with_current_keys(checkpoint.config), {}
+    for path, setting in all_settings().items():
+        if setting.is_compared and path not in derived:
+            saved = before.get(path, now[path] if setting.is_recipe else setting.default)
+            if _plain(saved) != _plain(now[path]):
+                changed[path] = saved
+    return changed
 
 
 def _plain(value: object) -> object:

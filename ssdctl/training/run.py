@@ -233,7 +233,7 @@ def adapt_to_data(resolved: Settled, images: int, world_size: int) -> tuple[Sett
     for name, value in values.items():
         resolved = resolved.with_value(f"train.{name}", value, Source(Kind.RULE, rule.name))
     kind = "fine-tuning on" if config.init is not None else "only"
-    changes = ", ".join(f"{name} {value_text(value)}" for name, value in values.items())
+    changes = ", ".join(f"{name} {_text(value)}" for name, value in values.items())
     line = f"{rule.name} ({kind} {images:,} training images): {changes}"
     return resolved, line
 
@@ -281,7 +281,7 @@ def _values(resolved: Settled, rule: Rule, images: int, world_size: int) -> dict
     return values
 
 
-def value_text(value: object) -> str:
+def _text(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(f"{part:g}" for part in value)
     return str(value).lower() if isinstance(value, bool) else str(value)

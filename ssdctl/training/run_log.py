@@ -1,22 +1,25 @@
 """Record the progress of a run: metrics.jsonl, terminal, trackers, MLPerf's log.
 
-Every rank calls the methods, since some of them gather from all ranks. On the first rank each
-record reaches the observers; a record of these kinds is written to metrics.jsonl and shown:
+Every rank calls the methods, since some of them gather from all ranks. The first rank writes
+records of these kinds to metrics.jsonl and shows them:
 
     train, epoch, eval, event
 
-The others are for some of the observers: `start` (what the run is about to do), `begin` (a step),
-`position` (after a step, and before and after an evaluation), `detections`, `checkpoint` (best or
-last), `rewind` (to a step, after which all is trained again), `end`.
+All records reach the trackers and MLPerf's log, and some are for them or the display only: `start`
+(what the run is about to do), `begin` (a step), `position` (after a step, and before and after an
+evaluation), `detections`, `checkpoint` (best or last), `rewind` (to a step, after which all is
+trained again), `end`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config.render import to_snapshot_toml
 from ssdctl.distributed import collectives
@@ -27,7 +30,6 @@ from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment, open_run
 from ssdctl.training.failures import BadImages, BadStep
-from ssdctl.training.throughput import EpochClock, ThroughputMeter
 
 if TYPE_CHECKING:
     from ssdctl.training.run import OpenedRun
@@ -39,42 +41,106 @@ WRITTEN = ("train", "epoch", "eval", "event")  # kinds of records in metrics.jso
 SHOWN = (*WRITTEN, "start", "position")
 
 
+INPUT_BOUND_WAIT = 0.2  # fraction of the time spent waiting for images
+INPUT_BOUND_LAPS = 3  # in a row
+WARM_UP_LAPS = 2  # the first ones fill buffers, compile and tune
+
+
+class Lap(NamedTuple):
+    """The steps since the previous lap."""
+
+    images_per_second: float
+    data_wait: float  # fraction of the time
+    is_input_bound: bool  # the device waited for the input in the last laps; true only once
+
+
+class ThroughputMeter:
+    """Measures images per second and the time waiting for images, without evaluations and saves."""
+
+    def __init__(self, global_batch: int) -> None:
+        self._global_batch = global_batch
+        self._started = self._lap_began = time.monotonic()
+        self.images = self._lap_images = 0
+        self._spent_s = self._waited_s = 0.0  # over the finished laps
+        self._lap_waited_s = 0.0
+        self._laps = self._input_bound_laps = 0
+
+    def start(self) -> None:
+        self._lap_began = time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as waiting for images."""
+        began = time.monotonic()
+        yield
+        self._lap_waited_s += time.monotonic() - began
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._lap_began += time.monotonic() - began
+
+    def step_done(self) -> None:
+        self._lap_images += self._global_batch
+        self.images += self._global_batch
+
+    def lap(self) -> Lap:
+        """End a lap, at a point where the device has finished its steps."""
+        now = time.monotonic()
+        spent = max(now - self._lap_began, 1e-9)
+        rate, data_wait = self._lap_images / spent, self._lap_waited_s / spent
+        self._spent_s += spent
+        self._waited_s += self._lap_waited_s
+        self._laps += 1
+        if self._laps > WARM_UP_LAPS and self._input_bound_laps <= INPUT_BOUND_LAPS:
+            is_slow = data_wait > INPUT_BOUND_WAIT or self._input_bound_laps == INPUT_BOUND_LAPS
+            self._input_bound_laps = self._input_bound_laps + 1 if is_slow else 0
+        self._lap_began, self._lap_images, self._lap_waited_s = now, 0, 0.0
+        return Lap(rate, data_wait, self._input_bound_laps == INPUT_BOUND_LAPS)
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training so far, without the paused blocks."""
+        return self._spent_s + max(time.monotonic() - self._lap_began, 0.0)
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / self._spent_s if self._spent_s else 0.0
+
+    @property
+    def data_wait(self) -> float:
+        return self._waited_s / self._spent_s if self._spent_s else 0.0
+
+    @property
+    def total_s(self) -> float:
+        return time.monotonic() - self._started
+
+
 class RunLog:
     def __init__(self, opened: OpenedRun, start_step: int, emit: Observer) -> None:
-        run = opened.run
-        self._opened = opened
-        self._folder = RunDir(run.out)
-        self.throughput = ThroughputMeter(run.plan.global_batch_size)
-        self._epochs = EpochClock(run.plan, start_step, self.throughput)
-        self._bad_images = BadImages(run.plan.images)
+        plan = opened.run.plan
+        self._opened, self._emit = opened, emit
+        self._folder = RunDir(opened.run.out)
+        self.throughput = ThroughputMeter(plan.global_batch_size)
+        self._epochs_ended = plan.epochs_ended(start_step)
+        self._epoch_began = time.monotonic(), 0.0, 0  # with seconds and images of training
+        self._bad_images = BadImages(plan.images)
         self._observers: list[Observer] = []
         self._metrics: MetricsFile | None = None  # on the first rank
         self._best_step: int | None = None  # an earlier start may not have uploaded it
         if opened.ranks.is_main:
-            self._observe(start_step, emit)
+            self._open(start_step)
 
-    def _observe(self, start_step: int, emit: Observer) -> None:
+    def _open(self, start_step: int) -> None:
         opened, config = self._opened, self._opened.run.config.train
         facts = environment(opened.device.label, opened.ranks.world_size)
         snapshot = to_snapshot_toml(opened.run.resolved)
-        metrics = open_run(self._folder, snapshot, facts, start_step)
-        self._metrics = metrics
-
-        def write(record: Record) -> None:
-            if record["kind"] in WRITTEN:
-                metrics.write(record)
-            elif record["kind"] == "rewind":
-                metrics.rewind(record["step"])
-
-        def show(record: Record) -> None:
-            if record["kind"] in SHOWN:
-                emit(record)
-
-        self._observers += [write, show]
+        self._metrics = open_run(self._folder, snapshot, facts, start_step)
         if config.tracker or config.tensorboard:
             from ssdctl.training.trackers.background import open_trackers  # late: Pillow
 
-            trackers = open_trackers(opened, start_step, facts, metrics.past_records)
+            trackers = open_trackers(opened, start_step, facts, self._metrics.past_records)
             self._observers.append(trackers.record)
         if config.mllog is not None:
             from ssdctl.training.mllog import MLLog
@@ -129,7 +195,7 @@ class RunLog:
             data_wait=data_wait,
             memory_bytes=self._opened.device.peak_memory_bytes(),
         )
-        if self.throughput.is_input_bound():
+        if lap.is_input_bound:
             self.event("input_starves", step, data_wait=data_wait)
             log.warning(
                 "the device waits for images %.0f%% of the time: use more --workers, or smaller "
@@ -162,8 +228,19 @@ class RunLog:
         log.warning(text, len(bad), bad[-1].step, folder)
 
     def epoch(self, step: int) -> None:
-        if (figures := self._epochs.ended(step)) is not None:
-            self._record("epoch", step, **figures)
+        """Record an epoch if it ended with this step; the first after a resume began there."""
+        ended, meter = self._opened.run.plan.epochs_ended(step), self.throughput
+        if ended == self._epochs_ended:
+            return
+        now = time.monotonic(), meter.training_s, meter.images
+        duration_s, training_s, images = (
+            new - old for new, old in zip(now, self._epoch_began, strict=True)
+        )
+        self._epochs_ended, self._epoch_began = ended, now
+        rate = images / max(training_s, 1e-9)
+        self._record(
+            "epoch", step, duration_s=round(duration_s, 3), images_per_second=round(rate, 3)
+        )
 
     def event(self, name: str, step: int, **facts: Any) -> None:
         self._record("event", step, event=name, **facts)
@@ -192,7 +269,7 @@ class RunLog:
 
     def rewind(self, step: int) -> None:
         self._record("rewind", step)
-        self._epochs.rewind(step)
+        self._epochs_ended = self._opened.run.plan.epochs_ended(step)
 
     def close(self, step: int, *, is_success: bool) -> None:
         """Close the observers, which takes a limited time. A second call does nothing."""
@@ -204,7 +281,15 @@ class RunLog:
         self._observers.clear()
 
     def _record(self, kind: str, step: int, **values: Any) -> None:
+        if self._metrics is None:
+            return
         epoch = round(self._opened.run.plan.epoch(step), 4)
         record = {"kind": kind, "step": step, "epoch": epoch, **values}
+        if kind in WRITTEN:
+            self._metrics.write(record)
+        elif kind == "rewind":
+            self._metrics.rewind(step)
+        if kind in SHOWN:
+            self._emit(record)
         for observer in self._observers:
             observer(record)

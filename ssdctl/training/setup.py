@@ -56,17 +56,10 @@ from ssdctl.training.resume import find_checkpoint
 from ssdctl.training.run import Network, OpenedRun, check_without_data, finalize
 from ssdctl.training.step_input import check_pipeline
 from ssdctl.training.trackers.base import find_trackers
-from ssdctl.training.trainer import Summary, Trainer
+from ssdctl.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 InitReader = Callable[[], Checkpoint]  # reads the checkpoint of --init
-
-
-def run_training(
-    resolved: Resolved, *, emit: Callable[[Record], None], progress: Progress
-) -> Summary:
-    with open_trainer(resolved, emit=emit, progress=progress) as trainer:
-        return trainer.run()
 
 
 @contextlib.contextmanager
@@ -110,7 +103,7 @@ def open_trainer(
             exit_stack.callback(trainer.close)
             trainer.run_log.start(trainer.step, describe_run(opened, trainer.step))
             del checkpoint
-        if warning := warning_of_cut(opened.run.resolved, opened.run.plan):
+        if warning := warning_of_cut(opened.run):
             log.warning("%s", warning)
         if opened.val is None and not opened.run.config.train.fake_data:
             root, _ = dataset_folders(opened.run.config.data)
@@ -119,13 +112,8 @@ def open_trainer(
 
 
 def _init_reader(config: Config) -> InitReader:
-
-    @functools.cache
-    def read() -> Checkpoint:
-        assert config.train.init is not None
-        return load_checkpoint(locate_checkpoint(config.train.init, mirror=config.download.mirror))
-
-    return read
+    init, mirror = str(config.train.init), config.download.mirror
+    return functools.cache(lambda: load_checkpoint(locate_checkpoint(init, mirror=mirror)))
 
 
 def prepare_run(
@@ -148,7 +136,9 @@ def prepare_run(
         architecture, precision = architecture_of(settled), settled.train.precision
         return largest_batch(settled.train, architecture, device, ranks, precision)
 
-    network, images = _network_of_init(resolved, init, ranks), len(train.trainable)
+    network, images = None, len(train.trainable)
+    if _takes_network_of_init(resolved):
+        network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
     run = finalize(resolved, device, ranks, images, network=network, largest_batch=measured)
     check_shares(run.plan.batch_size, device)
     for notice in run.notices:
@@ -190,21 +180,18 @@ def planned_network(resolved: Resolved) -> Network | None:
         UsageError, IntegrityError: There is no such file or name, or it is damaged.
     """
     config = resolved.config
-    if config.train.init is None or resolved.is_chosen("train.preset"):
+    if not _takes_network_of_init(resolved):
         return None
     if not run_dir(config).step_checkpoints():
-        source = resolve_source(config.train.init)
+        source = resolve_source(str(config.train.init))
         is_cached = isinstance(source, DetectorSource) and cached_path(source) is not None
         if not is_cached and not isinstance(source, Path):
             return None
     return _network_of(config, _init_reader(config))
 
 
-def _network_of_init(resolved: Resolved, init: InitReader, ranks: Ranks) -> Network | None:
-    config = resolved.config
-    if config.train.init is None or resolved.is_chosen("train.preset"):
-        return None
-    return collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
+def _takes_network_of_init(resolved: Resolved) -> bool:
+    return resolved.config.train.init is not None and not resolved.is_chosen("train.preset")
 
 
 def _network_of(config: Config, init: InitReader) -> Network:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint.contents import Checkpoint, refuse_differences, shape_differences
+from ssdctl.checkpoint.contents import Checkpoint, compare_shapes
 from ssdctl.checkpoint.file import check_shapes, load_state
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
@@ -131,7 +131,7 @@ def restore(
         for groups in (optimizer.param_groups, checkpoint.optimizer["param_groups"])
     )
     if kind == checkpoint.config.get("train.optimizer") and sizes == saved_sizes:
-        load_optimizer(optimizer, checkpoint.optimizer, checkpoint.path)
+        load_optimizer(optimizer, dict(checkpoint.optimizer), checkpoint.path)
     else:
         log.warning("the optimizer differs from the checkpoint's: its momentum is reset")
     return None if checkpoint.trained is None else checkpoint.model
@@ -193,4 +193,4 @@ def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: 
             if name != "step" and is_tensor:
                 shapes[key] = tuple(value.shape)
     if shapes:
-        refuse_differences(shape_differences(expected, shapes), path)
+        compare_shapes(expected, shapes, path)

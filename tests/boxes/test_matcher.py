@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.boxes.matcher import Matcher
+from ssdctl.boxes.ops import Matcher
 
 Truth = tuple[reference.Box, int]  # ltrb, label
 
@@ -75,16 +75,6 @@ def test_equal_to_the_loop_on_the_default_boxes() -> None:
         boxes = np.concatenate([corner, np.minimum(corner + size, 1)], 1)
         images.append([(tuple(map(float, b)), int(rng.integers(1, 81))) for b in boxes])
     check(images, defaults, 2)
-
-
-def test_the_last_of_two_claims_wins() -> None:
-    defaults = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.6, 0.6, 1.0, 1.0]])
-    first, second = [0.0, 0.0, 0.5, 0.5], [0.0, 0.0, 0.2, 0.2]  # the second fits far worse
-    boxes, labels = torch.tensor([[first, second, [0.0] * 4]]), torch.tensor([[7, 9, 0]])
-    index, label = match(boxes, labels, defaults)
-    assert (index[0, 0].item(), label[0].tolist()) == (1, [9, 0])
-    index, label = match(boxes[:, [1, 0, 2]], labels[:, [1, 0, 2]], defaults)
-    assert (index[0, 0].item(), label[0].tolist()) == (1, [7, 0])
 
 
 def test_an_iou_of_exactly_one_half_is_no_match() -> None:

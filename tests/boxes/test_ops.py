@@ -24,12 +24,6 @@ def boxes_ltrb(draw: st.DrawFn) -> tuple[float, float, float, float]:
     return (left, top, left + draw(eighths(0, 6)), top + draw(eighths(0, 6)))
 
 
-def test_formats_of_one_box() -> None:
-    box = torch.tensor([[0.25, 0.5, 0.75, 1.0]])
-    assert box_ltrb_to_cxcywh(box).tolist() == [[0.5, 0.75, 0.5, 0.5]]
-    assert box_cxcywh_to_ltrb(torch.tensor([[0.5, 0.75, 0.5, 0.5]])).tolist() == box.tolist()
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(boxes_ltrb(), min_size=1, max_size=6))
 def test_formats_round_trip(boxes: list[reference.Box]) -> None:

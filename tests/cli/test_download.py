@@ -1,15 +1,21 @@
-"""`ssdctl download` as users type it, against a server on the loopback."""
+"""`ssdctl download` as users type it, against a server on the loopback, and its progress."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import itertools
 import json
 import os
+import pty
 import random
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +25,13 @@ from conftest import Cli
 from download.http_server import Reply, Server, changed, file
 from download.zips import tree, zipped
 
+from ssdctl.cli import download
+from ssdctl.cli.console import Console
+from ssdctl.cli.download import fetching
+
 CONTENT = {f"val2017/{i:06d}.jpg": random.Random(i).randbytes(500) for i in range(30)}
 ARCHIVE = zipped(CONTENT)
+MB = 1_000_000
 
 
 def manifest(url: str, content: bytes = ARCHIVE, name: str = "val.zip", more: str = "") -> str:
@@ -123,8 +134,7 @@ def test_a_stall_ends_at_the_timeout(server: Server, cli: Cli) -> None:
 def test_a_file_in_the_way_is_a_disk_error(server: Server, cli: Cli) -> None:
     Path("data").write_text("")
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)))
-    code, _, err = cli("download", "--dest", "data", "--manifest", file_list)
-    assert (code, "Traceback" in err) == (6, False)
+    assert cli("download", "--dest", "data", "--manifest", file_list).code == 6
 
 
 @pytest.mark.parametrize(
@@ -201,3 +211,50 @@ def test_a_complete_download_in_a_read_only_folder(server: Server, cli: Cli) -> 
     Path("data").chmod(0o755)
     assert done.returncode == 5
     assert "val2017/000003.jpg" in done.stderr
+
+
+def test_lines_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0, 10)  # seconds
+    monkeypatch.setattr("rich.console.monotonic", lambda: next(clock))
+    monkeypatch.setattr(download, "LINE_INTERVAL_S", 0)
+    with fetching(Console(quiet=True)) as progress:
+        progress("a.zip", 1, 2)
+    with fetching(Console(), ["a.zip", "b.zip"]) as progress:
+        progress("checking a.zip", 1 * MB, 2 * MB)
+        for done in (10, 50, 60):
+            progress("a.zip", done * MB, 100 * MB)
+        progress("verifying a.zip", 50 * MB, 100 * MB)
+        progress("b.zip", 0, 100 * MB)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["checking a.zip: 1.0 of 2.0 MB", "a.zip (1 of 2): 10.0 of 100.0 MB"]
+    assert lines[3].startswith("a.zip (1 of 2): 60.0 of 100.0 MB, 0.5 MB/s, 0:01:20 left")
+    assert lines[4:] == ["verifying a.zip: 50.0 of 100.0 MB", "b.zip (2 of 2): 0.0 of 100.0 MB"]
+
+
+def test_only_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    with fetching(Console()) as progress:
+        for done in range(100):
+            progress("a.zip", done, 100)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, terminal_end = pty.openpty()
+    fcntl.ioctl(terminal_end, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    with open(terminal_end, "w") as terminal:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with fetching(Console(), ["a.zip", "b.zip"]) as progress:
+            progress("a.zip", 10 * MB, 100 * MB)
+            progress("a.zip", 0, 100 * MB)  # from zero
+            progress("unpacking a.zip", 0, 100 * MB)
+            progress("b.zip", 20 * MB, 100 * MB)
+        content = b""
+        while select.select([controller], [], [], 0.2)[0]:
+            content += os.read(controller, 100_000)
+    os.close(controller)
+    output = content.decode()
+    for shown in ("b.zip (2 of 2)", "20.0/100.0 MB", "20%"):
+        assert shown in output

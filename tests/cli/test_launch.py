@@ -135,7 +135,7 @@ def test_write_names_the_file_that_it_replaces(engine: list[str]) -> None:
 def test_another_command() -> None:
     options = ["--cpus", "2", "--dry-run", "--json", "--", "evaluate"]
     plan = json.loads(launch(*options, "--bs", "4", "a;b").out)
-    assert ranks_command(plan) == ["evaluate", "--bs", "4", "a;b"]
+    assert ranks_command(plan) == ["evaluate", "--bs=4", "a;b"]
     assert plan["environment"]["SSDCTL_EVALUATE__DEVICE"] == "cpu"
     plan = json.loads(launch(*options, "--checkpoint", "x.pt", "--batch_size=4").out)
     assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
@@ -200,7 +200,8 @@ def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused() -> None
     prepare(Path("data"), Path("data/prepared"), PrepareConfig(pack=False))
     result = launch(*job, "--warmup", "100st")
     assert (result.code, "100 steps" in result.err) == (2, True)
-    assert launch(*job, "--warmup", "1st").code == 0
+    assert launch(*job, "--warmup", "3st").code == 0
+    assert launch(*job, "--warmup", "4st").code == 2  # 6 images, 2 epochs, 2 ranks of 2: 3 steps
     assert launch(*job, "--preset", "nvidia-r50").code == 0  # the preset's own one is shortened
 
 

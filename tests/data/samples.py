@@ -27,6 +27,15 @@ def encoded(image: Image.Image, kind: str = "JPEG", turn: int = 1, **options: An
     return buffer.getvalue()
 
 
+def sample(width: int, height: int, seed: int) -> Image.Image:
+    """Blobs and noise, so that neighboring rows and colors differ."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
+    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    noise = rng.integers(-20, 21, (height, width, 3))
+    return Image.fromarray(np.clip(np.asarray(smooth) + noise, 0, 255).astype(np.uint8))
+
+
 def by_pillow(content: bytes) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from ssdctl.data.check import CLIPPED, NO_SIZE, OK, OUTSIDE, clip
+from ssdctl.data.check import CLIPPED, clip
 
 
 def nearest_float32(value: Fraction) -> np.float32:
@@ -31,11 +31,3 @@ def test_fractions_equal_exact_arithmetic() -> None:
         high = [min(v, Fraction(side)) for v, side in zip(high, size, strict=True)]
         exact = [v / side for v, side in zip([*low_exact, *high], size * 2, strict=True)]
         assert actual == [float(nearest_float32(v)) for v in exact]
-
-
-def test_what_is_clipped_and_dropped() -> None:
-    boxes = [[1, 2, 3, 4], [-5, 2, 10, 4], [-0.005, 2, 3, 4], [90, 2, 3, 4], [1, 2, 0, 4]]
-    ltrb, fractions, kinds = clip(np.array(boxes, np.float64), np.tile([80, 60], (5, 1)))
-    assert kinds.tolist() == [OK, CLIPPED, OK, OUTSIDE, NO_SIZE]
-    assert ltrb[1].tolist() == [0, 2, 5, 6]
-    np.testing.assert_allclose(fractions[1], [0, 2 / 60, 5 / 80, 6 / 60], rtol=1e-6)

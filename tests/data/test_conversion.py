@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check_jobs
 from ssdctl.data.annotations import (
-    AUTOMATIC,
     Annotations,
     Conversion,
     LabeledBox,
@@ -29,12 +28,11 @@ from ssdctl.data.annotations import (
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.formats import coco
 from ssdctl.data.image_check import check_image
-from ssdctl.data.image_files import resolve_images
 from ssdctl.data.index import METADATA_KEY, read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import UsageError
 
 INDEX_ONLY = PrepareConfig(pack=False)
 
@@ -99,23 +97,13 @@ def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path:
 
 def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     own = '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
+    own += '[made]\nsource = "coco"\n'  # of version 0.1, ignored
     (undivided / "dataset.toml").write_text(own)
     with pytest.raises(UsageError, match=r"dataset\.toml exists"):
         read_dataset(undivided, Conversion("voc"))
     names = names_of(undivided, Conversion(split=0.75, classes=("ball",)))
     assert (len(names["train"]), len(names["val"])) == (18, 6)
     assert (undivided / "dataset.toml").read_text() == own
-
-
-def test_the_longest_path_that_fits_is_the_image(tmp_path: Path) -> None:
-    for name in ("a.jpg", "one/a.jpg", "two/a.jpg"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-    images = [LabeledImage("/data/upload/one/a.jpg", 9, 9, [])]
-    whole = from_images({"train": images}, ["x"], tmp_path, tmp_path)["train"]
-    assert resolve_images(whole)[0].file_names == ["one/a.jpg"]
-    with pytest.raises(DataError, match=r"a\.jpg, one/a\.jpg, two/a\.jpg"):
-        resolve_images(whole._replace(file_names=["/data/upload/three/a.jpg"]))
 
 
 def test_classes_keep_ids_and_boxes(shapes: Path) -> None:
@@ -198,26 +186,3 @@ def test_a_packed_store_of_the_version_before_is_taken_over(
     again = prepare(undivided, store, config)
     assert again.unchanged or not has_images
     assert again.splits[0].findings == first.splits[0].findings
-
-
-def test_a_folder_in_which_the_version_before_wrote_annotations(undivided: Path) -> None:
-    """Its dataset.toml with [made] is read as it is; other options start from the originals."""
-    path = undivided / "annotations/instances_train2017.json"
-    document = json.loads(path.read_text())
-    for split, images in (("train", document["images"][:20]), ("val", document["images"][20:])):
-        ids = {i["id"] for i in images}
-        objects = [a for a in document["annotations"] if a["image_id"] in ids]
-        part = {**document, "images": images, "annotations": objects}
-        (undivided / f"annotations/ssdctl_{split}-01234567.json").write_text(json.dumps(part))
-    lines = ['[made]\nsource = "coco"\nsplit = 0.83\n']
-    for split in ("train", "val"):
-        annotations = f"annotations/ssdctl_{split}-01234567.json"
-        lines.append(f'[{split}]\nimages = "train2017"\nannotations = "{annotations}"\n')
-    (undivided / "dataset.toml").write_text("\n".join(lines))
-    before = files_below(undivided)
-    names = names_of(undivided, AUTOMATIC)
-    assert (len(names["train"]), len(names["val"])) == (20, 4)
-    names = names_of(undivided, Conversion(split=0.5))
-    assert (len(names["train"]), len(names["val"])) == (12, 12)
-    prepare(undivided, undivided / "prepared", INDEX_ONLY, Conversion(split=0.5))
-    assert files_below(undivided) == before

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -31,7 +32,6 @@ from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import NO_BOXES, prepare
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, DiskError
-from ssdctl.files import lock
 
 PACKED, INDEX_ONLY = PrepareConfig(), PrepareConfig(pack=False)
 BOTH = pytest.mark.parametrize("config", [PACKED, INDEX_ONLY])
@@ -72,23 +72,18 @@ def test_store_contains_the_dataset(dataset: Path, store: Path, config: PrepareC
     report = outcome.splits[0]
     assert report.boxes == len(document["annotations"])
     assert report.trainable == len(split.trainable)
-    for place in (store, store / "none"):  # prepared or not
-        size = count_images(dataset, place)
+    for folder in (store, store / "none"):  # prepared or not
+        size = count_images(dataset, folder)
         assert size == (len(split.trainable), 9, [c.name for c in split.classes])
-
-
-def test_an_image_has_a_place_that_a_message_can_name(dataset: Path, store: Path) -> None:
-    prepare(dataset, store / "files", INDEX_ONLY)
-    prepare(dataset, store / "packed")
-    files, packed = (open_split(dataset, store / name, "train") for name in ("files", "packed"))
     image = dataset / "train2017/000000000003.jpg"
-    assert files.place(2) == str(image)
-    (shard,) = (store / "packed").glob("images-train-*")
-    assert packed.place(2) == f"{shard}, row 2"
     image.unlink()
-    with pytest.raises(DataError, match=image.name):
-        files.read(2)
-    assert packed.read(2)[:2] == b"\xff\xd8"
+    if config.pack:
+        assert split.location(2) == f"{next(store.glob('images-train-*'))}, row 2"
+        assert split.read(2)[:2] == b"\xff\xd8"
+    else:
+        assert split.location(2) == str(image)
+        with pytest.raises(DataError, match=image.name):
+            split.read(2)
 
 
 def test_a_damaged_store_is_refused_and_written_again(dataset: Path, store: Path) -> None:
@@ -169,19 +164,23 @@ def test_missing_images_are_refused_by_name(dataset: Path, store: Path) -> None:
         prepare(dataset, store, INDEX_ONLY)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_bad_images_are_dropped_and_listed(dataset: Path, store: Path, pack: bool) -> None:
+@pytest.mark.parametrize("config", [PACKED, INDEX_ONLY, PrepareConfig(encoding="raw")])
+def test_bad_images_are_dropped_and_listed(
+    dataset: Path, store: Path, config: PrepareConfig
+) -> None:
     folder = dataset / "train2017"
     (folder / "000000000001.jpg").write_bytes(b"<html>not found</html>")
-    (folder / "000000000002.jpg").write_bytes(b"")
+    (folder / "000000000002.jpg").write_bytes((folder / "000000000002.jpg").read_bytes()[:-500])
     Image.new("RGB", (5, 5)).save(folder / "000000000003.jpg")
     with pytest.raises(DataError, match="3 of 24 images"):
-        prepare(dataset, store, PrepareConfig(pack=pack))
-    outcome = prepare(dataset, store, PrepareConfig(pack=pack, allow_dropped=True))
+        prepare(dataset, store, config)
+    outcome = prepare(dataset, store, msgspec.structs.replace(config, allow_dropped=True))
     dropped = [f for f in outcome.splits[0].findings if f.kind == "image dropped"]
     assert [f.image_id for f in dropped] == [1, 2, 3]
     assert "is 5 x 5" in dropped[2].detail
-    assert not {0, 1, 2}.intersection(open_split(dataset, store, "train").trainable.tolist())
+    split = open_split(dataset, store, "train")
+    assert not {0, 1, 2}.intersection(split.trainable.tolist())
+    assert split.decode(3).shape[2] == 3
     report = json.loads((store / "report.json").read_text())
     assert len(report["splits"][0]["findings"]) == len(outcome.splits[0].findings)
 
@@ -211,14 +210,7 @@ def test_a_wrong_folder_is_named(dataset: Path, tmp_path: Path) -> None:
 
 
 class TestChanges:
-    """Unchanged parts are kept, changed ones are repeated, and training reports which."""
-
-    def test_an_image_changed(self, dataset: Path, store: Path) -> None:
-        image = dataset / "train2017/000000000002.jpg"
-        prepare(dataset, store)
-        image.write_bytes(image.read_bytes() + b"?")
-        assert not prepare(dataset, store).unchanged
-        assert open_split(dataset, store, "train").read(1) == image.read_bytes()
+    """What is unchanged is kept, the rest is repeated, and training reports which."""
 
     def test_a_copied_dataset_is_the_same(self, dataset: Path, tmp_path: Path) -> None:
         prepare(dataset, dataset / "prepared", INDEX_ONLY)
@@ -251,8 +243,9 @@ class TestChanges:
         assert again.splits == first.splits
 
     def test_other_options_write_it_again_without_remains(self, dataset: Path, store: Path) -> None:
-        configs = PACKED, PrepareConfig(encoding="raw"), PrepareConfig(shrink=310), INDEX_ONLY
-        for config in configs:
+        verified = PrepareConfig(pack=False, verify_images=True)
+        packed = PACKED, PrepareConfig(encoding="raw"), PrepareConfig(shrink=310)
+        for config in (*packed, INDEX_ONLY, verified):
             assert not prepare(dataset, store, config).unchanged
             assert prepare(dataset, store, config).unchanged
             assert pa.ipc.open_file(str(store / "index-train.arrow")).read_all().num_rows == 24
@@ -260,13 +253,7 @@ class TestChanges:
         assert sorted(p.name for p in store.iterdir()) == [
             ".lock", "index-train.arrow", "index-val.arrow", "report.json",
         ]  # fmt: skip
-
-    def test_verifying_counts_as_verified_from_then_on(self, dataset: Path, store: Path) -> None:
-        prepare(dataset, store, INDEX_ONLY)
-        verify = PrepareConfig(pack=False, verify_images=True)
-        assert not prepare(dataset, store, verify).unchanged
-        assert prepare(dataset, store, verify).unchanged
-        assert prepare(dataset, store, INDEX_ONLY).unchanged
+        assert prepare(dataset, store, INDEX_ONLY).unchanged  # counts as verified from then on
 
     def test_images_that_are_decoded_partly_are_dropped_unless_they_are_kept(
         self, dataset: Path, store: Path, cli: Callable[..., Result]
@@ -302,7 +289,7 @@ from pathlib import Path
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check_jobs
 from ssdctl.data.prepare import prepare
-image_check_jobs.PART_BYTES, image_check_jobs.PART_ROWS, image_check_jobs.TASK_IMAGES = 60_000, 4, 2
+image_check_jobs.CHUNK_BYTES, image_check_jobs.CHUNK_ROWS, image_check_jobs.TASK_IMAGES = 60_000, 4, 2
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 print("go", flush=True)
 config = PrepareConfig(pack=sys.argv[3] == "pack", verify_images=True)
@@ -311,7 +298,7 @@ print("unchanged" if prepare(Path(sys.argv[1]), Path(sys.argv[2]), config).uncha
 
 
 def start(dataset: Path, store: Path, pack: bool) -> subprocess.Popen[str]:
-    """`prepare` in a process of its own, in small parts, past its imports."""
+    """`prepare` in a process of its own, in small chunks, past its imports."""
     command = [sys.executable, "-c", PROGRAM, str(dataset), str(store), "pack" if pack else ""]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -327,7 +314,7 @@ class Checked(list[str]):
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
-    """Check images in small parts, and fail at the image of a name."""
+    """Check images in small chunks, and fail at the image of a name."""
     check, checked = image_check_jobs.check_image, Checked()
 
     def noted(path: Path, *more: Any) -> Any:
@@ -337,7 +324,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
         return check(path, *more)
 
     monkeypatch.setattr(image_check_jobs, "check_image", noted)
-    monkeypatch.setattr(image_check_jobs, "PART_BYTES", 60_000)
+    monkeypatch.setattr(image_check_jobs, "CHUNK_BYTES", 60_000)
     monkeypatch.setattr(image_check_jobs, "TASK_IMAGES", 2)
     return checked
 
@@ -387,7 +374,7 @@ class TestKills:
             assert not list(store.glob(".*.tmp"))
             assert not list(store.glob(".checked-*"))
 
-    def test_finished_parts_are_not_done_again(
+    def test_finished_chunks_are_not_done_again(
         self, dataset: Path, store: Path, checked: Checked
     ) -> None:
         checked.fails_at = "000000000020.jpg"
@@ -404,10 +391,10 @@ class TestKills:
             path = dataset / f"train2017/{row + 1:012d}.jpg"
             assert split.read(row) == path.read_bytes()
 
-    def test_finished_parts_of_changed_images_are_done_again(
+    def test_finished_chunks_of_changed_images_are_done_again(
         self, dataset: Path, store: Path, checked: Checked
     ) -> None:
-        """An index of the old images is removed before its parts."""
+        """An index of the old images is removed before its shards."""
         prepare(dataset, store)
         image = dataset / "train2017/000000000001.jpg"
         image.write_bytes(image.read_bytes() + b"?")
@@ -425,19 +412,7 @@ class TestKills:
             prepare(dataset, store, force=True)
         assert len(checked) == 2 * (24 + 9)
 
-    @pytest.mark.slow(in_ci=True)
-    def test_25_two_at_once(self, dataset: Path, store: Path) -> None:
-        """Both wait; the second one has nothing to do."""
-        with lock(store / ".lock"):
-            both = [start(dataset, store, pack=True) for _ in range(2)]
-            for process in both:
-                assert process.stdout is not None
-                assert "waiting for another" in process.stdout.readline()
-        outcomes = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in both)
-        assert [process.returncode for process in both] == [0, 0]
-        assert outcomes == ["unchanged", "written"]
-
-    def test_25_one_waits_and_reports_it_and_a_dead_holder_does_not_block(
+    def test_25_two_wait_for_a_dead_holder_and_one_of_them_has_nothing_to_do(
         self, dataset: Path, store: Path
     ) -> None:
         store.mkdir()
@@ -449,23 +424,27 @@ class TestKills:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
-            waiting = start(dataset, store, pack=False)
-            assert waiting.stdout is not None
-            assert "waiting for another" in waiting.stdout.readline()
+            both = [start(dataset, store, pack=True) for _ in range(2)]
+            for process in both:
+                assert process.stdout is not None
+                assert "waiting for another" in process.stdout.readline()
             holder.kill()
-        assert waiting.communicate(timeout=60)[0] == "written\n"
+        outcomes = sorted(p.communicate(timeout=60)[0].splitlines()[-1] for p in both)
+        assert [process.returncode for process in both] == [0, 0]
+        assert outcomes == ["unchanged", "written"]
 
 
 def test_21_images_without_boxes_and_crowds(dataset: Path, store: Path) -> None:
     with edited(dataset) as document:
         kept = [a for a in document["annotations"] if a["image_id"] not in (3, 4)]
         crowd = {"id": 9999, "image_id": 3, "category_id": 1, "bbox": [1, 1, 50, 50], "iscrowd": 1}
-        document["annotations"] = [*kept, crowd]
+        document["annotations"] = [*kept, crowd, {**crowd, "id": 9998, "bbox": [5, 5, 0, 9]}]
     report = prepare(dataset, store, INDEX_ONLY).splits[0]
     without = [f.image_id for f in report.findings if f.kind == NO_BOXES]
     assert 4 in without
     assert 3 not in without  # a crowd is trained on
     assert report.trainable == report.images - len(without)
+    assert len(open_split(dataset, store, "train").labels) == report.boxes  # not the empty one
 
 
 @BOTH
@@ -479,37 +458,30 @@ def test_a_split_without_images_is_prepared(
     assert len(open_split(dataset, store, "val").image_ids) == 0
 
 
-def as_fractions(bbox: list[float], image: dict[str, Any]) -> list[float]:
-    sides = [image["width"], image["height"]] * 2
-    return [value / side for value, side in zip(bbox, sides, strict=True)]
-
-
-def as_corners(bbox: list[float], _: dict[str, Any]) -> list[float]:
-    x, y, w, h = bbox
-    return [x, y, x + w, y + h]
-
-
 @pytest.mark.parametrize(
     ("bbox_of", "words"),
     [
-        (as_fractions, "fractions of the image"),
-        (as_corners, "if bbox were left, top, right, bottom"),
-        (lambda bbox, _: [0.5, 0.5, 1.4, 40], ""),  # thin, but large enough
-        (lambda bbox, _: [30, 30, 1.4, 1.4], ""),  # small, but not a fraction
-        (lambda bbox, image: [image["width"] - 5, 5, 20, 20], ""),  # clipped only
+        (
+            lambda x, y, w, h, sides: [x / sides[0], y / sides[1], w / sides[0], h / sides[1]],
+            "0 to 1",
+        ),
+        (lambda x, y, w, h, sides: [x, y, x + w, y + h], "left, top, right, bottom"),
+        (lambda *_: [0.5, 0.5, 1.4, 40], ""),  # thin, but large enough
+        (lambda *_: [30, 30, 1.4, 1.4], ""),  # small, but not a fraction
+        (lambda x, y, w, h, sides: [sides[0] - 5, 5, 20, 20], ""),  # clipped only
     ],
 )
 def test_boxes_in_another_form_are_reported(
     dataset: Path,
     store: Path,
     caplog: pytest.LogCaptureFixture,
-    bbox_of: Callable[..., Any],
+    bbox_of: Callable[..., list[float]],
     words: str,
 ) -> None:
     with edited(dataset) as document:
-        images = {i["id"]: i for i in document["images"]}
+        sides = {i["id"]: (i["width"], i["height"]) for i in document["images"]}
         for entry in document["annotations"]:
-            entry["bbox"] = bbox_of(entry["bbox"], images[entry["image_id"]])
+            entry["bbox"] = bbox_of(*entry["bbox"], sides[entry["image_id"]])
     caplog.set_level(logging.INFO, "ssdctl")
     open_dataset(dataset, store)
     assert any("bbox" in line for line in caplog.messages) == bool(words)

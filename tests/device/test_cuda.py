@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from tiny_network import batch, build_training
 
 from ssdctl.checkpoint.file import load_checkpoint
@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
     pytest.mark.filterwarnings("ignore"),  # of the compiler's own imports
 ]
-Cli = Callable[..., Result]
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 
 

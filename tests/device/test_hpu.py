@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from tiny_network import batch, build_training, losses
 
 from ssdctl.config.resolve import resolve
@@ -19,8 +19,6 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runtime import system
 from ssdctl.training.run import finalize
-
-Cli = Callable[..., Result]
 
 
 def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(calls: list[str]) -> None:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from doctor.machines import Cli, Machine, RunDoctor
+from conftest import Cli
+from doctor.machines import Machine, RunDoctor
 
 
 @pytest.fixture

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Result
 
 from ssdctl.runtime import hardware
 
-Cli = Callable[..., Result]
 RunDoctor = Callable[..., tuple[int, dict[str, dict[str, str]]]]
 STANDIN = Path(__file__).parent.parent / "standin"
 CPU = {"label": "Test CPU", "has_native_bf16": True, "compile": []}

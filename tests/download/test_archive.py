@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 from download.zips import tree, zipped
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ssdctl.download import archive as archive_module
-from ssdctl.download.archive import Entry, content_bytes, unpack
+from ssdctl.download.archive import Entry, unpack
 from ssdctl.download.fetch import no_progress
 from ssdctl.errors import IntegrityError
 
@@ -45,11 +43,11 @@ def refused(folder: Path, archive: bytes, match: str | None = None) -> None:
     assert not (folder / "data").exists() or not list((folder / "data").iterdir())
 
 
-def with_field(archive: bytes, place: int, value: int, size: int = 4) -> bytes:
+def with_field(archive: bytes, position: int, value: int, size: int = 4) -> bytes:
     """Change a field of every entry in the archive's directory."""
     content = bytearray(archive)
     for match in re.finditer(b"PK\1\2", archive):
-        start = match.start() + place
+        start = match.start() + position
         content[start : start + size] = value.to_bytes(size, "little")
     return bytes(content)
 
@@ -61,7 +59,6 @@ class TestUnpack:
         assert [tuple(e) for e in entries] == [
             (name, len(data), zlib.crc32(data)) for name, data in CONTENT.items()
         ]
-        assert content_bytes(tmp_path / "a.zip") == sum(map(len, CONTENT.values()))
 
     def test_files_are_added_to_a_folder_that_exists(self, tmp_path: Path) -> None:
         there = tmp_path / "data" / "annotations"
@@ -103,19 +100,6 @@ class TestUnpack:
         with pytest.raises(IntegrityError, match=r"\b3\b.*\b4\b"):
             open_up(tmp_path, zipped(CONTENT), num_files=4)
         assert list(tree(tmp_path)) == ["a.zip"]
-
-    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(st.data())
-    def test_any_zip_round_trip(self, tmp_path: Path, data: st.DataObject) -> None:
-        name = st.text("abé文 -", min_size=1, max_size=4).filter(lambda s: s not in (".", ".."))
-        path = st.lists(name, min_size=1, max_size=3).map("/".join)
-        content = data.draw(st.dictionaries(path, st.binary(max_size=300), min_size=1, max_size=5))
-        names = [*content]
-        if any(a != b and b.startswith(a + "/") for a in names for b in names):
-            return  # a file and a folder of one name
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        open_up(folder, zipped(content))
-        assert tree(folder / "data") == content
 
 
 class TestUnsafe:
@@ -165,11 +149,11 @@ class TestUnsafe:
 
     def test_duplicates(self, tmp_path: Path) -> None:
         archive = zipped({"same1": b"1", "same2": b"2"}).replace(b"same2", b"same1")
-        refused(tmp_path, archive, "twice")
+        refused(tmp_path, archive, "same1")
 
     @pytest.mark.parametrize("order", [["a", "a/b"], ["a/b", "a"], ["a/", "a"], ["a/b/c", "a/b"]])
     def test_a_file_that_is_a_folder(self, tmp_path: Path, order: list[str]) -> None:
-        refused(tmp_path, zipped(dict.fromkeys(order, b"")), "a file and a folder")
+        refused(tmp_path, zipped(dict.fromkeys(order, b"")), "'a")
 
     @pytest.mark.parametrize("claimed", [0, 10, 2999, 3001, 100_000])
     def test_false_sizes(self, tmp_path: Path, claimed: int) -> None:
@@ -177,7 +161,7 @@ class TestUnsafe:
         refused(tmp_path, with_field(zipped({"a": data}), 24, claimed))
 
     @pytest.mark.parametrize(
-        ("content", "place", "value", "match"),
+        ("content", "position", "value", "match"),
         [
             ({"a/": b""}, 24, 9, "the folder 'a/' has content"),
             ({f"a{i}": random.Random(i).randbytes(2000) for i in range(3)}, 20, 4000, "overlap"),
@@ -187,10 +171,10 @@ class TestUnsafe:
         ],
     )
     def test_fields(
-        self, tmp_path: Path, content: dict[str, bytes], place: int, value: int, match: str
+        self, tmp_path: Path, content: dict[str, bytes], position: int, value: int, match: str
     ) -> None:
-        size = 2 if place < 16 else 4
-        refused(tmp_path, with_field(zipped(content), place, value, size), match)
+        size = 2 if position < 16 else 4
+        refused(tmp_path, with_field(zipped(content), position, value, size), match)
 
     def test_a_stored_file_of_two_sizes(self, tmp_path: Path) -> None:
         def store(info: zipfile.ZipInfo) -> None:
@@ -206,11 +190,11 @@ class TestUnsafe:
         refused(tmp_path, zipped({"zeros": bytes(3_000_000)}), "bomb")
 
     def test_nothing_in_it(self, tmp_path: Path) -> None:
-        refused(tmp_path, zipped({}), "no files")
+        refused(tmp_path, zipped({}), "0 files")
 
 
 class TestBroken:
-    """Fault 16; other damage is in test_archive_fuzz.py."""
+    """Fault 16; other damage is in tests/fuzz."""
 
     def test_cut_anywhere(self, tmp_path: Path) -> None:
         archive = zipped(CONTENT)

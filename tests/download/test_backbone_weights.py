@@ -70,14 +70,7 @@ def test_fetched_once_then_cached(
     assert path.parent.stat().st_mtime_ns == stamp
 
 
-def test_another_folder_and_a_mirror(server: Server, tiny: str, tmp_path: Path) -> None:
-    server.route(f"/mirror/{STEM}.pth", file(CONTENT))
-    path = fetch_weights(tiny, tmp_path / "here", mirror=server.url + "/mirror", retry_policy=QUICK)
-    assert path == tmp_path / "here" / f"{STEM}.pth"
-    assert server.requests[-1].path.startswith("/mirror/")
-
-
-def test_without_network_the_hint_names_the_file_and_its_place(tiny: str, tmp_path: Path) -> None:
+def test_without_network_the_hint_names_the_file_and_its_folder(tiny: str, tmp_path: Path) -> None:
     with Server() as stopped:
         nowhere = stopped.url
     with pytest.raises(NetworkError) as error:

@@ -6,12 +6,12 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli, Result
 from download.hub_server import TOKEN, HubServer, Repository, open_hub
 
 import ssdctl
@@ -20,7 +20,6 @@ from ssdctl.errors import UsageError
 from ssdctl.model.ssd300 import SSD300
 
 pytest.importorskip("huggingface_hub")
-Cli = Callable[..., Result]
 NAME = "hf://acme/shapes-ssd"
 ARCHITECTURE = {"backbone": "tiny", "extra_norm": "none", "num_classes": 3}
 
@@ -119,7 +118,7 @@ def test_names_that_are_not_there(cli: Cli, hub: HubServer, files: dict[str, byt
         assert TOKEN not in result.err
 
 
-def test_errors_name_url_and_place_and_no_secret(
+def test_errors_name_url_and_folder_and_no_secret(
     cli: Cli, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for status, code in ((403, 2), (500, 4)):
@@ -161,8 +160,8 @@ def test_a_folder_with_the_files(cli: Cli, files: dict[str, bytes], shapes: Path
         (folder / name).write_bytes(content)
     image = sorted((shapes / "val2017").iterdir())[0]
     results = [
-        cli("predict", place, image, "--score", 0.01, "--json", "--device", "cpu")
-        for place in (folder, folder / "model.safetensors")
+        cli("predict", model, image, "--score", 0.01, "--json", "--device", "cpu")
+        for model in (folder, folder / "model.safetensors")
     ]
     assert [r.code for r in results] == [0, 0], results[0].err
     assert results[0].out == results[1].out

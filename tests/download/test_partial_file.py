@@ -1,4 +1,4 @@
-"""What is known of a file that was still arriving when its process, or its machine, went down."""
+"""What is known of a file that was still arriving when its process went down."""
 
 from __future__ import annotations
 
@@ -6,154 +6,115 @@ import errno
 import json
 import os
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from download.test_fetch import append
 
-from ssdctl.download import partial_file as module
-from ssdctl.download.partial_file import MIN_PIECE_BYTES, Part, part_paths
-from ssdctl.errors import DiskError
+from ssdctl.download import transfer
+from ssdctl.download.transfer import MIN_PIECE_BYTES, PartialFile, partial_path
+from ssdctl.errors import DiskError, UsageError
 
 CONTENT = random.Random(1).randbytes(3 * MIN_PIECE_BYTES)
 URL = "http://host/a.bin"
 
 
-def opened(target: Path, url: str = URL) -> Part:
-    return Part(target, len(CONTENT), 4, url)
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "a.bin"
 
 
-def leave(target: Path, *, synced: int, arrived: int) -> None:
-    """What a download leaves: `arrived` bytes, the first `synced` ones with an fsync."""
-    part = opened(target)
-    part.adopt('"1"')
-    append(part, CONTENT[:synced])
-    part.sync(threading.Lock())
-    part.pieces[0].is_taken = False
-    append(part, CONTENT[synced:arrived])
-    part.close()
+def opened(target: Path, url: str = URL) -> PartialFile:
+    return PartialFile(target, len(CONTENT), 4, url)
 
 
-def dies(*_: Any) -> int:
-    raise OSError(errno.EIO, "died")
+def leave(target: Path, arrived: int) -> None:
+    """Leave what a killed download does: the first bytes."""
+    partial = opened(target)
+    partial.adopt('"1"')
+    append(partial, CONTENT[:arrived])
+    partial.close()
 
 
-@pytest.mark.parametrize(
-    ("boot", "expected"),
-    [
-        ("the same", 400_000),  # the kernel kept what the process had written
-        ("another", 300_000),  # the machine went down: what was not synced may be lost
-        ("", 300_000),  # a system that does not report it
-    ],
-)
-def test_records_after_a_kill(
-    boot: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "a.bin"
-    monkeypatch.setattr(module, "boot_id", lambda: "the same")
-    leave(target, synced=300_000, arrived=400_000)
-    monkeypatch.setattr(module, "boot_id", lambda: boot)
-    part = opened(target)
-    assert (part.inherited, part.arrived_bytes, part.validator) == (expected, expected, '"1"')
-    append(part, CONTENT[expected:])
-    assert part.take() is None
-    part.publish(target)
-    part.close()
+@pytest.mark.parametrize(("url", "validator"), [(URL, '"1"'), ("http://mirror/a.bin", "")])
+def test_a_part_is_continued_and_published(target: Path, url: str, validator: str) -> None:
+    """Bytes of another URL count, its version does not."""
+    leave(target, 400_000)
+    partial = opened(target, url)
+    assert (partial.inherited, partial.arrived_bytes, partial.validator) == (
+        400_000,
+        400_000,
+        validator,
+    )
+    append(partial, CONTENT[400_000:])
+    assert partial.take() is None
+    partial.publish(target)
+    partial.close()
     assert target.read_bytes() == CONTENT
-    assert list(tmp_path.iterdir()) == [target]
+    assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_record_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies between the two has recorded nothing that is absent."""
-    part = opened(tmp_path / "a.bin")
-    before = part.state_path.read_bytes()
+    partial = opened(target)
+    before = partial.path.read_bytes()
+
+    def dies(*_: Any) -> int:
+        raise OSError(errno.EIO, "died")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", dies)
-        with pytest.raises(DiskError):
-            append(part, CONTENT[:1000])
-    assert part.state_path.read_bytes() == before
-    part.close()
-
-
-def test_a_kill_loses_what_arrived_since_the_last_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = opened(tmp_path / "a.bin")
-    append(part, CONTENT[:1000])
-    monkeypatch.setattr(module, "RECORD_S", 1e9)
-    part.write(part.pieces[0], CONTENT[1000:2000])
-    again = opened(tmp_path / "a.bin")
-    assert again.inherited == 1000
+        with pytest.raises(DiskError, match=r"a\.bin\.part"):
+            append(partial, CONTENT[:1000])
+    assert partial.path.read_bytes() == before
+    monkeypatch.setattr(transfer, "RECORD_S", 1e9)
+    partial.write(partial.pieces[0], CONTENT[:2000])  # no record follows: a kill loses these bytes
+    again = opened(target)
+    assert again.inherited == 0
     again.close()
-    part.close()
+    partial.close()
 
 
-def test_pieces_are_taken_by_one_connection_each(tmp_path: Path) -> None:
-    part = opened(tmp_path / "a.bin")
+def test_pieces_are_taken_by_one_connection_each(target: Path) -> None:
+    partial = opened(target)
     pieces = []
-    while (piece := part.take()) is not None:
+    while (piece := partial.take()) is not None:
         pieces.append(piece)
     assert [len(piece.missing) for piece in pieces] == 3 * [MIN_PIECE_BYTES]
-    part.write(pieces[1], CONTENT[:1000])
-    part.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
-    part.close()
-    again = opened(tmp_path / "a.bin")
+    partial.write(pieces[1], CONTENT[:1000])
+    partial.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
+    partial.close()
+    again = opened(target)
     spans = [(piece.start, piece.stop) for piece in again.pieces]
     middle = MIN_PIECE_BYTES + 1000
     assert spans == [(0, MIN_PIECE_BYTES), (middle, 2 * MIN_PIECE_BYTES)]
     again.close()
 
 
-def test_a_part_has_its_length_after_its_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part of full length without a state would be taken as complete."""
-
-    monkeypatch.setattr(os, "ftruncate", dies)
-    with pytest.raises(DiskError):
-        opened(tmp_path / "a.bin")
-    path, state = part_paths(tmp_path / "a.bin")
-    assert path.stat().st_size == 0
-    assert state.is_file()
-
-
 def test_a_file_is_published_once_its_bytes_are_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "a.bin"
-    part = opened(target)
-    append(part, CONTENT)
-    asked: list[str] = []
+    partial = opened(target)
+    append(partial, CONTENT)
+    calls: list[str] = []
 
     def note(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
-        def noted(what: Any, *more: Any, **how: Any) -> Any:
+        def noted(what: Any, *more: Any) -> Any:
             path = Path(f"/proc/self/fd/{what}").readlink() if isinstance(what, int) else what
-            asked.append(f"{name} {path.name}")
-            return original(what, *more, **how)
+            calls.append(f"{name} {path.name}")
+            return original(what, *more)
 
         monkeypatch.setattr(owner, name, noted)
 
     note(os, "fsync")
+    note(os, "ftruncate")
     note(Path, "replace")
-    note(Path, "unlink")
-    part.publish(target)
-    part.close()
-    assert asked == [
-        *("fsync a.bin.part", "replace a.bin.part"),
-        *(f"fsync {tmp_path.name}", "unlink a.bin.part.state"),
-    ]
-
-
-def test_bytes_of_another_url_count_and_its_version_does_not(tmp_path: Path) -> None:
-    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
-    part = opened(tmp_path / "a.bin", "http://mirror/a.bin")
-    assert (part.inherited, part.validator) == (1000, "")
-    part.close()
+    partial.publish(target)
+    names = ["ftruncate a.bin.part", "fsync a.bin.part", "replace a.bin.part"]
+    assert calls == [*names, f"fsync {target.parent.name}"]
 
 
 @pytest.mark.parametrize(
@@ -164,27 +125,29 @@ def test_bytes_of_another_url_count_and_its_version_does_not(tmp_path: Path) -> 
         ([[0, 2**40]], 0),
         ([[7, 9], [8, 10]], 0),
         ([[-7, 9]], 0),
+        (None, len(CONTENT)),  # no record: a complete file
     ],
 )
-def test_an_invalid_state_is_ignored(missing: object, expected: int, tmp_path: Path) -> None:
-    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
-    _, state = part_paths(tmp_path / "a.bin")
-    state.write_text(json.dumps({**json.loads(state.read_bytes()), "missing": missing}))
-    part = opened(tmp_path / "a.bin")
-    assert part.arrived_bytes == expected
-    part.close()
+def test_an_invalid_record_is_ignored(missing: object, expected: int, target: Path) -> None:
+    leave(target, 1000)
+    path = partial_path(target)
+    content, line = path.read_bytes()[: len(CONTENT)], path.read_bytes()[len(CONTENT) :]
+    state = json.loads(line.partition(b"\n")[0])
+    changed = b"" if missing is None else json.dumps({**state, "missing": missing}).encode()
+    path.write_bytes(content + changed)
+    partial = opened(target)
+    assert partial.arrived_bytes == expected
+    partial.close()
 
 
-def test_a_complete_part_without_its_state_is_checked_by_the_hash(tmp_path: Path) -> None:
-    path, state = part_paths(tmp_path / "a.bin")
-    path.write_bytes(CONTENT)
-    part = opened(tmp_path / "a.bin")
-    assert (part.inherited, part.take()) == (len(CONTENT), None)
-    assert state.is_file()
-    part.close()
-
-
-def test_a_part_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
-    part_paths(tmp_path / "a.bin")[1].mkdir()  # the place of the state
+def test_a_link_or_folder_as_a_part_is_refused(target: Path) -> None:
+    victim = target.with_name("victim")
+    victim.write_text("precious")
+    partial_path(target).symlink_to(victim)
+    with pytest.raises(UsageError, match=r"a\.bin\.part"):
+        opened(target)
+    assert victim.read_text() == "precious"
+    partial_path(target).unlink()
+    partial_path(target).mkdir()
     with pytest.raises(DiskError, match=r"a\.bin\.part"):
-        opened(tmp_path / "a.bin")
+        opened(target)

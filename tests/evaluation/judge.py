@@ -30,6 +30,18 @@ def detections(rows: Sequence[Row]) -> Detections:
 def pycocotools_figures(
     document: dict[str, Any], found: Detections, image_ids: NDArray[np.int64] | None = None
 ) -> list[float]:
+    scoring = matched(document, found, image_ids)
+    with contextlib.redirect_stdout(io.StringIO()):
+        scoring.accumulate()
+        scoring.summarize()
+    figures: list[float] = scoring.stats.tolist()
+    return figures
+
+
+def matched(
+    document: dict[str, Any], found: Detections, image_ids: NDArray[np.int64] | None = None
+) -> Any:
+    """Return pycocotools' COCOeval after it matched the detections."""
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
         truth, results = COCO(), COCO()
         truth.dataset, results.dataset = document, {**document, "annotations": []}
@@ -41,7 +53,18 @@ def pycocotools_figures(
         if image_ids is not None:
             scoring.params.imgIds = image_ids.tolist()
         scoring.evaluate()
-        scoring.accumulate()
-        scoring.summarize()
-    figures: list[float] = scoring.stats.tolist()
-    return figures
+    return scoring
+
+
+def image_counts(document: dict[str, Any], found: Detections) -> dict[int, tuple[int, int]]:
+    """Return how many objects of each image are found at IoU 0.5, and how many errors it has."""
+    counts = {image["id"]: (0, 0) for image in document["images"]}
+    for entry in matched(document, found).evalImgs:
+        if entry is not None and entry["aRng"] == [0, 1e10]:
+            is_hit = (entry["dtMatches"][0] > 0) & ~entry["dtIgnore"][0].astype(bool)
+            is_wrong = (entry["dtMatches"][0] == 0) & ~entry["dtIgnore"][0].astype(bool)
+            is_missed = (entry["gtMatches"][0] == 0) & ~np.array(entry["gtIgnore"], bool)
+            hits, errors = counts[entry["image_id"]]
+            wrong = int(is_wrong.sum() + is_missed.sum())
+            counts[entry["image_id"]] = (hits + int(is_hit.sum()), errors + wrong)
+    return counts

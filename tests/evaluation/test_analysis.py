@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation.judge import Row, detections
+from evaluation.judge import Row, detections, image_counts
 
 from ssdctl.benchmark.evaluate import make_split
 from ssdctl.errors import DataError
@@ -172,26 +172,26 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         read_evaluation(tmp_path / "evaluation.json")
 
 
-def test_the_worst_images_are_hotcocos(tmp_path: Path) -> None:
+def test_the_worst_images_are_pycocotools(tmp_path: Path) -> None:
     path = tmp_path / "annotations.json"
     found = make_split(path, num_images=300, num_boxes=2500, num_detections=20_000)
     truth = read_ground_truth(path)
     assert truth.is_crowd.any()
     is_shown = found.scores >= SHOWN_SCORE
     shown = Detections(*(column[is_shown] for column in found))
-    scoring = run_scoring(truth, shown)
-    summary = scoring.engine.image_diagnostics(iou_thr=0.5)["img_summary"]
+    counts = image_counts(json.loads(path.read_text()), shown)
 
     def badness(image_id: int) -> tuple[float, int, int]:
-        entry = summary[image_id]
-        errors = entry["fp"] + entry["fn"]
-        return 2 * entry["tp"] / (2 * entry["tp"] + errors) if errors else 1.0, -errors, image_id
+        hits, errors = counts[image_id]
+        return 2 * hits / (2 * hits + errors) if errors else 1.0, -errors, image_id
 
-    worst = sorted(map(int, scoring.image_ids), key=badness)[:NUM_SAMPLES]
-    samples = choose_samples(truth, scoring.image_ids, found)
+    worst = sorted(counts, key=badness)[:NUM_SAMPLES]
+    scoring = run_scoring(truth, found)
+    samples = choose_samples(scoring, found)
     assert [s.image_id for s in samples if s.is_worst] == worst
     others = [s.image_id for s in samples if not s.is_worst]
     assert len(set(others) - set(worst)) == NUM_SAMPLES
-    assert choose_samples(truth, scoring.image_ids, found) == samples
+    assert choose_samples(scoring, found) == samples
     some = np.arange(0, 300, 20)
-    assert sorted(s.image_id for s in choose_samples(truth, some, found)) == some.tolist()
+    few = choose_samples(run_scoring(truth, found, image_ids=some), found)
+    assert sorted(s.image_id for s in few) == some.tolist()

@@ -18,7 +18,7 @@ from ssdctl.data.annotations import Conversion, Labels, SplitFiles
 from ssdctl.data.check import check
 from ssdctl.data.formats import coco
 from ssdctl.data.image_check import FingerprintColumns
-from ssdctl.data.index import FORMAT, Made, Metadata, index_path, write_index
+from ssdctl.data.index import Made, Metadata, index_path, write_index
 from ssdctl.errors import DataError
 from ssdctl.evaluation.coco_ap import read_ground_truth, run_scoring
 from ssdctl.evaluation.evaluate import read_detections
@@ -93,12 +93,12 @@ def check_against_pycocotools(folder: Path, case: Case) -> None:
 
 def index_of(path: Path) -> Path:
     """Write the index of an annotation file, without its images."""
-    part = coco.read_files({"val": SplitFiles(path.parent, path)})["val"]
+    part = coco.read_files({"val": SplitFiles([path.parent], path)})["val"]
     count = len(part.file_names)
     files = np.ones(count, np.bool_), FingerprintColumns(*np.zeros((3, count), np.int64))
     made = Made("coco", Conversion(), Labels(""), ["val"], "")
     metadata = Metadata(
-        format=FORMAT,
+        format=4,
         packed=False,
         shards=[],
         key="",
@@ -108,7 +108,7 @@ def index_of(path: Path) -> Path:
         made=made,
     )
     index, objects = index_path(path.parent, "val"), check(part).objects
-    write_index(index, part.file_names, part.image_ids, part.sizes, objects, *files, metadata)
+    write_index(index, part, objects, *files, metadata)
     return index
 
 
@@ -176,6 +176,7 @@ def test_results_file_round_trip(tmp_path: Path) -> None:
         '[{"image_id": 1e30, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
         '[{"image_id": 9223372036854775808, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
         '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, 1e999], "score": 1}]',
+        '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, "inf"], "score": 1}]',
         '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, 2], "score": "nan"}]',
         '[{"\xe9": 1}]',  # Latin-1
     ],

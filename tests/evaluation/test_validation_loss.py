@@ -38,7 +38,7 @@ def losses(batch: Batch, sizes: list[int], padding: int, backbone: str) -> dict[
 
 @pytest.mark.parametrize("backbone", ["tiny", "vgg16"])
 def test_batches_and_padding_do_not_matter(backbone: str) -> None:
-    batch = random_batch(7, 4, max_boxes=9, real_boxes=5)
+    batch = random_batch(7, 4, max_boxes=9)
     labels = batch.labels.clone()
     for number in range(7):  # images with 0 to 5 objects
         labels[number, max(number - 1, 0) :] = 0

@@ -17,6 +17,7 @@ import socketserver
 import threading
 import traceback
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -358,15 +359,17 @@ def assignments(_: Path) -> Iterator[Target]:
 
 
 def archive(folder: Path) -> Iterator[Target]:
-    from ssdctl.download.archive import content_bytes, unpack
+    from ssdctl.download.archive import unpack
     from ssdctl.download.fetch import no_progress
 
     files = {"a/1.jpg": bytes(700), "a/2.jpg": bytes(range(256)), "b.json": b"{}", "e/": b""}
     path, dest = folder / "a.zip", folder / "data"
 
     def unpack_it() -> None:
-        content_bytes(path)
-        unpack(path, dest, progress=no_progress)
+        entries = unpack(path, dest, progress=no_progress)
+        files = {p.relative_to(dest).as_posix(): p for p in dest.rglob("*") if not p.is_dir()}
+        found = {name: (p.stat().st_size, zlib.crc32(p.read_bytes())) for name, p in files.items()}
+        assert {entry.path: (entry.size, entry.crc) for entry in entries} == found
 
     def run(content: bytes) -> Result:
         path.write_bytes(content)

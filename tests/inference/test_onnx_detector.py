@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 
 import ssdctl
 from ssdctl.checkpoint.exported import InputConvention, OnnxDescription
@@ -22,7 +22,6 @@ from ssdctl.inference.predict import open_detector
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-Cli = Callable[..., Result]
 Write = Callable[..., Path]
 FACTS = OnnxDescription(
     format=1,
@@ -136,11 +135,12 @@ def infinite_scores(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "subject"),
     [
-        (lambda model: model.ClearField("metadata_props"), 5, "category_ids"),  # another program's
+        (lambda model: model.ClearField("metadata_props"), 5, "metadata"),  # another program's
         (metadata("classes", '["a"]'), 5, "classes"),
         (metadata("classes", "[" * 5000), 5, "metadata"),
         (metadata("category_ids", '["x"]'), 5, "category_ids"),
         (metadata("num_classes", "1e9"), 5, "num_classes"),
+        (metadata("num_classes", "7"), 5, "num_classes"),
         (metadata("backbone", '"alexnet"'), 5, "alexnet"),
         (metadata("input", '{"layout": "BCHW"}'), 5, "layout"),
         (metadata("score_threshold", "null"), 5, "score_threshold"),

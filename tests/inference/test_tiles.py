@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ssdctl.inference.tiles import Window, cut_flags, merge, tile_windows
+from ssdctl.inference.image_detector import Window, cut_flags, merge, tile_windows
 
 Row = tuple[tuple[int, int, int, int], float, int, bool]  # box, score, label, is cut
 

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from data.samples import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ssdctl.input.resize import resize, resize_crop
-
-
-def noise_image(width: int, height: int, seed: int) -> Image.Image:
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
-    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-    noise = rng.integers(-20, 21, (height, width, 3))
-    return Image.fromarray(np.clip(np.asarray(smooth) + noise, 0, 255).astype(np.uint8))
+from ssdctl.input.loader import resize, resize_crop
 
 
 @settings(max_examples=60, deadline=None)
@@ -28,7 +21,7 @@ def noise_image(width: int, height: int, seed: int) -> Image.Image:
 def test_a_crop_is_within_one_level_of_pillows(box: tuple[int, int, int, int], flip: bool) -> None:
     left, top = min(box[0], box[2] - 1), min(box[1], box[3] - 1)
     window = (left, top, max(box[2], left + 1), max(box[3], top + 1))
-    pixels = np.array(noise_image(300, 200, 5))
+    pixels = np.array(sample(300, 200, 5))
     out = np.zeros((300, 300, 3), np.uint8)
     resize_crop(pixels, window, flip, out)
     cut = Image.fromarray(pixels).crop(window)
@@ -39,7 +32,7 @@ def test_a_crop_is_within_one_level_of_pillows(box: tuple[int, int, int, int], f
 
 
 def test_an_uncropped_image_equals_pillows() -> None:
-    image = noise_image(333, 222, 7)
+    image = sample(333, 222, 7)
     out = np.zeros((300, 300, 3), np.uint8)
     resize(np.asarray(image), out)
     assert np.array_equal(out, np.asarray(image.resize((300, 300), Image.Resampling.BILINEAR)))

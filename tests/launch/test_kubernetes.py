@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from conftest import Result
+from conftest import Cli, Result
 from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, IN_A_POD, TEXT
@@ -27,7 +26,6 @@ from ssdctl.errors import UsageError
 from ssdctl.launch.base import PLAIN, LaunchPlan
 from ssdctl.launch.kubernetes import Settings
 
-Cli = Callable[..., Result]
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())
 VOYAGER = """
@@ -196,7 +194,7 @@ def test_one_pod_for_a_download(cli: Cli, crd: Any) -> None:
     manifest = planned(cli, "--cpus", 1, "--", "download", "--dest", "/work/coco")["manifest"]
     check(manifest, crd)
     (container,) = containers(manifest).values()
-    assert container["command"][1:] == ["-m", "ssdctl", "download", "--dest", "/work/coco"]
+    assert container["command"][1:] == ["-m", "ssdctl", "download", "--dest=/work/coco"]
     assert {"name": "SSDCTL_DOWNLOAD__CONNECTIONS", "value": "16"} in container["env"]
     assert container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
 

@@ -121,13 +121,6 @@ def test_the_loss_equals_the_golden_value(dtype: torch.dtype, rtol: float) -> No
             assert float(getattr(actual, name)) == pytest.approx(value, rel=rtol), name
 
 
-def test_each_image_is_divided_by_its_own_positives() -> None:
-    case = random_case(5, 0.1, torch.float64)
-    single = [Case(*(t[i : i + 1] for t in case)).loss().total for i in range(3)]
-    assert case.loss().total == pytest.approx(float(sum(single)) / 3, rel=1e-12)
-    assert single[2] == 0  # without positives: 0, but in the mean
-
-
 def test_a_batch_without_objects_is_zero_with_zero_gradients() -> None:
     offsets, logits, boxes, _ = one_image(FAR)
     losses = MultiboxLoss()(offsets, logits, boxes, torch.zeros(1, 3, dtype=torch.int64))

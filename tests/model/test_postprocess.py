@@ -1,4 +1,4 @@
-"""From predictions to detections, against the plain loop."""
+"""From predictions to detections: against the plain loop, and in the static shapes of accelerators."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ import numpy as np
 import pytest
 import reference
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE, ImageDetections, detect
+from ssdctl.model.postprocess import (
+    DETECTIONS_PER_IMAGE,
+    ImageDetections,
+    boxes_and_scores,
+    detect,
+    detect_static,
+)
 
 DEFAULTS = default_boxes_cxcywh()
 
 
 def predictions(
-    seed: int, num_classes: int, num_boxes: int, spread: float
+    seed: int, num_classes: int, num_boxes: int, spread: float, batch_size: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random offsets, logits and some of the default boxes; a wider spread detects more."""
     rng = np.random.default_rng(seed)
     chosen = np.sort(rng.choice(8732, num_boxes, replace=False))
-    offsets = rng.normal(0, 1, (1, 4, num_boxes)).astype(np.float32)
-    logits = rng.normal(0, spread, (1, num_classes, num_boxes)).astype(np.float32)
+    offsets = rng.normal(0, 1, (batch_size, 4, num_boxes)).astype(np.float32)
+    logits = rng.normal(0, spread, (batch_size, num_classes, num_boxes)).astype(np.float32)
     return torch.from_numpy(offsets), torch.from_numpy(logits), DEFAULTS[chosen]
 
 
@@ -101,15 +109,6 @@ def test_candidates_are_cut_before_suppression() -> None:
     assert len(actual.boxes) == 2
 
 
-def test_nothing_over_the_threshold_is_an_empty_result() -> None:
-    offsets, logits, defaults = predictions(7, 81, 500, 0.0)
-    logits[0, 0] = 20
-    [actual] = run(offsets, logits, defaults)
-    assert actual.boxes.shape == (0, 4)
-    assert actual.scores.shape == (0,)
-    assert actual.labels.shape == (0,)
-
-
 def test_an_empty_image_does_not_affect_its_batch() -> None:
     """Habana's port discards the batch."""
     offsets, logits, defaults = predictions(8, 5, 400, 2.0)
@@ -118,7 +117,7 @@ def test_an_empty_image_does_not_affect_its_batch() -> None:
     batch = run(offsets.expand(3, -1, -1), torch.cat([logits, empty, logits]), defaults)
     [single] = run(offsets, logits, defaults)
     assert len(single.boxes) > 0
-    assert len(batch[1].boxes) == 0
+    assert [tuple(field.shape) for field in batch[1]] == [(0, 4), (0,), (0,)]
     for image in (batch[0], batch[2]):
         assert all(torch.equal(a, b) for a, b in zip(image, single, strict=True))
 
@@ -165,3 +164,42 @@ def test_one_exploded_box_does_not_touch_the_others() -> None:
     defaults = torch.cat([DEFAULTS[:199], DEFAULTS[-1:]])
     [actual] = run(offsets, logits, defaults)
     assert actual.labels.tolist() == [1, *[80] * 38]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    num_boxes=st.sampled_from([3, 150, 700]),
+    num_classes=st.sampled_from([2, 6]),
+    threshold=st.sampled_from([0.05, 0.3, 0.999]),
+    nms_iou=st.sampled_from([0.2, 0.5, 0.8]),
+)
+def test_static_shapes_equal_the_ragged_way(
+    seed: int, num_boxes: int, num_classes: int, threshold: float, nms_iou: float
+) -> None:
+    outputs = predictions(seed, num_classes, num_boxes, 2.0, batch_size=2)
+    ragged = run(*outputs, threshold, nms_iou)
+    boxes, scores, labels = detect_static(*boxes_and_scores(*outputs), threshold, nms_iou)
+    for i, actual in enumerate(ragged):
+        count = int((labels[i] > 0).sum())
+        assert (labels[i, count:] == 0).all()
+        assert torch.equal(scores[i, :count], actual.scores)
+        static = (boxes[i, :count], scores[i, :count], labels[i, :count])
+        for one, other in zip(_by_score(*static), _by_score(*actual), strict=True):
+            assert torch.equal(one, other)
+
+
+def _by_score(*columns: torch.Tensor) -> list[torch.Tensor]:
+    """Sort detections by score, those of equal scores by their left edge."""
+    boxes, scores, _ = columns
+    order = np.lexsort((boxes[:, 0].numpy(), scores.numpy()))
+    return [column[order] for column in columns]
+
+
+@pytest.mark.parametrize("num_boxes", [1, 8732])
+def test_static_detections_are_padded_to_the_declared_length(num_boxes: int) -> None:
+    for most in (1, 0):  # with scores up to this
+        boxes, scores = torch.rand(1, num_boxes, 4), most * torch.rand(1, 2, num_boxes)
+        labels = detect_static(boxes, scores, 0.05, 0.5)[2]
+        assert labels.shape == (1, min(200, 2 * min(200, num_boxes)))
+        assert bool(labels.any()) == bool(most) or num_boxes == 1

@@ -6,12 +6,11 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Result
+from conftest import Cli
 from PIL import Image
 
 from ssdctl.evaluation.coco_ap import FIGURES
@@ -19,7 +18,6 @@ from ssdctl.inference.drawing import MAX_LABEL, draw, one_line
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.reader import read_run
 
-Cli = Callable[..., Result]
 HOSTILE = ["a\nb", "a\rb", "a\x85b", "a\u2028b", "\x1b[31m", "$\\frac{$", "$x", "\u4e2d\u6587",
            "\U0001f600", "_hidden", "x" * 100_000, "\u202eabc", "\ud800", " ", "", "<b>&"]  # fmt: skip
 

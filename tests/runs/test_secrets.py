@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Result
+from conftest import Cli
 
 from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, to_snapshot_toml
 from ssdctl.config.resolve import Override, of_call, read_toml, resolve
@@ -16,7 +15,6 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment, open_run
 from ssdctl.runs.reader import read_run
 
-Cli = Callable[..., Result]
 MIRROR = "https://bob:S3CRET@host/coco?X-Amz-Signature=S3CRET"
 SECRETS = [
     Override("kubernetes.env", "WANDB_KEY=S3CRET,B=S3CRET", of_call("--set")),

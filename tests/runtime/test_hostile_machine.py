@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Result
+from conftest import Cli
 
 from ssdctl.runtime.system import private_cache_dir
-
-Cli = Callable[..., Result]
-
 
 OTHER_USER = 65534
 

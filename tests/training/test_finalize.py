@@ -6,13 +6,12 @@ So do the rules for few images and for fine-tuning.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_type_hints
 
 import msgspec
 import pytest
-from conftest import Result
+from conftest import Cli
 
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES
@@ -22,7 +21,6 @@ from ssdctl.errors import UsageError
 from ssdctl.training.run import Network, adapt_to_data, finalize
 from ssdctl.training.schedule import TrainSchedule
 
-Cli = Callable[..., Result]
 FEW, MANY = 100, 117_266
 
 

@@ -8,8 +8,8 @@ import torch
 from ssdctl.runs.display import describe
 from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.memory import USED_SHARE, MemoryEstimate
+from ssdctl.training.run_log import ThroughputMeter
 from ssdctl.training.state import EMA
-from ssdctl.training.throughput import ThroughputMeter
 
 
 def test_ends_at_the_target() -> None:
@@ -69,7 +69,7 @@ def test_throughput_reports_once_that_training_is_input_bound(
         lap = pace.lap()
         assert lap.images_per_second == pytest.approx(8)
         assert lap.data_wait == pytest.approx(0.5)
-        results.append(pace.is_input_bound())
+        results.append(lap.is_input_bound)
     assert results == [False] * 4 + [True] + [False] * 3
     assert pace.images_per_second == pytest.approx(8)
     assert pace.data_wait == pytest.approx(0.5)

@@ -15,11 +15,12 @@ import importlib
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
-from ssdctl.data.annotations import SPLIT_WORDS, Annotations, from_images
+from ssdctl.data.annotations import MAX_NAMED, SPLIT_WORDS, Annotations, from_images
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular
@@ -31,19 +32,14 @@ MAX_FILES = 20_000  # that are searched for what a folder has
 MAX_READ = 50  # files of a kind whose content is looked at
 HEAD_BYTES = 1_000_000
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
-TEXTS = {".json", ".csv", ".tsv", ".xml", ".txt"}
-BINARIES = {".mat", ".parquet", ".h5"}
 # As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
 TFRECORD = re.compile(r"\.(tf_?)?records?(-\d+-of-\d+)?$|(?<!\.data)-\d{5}-of-\d{5}$")
 TFRECORD_HINT = (
     "TFRecords are not read: give the images and labels that they were made from; COCO is "
     "fetched by `ssdctl download --dest DIR`"
 )
-SEPARATORS = re.compile(rb"[\s\"',;:/\\<>]+")
-COORDINATES = re.compile(rb"(?:-?\d+(?:\.\d+)?[\s,]+){3}-?\d")
 CONVERT_LABELME = "convert labelme's files to Pascal VOC's layout with its labelme2voc.py"
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Format(Protocol):
@@ -73,26 +69,26 @@ class _Plugin(NamedTuple):
     plugin: Any
 
     def recognise(self, path: Path) -> Path | bool | None:
-        ask = getattr(self.plugin, "recognise", None)
-        return None if ask is None else self._call(ask, path)
+        with self._errors(path):
+            ask = getattr(self.plugin, "recognise", None)
+            return ask(path) if ask else None
 
     def read(self, path: Path) -> dict[str, Annotations]:
-        return self._call(self._read, path)
+        with self._errors(path):
+            result = getattr(self.plugin, "read", self.plugin)(path)
+            if isinstance(result, dict):
+                return result
+            splits, classes = result
+            used = {b.name for images in splits.values() for image in images for b in image.boxes}
+            if unlisted := used - set(classes):
+                problem = f"--from {self.name} does not list the class {min(unlisted)!r}"
+                raise DataError(f"{path}: {problem}")
+            return from_images(splits, classes, dataset_folder(path), path)
 
-    def _read(self, path: Path) -> dict[str, Annotations]:
-        result = getattr(self.plugin, "read", self.plugin)(path)
-        if isinstance(result, dict):
-            return result
-        splits, classes = result
-        used = {b.name for images in splits.values() for image in images for b in image.boxes}
-        if unlisted := used - set(classes):
-            problem = f"--from {self.name} does not list the class {min(unlisted)!r}"
-            raise DataError(f"{path}: {problem}")
-        return from_images(splits, classes, dataset_folder(path), path)
-
-    def _call(self, function: Callable[[Path], T], path: Path) -> T:
+    @contextlib.contextmanager
+    def _errors(self, path: Path) -> Iterator[None]:
         try:
-            return function(path)
+            yield
         except SsdctlError:
             raise
         except Exception as error:
@@ -111,11 +107,6 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Format:
-    """Return a format.
-
-    Raises:
-        UsageError: There is none of that name, or its package cannot be imported.
-    """
     if name in built_in():
         module: Format = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
         return module
@@ -127,26 +118,14 @@ def load(name: str) -> Format:
 
 
 def find(path: Path, name: str | None = None) -> tuple[str, Format]:
-    """Return the format of a dataset.
-
-    Args:
-        path: Its folder, or a file such as data.yaml or instances.json.
-        name: The format; None detects it.
-
-    Raises:
-        UsageError: There is no format of that name.
-        DataError: No dataset, several, or a file of another format.
-    """
+    """Return the format of a folder or of a file such as data.yaml; without a name, detect it."""
     from ssdctl.data.formats import coco
 
-    if path.is_file():
-        found = [entry for entry in _recognized(path) if name in (None, entry[0])]
-    elif name is not None:
+    if name is not None and not path.is_file():
         return name, load(name)  # it says what is absent
-    elif coco.own_splits(path):
+    if coco.own_splits(path):
         return "coco", coco  # there may be other labels as well
-    else:
-        found = list(_recognized(path))
+    found = [entry for entry in _recognized(path) if name in (None, entry[0])]
     if not found:
         raise _not_a_dataset(path, name) if path.is_file() else _no_dataset(path)
     described = [_describe(path, name, by) for name, _, by in found]
@@ -197,10 +176,10 @@ def _has_labels(folder: Path) -> bool:
     """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
     with contextlib.suppress(DataError):
         for _, _, by in _recognized(folder):
-            place = by if isinstance(by, Path) else folder
-            around = place.parent if place.is_file() else place
-            usual = around.name in ANNOTATION_FOLDERS or around.name.lower() in SPLIT_WORDS
-            if around == folder or (around.parent == folder and usual):
+            labels = by if isinstance(by, Path) else folder
+            labels = labels.parent if labels.is_file() else labels
+            usual = labels.name in ANNOTATION_FOLDERS or labels.name.lower() in SPLIT_WORDS
+            if labels == folder or (labels.parent == folder and usual):
                 return True
     return (folder / "dataset.toml").is_file()
 
@@ -209,84 +188,69 @@ def _no_dataset(path: Path) -> DataError:
     looked_for = ["dataset.toml"]
     for name in built_in():
         looked_for += getattr(load(name), "LOOKED_FOR", ())
-    found, hint = _instead_of_dataset(path)
+    files = sorted(Path(n) for n in itertools.islice(files_below(path), MAX_FILES))
+    kinds = ["TFRecord" if TFRECORD.search(f.name) else f.suffix.lower() or "other" for f in files]
+    first = dict(zip(reversed(kinds), reversed(files), strict=True))
+    counts = Counter(kinds).most_common(MAX_NAMED)
+    found = [f"{count:,} {kind} files such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above):
         hint = f"did you mean the folder above, --data {above}?"
     elif below := datasets_in(path):
-        hint = (
-            f"a folder in it is a dataset: --data {below[0]}; or describe the dataset in a "
-            "dataset.toml"
-        )
-    looked = ", ".join(looked_for)
-    return DataError(f"{path}: no dataset found{found} (looked for {looked})", hint=hint)
+        hint = f"a folder in it is a dataset: --data {below[0]}; or write a dataset.toml"
+    else:
+        hint = _hint_for(path, files)
+    return DataError(
+        f"{path}: no dataset found{', but ' if found else ''}{', '.join(found)} "
+        f"(looked for {', '.join(looked_for)})",
+        hint=hint,
+    )
 
 
-def _instead_of_dataset(folder: Path) -> tuple[str, str]:
-    """Return what a folder without a dataset has, for the message, and the hint."""
+def _hint_for(folder: Path, files: list[Path]) -> str:
+    """Return what to do with the files of a folder that is no dataset."""
     from ssdctl.data.formats import yolo
 
-    files = sorted(Path(n) for n in itertools.islice(files_below(folder), MAX_FILES))
-    images = [file for file in files if is_image(file)]
-    stems, image_names = {file.stem for file in images}, {file.name for file in images}
-    export = f"export one of the formats that are read: {', '.join(built_in())}"
-    jsons = [file for file in files if file.suffix == ".json"][:MAX_READ]
-    if labelme := [file for file in jsons if b'"shapes"' in _head(folder / file)]:
-        return f", but labelme's JSON files, such as {labelme[0]}", CONVERT_LABELME
-    texts = [f for f in files if f.suffix == ".txt" and f.stem in stems][:MAX_READ]
-    if labels := [file for file in texts if yolo.has_boxes(folder / file)]:
-        own = (folder / image for image in images if image.stem == labels[0].stem)
-        is_in_place = any(yolo.label_file(folder, image) == folder / labels[0] for image in own)
-        hint = "" if is_in_place else ", and move each label file beside its image"
-        return (
-            f", but YOLO's labels, such as {labels[0]}, without the names of the classes",
-            f"write {folder / 'classes.txt'}: a name per line, in the order of the class numbers"
-            f"{hint}",
-        )
-    if other := [file for file in texts if _head(folder / file).strip()]:
-        return f", but text labels of another format, such as {other[0]}", export
-    if records := [file for file in files if TFRECORD.search(file.name)]:
-        return f", but TFRecord files, such as {records[0]}", TFRECORD_HINT
-    if archives := [file for file in files if file.suffix.lower() in ARCHIVES]:
-        return f", but an archive, {archives[0]}", f"unpack {folder / archives[0]}"
-    unread = (file for file in files if _is_labels(folder / file, stems, image_names))
-    if images and (label := next(unread, None)):
-        return f", but labels in a format that is not read, such as {label}", export
-    hint = (
-        "give the folder that an export was unpacked to, or describe the dataset in a "
-        "dataset.toml (docs/custom-dataset.md)"
+    jsons = [file for file in files if file.suffix == ".json"]
+    if any(b'"shapes"' in _head(folder / file) for file in jsons[:MAX_READ]):
+        return CONVERT_LABELME
+    images = [folder / file for file in files if is_image(file)]
+    stems = {image.stem for image in images}
+    for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
+        if yolo.has_boxes(folder / file):
+            own = [yolo.label_file(folder, image) for image in images if image.stem == file.stem]
+            move = "" if folder / file in own else ", and move each label file beside its image"
+            return (
+                f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "
+                f"name of a class per line, in the order of the class numbers{move}"
+            )
+    if any(TFRECORD.search(file.name) for file in files):
+        return TFRECORD_HINT
+    for file in files:
+        if file.suffix.lower() in ARCHIVES:
+            return f"unpack {folder / file}"
+    return (
+        "give the folder that an export was unpacked to, with the labels in one of the formats "
+        f"{', '.join(built_in())}; or describe the dataset in a dataset.toml "
+        "(docs/custom-dataset.md)"
     )
-    if images:
-        return ", but images without labels", f"export the labels as well; {hint}"
-    return "", hint
 
 
 def _not_a_dataset(path: Path, name: str | None) -> DataError:
     """Return the error for a file that is not a dataset, or not of the format `name`."""
     suffix = path.suffix.lower()
-    problem = "not a dataset file" + (f" of {name}" if name else "")
-    hint: str | None = (
-        "give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file"
-    )
     if suffix in ARCHIVES:
-        problem, hint = "an archive", "unpack it and give the folder"
-    elif TFRECORD.search(path.name):
-        problem, hint = "a TFRecord file", TFRECORD_HINT
-    elif suffix == ".json" and name in (None, "coco"):
+        return DataError(f"{path}: an archive", hint="unpack it and give the folder")
+    if TFRECORD.search(path.name):
+        return DataError(f"{path}: a TFRecord file", hint=TFRECORD_HINT)
+    if suffix == ".json" and name in (None, "coco"):
         problem = "not in COCO's format: no images, annotations and categories"
         hint = CONVERT_LABELME if b'"shapes"' in _head(path) else None
-    return DataError(f"{path}: {problem}", hint=hint)
-
-
-def _is_labels(file: Path, stems: set[str], image_names: set[str]) -> bool:
-    """Return whether a file has something to say about the images, in a form that is not read."""
-    if file.suffix not in TEXTS:
-        return file.suffix in BINARIES
-    head = _head(file)
-    if file.suffix == ".txt" and not COORDINATES.search(head):
-        return False  # a license, or a list of images
-    words = (word.decode(errors="replace") for word in SEPARATORS.split(head))
-    return file.stem in stems or not image_names.isdisjoint(words)
+        return DataError(f"{path}: {problem}", hint=hint)
+    return DataError(
+        f"{path}: not a dataset file{f' of {name}' if name else ''}",
+        hint="give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file",
+    )
 
 
 def _head(path: Path) -> bytes:

@@ -7,8 +7,8 @@ between two elements.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
-import gc
 import mmap
 import os
 import re
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from ssdctl.data.classes import Name
 from ssdctl.files import DECODE_ERRORS, open_regular, read_errors, refuse_utf16
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAPPED_BYTES = 1 << 30  # larger files are mapped into memory instead of read
 SLICE_BYTES = 8 << 20
 MAX_SLICE_TRIES = 4  # ends of a slice that are tried
@@ -114,30 +113,26 @@ def decode(content: Content, kind: type[T]) -> T:
         msgspec.DecodeError, UnicodeDecodeError: It is not JSON, or not of that type.
     """
     refuse_utf16(content[:2])
-    start = len(BYTE_ORDER_MARK) if content[:3] == BYTE_ORDER_MARK else 0
-    with without_gc():
-        try:
-            return msgspec.json.decode(memoryview(content)[start:], type=kind, strict=False)
-        except RecursionError:
-            raise msgspec.DecodeError("nested too deeply") from None
+    start = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
+    try:
+        return msgspec.json.decode(memoryview(content)[start:], type=kind, strict=False)
+    except RecursionError:
+        raise msgspec.DecodeError("nested too deeply") from None
 
 
 def decode_tables(content: Content) -> Tables[AnnotationColumns]:
     """Decode an annotation file; the exceptions are those of `decode`."""
     file = decode(content, Tables[msgspec.Raw])
     release(content)
-    parts = []
-    with without_gc():
-        try:
-            for rows in _annotation_slices(memoryview(file.annotations)):
-                parts.append(to_columns(rows))
-                release(content)
-        except DECODE_ERRORS:
-            decode(
-                content, Tables[list[Annotation]]
-            )  # names the place in the file, not in the slice
-            raise
-    columns = AnnotationColumns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    slices = []
+    try:
+        for annotations in _annotation_slices(memoryview(file.annotations)):
+            slices.append(to_columns(annotations))
+            release(content)
+    except DECODE_ERRORS:
+        decode(content, Tables[list[Annotation]])  # names the position in the file
+        raise
+    columns = AnnotationColumns(*(np.concatenate(column) for column in zip(*slices, strict=True)))
     return Tables(file.images, columns, file.categories)
 
 
@@ -168,23 +163,20 @@ def repeated_table(content: Content) -> tuple[str, list[int]] | None:
 
     Decoding takes the last of equal keys and drops the others without a word.
     """
-    keys = [b'"%s"' % name.encode() for name in Tables.__struct_fields__]
-    occurs_once = [content.find(key, content.find(key) + 1) < 0 for key in keys]
+    starts = {b'"%s"' % name.encode(): list[int]() for name in Tables.__struct_fields__}
+    occurs_once = [content.find(key, content.find(key) + 1) < 0 for key in starts]
     release(content)
     if all(occurs_once):
-        return None  # the usual file: the parts have no such keys
-    places: dict[bytes, list[int]] = {key: [] for key in keys}
+        return None  # the usual file: the tables have no such keys
     depth = 0
     for token in STRUCTURE.finditer(content):
-        if token[1]:
-            key = token[0][: -len(token[1])]
-            if depth == 1 and key in places:
-                places[key].append(token.start())
-        else:
-            depth += {b"{": 1, b"}": -1}.get(token[0], 0)
-    for key, starts in places.items():
-        if len(starts) > 1:
-            return key.decode().strip('"'), [content[:n].count(b"\n") + 1 for n in starts]
+        key = token[0][: -len(token[1])] if token[1] else b""
+        if depth == 1 and key in starts:
+            starts[key].append(token.start())
+        depth += {b"{": 1, b"}": -1}.get(token[0], 0)
+    for key, found in starts.items():
+        if len(found) > 1:
+            return key.decode().strip('"'), [content[:n].count(b"\n") + 1 for n in found]
     return None
 
 
@@ -195,24 +187,19 @@ def release(content: Content) -> None:
 
 
 def to_columns(annotations: Sequence[Annotation]) -> AnnotationColumns:
-    bbox = np.empty((len(annotations), 4))
     boxes = [entry.bbox or NO_BBOX for entry in annotations]
-    for index, side in enumerate(Bbox.__struct_fields__):
-        bbox[:, index] = column(boxes, side, np.float64)
+    bbox = np.stack([column(boxes, side, np.float64) for side in Bbox.__struct_fields__], axis=1)
     try:
         area = column(annotations, "area", np.float64)
     except (TypeError, ValueError, OverflowError):
         area = np.array([_number(entry.area) for entry in annotations])
     for values in (bbox, area):
         values[np.isinf(values)] = np.nan  # the text "inf"
-    return AnnotationColumns(
-        column(annotations, "id"),
-        column(annotations, "image_id"),
-        column(annotations, "category_id"),
-        bbox,
-        area,
-        column(annotations, "iscrowd", np.bool_),
+    ids, image_ids, category_ids = (
+        column(annotations, name) for name in ("id", "image_id", "category_id")
     )
+    is_crowd = column(annotations, "iscrowd", np.bool_)
+    return AnnotationColumns(ids, image_ids, category_ids, bbox, area, is_crowd)
 
 
 def _number(value: Any) -> float:
@@ -225,15 +212,3 @@ def _number(value: Any) -> float:
 def column(structs: Sequence[Any], name: str, kind: Any = np.int64) -> NDArray[Any]:
     """Return one field of many structs as an array, without a Python step for each."""
     return np.fromiter(map(attrgetter(name), structs), kind, len(structs))
-
-
-@contextlib.contextmanager
-def without_gc() -> Iterator[None]:
-    """Disable garbage collection: searching millions of live objects takes longer than decoding."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -11,7 +11,7 @@ from typing import TypeVar
 from xml.etree import ElementTree
 
 from ssdctl.data.annotations import LabeledBox, split_of
-from ssdctl.data.image_files import dataset_folder
+from ssdctl.data.image_files import dataset_folder, files_below
 from ssdctl.errors import DataError
 from ssdctl.files import open_regular, read_errors, read_limited, read_text
 
@@ -83,11 +83,11 @@ def numbers(values: list[str]) -> list[float]:
     return result
 
 
-def whole_number(text: str, place: str) -> int:
+def whole_number(text: str, location: str) -> int:
     """Return a whole number, which may be written as `12.0`.
 
     Raises:
-        DataError: It is not one; the message begins with `place`.
+        DataError: It is not one; the message begins with `location`.
     """
     try:
         number = int(float(text))
@@ -95,16 +95,13 @@ def whole_number(text: str, place: str) -> int:
             return number
     except (ValueError, OverflowError):
         pass
-    raise DataError(f"{place}: {text!r} is not a whole number")
+    raise DataError(f"{location}: {text!r} is not a whole number")
 
 
 def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     """Return a file, or the CSV files in a folder and two levels below, that have these columns."""
-    places = [path, *(p for p in path.glob("*") if p.is_dir() and p.name != "prepared")]
-    places += [p for place in places[1:] for p in place.glob("*") if p.is_dir()]
-    found = sorted(p for place in places for p in place.glob("*.csv") if p.is_file())
-    files = found if path.is_dir() else [path] if path.suffix.lower() == ".csv" else []
-    return [file for file in files if set(columns) <= set(csv_header(file))]
+    files = sorted(path / name for name in files_below(path, 2)) if path.is_dir() else [path]
+    return [f for f in files if f.suffix == ".csv" and set(columns) <= set(csv_header(f))]
 
 
 def csv_by_split(path: Path, columns: Sequence[str]) -> dict[str, Path]:

@@ -1,6 +1,6 @@
 """Read COCO annotation files as labeling tools write them.
 
-    splits = read(Path("export"))       # typed; DataError names the place of what is broken
+    splits = read(Path("export"))       # typed; DataError names what is broken
 
 Numbers written as 5.0 or "5", `iscrowd: false`, null areas and a byte order mark are accepted.
 Classes are the file's categories in its order.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,7 +37,7 @@ from ssdctl.data.formats._coco_json import (
     read_content,
     repeated_table,
 )
-from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, split_folders
 from ssdctl.errors import DataError
 from ssdctl.files import open_regular
 
@@ -45,13 +45,7 @@ LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json
 TABLES = (b'"images"', b'"annotations"', b'"categories"')
 RENUMBERED = "duplicate annotation id, renumbered"
 WRITTEN_BY_SSDCTL = "ssdctl_"
-SAMPLE_BYTES, SAMPLE_NAMES = 1_000_000, 20
-FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
-SPLIT_FOLDERS = {
-    "train": ("train", "Train", "training", "train2017"),
-    "val": ("val", "valid", "validation", "Val", "Validation", "val2017"),
-    "test": ("test", "Test", "testing", "test2017"),
-}
+SAMPLE_NAMES = 20  # file names by which the image folder is found
 
 
 def recognise(path: Path) -> Path | None:
@@ -79,15 +73,13 @@ def read_files(splits: Mapping[str, SplitFiles]) -> dict[str, Annotations]:
     one of the splits.
     """
     tables = {split: _decode(files.annotations) for split, files in splits.items()}
-    unused = {split: _unused_supercategories(part) for split, part in tables.items()}
-    kept = {
-        split: {c.name for c in part.categories} - set(unused[split].values())
-        for split, part in tables.items()
-    }
+    unused = {split: _unused_supercategories(table) for split, table in tables.items()}
+    used: set[object] = set()
+    for split, table in tables.items():
+        used |= {c.name for c in table.categories} - set(unused[split].values())
     result = {}
     for split, files in splits.items():
-        elsewhere = {name for other in kept if other != split for name in kept[other]}
-        left_out = {i: name for i, name in unused[split].items() if name not in elsewhere}
+        left_out = {i: name for i, name in unused[split].items() if name not in used}
         result[split] = _columns(tables.pop(split), left_out, files)
     return result
 
@@ -158,7 +150,7 @@ def _columns(
     sizes = [(image.width or 0, image.height or 0) for image in tables.images]
     return one_image_per_file(
         Annotations(
-            folder=files.images,
+            folder=_image_folder(files.images, [image.file_name for image in tables.images]),
             origin=path,
             image_ids=image_ids,
             file_names=[image.file_name for image in tables.images],
@@ -205,7 +197,7 @@ def positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[n
 
 
 def _repeated(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the places of ids that occurred before."""
+    """Return the rows of ids that occurred before."""
     order = np.argsort(ids, kind="stable")  # np.unique takes many times as long
     return np.sort(order[1:][ids[order[1:]] == ids[order[:-1]]])
 
@@ -218,7 +210,7 @@ def splits_of(path: Path) -> dict[str, SplitFiles]:
 
 
 def _of_file(path: Path) -> dict[str, SplitFiles]:
-    return {"train": SplitFiles(image_folder(path, dataset_folder(path)), path)}
+    return {"train": SplitFiles(_image_folders(path, dataset_folder(path)), path)}
 
 
 def own_splits(root: Path) -> dict[str, SplitFiles]:
@@ -228,8 +220,8 @@ def own_splits(root: Path) -> dict[str, SplitFiles]:
         annotations = root / "annotations" / f"instances_{split}2017.json"
         if annotations.is_file():
             folders = root / f"{split}2017", root / "images" / f"{split}2017"
-            images = next((folder for folder in folders if folder.is_dir()), folders[0])
-            splits[split] = SplitFiles(images, annotations)
+            images = [folder for folder in folders if folder.is_dir()] or folders
+            splits[split] = SplitFiles(images[:1], annotations)
     return splits
 
 
@@ -250,7 +242,7 @@ def exported_splits(root: Path) -> dict[str, SplitFiles]:
     if by_split.keys() <= {"test"}:
         return {}
     return {
-        split: SplitFiles(image_folder(by_split[split], root, split), by_split[split])
+        split: SplitFiles(_image_folders(by_split[split], root, split), by_split[split])
         for split in SPLITS
         if split in by_split
     }
@@ -258,12 +250,12 @@ def exported_splits(root: Path) -> dict[str, SplitFiles]:
 
 def _coco_files(root: Path) -> list[Path]:
     """Return the COCO files of a folder; those called instances_* only, if there are any."""
-    places = [root, *(root / name for name in ANNOTATION_FOLDERS)]
-    places += sorted(p for p in root.glob("*") if split_of(p.name) and p.is_dir())
+    folders = [root, *(root / name for name in ANNOTATION_FOLDERS)]
+    folders += sorted(p for p in root.glob("*") if split_of(p.name) and p.is_dir())
     files = [
         file
-        for place in places
-        for file in (sorted(place.glob("*.json")) if place.is_dir() else ())
+        for folder in folders
+        for file in (sorted(folder.glob("*.json")) if folder.is_dir() else ())
         if not file.name.startswith(WRITTEN_BY_SSDCTL) and is_coco_file(file)
     ]
     return [f for f in files if f.name.startswith("instances_")] or files
@@ -280,45 +272,28 @@ def is_coco_file(path: Path) -> bool:
     return False
 
 
-def image_folder(annotations: Path, root: Path, split: str | None = None) -> Path:
-    """Return the folder below `root` that the file names of an annotation file are relative to.
+def _image_folders(annotations: Path, root: Path, split: str | None = None) -> list[Path]:
+    """Return the usual folders of images, the most specific first; the last one is `root`."""
+    subset = re.sub(r"^(instances|person_keypoints)_", "", annotations.stem)
+    folders = [root / "images" / subset, root / subset, *split_folders(root, split or "")]
+    folders += [root / name for name in ("images", "JPEGImages", "img", "data", "photos")]
+    if annotations.parent.name not in ANNOTATION_FOLDERS:
+        folders.insert(0, annotations.parent)
+    return [*(f for f in dict.fromkeys(folders) if f.is_dir() and f != root), root]
 
-    It is the first of the usual folders in which the first names exist, else in which their base
-    names exist anywhere below; else the first folder that exists.
-    """
-    folders = list(_image_folders(annotations, root, split))
-    names = _sample_names(annotations)
+
+def _image_folder(folders: Sequence[Path], file_names: Sequence[str]) -> Path:
+    """Return the first folder in which most of the first images are, else below which they are."""
+    if len(folders) == 1:
+        return folders[0]
+    sample = [name for name in file_names[:SAMPLE_NAMES] if name and "\0" not in name]
+    names = [name.replace("\\", "/") for name in sample]
     for folder in folders:
-        if names and sum((folder / name).is_file() for name in names) * 2 > len(names):
+        if sum((folder / name).is_file() for name in names) * 2 > len(names):
             return folder
     base_names = {name.rpartition("/")[2] for name in names}
-    for folder in folders if names else ():
+    for folder in folders:
         files = {path.rpartition("/")[2] for path in files_below(folder)}
         if len(base_names & files) * 2 > len(base_names):
             return folder
     return folders[0]
-
-
-def _image_folders(annotations: Path, root: Path, split: str | None) -> Iterator[Path]:
-    """Return the usual places of images, the most specific first; the last one is `root`."""
-    words = SPLIT_FOLDERS.get(split or "", ())
-    subset = re.sub(r"^(instances|person_keypoints)_", "", annotations.stem)
-    names = [f"images/{subset}", subset, *(f"images/{w}" for w in words), *words]
-    if annotations.parent.name not in ANNOTATION_FOLDERS and annotations.parent != root:
-        yield annotations.parent
-    for name in dict.fromkeys([*names, "images", "JPEGImages", "img", "data", "photos"]):
-        if (root / name).is_dir():
-            yield root / name
-    yield root
-
-
-def _sample_names(annotations: Path) -> list[str]:
-    """Return the first file names of an annotation file that stay in a folder, with slashes."""
-    with open_regular(annotations) as file:
-        head = file.read(SAMPLE_BYTES)
-        matches = FILE_NAME.findall(head) or FILE_NAME.findall(head + file.read())
-    names = []
-    for match in matches[:SAMPLE_NAMES]:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            names.append(str(msgspec.json.decode(match)).replace("\\", "/"))
-    return [name for name in names if name and "\0" not in name]

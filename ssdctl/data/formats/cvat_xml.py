@@ -66,16 +66,17 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
         name = image.get("name", "").replace("\\", "/")
         if not name:
             raise DataError(f"{path}: an image without a name")
-        place = f"{path}: image {name}"
+        location = f"{path}: image {name}"
         boxes: list[LabeledBox] = []
         for element in image:
             if element.tag not in SHAPES:
                 counts[f"{element.tag} shapes"] += 1
             else:
-                boxes += _boxes(element, element.get("label"), place, counts)
+                boxes += _boxes(element, element.get("label"), location, counts)
         split = split_of(image.get("subset") or "") or "train"
         width, height = (
-            whole_number(image.get(side, "0"), f"{place}: {side}") for side in ("width", "height")
+            whole_number(image.get(side, "0"), f"{location}: {side}")
+            for side in ("width", "height")
         )
         frames.append((split, LabeledImage(name, width, height, boxes)))
     return frames
@@ -91,14 +92,14 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
             elif element.get("outside") == "1":
                 counts[OUTSIDE] += 1
             else:
-                place = f"{path}: track {track.get('id')}, frame {element.get('frame')}"
-                frame = whole_number(element.get("frame", ""), f"{place}: frame")
-                boxes = _boxes(element, track.get("label"), place, counts)
+                location = f"{path}: track {track.get('id')}, frame {element.get('frame')}"
+                frame = whole_number(element.get("frame", ""), f"{location}: frame")
+                boxes = _boxes(element, track.get("label"), location, counts)
                 by_frame.setdefault(frame, []).extend(boxes)
     size = next(tree.iterfind("meta//original_size"), None)
-    place = f"{path}: original_size"
+    location = f"{path}: original_size"
     width, height = (
-        0 if size is None else whole_number(size.findtext(side, "0"), f"{place}/{side}")
+        0 if size is None else whole_number(size.findtext(side, "0"), f"{location}/{side}")
         for side in ("width", "height")
     )
     return [
@@ -107,13 +108,15 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
     ]
 
 
-def _boxes(element: Any, label: str | None, place: str, counts: Counter[str]) -> list[LabeledBox]:
+def _boxes(
+    element: Any, label: str | None, location: str, counts: Counter[str]
+) -> list[LabeledBox]:
     """Return the upright box around a shape; none if the shape has no label."""
     try:
         left, top, right, bottom = _extent(element)
         degrees = numbers([element.get("rotation") or "0"])[0]
     except (ValueError, KeyError):
-        raise DataError(f"{place}: a {element.tag} without its coordinates") from None
+        raise DataError(f"{location}: a {element.tag} without its coordinates") from None
     if not label or not label.strip():
         counts[UNLABELED] += 1
         return []

@@ -38,17 +38,17 @@ def _read_split(root: Path, file: Path, split: str, notes: list[str]) -> list[La
     images: dict[str, LabeledImage] = {}
     num_unlabeled = 0
     for number, row in enumerate(csv.DictReader(io.StringIO(text), skipinitialspace=True), 2):
-        place = f"{file}:{number}"
+        location = f"{file}:{number}"
         try:
             values = {key: row[key].strip() for key in COLUMNS}
-            width, height = (whole_number(values[key], place) for key in COLUMNS[1:3])
+            width, height = (whole_number(values[key], location) for key in COLUMNS[1:3])
             left, top, right, bottom = numbers([values[key] for key in COLUMNS[4:]])
         except (ValueError, AttributeError):
-            raise DataError(f"{place}: expected {', '.join(COLUMNS)}") from None
+            raise DataError(f"{location}: expected {', '.join(COLUMNS)}") from None
         name = values["filename"].replace("\\", "/")
         image = images.setdefault(name, LabeledImage(name, width, height, []))
         if (image.width, image.height) != (width, height):
-            raise DataError(f"{place}: {name} has another size than before")
+            raise DataError(f"{location}: {name} has another size than before")
         if values["class"]:
             box = LabeledBox(values["class"], left, top, right - left, bottom - top)
             image.boxes.append(box)

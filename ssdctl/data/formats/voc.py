@@ -43,25 +43,20 @@ MAX_DEPTH = 4  # folders above the first XML file, as in data/VOCdevkit/VOC2012/
 
 
 class _Files(NamedTuple):
-    """The files below a dataset folder. Paths are relative to it, the folder "" is itself."""
+    """The files below a dataset folder; all paths are relative to it."""
 
     root: Path
-    xml: dict[str, list[str]]  # stems by folder
-    images: dict[str, list[str]]  # paths by path without suffix
-    folders: dict[str, list[str]]  # image folders by stem
+    xml: dict[PurePosixPath, list[str]]  # stems by folder
+    images: dict[PurePosixPath, list[PurePosixPath]]  # by path without suffix
+    folders: dict[str, list[PurePosixPath]]  # that have an image of a stem
 
 
 class _Xml(NamedTuple):
     """An XML file, and the split that its list or its folder gives."""
 
-    folder: str
-    stem: str
+    path: PurePosixPath
     split: str | None
     is_listed: bool
-
-    @property
-    def path(self) -> str:
-        return _join(self.folder, f"{self.stem}.xml")
 
 
 def recognise(path: Path) -> Path | None:
@@ -81,61 +76,54 @@ def read(path: Path) -> dict[str, Annotations]:
     Without lists, the name of the folder of XML files or of images is the split, else all images
     are for training.
     """
-    root, files, notes = path, _find_files(path), list[str]()
+    files, notes = _find_files(path), list[str]()
     if not files.xml:
         raise DataError(
-            f"{root}: not Pascal VOC's format: no folder of XML files (Annotations)",
+            f"{path}: not Pascal VOC's format: no folder of XML files (Annotations)",
             hint="give the folder that holds XML files and images, as in --data VOCdevkit/VOC2012",
         )
     xmls = _xml_files(files)
-    contents = _from_one(xmls, in_threads(lambda xml: _read(root / xml.path), xmls), notes)
-    places = {folder: _image_folder(files, folder) for folder in {xml.folder for xml in xmls}}
+    contents = _from_one(xmls, in_threads(lambda xml: _read(path / xml.path), xmls), notes)
+    folders = {folder: _image_folder(files, folder) for folder in {x.path.parent for x in xmls}}
     splits: dict[str, list[LabeledImage]] = {}
-    used: dict[str, _Xml] = {}  # by image
+    used: dict[PurePosixPath, _Xml] = {}  # by image
     absent, repeated = [], []
     for xml, content in zip(xmls, contents, strict=True):
-        image = _image_of(files, places[xml.folder], xml, content.file_name)
+        image = _image_of(files, folders[xml.path.parent], xml, content.file_name)
         if image is None:
             absent.append(xml.path)
-        elif used.setdefault(image, xml).folder != xml.folder and not xml.is_listed:
+        elif used.setdefault(image, xml).path.parent != xml.path.parent and not xml.is_listed:
             repeated.append(xml.path)  # a copy of the labels in another folder
         else:
-            split = xml.split or split_of(image.rpartition("/")[0]) or "train"
+            split = xml.split or split_of(str(image.parent)) or "train"
             width, height = content.width, content.height
             if width <= 0 or height <= 0:  # some tools write no size
-                width, height = header_size(root / image)
-            splits.setdefault(split, []).append(LabeledImage(image, width, height, content.boxes))
+                width, height = header_size(path / image)
+            labeled = LabeledImage(str(image), width, height, content.boxes)
+            splits.setdefault(split, []).append(labeled)
     if len(absent) == len(xmls):
         raise DataError(
-            f"no image for {len(xmls):,} XML files was found below {root}",
+            f"no image for {len(xmls):,} XML files was found below {path}",
             hint="copy the images there: an image has the name of its XML file",
         )
-    refuse(root, "images of annotations are missing", absent)
+    refuse(path, "images of annotations are missing", absent)
     if repeated:
         first = f"are left out, among them {repeated[0]}"
         notes.append(f"{len(repeated):,} XML files of images that have another one {first}")
-    searched = {places[xml.folder] for xml in xmls if not xml.is_listed}
-    notes += _unlabeled(files, searched, {_without_suffix(image) for image in used})
-    return from_images(splits, None, root, root, notes)
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
-
-
-def _without_suffix(path: str) -> str:
-    return str(PurePosixPath(path).with_suffix(""))
+    searched = {folders[xml.path.parent] for xml in xmls if not xml.is_listed}
+    notes += _unlabeled(files, searched, {image.with_suffix("") for image in used})
+    return from_images(splits, None, path, path, notes)
 
 
 def _find_files(root: Path) -> _Files:
     files = _Files(root, {}, {}, {})
-    for name in sorted(files_below(root), key=lambda n: (n.count("/"), n)):
-        folder, _, stem = _without_suffix(name).rpartition("/")
-        if is_image(path := PurePosixPath(name)):
-            files.images.setdefault(_join(folder, stem), []).append(name)
-            files.folders.setdefault(stem, []).append(folder)
-        elif path.suffix == ".xml" and not stem.startswith("._"):  # metadata from macOS
-            files.xml.setdefault(folder, []).append(stem)
+    paths = map(PurePosixPath, files_below(root))
+    for path in sorted(paths, key=lambda path: (len(path.parts), str(path))):
+        if is_image(path):
+            files.images.setdefault(path.with_suffix(""), []).append(path)
+            files.folders.setdefault(path.stem, []).append(path.parent)
+        elif path.suffix == ".xml" and not path.name.startswith("._"):  # metadata from macOS
+            files.xml.setdefault(path.parent, []).append(path.stem)
     for folder, stems in list(files.xml.items()):
         if root_element(root / folder / f"{stems[0]}.xml") not in ("annotation", ""):
             del files.xml[folder]  # CVAT's, or of another program
@@ -146,24 +134,19 @@ def _xml_files(files: _Files) -> list[_Xml]:
     """Return the XML files that ImageSets lists, and those of all folders without lists."""
     xmls: list[_Xml] = []
     rest = list(files.xml)
-    parts = [folder.split("/") if folder else [] for folder in files.xml]
-    bases = {"/".join(p[:depth]) for p in parts for depth in range(len(p) + 1)}
+    bases = {base for folder in files.xml for base in (folder, *folder.parents)}
     for base in sorted(base for base in bases if (files.root / base / "ImageSets").is_dir()):
-        below = [folder for folder in files.xml if f"{folder}/".startswith(base and f"{base}/")]
-        tops = {
-            base if f == base else _join(base, f[len(base) :].strip("/").split("/")[0])
-            for f in below
-        }
-        top = min(tops, key=lambda t: (not t.endswith("Annotations"), t))
+        below = [folder for folder in files.xml if folder.is_relative_to(base)]
+        tops = {base.joinpath(*folder.relative_to(base).parts[:1]) for folder in below}
+        top = min(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
         splits = _splits(files.root / base / "ImageSets", files.root / top)
         if splits:
             rest = [folder for folder in rest if folder not in below]
         for split, stems in splits.items():
-            for folder, stem in (_join(top, s).rpartition("/")[::2] for s in stems):
-                xmls.append(_Xml(folder, stem, split, True))
+            xmls += [_Xml(top / f"{stem}.xml", split, True) for stem in stems]
     for folder in rest:
-        named = split_of(folder)
-        xmls += [_Xml(folder, stem, named, False) for stem in sorted(files.xml[folder])]
+        split_named = split_of(str(folder))
+        xmls += [_Xml(folder / f"{s}.xml", split_named, False) for s in sorted(files.xml[folder])]
     return xmls
 
 
@@ -175,8 +158,8 @@ def _splits(lists: Path, annotations: Path) -> dict[str, list[str]]:
     stems = {n: _stems(path, annotations) for n, path in named.items() if n is not None}
     if not {"train", "trainval", "default"} & set(stems):
         return {}
-    splits = {"train": stems.get("train") or stems.get("trainval", [])}
-    splits["train"] += stems.get("default", [])
+    train = stems.get("train") or stems.get("trainval", [])
+    splits = {"train": train + stems.get("default", [])}
     if "train" in stems and "val" in stems:
         splits["val"] = stems["val"]
     if stems.get("test") and (annotations / f"{stems['test'][0]}.xml").is_file():
@@ -201,56 +184,59 @@ def _stems(path: Path, annotations: Path) -> list[str]:
     return stems
 
 
-def _image_folder(files: _Files, folder: str) -> str | None:
+def _image_folder(files: _Files, folder: PurePosixPath) -> PurePosixPath | None:
     """Return the folder that has most images of a folder of XML files; None if none has any.
 
     A folder of the same split is preferred if it has half of them, because images of other splits
     may have the same names.
     """
     stems = files.xml.get(folder, [])
-    if all(_join(folder, stem) in files.images for stem in stems):
+    if all(folder / stem in files.images for stem in stems):
         return folder
-    counts = Counter(place for stem in stems for place in set(files.folders.get(stem, ())))
-    split, words = split_of(folder), set(folder.split("/"))
+    counts = Counter(f for stem in stems for f in set(files.folders.get(stem, ())))
+    split = split_of(str(folder))
 
-    def rank(place: str) -> tuple[bool, int, bool, int]:
-        same_split = split is not None and split_of(place) == split
-        likely = same_split and 2 * counts[place] >= len(stems)
-        return likely, counts[place], same_split, len(words.intersection(place.split("/")))
+    def rank(other: PurePosixPath) -> tuple[bool, int, bool, int]:
+        same_split = split is not None and split_of(str(other)) == split
+        likely = same_split and 2 * counts[other] >= len(stems)
+        return likely, counts[other], same_split, len({*folder.parts} & {*other.parts})
 
     return max(sorted(counts), key=rank, default=None)
 
 
-def _image_of(files: _Files, folder: str | None, xml: _Xml, named: str) -> str | None:
+def _image_of(
+    files: _Files, folder: PurePosixPath | None, xml: _Xml, named: str
+) -> PurePosixPath | None:
     """Return the image of an XML file: the one with its stem, else the one that it names.
 
     Of several with its stem, it is the one with the suffix of the name. Outside of `folder`, it
     must be the only one, and not of another split.
     """
     suffix = PurePosixPath(named).suffix
-    for stem in (xml.stem, PurePosixPath(named).stem):
-        place = folder
-        if place is None or _join(place, stem) not in files.images:
-            places = files.folders.get(stem, [])
-            split = split_of(places[0]) if places else None
-            if len(places) != 1 or (xml.split and split not in (None, xml.split)):
+    for stem in filter(None, (xml.path.stem, PurePosixPath(named).stem)):
+        found = folder
+        if found is None or found / stem not in files.images:
+            folders = files.folders.get(stem, [])
+            split = split_of(str(folders[0])) if folders else None
+            if len(folders) != 1 or (xml.split and split not in (None, xml.split)):
                 continue
-            place = places[0]
-        images = files.images[_join(place, stem)]
-        return next((image for image in images if suffix and image.endswith(suffix)), images[0])
+            found = folders[0]
+        images = files.images[found / stem]
+        return next((image for image in images if suffix and image.suffix == suffix), images[0])
     return None
 
 
-def _unlabeled(files: _Files, folders: set[str | None], labeled: set[str]) -> list[str]:
+def _unlabeled(
+    files: _Files, folders: set[PurePosixPath | None], labeled: set[PurePosixPath]
+) -> list[str]:
     """Return a note for each of the folders that has images without an XML file."""
-    unlabeled: dict[str, list[str]] = {}
+    unlabeled: dict[PurePosixPath, list[PurePosixPath]] = {}
     for path, images in files.images.items():
-        folder = path.rpartition("/")[0]
-        if folder in folders and path not in labeled:
-            unlabeled.setdefault(folder, []).extend(images)
+        if path.parent in folders and path not in labeled:
+            unlabeled.setdefault(path.parent, []).extend(images)
     return [
-        f"{folder or '.'}: {len(images):,} images have no XML file and are left out, among them "
-        f"{PurePosixPath(min(images)).name}"
+        f"{folder}: {len(images):,} images have no XML file and are left out, among them "
+        f"{min(images).name}"
         for folder, images in sorted(unlabeled.items())
     ]
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -28,7 +27,7 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.formats._parse import in_pixels, in_threads, read_lines
 from ssdctl.data.image_check import size_or_none
-from ssdctl.data.image_files import dataset_folder, files_below, is_image
+from ssdctl.data.image_files import dataset_folder, files_below, is_image, split_folders
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, read_text
 
@@ -41,6 +40,8 @@ MAX_LABEL_BYTES = 16 << 20  # labels of an image, or class names
 MAX_LIST_BYTES = 1 << 28  # paths of images
 MAX_DEPTH = 2  # folders above a *.names
 MAX_TRIED = 200  # label files
+# A data.yaml, or Darknet's file, and its content: text, lists and tables.
+_Description = tuple[Path, dict[str, Any]]
 
 
 class _DistinctKeys(yaml.BaseLoader):
@@ -57,45 +58,37 @@ class _DistinctKeys(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Description(NamedTuple):
-    """The content of a data.yaml, or of Darknet's files: text, lists and tables."""
-
-    path: Path
-    content: dict[str, Any]
-
-
 def recognise(path: Path) -> Path | None:
     """Return the file of class names of a folder that has labels, or data.yaml."""
     if path.is_file():
         return path if path.suffix.lower() in (*YAML, ".data") else None
-    if (description := _read_yaml(path)) is not None:
-        return description.path
-    description = _read_darknet(path)
-    return description.path if description is not None and has_labels(path) else None
+    origin, content = _read_yaml(path) or _read_darknet(path) or (path, None)
+    is_yaml = origin.suffix.lower() in YAML
+    return origin if content and (is_yaml or _has_labels(path)) else None
 
 
 def read(path: Path) -> dict[str, Annotations]:
     """Return the splits of a folder, or of a data.yaml; classes in the order of their numbers."""
     root, file = dataset_folder(path), path if path.is_file() else None
-    description = _read_yaml(root, file) or _read_darknet(root, file)
-    if description is None:
+    described = _read_yaml(root, file) or _read_darknet(root, file)
+    if described is None:
         raise DataError(
             f"{root}: not YOLO's format: neither a data.yaml with names nor a classes.txt",
             hint="write data.yaml with `names: [cat, dog]`, in the order of the class numbers",
         )
+    origin, content = described
     notes: list[str] = []
-    names = _class_names(description)
-    by_split = _image_files(root, description, notes)
+    names = _class_names(origin, content)
+    by_split = _image_files(root, origin, content, notes)
     notes += _unused_labels(root, [path for files in by_split.values() for path in files])
-    has_keypoints = "kpt_shape" in description.content
     splits = {
-        split: _read_split(root, files, names, has_keypoints, notes)
+        split: _read_split(root, files, names, "kpt_shape" in content, notes)
         for split, files in by_split.items()
     }
-    return from_images(splits, names, root, description.path, notes)
+    return from_images(splits, names, root, origin, notes)
 
 
-def has_labels(root: Path) -> bool:
+def _has_labels(root: Path) -> bool:
     """Return whether a folder has labels in the usual places, whatever the classes are called."""
     names = (root / f / name for f in ("labels", ".") for name in files_below(root / f))
     texts = (path for path in names if path.suffix == ".txt")
@@ -124,7 +117,7 @@ def _read_yaml(root: Path, file: Path | None = None) -> _Description | None:
         except (yaml.YAMLError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
         if isinstance(content, dict) and "names" in content:
-            return _Description(path, content)
+            return path, content
     return None
 
 
@@ -132,21 +125,22 @@ def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
     """Return the content of Darknet's `*.data` or of a file of class names, or None."""
     below = [root / name for name in files_below(root, MAX_DEPTH)]
     found = [path for path in below if path.suffix == ".names"]
-    places = [root / name for name in NAME_FILES if (root / name).is_file()]
-    names = next(iter(places or (found if len(found) == 1 else [])), None)
-    data = [file] if file else [path for path in below if path.suffix == ".data"]
-    for path in (path for path in data if path.stat().st_size <= MAX_YAML_BYTES):
+    usual = [root / name for name in NAME_FILES if (root / name).is_file()]
+    names = next(iter(usual or (found if len(found) == 1 else [])), None)
+    for path in [file] if file else [path for path in below if path.suffix == ".data"]:
+        if path.stat().st_size > MAX_YAML_BYTES:
+            continue
         pairs = (line.partition("=") for line in _read_lines(path))
-        content = {key.strip(): value.strip() for key, is_set, value in pairs if is_set}
+        content: dict[str, Any] = {k.strip(): v.strip() for k, is_set, v in pairs if is_set}
         if "names" in content:
             tail = _tail(content["names"])
             same_name = (path for path in found if path.name == tail.name)
-            place = _place(root, tail) or next(same_name, names)
-            if place is None:
+            named = _below(root, tail) or next(same_name, names)
+            if named is None:
                 problem = f"{path}: names: {content['names']} is not below {root}"
                 raise DataError(problem, hint="copy it beside this file")
-            return _Description(path, {**content, "names": _read_lines(place)})
-    return _Description(names, {"names": _read_lines(names)}) if names else None
+            return path, {**content, "names": _read_lines(named)}
+    return (names, {"names": _read_lines(names)}) if names else None
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -155,8 +149,8 @@ def _read_lines(path: Path) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _class_names(description: _Description) -> list[str]:
-    path, names = description.path, description.content["names"]
+def _class_names(path: Path, content: dict[str, Any]) -> list[str]:
+    names = content["names"]
     if isinstance(names, dict):
         numbers = [str(n) for n in range(len(names))]
         if set(names) != set(numbers):
@@ -164,26 +158,34 @@ def _class_names(description: _Description) -> list[str]:
         names = [names[n] for n in numbers]
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise DataError(f"{path}: names must be a list or a table of class names")
-    count = description.content.get("nc", str(len(names)))
+    count = content.get("nc", str(len(names)))
     if count != str(len(names)):
         raise DataError(f"{path}: nc is {count}, but there are {len(names)} names")
     refuse(path, "class names occur twice", [n for n, c in Counter(names).items() if c > 1])
     return names
 
 
-def _image_files(root: Path, description: _Description, notes: list[str]) -> dict[str, list[Path]]:
+def _image_files(
+    root: Path, origin: Path, content: dict[str, Any], notes: list[str]
+) -> dict[str, list[Path]]:
     """Return the image files of each split, sorted."""
     by_split: dict[str, list[Path]] = {}
-    for key, entries in description.content.items():
+    for key, entries in content.items():
         split = SPLIT_WORDS.get(key.lower()) if isinstance(key, str) else None
         for entry in entries if isinstance(entries, list) else [entries]:
             if split is not None and isinstance(entry, str) and entry:
-                by_split.setdefault(split, [])
-                by_split[split] += _named_images(root, description, split, entry, notes)
+                named = _named_images(root, content.get("path"), entry)
+                problem = f"{origin}: {split}: {entry} is not below {root}, or contains no images"
+                if named is None and split == "train":
+                    hint = "give the folder that holds images and labels as --data"
+                    raise DataError(problem, hint=hint)
+                if named is None:
+                    notes.append(f"{problem}: there is no split {split}")
+                by_split[split] = by_split.get(split, []) + (named or [])
     for split in [split for split in SPLITS if split not in by_split]:
-        found = (files for folder in _usual_folders(root, split) if (files := _images_in(folder)))
+        found = (files for f in split_folders(root, split) if (files := _images_in(f)))
         by_split[split] = next(found, [])
-    if not by_split.get("train"):
+    if not by_split["train"]:
         assigned = {path for files in by_split.values() for path in files}
         undivided = (_images_in(folder) for folder in (root / "images", root))
         by_split["train"] = next((f for f in undivided if f and not assigned.intersection(f)), [])
@@ -192,65 +194,51 @@ def _image_files(root: Path, description: _Description, notes: list[str]) -> dic
     return {split: sorted(set(files)) for split, files in by_split.items() if files}
 
 
-def _usual_folders(root: Path, split: str) -> Iterator[Path]:
-    """Return the folders with the name of a split: `images/Train`, `val2017`, `obj_Train_data`."""
-    for base in (root / "images", root):
-        for folder in sorted(base.iterdir()) if base.is_dir() else ():
-            word = folder.name.lower().removeprefix("obj_").removesuffix("_data")
-            if SPLIT_WORDS.get(word.removesuffix("2017")) == split:
-                yield from (folder / "images", folder)
-
-
-def _named_images(
-    root: Path, description: _Description, split: str, entry: str, notes: list[str]
-) -> list[Path]:
-    """Return the images of a folder or list that data.yaml names, or the image.
+def _named_images(root: Path, base: Any, entry: str) -> list[Path] | None:
+    """Return the images of a folder or list that data.yaml names, or the image; None if not found.
 
     They are searched for below the dataset folder, which may have another path than when the file
-    was written. Only the training images are required.
+    was written.
     """
-    base = description.content.get("path", "")
-    tail = _tail(base if isinstance(base, str) else "") / _tail(entry)
-    place = _place(root, tail)
-    if place is not None and place.suffix == ".txt":
-        return _listed_images(root, place)
-    if place is not None and (place.is_dir() or is_image(place)):
-        return [place] if is_image(place) else _images_in(place)
-    problem = f"{description.path}: {split}: {entry} is not below {root}, or contains no images"
-    if split == "train":
-        raise DataError(problem, hint="give the folder that holds images and labels as --data")
-    notes.append(f"{problem}: there is no split {split}")
-    return []
+    found = _below(root, _tail(base if isinstance(base, str) else "") / _tail(entry))
+    if found is None:
+        return None
+    if found.suffix == ".txt":
+        return _listed_images(root, found)
+    if found.is_dir():
+        return _images_in(found)
+    return [found] if is_image(found) else None
 
 
-def _place(root: Path, path: PurePosixPath) -> Path | None:
+def _below(root: Path, path: PurePosixPath) -> Path | None:
     """Return a list, an image, or a folder with images, without leading folders that are absent."""
     for start in range(len(path.parts)):
-        place = root.joinpath(*path.parts[start:])
-        if place.is_file() or (
-            place.is_dir() and any(is_image(Path(n)) for n in files_below(place))
+        found = root.joinpath(*path.parts[start:])
+        if found.is_file() or (
+            found.is_dir() and any(is_image(Path(n)) for n in files_below(found))
         ):
-            return place
+            return found
     return None
 
 
 def _tail(text: str) -> PurePosixPath:
     """Return a path without the parts that would leave the dataset folder."""
-    return PurePosixPath(
-        *(p for p in text.replace("\\", "/").split("/") if p not in ("", ".", ".."))
-    )
+    parts = text.replace("\\", "/").split("/")
+    return PurePosixPath(*(part for part in parts if part not in ("", ".", "..")))
 
 
 def _listed_images(root: Path, path: Path) -> list[Path]:
     images, absent = [], []
     for line in filter(None, map(str.strip, read_lines(path, MAX_LIST_BYTES))):
         parts = _tail(line).parts
-        places = [
-            base.joinpath(*parts[i:]) for i in range(len(parts)) for base in (path.parent, root)
-        ]
-        place = next((p for p in places if p.is_file()), None)
-        if place is not None and place.is_relative_to(root):
-            images.append(place)
+        candidates = (
+            base.joinpath(*parts[start:])
+            for start in range(len(parts))
+            for base in (path.parent, root)
+        )
+        image = next((path for path in candidates if path.is_file()), None)
+        if image is not None and image.is_relative_to(root):
+            images.append(image)
         else:
             absent.append(line)
     refuse(path, "images that do not exist", absent)
@@ -313,16 +301,18 @@ def _boxes(path: Path, names: list[str], keypoints: bool) -> list[LabeledBox]:
     for number, line in enumerate(read_lines(path, MAX_LABEL_BYTES), 1):
         if not line.strip():
             continue
-        place = f"{path}:{number}"
-        with contextlib.suppress(ValueError, OverflowError):
+        location = f"{path}:{number}"
+        try:
             index, *numbers = (float(word) for word in line.split())
-            if index != int(index) or not 0 <= index < len(names):
-                problem = f"class {index:g}, but there are {len(names)} names, from 0 on"
-                raise DataError(f"{place}: {problem}")
-            left, top, right, bottom = _edges(numbers[:4] if keypoints else numbers, place)
-            boxes.append(LabeledBox(names[int(index)], left, top, right - left, bottom - top))
-            continue
-        raise DataError(f"{place}: {line[:60]!r}: expected a class number and fractions")
+            label = int(index)
+        except (ValueError, OverflowError):
+            problem = f"{line[:60]!r}: expected a class number and fractions"
+            raise DataError(f"{location}: {problem}") from None
+        if index != label or not 0 <= label < len(names):
+            problem = f"class {index:g}, but there are {len(names)} names, from 0 on"
+            raise DataError(f"{location}: {problem}")
+        left, top, right, bottom = _edges(numbers[:4] if keypoints else numbers, location)
+        boxes.append(LabeledBox(names[label], left, top, right - left, bottom - top))
     return boxes
 
 
@@ -330,11 +320,11 @@ def _are_fractions(numbers: list[float]) -> bool:
     return all(-SLACK <= number <= 1 + SLACK for number in numbers)
 
 
-def _edges(numbers: list[float], place: str) -> tuple[float, float, float, float]:
+def _edges(numbers: list[float], location: str) -> tuple[float, float, float, float]:
     """Return left, top, right and bottom of a box or a polygon."""
     if not _are_fractions(numbers):
         raise DataError(
-            f"{place}: the numbers are not fractions of the image's width and height",
+            f"{location}: the numbers are not fractions of the image's width and height",
             hint="this format uses fractions from 0 to 1, not pixels",
         )
     if len(numbers) == 4:
@@ -344,6 +334,6 @@ def _edges(numbers: list[float], place: str) -> tuple[float, float, float, float
         xs, ys = numbers[::2], numbers[1::2]
         return min(xs), min(ys), max(xs), max(ys)
     raise DataError(
-        f"{place}: {len(numbers)} numbers after the class: 4 are a box, 6 or more (an even "
+        f"{location}: {len(numbers)} numbers after the class: 4 are a box, 6 or more (an even "
         "number) are a polygon"
     )

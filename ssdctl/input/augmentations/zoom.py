@@ -15,7 +15,7 @@ MAX_ZOOM = 4.0  # sides of the canvas, in sides of the image
 
 
 def draw(keys: Keys, boxes: Boxes, sizes: NDArray[np.int32]) -> tuple[Floats, Floats]:
-    """Return (B, 2) sizes of the canvases and places of the images there, in sides of the image."""
+    """Return (B, 2) sizes of the canvases and offsets of the images, in sides of the image."""
     numbers = keys.uniform(np.arange(4))
     zoom = np.where(numbers[:, 0] < 0.5, 1 + (MAX_ZOOM - 1) * numbers[:, 1], 1.0)[:, None]
     canvas = np.rint(sizes * zoom)  # whole pixels

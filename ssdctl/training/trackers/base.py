@@ -98,18 +98,11 @@ def metrics_of(record: Record) -> Metrics | None:
     return Metrics(group, record["step"], values) if values else None
 
 
-class BuiltIn(NamedTuple):
-    """A tracker of ssdctl, in the module of its name, and the package that it needs."""
-
-    tracker: str  # the class
-    imports: str
-    package: str
-
-
+# By module, which has the name of the one that it imports: its class, and the package to install.
 BUILT_IN = {
-    "tensorboard": BuiltIn("TensorBoard", "tensorboard", "tensorboard"),
-    "wandb": BuiltIn("WeightsAndBiases", "wandb", "wandb"),
-    "mlflow": BuiltIn("MLflow", "mlflow", "mlflow-skinny"),
+    "tensorboard": ("TensorBoard", "tensorboard"),
+    "wandb": ("WeightsAndBiases", "wandb"),
+    "mlflow": ("MLflow", "mlflow-skinny"),
 }
 
 
@@ -123,19 +116,17 @@ def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
 
 
 def _find(name: str) -> type[Tracker]:
-    if (known := BUILT_IN.get(name)) is not None:
-        if importlib.util.find_spec(known.imports) is None:
-            raise missing_package(known.package, known.package)
-        tracker: type[Tracker] = getattr(import_module(f"{__package__}.{name}"), known.tracker)
-        return tracker
-    plugin = load_entry_point(ENTRY_POINTS, name)
-    if plugin is None:
+    if name in BUILT_IN:
+        class_name, package = BUILT_IN[name]
+        if importlib.util.find_spec(name) is None:
+            raise missing_package(package, package)
+        tracker = getattr(import_module(f"{__package__}.{name}"), class_name)
+    else:
+        tracker = load_entry_point(ENTRY_POINTS, name)
+    if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
         names = [*BUILT_IN, *entry_point_names(ENTRY_POINTS)]
         raise UsageError(
-            f"--tracker {name}: no such tracker", hint=f"choose from {', '.join(names)}"
+            f"--tracker {name}: no such tracker (a subclass of {Tracker.__module__}.Tracker)",
+            hint=f"choose from {', '.join(names)}",
         )
-    if not (isinstance(plugin, type) and issubclass(plugin, Tracker)):
-        raise UsageError(
-            f"--tracker {name}: its entry point is not a subclass of {Tracker.__module__}.Tracker"
-        )
-    return plugin
+    return tracker

@@ -5,32 +5,19 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import Result
+from conftest import Cli
 from helpers import run_ranks, start_script
 
 from ssdctl.benchmark.data import required_cores
-from ssdctl.benchmark.train import timed, train_flops
-from ssdctl.model.ssd300 import Architecture
+from ssdctl.benchmark.train import timed
 
-Cli = Callable[..., Result]
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
 OPTIONS = LINE.split()
-
-
-@pytest.mark.slow(in_ci=True)
-@pytest.mark.parametrize(
-    ("backbone", "norm", "gflop"), [("resnet34", "none", 94.7), ("resnet50", "batch", 121)]
-)
-def test_arithmetic_of_a_step_equals_the_recorded_figures(
-    backbone: str, norm: str, gflop: float
-) -> None:
-    assert train_flops(Architecture(backbone, norm, 81)) / 1e9 == pytest.approx(gflop, rel=0.01)
 
 
 @pytest.mark.parametrize(

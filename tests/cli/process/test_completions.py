@@ -1,4 +1,4 @@
-"""The completion scripts are up to date, and they complete commands."""
+"""The completion scripts are up to date and complete commands; the man pages are well-formed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ssdctl.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -126,3 +128,17 @@ def test_the_first_tab_of_zsh_completes(tmp_path: Path) -> None:
     )
     done = subprocess.run(["zsh", "-fc", script], capture_output=True, text=True)
     assert done.stdout.count("evaluate") == 2, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("man") is None, reason="man is not installed")
+def test_each_command_has_a_page_without_warnings(tmp_path: Path) -> None:
+    for name, text in runpy.run_path(str(ROOT / "docs" / "man_pages.py"))["pages"]().items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    pages = sorted(tmp_path.iterdir())
+    assert len(pages) > len(COMMANDS)
+    done = subprocess.run(
+        ["man", "--warnings", "-l", "-Tutf8", *map(str, pages)], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "warmup" in done.stdout

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,42 +78,6 @@ def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Cli) -> None:
     )
 
 
-def test_hugging_face_opens_it(dataset: Path, cli: Cli) -> None:
-    """In a separate process, without network and without this package."""
-    pytest.importorskip("datasets")
-    assert cli("dataset", "export", dataset, "--to", "hf", "--out", "out").code == 0
-    program = """
-import json, sys
-import datasets
-loaded = datasets.load_dataset(sys.argv[1])
-train = loaded["train"]
-assert isinstance(train.features["image"], datasets.Image), train.features
-category = train.features["objects"]["category"]
-names = getattr(category, "feature", category).names
-row = train[0]
-print(json.dumps({
-    "splits": {name: len(split) for name, split in loaded.items()}, "names": names,
-    "size": row["image"].size, "objects": row["objects"],
-    "modules": [m for m in sys.modules if m.startswith("ssdctl")],
-}))
-"""
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(Path.cwd() / "hf")}
-    done = subprocess.run(
-        [sys.executable, "-c", program, "out"],
-        env={**os.environ, **offline, "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    loaded = json.loads(done.stdout.splitlines()[-1])
-    assert loaded["splits"] == {"train": 6, "validation": 6, "test": 6}
-    assert loaded["names"] == list(exports.NAMES)
-    assert tuple(loaded["size"]) == exports.SIZE
-    assert loaded["modules"] == []
-    objects = exports.samples()[0].objects
-    assert loaded["objects"]["category"] == [label for label, *_ in objects]
-    assert loaded["objects"]["bbox"] == [[float(v) for v in bbox] for _, *bbox in objects]
-
-
 def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Cli) -> None:
     Path("out").mkdir()
     Path("out/mine.txt").write_text("x")
@@ -125,15 +86,25 @@ def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Cli) -> None:
     assert [p.name for p in Path("out").iterdir()] == ["mine.txt"]
 
 
-def test_the_parquet_file_has_images(dataset: Path, cli: Cli) -> None:
+def test_a_parquet_dataset_for_hugging_face(dataset: Path, cli: Cli) -> None:
     from pyarrow import parquet
 
     assert cli("dataset", "export", dataset, "--to", "hf", "--out", "out").code == 0
-    (path,) = Path("out/data").glob("train-*.parquet")
-    rows = parquet.read_table(path).to_pylist()
-    with Image.open(io.BytesIO(rows[0]["image"]["bytes"])) as opened:
+    tables = {path.stem.partition("-")[0]: parquet.read_table(path)
+              for path in Path("out/data").glob("*.parquet")}  # fmt: skip
+    assert {name: len(table) for name, table in tables.items()} == {
+        "train": 6, "validation": 6, "test": 6,
+    }  # fmt: skip
+    features = json.loads(tables["train"].schema.metadata[b"huggingface"])["info"]["features"]
+    assert features["image"]["_type"] == "Image"
+    assert json.dumps(list(exports.NAMES)) in json.dumps(features["objects"])
+    row = tables["train"].to_pylist()[0]
+    with Image.open(io.BytesIO(row["image"]["bytes"])) as opened:
         assert opened.size == exports.SIZE
-    assert rows[0]["objects"]["is_crowd"] == [True, False]
+    objects = exports.samples()[0].objects
+    assert row["objects"]["category"] == [label for label, *_ in objects]
+    assert row["objects"]["bbox"] == [[float(v) for v in bbox] for _, *bbox in objects]
+    assert row["objects"]["is_crowd"] == [True, False]
 
 
 def test_voc_keeps_names_that_do_not_clash(tmp_path: Path, cli: Cli) -> None:

@@ -7,12 +7,11 @@ be missing in it; the others keep their value and the text of their source.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Result
+from conftest import Cli
 
 from ssdctl.config.settings import all_settings
 
@@ -62,8 +61,6 @@ COMMON = "--device cpu --backbone tiny --extra-norm none --backbone-weights none
 
 # By default an evaluation has the precision of the training now.
 CHANGED_SINCE = {"evaluate.precision"}
-
-Cli = Callable[..., Result]
 
 
 def shown(cli: Cli, options: str) -> dict[str, list[Any]]:

@@ -5,9 +5,9 @@ Each function writes six images with a bright block per object and returns what 
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,10 +70,24 @@ def save(path: Path, sample: Sample) -> None:
     Image.fromarray(pixels).save(path)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file."""
+def write(path: Path, text: str) -> None:
+    """Write a text file and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    write(path, json.dumps(content))
+
+
+def tree(root: Path, files: Mapping[str, str | None]) -> Path:
+    """Write text files by their paths, and an image of 100 x 50 where there is no text."""
+    for name, text in files.items():
+        if text is None:
+            image_file(root / name)
+        else:
+            write(root / name, text)
+    return root
 
 
 def _coco(
@@ -106,14 +120,12 @@ def cvat_coco(root: Path, splits: tuple[str, ...] = ("default",)) -> Path:
             image |= {"license": 0, "flickr_url": "", "coco_url": "", "date_captured": 0}
         for entry in content["annotations"]:
             entry |= {"bbox": [float(v) for v in entry["bbox"]], "area": float(entry["area"])}
-        info = ("contributor", "date_created", "description", "url", "version", "year")
-        content |= {
-            "licenses": [{"name": "", "id": 0, "url": ""}],
-            "info": dict.fromkeys(info, ""),
-            "categories": [
-                {"id": i, "name": name, "supercategory": ""} for i, name in enumerate(NAMES, 1)
-            ],
-        }
+        content["info"] = dict.fromkeys(
+            ("contributor", "description", "url", "version", "year"), ""
+        )
+        content["categories"] = [
+            {"id": i, "name": name, "supercategory": ""} for i, name in enumerate(NAMES, 1)
+        ]
         write_json(root / f"annotations/instances_{split}.json", content)
     return root
 
@@ -139,7 +151,7 @@ def roboflow_coco(root: Path) -> Path:
             ],
         }
         write_json(root / split / "_annotations.coco.json", content)
-    (root / "README.roboflow.txt").write_text("exported\n")
+    write(root / "README.roboflow.txt", "exported\n")
     return root
 
 
@@ -176,9 +188,7 @@ def _yolo_split(folder: Path, images: str, labels: str, start: int) -> None:
             f"{label} {(x + w / 2) / SIZE[0]} {(y + h / 2) / SIZE[1]} {w / SIZE[0]} {h / SIZE[1]}"
             for label, x, y, w, h in sample.objects
         ]
-        path = folder / labels / f"{sample.number}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines))
+        write(folder / labels / f"{sample.number}.txt", "\n".join(lines))
 
 
 def roboflow_yolo(root: Path) -> Path:
@@ -203,7 +213,7 @@ def ultralytics_yolo(root: Path) -> Path:
     return root / "data.yaml"
 
 
-def _voc(root: Path, images: str, labels: str, start: int = 0) -> None:
+def _voc(root: Path, images: str, labels: str, start: int = 0) -> Path:
     """Write images and XML files, by their number in these two paths."""
     for sample in samples(start=start):
         image, path = (root / place.format(sample.number) for place in (images, labels))
@@ -214,33 +224,26 @@ def _voc(root: Path, images: str, labels: str, start: int = 0) -> None:
             for label, x, y, w, h in sample.objects
         )
         save(image, sample)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
+        write(
+            path,
             f"<annotation><folder></folder><filename>{image.name}</filename><size>"
             f"<width>{SIZE[0]}</width><height>{SIZE[1]}</height><depth>3</depth></size>{objects}"
-            "</annotation>"
+            "</annotation>",
         )
+    return root
+
+
+# As labelImg and Label Studio write it; as the tutorials' repositories do.
+voc_plain = partial(_voc, images="images/{}.jpg", labels="Annotations/{}.xml")
+voc_other_names = partial(_voc, images="images/{}.jpg", labels="annots/{}.xml")
 
 
 def voc_lists(root: Path) -> Path:
     """Pascal VOC with ImageSets."""
     for split, start in (("train", 0), ("val", 10)):
         _voc(root, "JPEGImages/{:06d}.jpg", "Annotations/{:06d}.xml", start)
-        lists = root / f"ImageSets/Main/{split}.txt"
-        lists.parent.mkdir(parents=True, exist_ok=True)
-        lists.write_text("".join(f"{p.number:06d}\n" for p in samples(start=start)))
-    return root
-
-
-def voc_plain(root: Path) -> Path:
-    """XML files and images, as labelImg and Label Studio leave them."""
-    _voc(root, "images/{}.jpg", "Annotations/{}.xml")
-    return root
-
-
-def voc_other_names(root: Path) -> Path:
-    """Pascal VOC's XML under other names, as the tutorials' repositories have it."""
-    _voc(root, "images/{}.jpg", "annots/{}.xml")
+        stems = "".join(f"{sample.number:06d}\n" for sample in samples(start=start))
+        write(root / f"ImageSets/Main/{split}.txt", stems)
     return root
 
 
@@ -265,30 +268,24 @@ def darknet(root: Path) -> Path:
     return root
 
 
-def _tf_csv(root: Path, file: str, folder: str, start: int) -> None:
-    with (root / file).open("w", newline="") as table:
-        rows = csv.writer(table)
-        rows.writerow(["filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax"])
+def _tf_csv(root: Path, file: str, folder: str, splits: tuple[str, str]) -> Path:
+    for split, start in zip(splits, (0, 10), strict=True):
+        lines = ["filename,width,height,class,xmin,ymin,xmax,ymax\n"]
         for sample in samples(start=start):
-            save(root / folder / f"{sample.number}.jpg", sample)
+            name = f"{sample.number}.jpg"
+            save(root / folder.format(split) / name, sample)
             for label, x, y, w, h in sample.objects:
-                rows.writerow([f"{sample.number}.jpg", *SIZE, NAMES[label], x, y, x + w, y + h])
-
-
-def tf_csv(root: Path) -> Path:
-    """xml_to_csv.py of the TensorFlow tutorials: `data/SPLIT_labels.csv`, `images/SPLIT`."""
-    (root / "data").mkdir()
-    for split, start in (("train", 0), ("test", 10)):
-        _tf_csv(root, f"data/{split}_labels.csv", f"images/{split}", start)
+                values = name, *SIZE, NAMES[label], x, y, x + w, y + h
+                lines.append(",".join(map(str, values)) + "\n")
+        write(root / file.format(split), "".join(lines))
     return root
 
 
-def roboflow_tf_csv(root: Path) -> Path:
-    """Roboflow, "Tensorflow Object Detection CSV": a folder per split."""
-    for split, start in (("train", 0), ("valid", 10)):
-        (root / split).mkdir()
-        _tf_csv(root, f"{split}/_annotations.csv", split, start)
-    return root
+# xml_to_csv.py of the TensorFlow tutorials; Roboflow, "Tensorflow Object Detection CSV".
+tf_csv = partial(_tf_csv, file="data/{}_labels.csv", folder="images/{}", splits=("train", "test"))
+roboflow_tf_csv = partial(
+    _tf_csv, file="{}/_annotations.csv", folder="{}", splits=("train", "valid")
+)
 
 
 def kitti(root: Path) -> Path:
@@ -296,41 +293,33 @@ def kitti(root: Path) -> Path:
     for sample in samples():
         save(root / f"training/image_2/{sample.number:06d}.png", sample)
         save(root / f"testing/image_2/{sample.number:06d}.png", sample)
-        path = root / f"training/label_2/{sample.number:06d}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = [
             f"{NAMES[label]} 0.00 0 -1.58 {x}.00 {y}.00 {x + w}.00 {y + h}.00 "
             "1.65 1.67 3.64 -0.65 1.71 46.70 -1.59\n"
             for label, x, y, w, h in sample.objects
         ]
         lines += ["DontCare -1 -1 -10 3.00 3.00 9.50 9.50 -1 -1 -1 -1000 -1000 -1000 -10\n"]
-        path.write_text("".join(lines))
+        write(root / f"training/label_2/{sample.number:06d}.txt", "".join(lines))
     return root
 
 
 def open_images(root: Path) -> Path:
     """Open Images: fractions, MIDs, masks, boxes of images that were not downloaded."""
     mids = ("/m/0bolt", "/m/0nut")
-    header = (
-        "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsTruncated,IsGroupOf,"
-        "IsDepiction,IsInside"
-    )
     for split, start in (("train", 0), ("validation", 10)):
-        with (root / f"oidv6-{split}-annotations-bbox.csv").open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(header.split(","))
-            for sample in samples(start=start):
-                save(root / split / f"{sample.number:016x}.jpg", sample)
-                mask = f"{sample.number:016x}_m0k5j_4fa9d4f5.png"
-                save(root / f"{split}-masks-0" / mask, sample)
-                for n, (label, x, y, w, h) in enumerate(sample.objects):
-                    edges = (x / SIZE[0], (x + w) / SIZE[0], y / SIZE[1], (y + h) / SIZE[1])
-                    flags = (0, 0, n, 0, -1)  # the second object of an image is a group
-                    image_id = f"{sample.number:016x}"
-                    rows.writerow([image_id, "xclick", mids[label], 1, *edges, *flags])
-            rows.writerow(["ffffffffffffffff", "xclick", mids[0], 1, 0, 0.5, 0, 0.5, 0, 0, 0, 0, 0])
+        lines = ["ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsGroupOf"]
+        for sample in samples(start=start):
+            image_id = f"{sample.number:016x}"
+            save(root / split / f"{image_id}.jpg", sample)
+            save(root / f"{split}-masks-0" / f"{image_id}_m0k5j_4fa9d4f5.png", sample)
+            for n, (label, x, y, w, h) in enumerate(sample.objects):
+                edges = f"{x / SIZE[0]},{(x + w) / SIZE[0]},{y / SIZE[1]},{(y + h) / SIZE[1]}"
+                # The second object of an image is a group.
+                lines.append(f"{image_id},xclick,{mids[label]},1,{edges},0,{n}")
+        lines.append(f"ffffffffffffffff,xclick,{mids[0]},1,0,0.5,0,0.5,0,0")
+        write(root / f"oidv6-{split}-annotations-bbox.csv", "\n".join(lines) + "\n")
     text = "".join(f"{mid},{name}\n" for mid, name in zip(mids, NAMES, strict=True))
-    (root / "class-descriptions-boxable.csv").write_text(text)
+    write(root / "class-descriptions-boxable.csv", text)
     return root
 
 

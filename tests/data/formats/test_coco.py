@@ -19,6 +19,8 @@ from ssdctl.data.check import check as check_annotations
 from ssdctl.data.formats import coco, yolo
 from ssdctl.errors import DataError
 
+BEYOND_64_BITS = (10**30, 2**63, -(2**63) - 1)
+
 
 def document(**changes: Any) -> dict[str, Any]:
     return {
@@ -50,6 +52,11 @@ def shared_folder(factory: pytest.TempPathFactory) -> Path:
 
 def read(path: Path) -> Annotations:
     return coco.read(path)["train"]
+
+
+def thing(number: int, image: int = 3, **changes: Any) -> dict[str, Any]:
+    """An annotation."""
+    return {"id": number, "image_id": image, "category_id": 12, "bbox": [0, 0, 5, 5], **changes}
 
 
 def check(path: Path) -> Checked:
@@ -88,31 +95,43 @@ def test_the_name_of_a_table_may_occur_elsewhere(tmp_path: Path) -> None:
         "text": 'a {"images": \\" {',
         "x": "images",
     }
-    assert (
-        len(read(written(tmp_path, {"info": info, **document(), "more": [info]})).file_names) == 2
-    )
+    path = written(tmp_path, {"info": info, **document(), "more": [info]})
+    assert len(read(path).file_names) == 2
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
 def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> None:
-    path = written(
-        tmp_path, json.dumps(document()).replace("[10, 10, 20, 20]", f"[10, {number}, 1, 1]")
-    )
-    with pytest.raises(DataError):
-        check(path)
+    text = json.dumps(document()).replace("[10, 10, 20, 20]", f"[10, {number}, 1, 1]")
+    with pytest.raises(DataError, match=r"annotations\.json"):
+        read(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("id", 1.5), ("category_id", 1e300), ("image_id", "x"), ("bbox", [1, "x"])),
+        *((k, n) for k in ("id", "image_id", "category_id", "iscrowd") for n in BEYOND_64_BITS),
+    ],
+)
+def test_what_is_not_a_number_of_its_kind_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    content = document()
+    content["annotations"][1][key] = value
+    with pytest.raises(DataError, match=rf"annotations\[1\]\.{key}"):
+        read(written(tmp_path, content))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"images": [{"id": 7, "file_name": "a.jpg", "width": 9, "height": 9}] * 2}, "duplicate image ids: 7"),
-        ({"annotations": [{"id": 5, "image_id": 4, "category_id": 12, "bbox": [0, 0, 5, 5]}]}, "images that the file does not list: 5 .image 4."),
+        ({"annotations": [thing(5, image=4)]}, "images that the file does not list: 5 .image 4."),
         ({"categories": [{"id": 12, "name": "a"}, {"id": 12, "name": "b"}]}, "duplicate category ids: 12"),
         ({"categories": [], "annotations": []}, "no categories"),
         ({"images": [{"id": 3, "file_name": "../x.jpg", "width": 9, "height": 9}]}, "not a plain path"),
         ({"images": [{"id": 3, "file_name": "/etc/passwd", "width": 9, "height": 9}]}, "not a plain path"),
         ({"images": [{"id": 3, "file_name": "x.jpg", "width": 0, "height": 9}]}, "size 0 x 9"),
         ({"images": [{"id": 3, "file_name": "x.jpg", "width": 9, "height": 65536}]}, "size 9 x 65536"),
+        *(({"images": [{"id": 3, "file_name": "x.jpg", "width": n}]}, "width") for n in BEYOND_64_BITS),
     ],
 )  # fmt: skip
 def test_broken_references_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -123,10 +142,7 @@ def test_broken_references_are_refused(tmp_path: Path, changes: dict[str, Any], 
 
 def test_annotation_ids_that_occur_twice_are_renumbered(tmp_path: Path) -> None:
     """Merging tools write them; a published set of 1,500 images has two."""
-    entries = [
-        {"id": n, "image_id": image, "category_id": 12, "bbox": [0, 0, 5, 5]}
-        for n, image in ((5, 3), (5, 7), (1, 3), (5, 3))
-    ]
+    entries = [thing(n, image) for n, image in ((5, 3), (5, 7), (1, 3), (5, 3))]
     checked = check(written(tmp_path, document(annotations=entries)))
     assert len(trained(checked)) == 4
     found = [(f.kind, f.image_id, f.annotation_id) for f in checked.findings]
@@ -135,28 +151,13 @@ def test_annotation_ids_that_occur_twice_are_renumbered(tmp_path: Path) -> None:
 
 
 def test_annotations_of_unlisted_categories_are_dropped_and_counted(tmp_path: Path) -> None:
-    entries = [
-        {"id": n, "image_id": 3, "category_id": c, "bbox": [0, 0, 5, 5]}
-        for n, c in ((1, 12), (2, 999), (3, 90))
-    ]
+    entries = [thing(n, category_id=c) for n, c in ((1, 12), (2, 999), (3, 90))]
     checked = check(written(tmp_path, document(annotations=entries)))
     assert checked.objects.labels.tolist() == [2, 1]
     (finding,) = checked.findings
     assert finding.kind in DROPPED_BOXES
     assert (finding.image_id, finding.annotation_id) == (3, 2)
     assert "999" in finding.detail
-
-
-@pytest.mark.parametrize("number", [10**30, 2**63, -(2**63) - 1])
-@pytest.mark.parametrize("key", ["id", "image_id", "category_id", "width", "iscrowd"])
-def test_integers_beyond_64_bits_are_refused(tmp_path: Path, key: str, number: int) -> None:
-    broken = document()
-    for entry in (*broken["images"], *broken["annotations"]):
-        if key in entry:
-            entry[key] = number
-    path = written(tmp_path, broken)
-    with pytest.raises(DataError, match=key):
-        read(path)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +176,7 @@ def test_integers_beyond_64_bits_are_refused(tmp_path: Path, key: str, number: i
 def test_boxes_are_dropped_or_clipped_and_listed(
     tmp_path: Path, bbox: list[float], kept: list[float] | None, kind: str | None
 ) -> None:
-    entry = {"id": 918, "image_id": 7, "category_id": 12, "bbox": bbox}
-    path = written(tmp_path, document(annotations=[entry]))
+    path = written(tmp_path, document(annotations=[thing(918, 7, bbox=bbox)]))
     checked = check(path)
     assert trained(checked) == ([] if kept is None else [kept])
     assert [f.kind for f in checked.findings] == ([] if kind is None else [kind])
@@ -196,10 +196,7 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
     tmp_path_factory: pytest.TempPathFactory, bboxes: list[tuple[float, ...]]
 ) -> None:
     """Kept boxes have a size and are inside; all others are listed; as by the plain rule."""
-    entries = [
-        {"id": i, "image_id": (3, 7)[i % 2], "category_id": 12, "bbox": bbox}
-        for i, bbox in enumerate(bboxes)
-    ]
+    entries = [thing(i, (3, 7)[i % 2], bbox=bbox) for i, bbox in enumerate(bboxes)]
     path = written(shared_folder(tmp_path_factory), document(annotations=entries))
     objects, findings, _ = check(path)
     fractions = objects.fractions[objects.is_trained]
@@ -233,10 +230,7 @@ def test_any_damage_is_a_data_error(
 
 
 def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
-    entries = [
-        {"id": 100 - i, "image_id": image, "category_id": 12, "bbox": [i, 0, 5, 5]}
-        for i, image in enumerate([3, 7, 3, 7] * 10)
-    ]
+    entries = [thing(100 - i, (3, 7)[i % 2], bbox=[i, 0, 5, 5]) for i in range(40)]
     path = written(tmp_path, document(annotations=entries))
     objects = check(path).objects
     assert objects.starts.tolist() == [0, 20, 40]
@@ -259,21 +253,10 @@ def test_annotations_without_bbox_are_dropped(tmp_path: Path, bbox: Any) -> None
     content["annotations"][0]["bbox"] = bbox
     if bbox is ...:
         del content["annotations"][0]["bbox"]
-    path = written(tmp_path, content)
-    checked = check(path)
+    checked = check(written(tmp_path, content))
     assert trained(checked) == [[0, 0, 5, 5]]
     assert [(f.annotation_id, "dropped" in f.kind) for f in checked.findings] == [(1, True)]
     assert len(checked.objects.boxes) == 1
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("id", 1.5), ("category_id", 1e300), ("image_id", "x"), ("bbox", [1, "x"])]
-)
-def test_what_is_not_a_number_of_its_kind_is_named(tmp_path: Path, key: str, value: Any) -> None:
-    content = document()
-    content["annotations"][1][key] = value
-    with pytest.raises(DataError, match=rf"annotations\[1\]\.{key}"):
-        read(written(tmp_path, content))
 
 
 def test_a_supercategory_without_boxes_is_not_a_class(tmp_path: Path) -> None:
@@ -295,9 +278,8 @@ def test_a_supercategory_without_boxes_is_not_a_class(tmp_path: Path) -> None:
 def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
     """As in merged datasets: each would have the other's objects as background."""
     images = [
-        {"id": 7, "file_name": "a.jpg", "width": 100, "height": 50},
-        {"id": 9, "file_name": "b.jpg", "width": 100, "height": 50},
-        {"id": 3, "file_name": "a.jpg", "width": 100, "height": 50},
+        {"id": n, "file_name": name, "width": 100, "height": 50}
+        for n, name in ((7, "a.jpg"), (9, "b.jpg"), (3, "a.jpg"))
     ]
     annotations = read(written(tmp_path, document(images=images)))
     assert annotations.image_ids.tolist() == [7, 9]

@@ -128,7 +128,7 @@ def error_of(content: bytes, slice_bytes: int = SLICE_BYTES) -> str | None:
         patch.setattr(coco_json, "SLICE_BYTES", slice_bytes)
         patch.setattr(coco, "read_content", lambda path: content)
         try:
-            coco.read_files({"train": SplitFiles(Path(), Path("x.json"))})
+            coco.read_files({"train": SplitFiles([Path()], Path("x.json"))})
         except DataError as error:
             return str(error)
     return None

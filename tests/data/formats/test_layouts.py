@@ -6,18 +6,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Result
+from conftest import Cli, Result
 from data.formats import exports
 
 from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.annotations import Annotations, LabeledImage, from_images
 from ssdctl.data.export_dataset import export_dataset
-from ssdctl.data.formats import cvat_xml, find
+from ssdctl.data.formats import find
 from ssdctl.data.image_files import resolve_images
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
@@ -28,9 +30,6 @@ from ssdctl.errors import DataError
 TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
 
 
-Cli = Callable[..., Result]
-
-
 def prepared(cli: Cli, data: object, *options: object) -> Result:
     """The output of `prepare`, which succeeds."""
     result = cli("prepare", "--data", data, *options)
@@ -38,14 +37,26 @@ def prepared(cli: Cli, data: object, *options: object) -> Result:
     return result
 
 
+def read(root: Path) -> dict[str, Annotations]:
+    return find(root)[1].read(root)
+
+
 def opened(data: Path, split: str = "train") -> Split:
     """A split of a prepared dataset."""
     return open_dataset(*dataset_folders(DataConfig(root=str(data))))[split]
 
 
-def counts(root: Path, store: Path) -> tuple[int, int]:
-    size = count_images(root, store)
+def counts(data: Path) -> tuple[int, int]:
+    size = count_images(*dataset_folders(DataConfig(root=str(data))))
     return size.trainable, len(size.classes)
+
+
+@contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """Change the content of a JSON file."""
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("name", exports.EXPORTS)
@@ -56,7 +67,7 @@ def test_every_export_is_recognized_and_prepared(name: str, tmp_path: Path, cli:
     data = make(root)
     assert find(data)[0] == source
     before = {p for p in root.rglob("*") if p.is_file()}
-    assert counts(*dataset_folders(DataConfig(root=str(data)))) == (5, 2)
+    assert counts(data) == (5, 2)
     assert {p for p in root.rglob("*") if p.is_file()} == before  # a dry run writes nothing
     reports = {s["split"]: s for s in json.loads(prepared(cli, data, "--json").out)["splits"]}
     assert set(reports) == expected_splits
@@ -112,18 +123,14 @@ def test_an_export_is_trained_on_scored_and_reported(name: str, tmp_path: Path, 
 def test_a_supercategory_with_boxes_in_one_split_is_a_class_of_all(
     tmp_path: Path, split: str
 ) -> None:
-    path = exports.roboflow_coco(tmp_path / "export") / split / "_annotations.coco.json"
-    content = json.loads(path.read_text())
-    content["annotations"][0]["category_id"] = 0
-    path.write_text(json.dumps(content))
-    root, store = dataset_folders(DataConfig(root=str(tmp_path / "export")))
-    assert counts(root, store) == (5, 3)
-    splits = open_dataset(root, store)
-    expected = ["parts", *exports.NAMES]
-    assert {k: [c.name for c in s.classes] for k, s in splits.items()} == dict.fromkeys(
-        ("train", "val", "test"), expected
-    )
-    assert counts(root, store) == (5, 3)
+    root = exports.roboflow_coco(tmp_path / "export")
+    with edited(root / split / "_annotations.coco.json") as content:
+        content["annotations"][0]["category_id"] = 0
+    assert counts(root) == (5, 3)
+    splits = open_dataset(*dataset_folders(DataConfig(root=str(root))))
+    for name in ("train", "val", "test"):
+        assert [c.name for c in splits[name].classes] == ["parts", *exports.NAMES]
+    assert counts(root) == (5, 3)
 
 
 def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
@@ -139,10 +146,8 @@ def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     root = exports.cvat_coco(tmp_path / "cvat", ("train", "val"))
     for path in root.glob("annotations/*.json"):
-        content = json.loads(path.read_text())
-        for category in content["categories"]:
-            category["name"] = "bolt"
-        path.write_text(json.dumps(content))
+        with edited(path) as content:
+            content["categories"] = [c | {"name": "bolt"} for c in content["categories"]]
     train, val = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
     assert "have the same name" in train.warnings[0]
     assert "bolt (id 1), bolt (id 2)" in train.warnings[0]
@@ -154,34 +159,26 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "found", "hint"),
     [
-        ({"a.zip": ""}, "an archive, a.zip", "unpack"),
-        ({"a.json": '{"version": "5", "shapes": []}', "a.jpg": ""}, "labelme's", "labelme2voc.py"),
-        ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, "YOLO's labels", "classes.txt"),
-        ({"photos/a.jpg": ""}, "images without labels", "export the labels"),
-        ({"photos/a.jpg": "", "LICENSE.txt": "MIT 1 2"}, "images without labels", "export the"),
-        ({"a.jpg": "", "a.txt": "cat 1 2 3 4"}, "text labels of another format", "yolo"),
+        ({"a.zip": ""}, r"1 \.zip files such as a\.zip", "unpack"),
+        ({"a.json": '{"version": "5", "shapes": []}', "a.jpg": ""}, r"a\.json", "labelme2voc.py"),
+        ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, r"labels/a\.txt", "labels/a.txt is YOLO"),
         (
-            {"a.jpg": "", "via.json": '{"a.jpg1": {"filename": "a.jpg"}}'},
-            r"not read.*via\.json",
-            "voc",
+            {"photos/a.jpg": "", "b.JPG": ""},
+            r"2 \.jpg files such as b\.JPG \(",
+            "one of the formats",
         ),
-        ({"a.jpg": "", "x.json": '{"asset": {"name": "a.jpg"}}'}, r"not read.*x\.json", "coco"),
-        ({"b/a.jpg": "", "gt.txt": "b/a.jpg\n1\n4 5 6 7 0\n"}, r"not read.*gt\.txt", "coco"),
-        ({"a.jpg": "", "d.csv": "image,x,y\na.jpg,1,2\n"}, r"not read.*d\.csv", "coco"),
-        ({"a.jpg": "", "annos.mat": "?"}, r"not read.*annos\.mat", "coco"),
-        ({"train.record-00000-of-00010": "?"}, r"TFRecord.*train\.record-0", "ssdctl download"),
-        ({"a.jpg": "", "tf/a.tfrecord": "?"}, r"TFRecord.*tf/a\.tfrecord", "ssdctl download"),
-        ({"train-00000-of-00256": "?"}, "TFRecord", "ssdctl download"),
+        ({"b/a.jpg": "", "b/a.txt": "cat 1 2 3 4"}, r"b/a\.jpg.*b/a\.txt", "yolo"),
+        ({"train.record-00000-of-00010": "?"}, r"train\.record-0", "ssdctl download"),
+        ({"a.jpg": "", "tf/a.tfrecord": "?"}, r"tf/a\.tfrecord", "ssdctl download"),
+        ({"train-00000-of-00256": "?"}, r"1 TFRecord files such as train-0", "ssdctl download"),
         ({}, r"no dataset found \(looked", "give the folder"),
     ],
 )
 def test_what_a_folder_has_instead_of_a_dataset_is_named(
     tmp_path: Path, files: dict[str, str], found: str, hint: str
 ) -> None:
-    for name, text in files.items():
-        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "data" / name).write_text(text)
-    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data").mkdir()
+    exports.tree(tmp_path / "data", files)
     with pytest.raises(DataError, match=found) as error:
         find(tmp_path / "data")
     assert hint in (error.value.hint or "")
@@ -204,58 +201,54 @@ def test_a_file_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
 
 def test_the_name_of_the_dataset_folder_is_not_a_split(tmp_path: Path) -> None:
     for name in ("test", "val"):
-        (tmp_path / name).mkdir()
-        root = exports.label_studio_coco(tmp_path / name)
-        assert set(find(root)[1].read(root)) == {"train"}
+        assert set(read(exports.label_studio_coco(tmp_path / name))) == {"train"}
 
 
-def test_a_dataset_in_a_folder_below_is_named(tmp_path: Path) -> None:
-    (tmp_path / "my export").mkdir()
-    exports.label_studio_coco(tmp_path / "my export")
-    with pytest.raises(DataError, match=re.escape(str(tmp_path))) as error:
-        find(tmp_path)
-    assert f"--data {tmp_path}/my export" in str(error.value.hint)
+def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
+    root = exports.label_studio_coco(tmp_path / "my export")
+    for given in (tmp_path, root / "images"):
+        with pytest.raises(DataError, match=re.escape(str(given))) as error:
+            find(given)
+        assert f"--data {root}" in str(error.value.hint)
 
 
 def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:
-    root = tmp_path / "export"
-    root.mkdir()
-    content = json.loads((exports.label_studio_coco(root) / "result.json").read_text())
-    for image in content["images"]:
-        image |= {"width": 0, "file_name": image["file_name"].split("\\")[-1].split("/")[-1]}
-    exports.write_json(root / "result.json", content)
-    assert counts(*dataset_folders(DataConfig(root=str(root)))) == (5, 2)
+    root = exports.label_studio_coco(tmp_path / "export")
+    with edited(root / "result.json") as content:
+        for image in content["images"]:
+            image |= {"width": 0, "file_name": image["file_name"].split("\\")[-1].split("/")[-1]}
+    assert counts(root) == (5, 2)
 
 
-class TestRefused:
-    """What is not recognized, or could be several datasets."""
+def refused(cli: Cli, *command: object) -> str:
+    result = cli(*command)
+    assert result.code == 3, result.err
+    return result.err
 
-    def test_no_dataset(self, tmp_path: Path, cli: Cli) -> None:
-        (tmp_path / "mydata/photos").mkdir(parents=True)
-        for command in (("prepare",), ("train", "--out", "run")):
-            result = cli(*command, "--data", "mydata")
-            assert result.code == 3
-            for words in ("mydata", "dataset.toml", "annotations/*.json", "data.yaml"):
-                assert words in result.err
 
-    def test_two_layouts(self, tmp_path: Path, cli: Cli) -> None:
-        exports.label_studio_coco(tmp_path / "both")
-        exports.voc_plain(tmp_path / "both")
-        result = cli("prepare", "--data", "both")
-        assert result.code == 3
-        for words in ("coco", "result.json", "voc", "Annotations", "--from"):
-            assert words in result.err
-        result = cli("prepare", "--data", "both", "--from", "voc", "--no-pack")
-        assert result.code == 0, result.err
+def test_no_dataset(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "mydata/photos").mkdir(parents=True)
+    for command in (("prepare",), ("train", "--out", "run")):
+        error = refused(cli, *command, "--data", "mydata")
+        for words in ("mydata", "dataset.toml", "annotations/*.json", "data.yaml"):
+            assert words in error
 
-    def test_two_files_for_a_split(self, tmp_path: Path, cli: Cli) -> None:
-        exports.label_studio_coco(tmp_path / "twice")
-        shutil.copy(tmp_path / "twice/result.json", tmp_path / "twice/result-2.json")
-        result = cli("prepare", "--data", "twice")
-        assert result.code == 3
-        assert "result.json" in result.err
-        assert "result-2.json" in result.err
-        assert cli("prepare", "--data", "twice/result-2.json").code == 0
+
+def test_two_formats(tmp_path: Path, cli: Cli) -> None:
+    exports.voc_plain(exports.label_studio_coco(tmp_path / "both"))
+    error = refused(cli, "prepare", "--data", "both")
+    for words in ("coco", "result.json", "voc", "Annotations", "--from"):
+        assert words in error
+    prepared(cli, "both", "--from", "voc", "--no-pack")
+
+
+def test_two_files_for_a_split(tmp_path: Path, cli: Cli) -> None:
+    exports.label_studio_coco(tmp_path / "twice")
+    shutil.copy(tmp_path / "twice/result.json", tmp_path / "twice/result-2.json")
+    error = refused(cli, "prepare", "--data", "twice")
+    assert "result.json" in error
+    assert "result-2.json" in error
+    prepared(cli, "twice/result-2.json")
 
 
 def annotations(folder: Path, *names: str, size: tuple[int, int] = exports.SIZE) -> Annotations:
@@ -263,55 +256,50 @@ def annotations(folder: Path, *names: str, size: tuple[int, int] = exports.SIZE)
     return from_images({"train": images}, ["x"], folder, folder)["train"]
 
 
-class TestFileNames:
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        for name in ("a.jpg", "sub/b.jpg", "one/c.jpg", "two/c.jpg"):
-            exports.save(tmp_path / name, exports.samples()[0])
-        return tmp_path
-
-    @pytest.mark.parametrize(
-        ("name", "file"),
-        [
-            ("a.jpg", "a.jpg"),
-            ("images\\a.jpg", "a.jpg"),
-            ("sub\\b.jpg", "sub/b.jpg"),
-            ("photos/a.jpg", "a.jpg"),
-            ("/data/upload/3/a.jpg", "a.jpg"),
-            ("..\\..\\label-studio\\media\\upload\\4\\b.jpg", "sub/b.jpg"),
-            ("x/two/c.jpg", "two/c.jpg"),
-        ],
-    )
-    def test_resolved(self, folder: Path, name: str, file: str) -> None:
-        resolved, sizes = resolve_images(annotations(folder, name))
-        assert resolved.file_names == [file]
-        assert sizes == [(folder / file).stat().st_size]
-        assert bool(resolved.notes) == (name != file)
-
-    @pytest.mark.parametrize(
-        "name", ["../a.jpg", "/etc/a.jpg", "..\\a.jpg", "/home/me/a.jpg", "C:\\..\\..\\a.jpg"]
-    )
-    def test_hostile_names_stay_refused(self, folder: Path, name: str) -> None:
-        resolved, sizes = resolve_images(annotations(folder, name))
-        assert sizes == [None]
-        assert resolved.file_names == [name]
-
-    def test_ambiguous_names(self, folder: Path) -> None:
-        with pytest.raises(DataError, match=r"one/c\.jpg, two/c\.jpg"):
-            resolve_images(annotations(folder, "/data/upload/1/c.jpg"))
-
-    def test_sizes_that_are_missing(self, folder: Path) -> None:
-        resolved, _ = resolve_images(annotations(folder, "a.jpg", size=(0, 0)))
-        assert resolved.sizes.tolist() == [list(exports.SIZE)]
+LABEL_STUDIO = "..\\..\\label-studio\\media\\upload\\4\\"
 
 
-def cvat(root: Path, content: str) -> None:
-    (root / "annotations.xml").write_text(f"<annotations>{content}</annotations>")
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    names = ("a.jpg", "sub/b.jpg", "c.jpg", "one/c.jpg", "two/c.jpg", "x y.jpg", "p%20q.jpg")
+    return exports.tree(tmp_path, dict.fromkeys(names))
 
 
-def cvat_image(root: Path, shapes: str) -> None:
-    exports.save(root / "images/a.png", exports.samples()[0])
-    cvat(root, f'<image id="0" name="a.png" width="96" height="64">{shapes}</image>')
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("a.jpg", "a.jpg"),
+        ("images\\a.jpg", "a.jpg"),
+        ("sub\\b.jpg", "sub/b.jpg"),
+        ("photos/a.jpg", "a.jpg"),
+        ("/data/upload/3/a.jpg", "a.jpg"),
+        (f"{LABEL_STUDIO}b.jpg", "sub/b.jpg"),
+        ("x/two/c.jpg", "two/c.jpg"),
+        ("/data/local-files/?d=photos/x%20y.jpg", "x y.jpg"),
+        ("/data/local-files/?d=a.jpg", "a.jpg"),
+        ("/data/upload/3/x%20y.jpg", "x y.jpg"),
+        ("/data/upload/3/p%20q.jpg", "p%20q.jpg"),
+        *((name, None) for name in ("../a.jpg", "/etc/a.jpg", "..\\a.jpg", "/home/me/a.jpg")),
+        ("C:\\..\\..\\a.jpg", None),
+    ],
+)
+def test_names_of_tools_are_resolved_and_hostile_ones_are_not(
+    folder: Path, name: str, file: str | None
+) -> None:
+    resolved, sizes = resolve_images(annotations(folder, name))
+    assert resolved.file_names == [file or name]
+    assert sizes == [(folder / file).stat().st_size if file else None]
+    assert bool(resolved.notes) == (file not in (None, name))
+
+
+def test_file_names_that_fit_several_files(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"c\.jpg, one/c\.jpg, two/c\.jpg"):
+        resolve_images(annotations(folder, "/data/upload/three/c.jpg"))
+
+
+def test_image_sizes_that_are_missing(folder: Path) -> None:
+    resolved, _ = resolve_images(annotations(folder, "a.jpg", size=(0, 0)))
+    assert resolved.sizes.tolist() == [[100, 50]]
 
 
 def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Cli) -> None:
@@ -322,20 +310,17 @@ def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Cli) -> None:
         '<mask label="x" rle="3, 4" left="4" top="5" width="6" height="7"/>'
         '<ellipse label="x" cx="40" cy="30" rx="8" ry="4"/>'
         '<polyline label="x" points="1,1;2,2"/>'
+        '<box label="" xtl="1" ytl="1" xbr="3" ybr="2"/><ellipse label=" " cx="4" cy="3" rx="8" ry="4"/>'
     )
-    cvat_image(tmp_path, shapes)
-    assert "1 polyline" in prepared(cli, tmp_path).err
-    boxes = np.asarray(opened(tmp_path).boxes) * [96, 64, 96, 64]
+    image = f'<image id="0" name="a.png" width="100" height="50">{shapes}</image>'
+    xml = f"<annotations>{image}</annotations>"
+    exports.tree(tmp_path, {"images/a.png": None, "annotations.xml": xml})
+    err = prepared(cli, tmp_path).err
+    assert "1 polyline" in err
+    assert "2 shapes without a label" in err
+    boxes = np.asarray(opened(tmp_path).boxes) * [100, 50, 100, 50]
     expected = [[15, 5, 25, 25], [5.5, 6, 20, 30], [4, 5, 10, 12], [32, 26, 48, 34]]
     np.testing.assert_allclose(boxes, expected, atol=1e-4)
-
-
-def test_cvat_shapes_without_a_label_are_counted(tmp_path: Path) -> None:
-    box = '<box label="{}" xtl="10" ytl="10" xbr="30" ybr="20"/>'
-    cvat_image(tmp_path, "".join(map(box.format, ("x", "", " "))))
-    splits = find(tmp_path)[1].read(tmp_path)
-    assert exports.boxes_of(splits) == {"images/a.png": [("x", [10, 10, 20, 10], False)]}
-    assert "2 shapes without a label" in splits["train"].notes[0]
 
 
 @pytest.mark.parametrize(
@@ -356,21 +341,29 @@ def test_broken_lines_of_tables(
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(DataError, match=words):
-        find(tmp_path)[1].read(tmp_path)
+        read(tmp_path)
+
+
+def test_the_folder_of_the_split_decides_between_images_of_one_name(tmp_path: Path) -> None:
+    table = "filename,width,height,class,xmin,ymin,xmax,ymax\na.jpg,100,50,x,1,1,9,9\n"
+    images = {"train/a.jpg": None, "test/a.jpg": None}
+    splits = read(exports.tree(tmp_path, {**images, "train.csv": table, "test.csv": table}))
+    assert splits["train"].file_names == ["train/a.jpg"]
+    assert splits["val"].file_names == ["test/a.jpg"]
 
 
 def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
     path = exports.tf_csv(tmp_path) / "data/train_labels.csv"
     path.write_text(path.read_text().replace("bolt", "", 1))
-    splits = find(tmp_path)[1].read(tmp_path)
+    splits = read(tmp_path)
     assert "1 boxes without a class" in splits["train"].notes[0]
     assert len(splits["train"].boxes) == 6
     exports.kitti(tmp_path / "kitti")
-    splits = find(tmp_path / "kitti")[1].read(tmp_path / "kitti")
+    splits = read(tmp_path / "kitti")
     assert "6 regions DontCare" in splits["train"].notes[0]
     (tmp_path / "kitti/training/image_2/000003.png").unlink()
     with pytest.raises(DataError, match=r"missing: 000003\.txt"):
-        find(tmp_path / "kitti")[1].read(tmp_path / "kitti")
+        read(tmp_path / "kitti")
 
 
 @pytest.mark.parametrize(
@@ -378,17 +371,17 @@ def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
 )
 def test_cvat_tracks(tmp_path: Path, frame: str, code: int) -> None:
     """Boxes of a track outside its frame are left out; the number of a frame is never guessed."""
-    for number in range(2):
-        exports.save(tmp_path / f"images/frame_{number:06d}.PNG", exports.samples()[0])
     box = '<box {} outside="{}" xtl="1" ytl="2" xbr="40" ybr="30"/>'
     image = '<image id="0" name="frame_000000.PNG" width="96.0" height="64"><sphere/></image>'
     boxes = box.format(frame, 0) + box.format('frame="2"', 1)
-    cvat(tmp_path, f'<track id="5" label="x">{boxes}</track>{image}')
+    xml = f'<annotations><track id="5" label="x">{boxes}</track>{image}</annotations>'
+    images = dict.fromkeys(f"images/frame_{n:06d}.PNG" for n in range(2))
+    exports.tree(tmp_path, {**images, "annotations.xml": xml})
     if code:
         with pytest.raises(DataError, match="track 5"):
-            cvat_xml.read(tmp_path)
+            read(tmp_path)
     else:
-        train = cvat_xml.read(tmp_path)["train"]
+        train = read(tmp_path)["train"]
         assert [train.file_names[row] for row in train.rows] == ["images/frame_000001.PNG"]
         assert sorted(note.split(": 1 ")[1] for note in train.notes) == [
             "boxes outside their frame, left out",
@@ -397,16 +390,12 @@ def test_cvat_tracks(tmp_path: Path, frame: str, code: int) -> None:
 
 
 def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cli) -> None:
-    exports.save(tmp_path / "train/a.png", exports.samples()[0])
-    (tmp_path / "annotations").mkdir()
-    os.mkfifo(tmp_path / "annotations/instances_train2017.json")
-    assert cli("prepare", "--data", tmp_path).code == 3
-    (tmp_path / "dataset.toml").write_text(
-        '[train]\nimages = "train"\nannotations = "annotations/instances_train2017.json"\n'
-    )
-    result = cli("prepare", "--data", tmp_path)
-    assert result.code == 3
-    assert "instances_train2017.json" in result.err
+    toml = '[train]\nimages = "train"\nannotations = "a.json"\n'
+    exports.tree(tmp_path, {"train/a.png": None, "dataset.toml": toml})
+    os.mkfifo(tmp_path / "a.json")
+    assert "a.json" in refused(cli, "prepare", "--data", tmp_path)
+    (tmp_path / "dataset.toml").unlink()
+    refused(cli, "prepare", "--data", tmp_path)
 
 
 @pytest.mark.parametrize("flag", ["1", "true", "TRUE", "True", "1.0"])
@@ -421,7 +410,7 @@ def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -
     unlabeled[header.index("LabelName")] = ""
     rows = [lines[0], ",".join(first), *lines[2:], ",".join(unlabeled)]
     file.write_text("\ufeff" + "\n".join(rows), "utf-8")
-    train = find(tmp_path)[1].read(tmp_path)["train"]
+    train = read(tmp_path)["train"]
     assert train.file_names == [f"train/{n:016x}.jpg" for n in range(6)]
     assert train.is_crowd.tolist() == [1, 1, 0, 0, 0, 1, 0]
     assert "1 boxes without LabelName" in train.notes[0]
@@ -432,33 +421,18 @@ def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Cli) -> None
     exports.open_images(tmp_path)
     (tmp_path / f"train/{1:016x}.jpg").write_bytes(b"?")
     (tmp_path / f"train/._{2:016x}.jpg").write_bytes(b"?")  # metadata from macOS
-    result = cli("prepare", "--data", tmp_path, "--allow-dropped", "--json")
-    assert result.code == 0, result.err
+    result = prepared(cli, tmp_path, "--allow-dropped", "--json")
     train = json.loads(result.out)["splits"][0]
     assert train["images"] == 6
     kinds = [finding["kind"] for finding in train["findings"]]
     assert kinds.count("image dropped") == 1
 
 
-def test_file_names_that_are_urls_of_label_studio(tmp_path: Path) -> None:
-    names = "/data/local-files/?d=photos/a%20b.jpg", "/data/local-files/?d=c.jpg"
-    names += "/data/upload/3/x%20y.jpg", "/data/upload/3/p%20q.jpg"
-    files = ["a b.jpg", "c.jpg", "x y.jpg", "p%20q.jpg"]
-    for name in files:
-        exports.save(tmp_path / name, exports.samples()[0])
-    resolved, sizes = resolve_images(annotations(tmp_path, *names))
-    assert resolved.file_names == files
-    assert all(sizes)
-    assert f"{len(names)} file names" in resolved.notes[0]
-
-
 def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Cli) -> None:
-    exports.cvat_coco(tmp_path / "cvat")
-    (tmp_path / "mine").mkdir()
+    images = exports.cvat_coco(tmp_path / "cvat") / "images"
+    toml = f'[train]\nimages = "{images}"\nannotations = "a.json"\n'
+    exports.tree(tmp_path / "mine", {"dataset.toml": toml})
     shutil.move(tmp_path / "cvat/annotations/instances_default.json", tmp_path / "mine/a.json")
-    (tmp_path / "mine/dataset.toml").write_text(
-        f'[train]\nimages = "{tmp_path / "cvat/images"}"\nannotations = "a.json"\n'
-    )
     prepared(cli, "mine")
 
 
@@ -484,25 +458,21 @@ def test_dropping_over_5_percent_is_refused_with_the_reasons(
     tmp_path: Path, cli: Cli, break_it: Callable[..., None], reason: str
 ) -> None:
     exports.cvat_coco(tmp_path)
-    path = tmp_path / "annotations/instances_default.json"
-    content = json.loads(path.read_text())
-    break_it(content)
-    path.write_text(json.dumps(content))
+    with edited(tmp_path / "annotations/instances_default.json") as content:
+        break_it(content)
     for command in (("prepare",), ("train", "--out", "run", *TRAIN.split())):
-        result = cli(*command, "--data", tmp_path)
-        assert result.code == 3, result.err
-        assert reason in result.err
-        assert "--allow-dropped" in result.err
-    assert cli("prepare", "--data", tmp_path, "--allow-dropped").code == 0
+        error = refused(cli, *command, "--data", tmp_path)
+        assert reason in error
+        assert "--allow-dropped" in error
+    prepared(cli, tmp_path, "--allow-dropped")
 
 
 def test_a_test_split_is_never_trained_on(tmp_path: Path, cli: Cli) -> None:
     exports.roboflow_coco(tmp_path)
-    (tmp_path / "dataset.toml").write_text(
-        "".join(
-            f'[{split}]\nimages = "{folder}"\nannotations = "{folder}/_annotations.coco.json"\n'
-            for split, folder in (("train", "train"), ("val", "valid"), ("test", "test"))
-        )
+    toml = "".join(
+        f'[{split}]\nimages = "{folder}"\nannotations = "{folder}/_annotations.coco.json"\n'
+        for split, folder in (("train", "train"), ("val", "valid"), ("test", "test"))
     )
+    exports.tree(tmp_path, {"dataset.toml": toml})
     result = cli("train", "--data", tmp_path, "--out", "run", *TRAIN.split(), "--dry-run", "--json")
     assert json.loads(result.out)["images"] == 5

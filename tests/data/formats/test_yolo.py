@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from data.formats import exports
+from data.formats.exports import boxes_of, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,33 +16,31 @@ from ssdctl.data.formats import find
 from ssdctl.data.formats.yolo import read, recognise
 from ssdctl.errors import DataError, SsdctlError
 
+BOX = "0 .5 .5 .2 .4"
+
 
 def yolo(
-    root: Path, labels: dict[str, str | None], yaml: str | None = "names: [cat, dog]\n"
-) -> None:
+    root: Path, labels: Mapping[str, str | None], yaml: str | None = "names: [cat, dog]\n"
+) -> Path:
     """Images by path, each with the text of its label file."""
     for name, text in labels.items():
         exports.image_file(root / name)
         if text is not None:
             parts = ["labels" if p == "images" else p for p in Path(name).parts]
-            path = root.joinpath(*parts).with_suffix(".txt")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    if yaml is not None:
-        (root / "data.yaml").write_text(yaml)
+            exports.write(root.joinpath(*parts).with_suffix(".txt"), text)
+    return tree(root, {} if yaml is None else {"data.yaml": yaml})
 
 
 def test_boxes_polygons_backgrounds(tmp_path: Path) -> None:
     lines = "0 0.5 0.5 0.2 0.4\n1 0.1 0.1 0.3 0.1 0.3 0.5\n\n0 0.5 0.5 0.2 0.4\n"
     labels = {"images/train/a.jpg": lines, "images/train/b.jpg": "", "images/train/c.jpg": None}
-    yolo(tmp_path, {**labels, "images/val/d.jpg": "1.0 .5 .5 1 1"})
-    splits = read(tmp_path)
-    assert exports.boxes_of(splits) == {
+    splits = read(yolo(tmp_path, {**labels, "images/val/d.jpg": "1.0 .5 .5 1 1"}))
+    assert boxes_of(splits) == {
         "images/train/a.jpg": [("cat", [40, 15, 20, 20], 0), ("dog", [10, 5, 20, 20], 0)],
         "images/train/b.jpg": [],
         "images/train/c.jpg": [],
     }
-    assert exports.boxes_of(splits, "val") == {"images/val/d.jpg": [("dog", [0, 0, 100, 50], 0)]}
+    assert boxes_of(splits, "val") == {"images/val/d.jpg": [("dog", [0, 0, 100, 50], 0)]}
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,10 @@ def test_boxes_polygons_backgrounds(tmp_path: Path) -> None:
         ("names: [cat, dog]\nkpt_shape: [2, 3]\n", "images/train2017"),
     ],
 )
-def test_places_of_images(tmp_path: Path, yaml: str, images: str) -> None:
-    line = "0 .5 .5 .2 .4" + (" .1 .1 2 .2 .2 1" if "kpt" in yaml else "")
-    yolo(tmp_path, {f"{images}/a.jpg": line}, yaml)
-    splits = read(tmp_path)
-    assert exports.boxes_of(splits) == {f"{images}/a.jpg": [("cat", [40, 15, 20, 20], 0)]}
+def test_folders_of_images(tmp_path: Path, yaml: str, images: str) -> None:
+    line = BOX + (" .1 .1 2 .2 .2 1" if "kpt" in yaml else "")
+    splits = read(yolo(tmp_path, {f"{images}/a.jpg": line}, yaml))
+    assert boxes_of(splits) == {f"{images}/a.jpg": [("cat", [40, 15, 20, 20], 0)]}
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -69,13 +68,11 @@ def test_lists_of_images(tmp_path: Path, is_file: bool) -> None:
     train = ["./images/a.jpg", "/home/me/data/images/b.jpg"]
     val = ["../images/c.jpg"]
     listed = "train: train.txt\nval: val.txt\n" if is_file else f"train: {train}\nval: {val}\n"
-    images = {f"images/{n}.jpg": "0 .5 .5 .2 .4" for n in "abc"}
-    yolo(tmp_path, images, f"names: [no, yes]\n{listed}")
-    (tmp_path / "train.txt").write_text("\n".join(train))
-    (tmp_path / "val.txt").write_text("\n".join(val))
+    yolo(tmp_path, {f"images/{n}.jpg": BOX for n in "abc"}, f"names: [no, yes]\n{listed}")
+    tree(tmp_path, {"train.txt": "\n".join(train), "val.txt": "\n".join(val)})
     splits = read(tmp_path)
-    assert list(exports.boxes_of(splits)) == ["images/a.jpg", "images/b.jpg"]
-    assert exports.boxes_of(splits, "val")["images/c.jpg"][0][0] == "no"  # not false
+    assert list(boxes_of(splits)) == ["images/a.jpg", "images/b.jpg"]
+    assert boxes_of(splits, "val")["images/c.jpg"][0][0] == "no"  # not false
     (tmp_path / "val.txt").write_text("images/z.jpg\n")
     if is_file:
         with pytest.raises(DataError, match=r"val\.txt.*images/z\.jpg"):
@@ -83,30 +80,24 @@ def test_lists_of_images(tmp_path: Path, is_file: bool) -> None:
 
 
 def test_turned_images_count_as_shown(tmp_path: Path) -> None:
-    yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4"})
+    yolo(tmp_path, {"images/a.jpg": BOX})
     exports.image_file(tmp_path / "images/a.jpg", turn=6)  # shown as 50 x 100
-    splits = read(tmp_path)
-    assert exports.boxes_of(splits)["images/a.jpg"][0][1] == [20, 30, 10, 40]
+    assert boxes_of(read(tmp_path))["images/a.jpg"][0][1] == [20, 30, 10, 40]
 
 
 @pytest.mark.parametrize("name", ["b.jpg", "b.HEIC"])
 def test_unreadable_images_are_left_to_the_check(tmp_path: Path, name: str) -> None:
-    yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4", "images/b.jpg": "0 .5 .5 .2 .4"})
+    yolo(tmp_path, {"images/a.jpg": BOX, "images/b.jpg": BOX})
     (tmp_path / "images/b.jpg").unlink()
-    (tmp_path / "images" / name).write_bytes(b"?")
-    splits = read(tmp_path)
+    splits = read(tree(tmp_path, {f"images/{name}": "?"}))
     assert splits["train"].sizes.tolist()[1] == [0, 0]  # dropped by the check
-    assert exports.boxes_of(splits)[f"images/{name}"] == []
+    assert boxes_of(splits)[f"images/{name}"] == []
 
 
 def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
-    line = "0 .5 .5 .2 .4"
-    yolo(tmp_path, {"images/a.jpg": line, "images/b.jpg": line, "images/c.jpg": ""})
-    for name in ("b", "c"):
-        (tmp_path / f"images/{name}.jpg").unlink()  # c has no box to lose
-    (tmp_path / "labels/classes.txt").write_text("cat\ndog\n")
-    splits = read(tmp_path)
-    (note,) = splits["train"].notes
+    yolo(tmp_path, {"images/a.jpg": BOX})
+    tree(tmp_path, {"labels/b.txt": BOX, "labels/c.txt": "", "labels/classes.txt": "cat\ndog\n"})
+    (note,) = read(tmp_path)["train"].notes  # c has no box to lose
     assert "1 label files" in note
     assert "labels/b.txt" in note
 
@@ -122,46 +113,40 @@ def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
     ],
 )
 def test_subsets_of_cvat(tmp_path: Path, folders: tuple[str, str], yaml: str | None) -> None:
-    line = "0 .5 .5 .2 .4"
     train, val = (f"{folder}/a.jpg" for folder in folders)
-    yolo(tmp_path, {train: line, val: line}, yaml and f"names: {{0: a}}\npath: .\n{yaml}")
-    (tmp_path / "obj.names").write_bytes(b"\xef\xbb\xbfcat\r\n")
-    (tmp_path / "Train.txt").write_text(f"data/{train}\n")
-    (tmp_path / "Val.txt").write_text(f"data/{val}\n")
-    splits = read(tmp_path)
-    assert list(exports.boxes_of(splits)) == [train]
-    assert list(exports.boxes_of(splits, "val")) == [val]
-    assert exports.boxes_of(splits)[train][0][0] == ("a" if yaml else "cat")
+    yolo(tmp_path, {train: BOX, val: BOX}, yaml and f"names: {{0: a}}\npath: .\n{yaml}")
+    tree(tmp_path, {"Train.txt": f"data/{train}\n", "Val.txt": f"data/{val}\n"})
+    splits = read(tree(tmp_path, {"obj.names": "\ufeffcat\r\n"}))
+    assert list(boxes_of(splits)) == [train]
+    assert list(boxes_of(splits, "val")) == [val]
+    assert boxes_of(splits)[train][0][0] == ("a" if yaml else "cat")
 
 
 def test_linked_folders_and_files_of_macos(tmp_path: Path) -> None:
-    yolo(tmp_path / "other", {"images/a.jpg": "0 .5 .5 .2 .4"}, None)
-    root = tmp_path / "root"
+    yolo(tmp_path / "other", {"images/a.jpg": BOX}, None)
+    files = {"images/._a.jpg": "\0", "labels/x": "", "data.yaml": "train: images\nnames: [cat]\n"}
+    root = tree(tmp_path / "root", files)
     for name in ("images", "labels"):
-        (root / name).mkdir(parents=True)
         (root / name / "part").symlink_to(tmp_path / "other" / name)
-    (root / "images/._a.jpg").write_bytes(b"\0\5\x16\7")
-    (root / "data.yaml").write_text("train: images\nnames: [cat]\n")
-    splits = read(root)
-    assert list(exports.boxes_of(splits)) == ["images/part/a.jpg"]
+    assert list(boxes_of(read(root))) == ["images/part/a.jpg"]
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("2 .5 .5 .2 .4", "a.txt:2: class 2, but there are 2 names"),
-        ("-1 .5 .5 .2 .4", "class -1"),
-        ("0.5 .5 .5 .2 .4", "class 0.5"),
-        ("0 50 25 20 20", "not fractions"),
-        ("0 nan .5 .2 .4", "not fractions"),
-        ("0 .5 .5 .2", "3 numbers after the class"),
-        ("0 .5 .5 .2 .4 .9", "5 numbers after the class"),
+        ("2 .5 .5 .2 .4", "a.txt:2: class 2"),
+        ("-1 .5 .5 .2 .4", "a.txt:2: class -1"),
+        ("0.5 .5 .5 .2 .4", "a.txt:2: class 0.5"),
+        ("0 50 25 20 20", "a.txt:2: .*fractions"),
+        ("0 nan .5 .2 .4", "a.txt:2: .*fractions"),
+        ("0 .5 .5 .2", "a.txt:2: 3 numbers"),
+        ("0 .5 .5 .2 .4 .9", "a.txt:2: 5 numbers"),
         ("cat .5 .5 .2 .4", "a.txt:2: 'cat .5 .5 .2 .4'"),
         ("nan .5 .5 .2 .4", "a.txt:2"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:
-    yolo(tmp_path, {"images/a.jpg": f"0 .5 .5 .2 .4\n{line}\n"})
+    yolo(tmp_path, {"images/a.jpg": f"{BOX}\n{line}\n"})
     with pytest.raises(DataError, match=words):
         read(tmp_path)
 
@@ -184,7 +169,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     ],
 )
 def test_a_broken_description(tmp_path: Path, yaml: str | None, words: str) -> None:
-    yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4"}, yaml)
+    yolo(tmp_path, {"images/a.jpg": BOX}, yaml)
     with pytest.raises(DataError, match=words):
         read(tmp_path)
 
@@ -201,7 +186,7 @@ def test_any_label_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
     except SsdctlError as error:
         assert "a.txt" in str(error)  # noqa: PT017
     else:
-        for _, (x, y, w, h), _ in exports.boxes_of(splits)["images/a.jpg"]:
+        for _, (x, y, w, h), _ in boxes_of(splits)["images/a.jpg"]:
             assert min(x, y) >= -51
             assert x + w <= 152
             assert y + h <= 77
@@ -218,15 +203,14 @@ def test_any_label_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
 )
 def test_names_of_darknet(tmp_path: Path, name: str, data: str | None) -> None:
     yolo(tmp_path, {"images/a.jpg": "1 .5 .5 .2 .4"}, None)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("cat\ndog\n")
+    tree(tmp_path, {name: "cat\ndog\n"})
     if data is not None:
-        (tmp_path / "other.names").write_text("x\n")  # not the only one: only *.data decides
+        tree(tmp_path, {"other.names": "x\n"})  # not the only one: only *.data decides
         with pytest.raises(DataError, match=re.escape(str(tmp_path))):
             find(tmp_path)
-        (tmp_path / "my.data").write_text(f"classes = 2\n{data}\n")
+        tree(tmp_path, {"my.data": f"classes = 2\n{data}\n"})
     assert find(tmp_path)[0] == "yolo"
-    assert exports.boxes_of(read(tmp_path))["images/a.jpg"][0][0] == "dog"
+    assert boxes_of(read(tmp_path))["images/a.jpg"][0][0] == "dog"
 
 
 def test_lists_of_darknet(tmp_path: Path) -> None:
@@ -234,8 +218,8 @@ def test_lists_of_darknet(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "data/parts.data"):
         splits = read(path)
         folder = "data/img" if path == tmp_path else "img"
-        assert list(exports.boxes_of(splits)) == [f"{folder}/{n}.jpg" for n in range(6)]
-        assert len(exports.boxes_of(splits, "val")) == 6
+        assert list(boxes_of(splits)) == [f"{folder}/{n}.jpg" for n in range(6)]
+        assert len(boxes_of(splits, "val")) == 6
     (tmp_path / "data/parts.names").rename(tmp_path / "data/parts.txt")
     with pytest.raises(DataError, match=r"parts\.data: names"):
         read(tmp_path)
@@ -259,23 +243,18 @@ def test_text_beside_an_image_is_yolo_if_its_content_is(
     yolo(root, {"a.jpg": line}, None)
     with pytest.raises(DataError, match=re.escape(str(root))) as error:
         find(root)
-    assert ("YOLO" in str(error.value)) == is_yolo
-    assert ("another format, such as a.txt" in str(error.value)) == bool(line and not is_yolo)
-    (root / "classes.txt").write_text("cat\n")  # the hint for YOLO leads to a dataset
+    assert ("classes.txt, with" in str(error.value.hint)) == is_yolo
+    (root / "classes.txt").write_text("cat\n")  # the hint leads to a dataset
     assert (recognise(root) is not None) == is_yolo
     if is_yolo:
-        assert "classes.txt" in str(error.value.hint)
-        assert exports.boxes_of(read(root)) == {"a.jpg": [("cat", [40, 15, 20, 20], 0)]}
+        assert boxes_of(read(root)) == {"a.jpg": [("cat", [40, 15, 20, 20], 0)]}
 
 
 def test_the_hint_for_labels_in_an_unusual_place(tmp_path: Path) -> None:
-    root = tmp_path / "data"
-    yolo(root, {"photos/a.jpg": None}, None)
-    (root / "marks").mkdir()
-    (root / "marks/a.txt").write_text("0 .5 .5 .2 .4")
-    with pytest.raises(DataError, match=r"YOLO.*marks/a\.txt") as error:
+    root = tree(tmp_path / "data", {"photos/a.jpg": None, "marks/a.txt": BOX})
+    with pytest.raises(DataError, match=r"marks/a\.txt") as error:
         find(root)
     assert "beside its image" in str(error.value.hint)
     (root / "marks/a.txt").rename(root / "photos/a.txt")
     (root / "classes.txt").write_text("cat\n")
-    assert exports.boxes_of(find(root)[1].read(root))["photos/a.jpg"]
+    assert boxes_of(find(root)[1].read(root))["photos/a.jpg"]

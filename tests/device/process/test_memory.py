@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from tiny_network import config
 
 from ssdctl.config import resolve
@@ -33,7 +33,6 @@ from ssdctl.training.memory import (
     out_of_memory_hints,
 )
 
-Cli = Callable[..., Result]
 R18 = Architecture("resnet18", "none", 6)
 
 

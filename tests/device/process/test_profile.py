@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from tiny_network import batch, build_training
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
@@ -15,7 +14,6 @@ from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.training.profile import StepProfiler, waits
 
-Cli = Callable[..., Result]
 CPU = open_device("cpu")
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
-from helpers import Ended, last, run_ranks, run_script, start_script, wait_for
+from helpers import last, run_ranks, run_script, start_script, wait_for
 
 from ssdctl.distributed.addresses import free_port
 from ssdctl.distributed.collectives import average_buffers
@@ -75,7 +75,7 @@ COMMAND = "import sys; from ssdctl.cli.main import main; main(sys.argv[1:])"
 class Pair(NamedTuple):
     """Both ranks at their end, and the traffic of the weights."""
 
-    ranks: list[Ended]
+    ranks: list[Result]
     weights_bytes: int
     sent_bytes: int
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Result
-from doctor.machines import Cli, Machine, RunDoctor, expect
+from conftest import Cli, Result
+from doctor.machines import Machine, RunDoctor, expect
 
 from ssdctl.cli.main import main
 from ssdctl.doctor import data as network

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doctor.machines import Cli, Machine, RunDoctor, expect
+from conftest import Cli
+from doctor.machines import Machine, RunDoctor, expect
 from download.http_server import Reply, Server
 
 from ssdctl.doctor import data as network

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli, Result
 from download.http_server import Server, file
 
 import ssdctl
@@ -17,7 +16,6 @@ from ssdctl.checkpoint import third_party
 from ssdctl.download import detectors
 from ssdctl.model.ssd300 import SSD300
 
-Cli = Callable[..., Result]
 NAMES = ("ssd300-vgg16-coco", "nvidia-ssd300-coco")
 
 
@@ -143,7 +141,7 @@ def test_a_file_that_is_not_a_checkpoint_is_not_recorded(
     assert not recorded(cached).exists()
 
 
-def test_without_network_the_error_names_url_and_place(
+def test_without_network_the_error_names_url_and_folder(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))

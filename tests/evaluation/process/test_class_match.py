@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_RUN, Result
-
-Cli = Callable[..., Result]
+from conftest import TINY_RUN, Cli
 
 
 def exported_again(shapes: Path, root: Path, *, reverse: bool) -> dict[int, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 from PIL import Image
 
 from ssdctl.checkpoint.file import load_checkpoint, load_network
@@ -19,8 +18,6 @@ from ssdctl.device import open_device
 from ssdctl.evaluation import detect
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import Detector, DetectorConfig
-
-Cli = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")

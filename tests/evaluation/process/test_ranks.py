@@ -6,21 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Result
-from helpers import Ended
+from conftest import Cli, Result
 
 from ssdctl.distributed.addresses import free_port
 
-Cli = Callable[..., Result]
 LOW = ("--score-threshold", "0.01")
 
 
-def evaluate_on(ranks: int, *arguments: object) -> list[Ended]:
+def evaluate_on(ranks: int, *arguments: object) -> list[Result]:
     """Run `ssdctl evaluate` on ranks. No forks: hotcoco's threads would not exist in them."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
@@ -32,7 +29,7 @@ def evaluate_on(ranks: int, *arguments: object) -> list[Ended]:
         for r in map(str, range(ranks))
     ]  # fmt: skip
     outputs = [process.communicate(timeout=120) for process in processes]
-    return [Ended(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
+    return [Result(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
 
 
 def by_image(name: str) -> list[tuple[object, ...]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6"), reason="torch 2.6 cannot export the network to ONNX"
 )
 
-Cli = Callable[..., Result]
 OBJECTS = 8  # per image
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import torch
-from conftest import Result
-from torch import Tensor, nn
+from conftest import Cli
+from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
-from torchvision.models.resnet import BasicBlock
 
-Cli = Callable[..., Result]
-DIVISOR = 8  # ResNet-18's channels by this: the backbone `tiny`
-CLASSES = 6  # the shapes dataset's with background; 81 in NVIDIA's program
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 BASE_LR, MOMENTUM, WEIGHT_DECAY = 2.6e-3, 0.9, 5e-4
 BATCH = 2
 TRAIN = [
@@ -27,78 +25,32 @@ TRAIN = [
 ]  # fmt: skip
 
 
-def block(inputs: int, width: int, stride: int) -> BasicBlock:
-    if inputs == width:
-        return BasicBlock(inputs, width, stride)
-    projection = nn.Conv2d(inputs, width, 1, stride, bias=False)
-    return BasicBlock(inputs, width, stride, nn.Sequential(projection, nn.BatchNorm2d(width)))
+class NvidiaSSD300:
+    """NVIDIA's network by its parameters, in the order of its modules."""
 
-
-class Trunk(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.feature_extractor = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2, 1),
-            nn.Sequential(block(width, width, 1), block(width, width, 1)),
-            nn.Sequential(block(width, 2 * width, 2), block(2 * width, 2 * width, 1)),
-            nn.Sequential(block(2 * width, 4 * width, 1), block(4 * width, 4 * width, 1)),
-        )
-
-
-class NvidiaSSD300(nn.Module):
-    """NVIDIA's network on ResNet-18 by its names and the order of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        d = DIVISOR
-        self.feature_extractor = Trunk(64 // d)
-        channels = [256 // d, 512 // d, 512 // d, 256 // d, 256 // d, 128 // d]
-        widths = [256 // d, 256 // d, 128 // d, 128 // d, 128 // d]
-        self.additional_blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(channels[i], widths[i], 1, bias=False),
-                nn.BatchNorm2d(widths[i]),
-                nn.ReLU(),
-                nn.Conv2d(widths[i], channels[i + 1], 3, 2 if i < 3 else 1, int(i < 3), bias=False),
-                nn.BatchNorm2d(channels[i + 1]),
-                nn.ReLU(),
-            )
-            for i in range(5)
-        )
-        shapes = list(zip(channels, (4, 6, 6, 6, 4, 4), strict=True))
-        self.loc = nn.ModuleList(nn.Conv2d(c, n * 4, 3, padding=1) for c, n in shapes)
-        self.conf = nn.ModuleList(nn.Conv2d(c, n * CLASSES, 3, padding=1) for c, n in shapes)
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        maps = [self.feature_extractor.feature_extractor(images)]
-        for block in self.additional_blocks:
-            maps.append(block(maps[-1]))
-        n = len(images)
-        boxes = [head(x).reshape(n, 4, -1) for head, x in zip(self.loc, maps, strict=True)]
-        scores = [head(x).reshape(n, CLASSES, -1) for head, x in zip(self.conf, maps, strict=True)]
-        return torch.cat(boxes, 2), torch.cat(scores, 2)
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return NVIDIA's parameter groups: vectors without weight decay, then everything else."""
-    named = list(model.named_parameters())
-    vectors = [p for name, p in named if p.dim() == 1 or name.endswith(".bias")]
-    others = [p for name, p in named if not (p.dim() == 1 or name.endswith(".bias"))]
-    return [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        parts = ("feature_extractor.", "additional_blocks.", "loc.", "conf.")
+        self.parameters = {
+            name: torch.nn.Parameter(tensor.clone())
+            for part in parts
+            for name, tensor in state.items()
+            if name.startswith(part) and not name.endswith(STATISTICS)
+        }
+        statistics = {name for name in state if name.endswith(STATISTICS)}
+        assert statistics | set(self.parameters) == set(state)
+        self.network = reference.Network({**state, **self.parameters}, "nvidia", training=True)
 
 
 def opened(path: Path) -> tuple[NvidiaSSD300, torch.optim.SGD, MultiStepLR, dict[str, Any]]:
     """Do what main.py does with `--checkpoint`, in training and in evaluation."""
-    model = NvidiaSSD300()
-    optimizer = torch.optim.SGD(
-        two_groups(model), lr=BASE_LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
-    )
-    scheduler = MultiStepLR(optimizer=optimizer, milestones=[43, 54], gamma=0.1)
     checkpoint = torch.load(path)
-    model.load_state_dict(checkpoint["model"])
+    model = NvidiaSSD300(checkpoint["model"])
+    named = model.parameters.items()
+    vectors = [p for name, p in named if p.dim() == 1 or name.endswith(".bias")]
+    others = [p for name, p in named if not (p.dim() == 1 or name.endswith(".bias"))]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=BASE_LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    scheduler = MultiStepLR(optimizer=optimizer, milestones=[43, 54], gamma=0.1)
     scheduler.load_state_dict(checkpoint["scheduler"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return model, optimizer, scheduler, checkpoint
@@ -127,33 +79,26 @@ def test_their_program_continues_the_run(exported: Callable[..., Path]) -> None:
     assert [g["momentum"] for g in optimizer.param_groups] == [MOMENTUM] * 2
 
     expected = momenta_by_name(ours)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.parameters.items():
         momentum = optimizer.state[parameter]["momentum_buffer"]
         torch.testing.assert_close(momentum, expected.pop(our_name(name)), msg=name)
     assert not expected
 
-    model.eval()
-    with torch.no_grad():
-        boxes, scores = model(torch.rand(1, 3, 300, 300))
-    assert boxes.shape == (1, 4, 8732)
-    assert scores.shape == (1, CLASSES, 8732)
     rates = []
     for _ in range(checkpoint["epoch"], 6):  # the epochs that are left
-        model.train()
-        boxes, scores = model(torch.rand(2, 3, 300, 300))
+        boxes, scores = model.network(torch.rand(2, 3, 300, 300))
         (boxes.square().mean() + scores.logsumexp(1).mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         rates.append(optimizer.param_groups[1]["lr"])
     assert rates == pytest.approx([peak / 10, peak / 100, peak / 100, peak / 100])
-    assert all(p.isfinite().all() for p in model.parameters())
+    assert all(p.isfinite().all() for p in model.parameters.values())
 
 
 def momenta_by_name(payload: dict[str, Any]) -> dict[str, Tensor]:
     """Return the momenta of a checkpoint of ssdctl: first those of parameters with weight decay."""
-    statistics = ("running_mean", "running_var", "num_batches_tracked")
-    weights = {k: v for k, v in payload["model"].items() if not k.endswith(statistics)}
+    weights = {k: v for k, v in payload["model"].items() if not k.endswith(STATISTICS)}
     names = [k for k, v in weights.items() if v.dim() > 1]
     names += [k for k, v in weights.items() if v.dim() == 1]
     states = payload["optimizer"]["state"]
@@ -176,11 +121,11 @@ def test_states_without_all_momenta_load(
     exported: Callable[..., Path], options: list[object]
 ) -> None:
     model, optimizer, _, _ = opened(exported(*options))
-    first = model.feature_extractor.feature_extractor[0].weight
+    first = model.parameters["feature_extractor.feature_extractor.0.weight"]
     assert "momentum_buffer" not in optimizer.state.get(first, {})
-    last = model.conf[5].bias
+    last = model.parameters["conf.5.bias"]
     assert ("momentum_buffer" in optimizer.state.get(last, {})) == (options == ["--freeze-stem"])
-    for parameter in model.parameters():
+    for parameter in model.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 

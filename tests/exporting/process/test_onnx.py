@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 
+from ssdctl.checkpoint.file import load_checkpoint
+from ssdctl.errors import IntegrityError
 from ssdctl.exporting import onnx as onnx_export
+from ssdctl.exporting.deployed import Deployed, ExportOptions, Reference
 from ssdctl.exporting.formats import images_of
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-Cli = Callable[..., Result]
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 
 
@@ -96,3 +98,21 @@ def test_a_file_that_differs_is_not_published(
     assert result.code == 5, result.err
     assert "differs from PyTorch" in result.err
     assert not list(Path().glob("*x.onnx*"))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("difference", [0.1, float("nan")])
+def test_each_difference_is_refused(checkpoint: Path, number: int, difference: float) -> None:
+    source, options = load_checkpoint(checkpoint), ExportOptions("none")
+    network = Deployed(source, options)
+    reference = Reference(source, np.zeros((2, 300, 300, 3), np.uint8), options, "x")
+    changes = [0.0, 0.0]
+
+    def run(images: np.ndarray) -> list[np.ndarray]:
+        outputs = network(torch.from_numpy(images))
+        return [(x + change).numpy() for x, change in zip(outputs, changes, strict=True)]
+
+    assert max(reference.check_outputs(run).values()) < 1e-6
+    changes[number] = difference
+    with pytest.raises(IntegrityError):
+        reference.check_outputs(run)

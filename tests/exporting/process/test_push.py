@@ -6,13 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from conftest import Result
+from conftest import Cli, Result
 from download.hub_server import TOKEN, HubServer, open_hub
 from PIL import Image
 
@@ -20,7 +20,6 @@ import ssdctl
 
 # huggingface_hub's, of its HTTP client.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-Cli = Callable[..., Result]
 REPOSITORY = "acme/shapes-ssd"
 
 
@@ -50,15 +49,6 @@ def test_a_run_is_pushed_and_used_by_its_name(
         for name in (tiny_run, f"hf://{REPOSITORY}")
     )
     assert mine == theirs != []
-    out = Path("evaluated.json")
-    common = ("--device", "cpu", "--limit", 2, "--json", "--detections", out)
-    assert cli("evaluate", f"hf://{REPOSITORY}", "--data", shapes, *common).code == 0
-    trained = cli(
-        "train", "--init", f"hf://{REPOSITORY}", "--data", shapes, "--out", "again", "--steps", 1,
-        "--backbone", "tiny", "--bs", 2, "--warmup", "0st", "--device", "cpu", "--fp32",
-        "--workers", 1, "--set", "train.eval_every=100ep",
-    )  # fmt: skip
-    assert trained.code == 0, trained.err
 
 
 def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:

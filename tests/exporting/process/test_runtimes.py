@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 from pages import blocks
 from PIL import Image
 
 import ssdctl
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, load_network
 from ssdctl.device import open_device
 from ssdctl.exporting import onnx as onnx_export
@@ -28,7 +26,6 @@ from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.inference.onnx_detector import DECODED, HEADS
 from ssdctl.model.postprocess import boxes_and_scores
 
-Cli = Callable[..., Result]
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 DOCS = Path(__file__).parents[3] / "docs"
 SCRIPT = Path(__file__).parents[1] / "run_exported.py"
@@ -209,8 +206,7 @@ PLUGIN_OUTPUTS = {  # type, dimensions after the batch
 
 @pytest.mark.parametrize("batch", [None, 2])
 def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
-    """The node of EfficientNMS_TRT is as documented; with ONNX's NMS in its place, the rest of the
-    graph gives the detections of `--nms onnx`."""
+    """The node of EfficientNMS_TRT is as documented."""
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     source = load_checkpoint(checkpoint)
@@ -235,47 +231,22 @@ def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
         assert (kind, [d.dim_value for d in tensor.shape.dim[1:]]) == PLUGIN_OUTPUTS[name]
         assert tensor.shape.dim[0].dim_value == (batch or 0)
 
-    generator = np.random.default_rng(0)
-    corners = generator.random((2, 8732, 2, 2)).astype(np.float32)
-    boxes = np.concatenate([corners.min(axis=2), corners.max(axis=2)], axis=2)
-    scores = generator.random((2, 5, 8732)).astype(np.float32) ** 8
-    expected, actual = (
-        onnxruntime.InferenceSession(m.SerializeToString()).run(None, {f"{prefix}b": boxes, f"{prefix}s": scores})
-        for m, prefix in (
-            (onnx_export.with_nms(decoder, source, options._replace(nms="onnx")), ""),
-            (with_onnx_nms(model, source, options), "plugin/"),
-        )
-    )  # fmt: skip
-    assert expected[3].min() > 0
-    for a, b in zip(expected, actual, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def with_onnx_nms(model: Any, source: Checkpoint, options: ExportOptions) -> Any:
-    """Return a graph with ONNX's NMS in place of the plugin, on the plugin's inputs."""
-    import onnx
-
-    size = options.batch or "batch"
-    model = onnx.compose.add_prefix(model, "plugin/")
-    node = next(node for node in model.graph.node if node.op_type == "EfficientNMS_TRT")
+    # Its inputs are the boxes (B, N, 4) and the scores, transposed to (B, N, C).
     model.graph.node.remove(node)
     model.opset_import.remove(next(o for o in model.opset_import if o.domain == node.domain))
     del model.graph.output[:]
-    for name, last in zip(node.input, (4, 5), strict=True):  # boxes (B, N, 4), scores (B, N, C)
+    for name, last in zip(node.input, (4, 5), strict=True):
+        dimensions = [batch or "batch", 8732, last]
         model.graph.output.append(
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [size, 8732, last])
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dimensions)
         )
-    substitute = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 18]> substitute '
-        f"(float[{size}, 8732, 4] x, float[{size}, 8732, 5] y) => "
-        f"(float[{size}, 8732, 4] all_boxes, float[{size}, 5, 8732] all_scores) "
-        "{ all_boxes = Identity (x) all_scores = Transpose <perm = [0, 2, 1]> (y) }"
-    )
-    joined = onnx.compose.merge_models(
-        model, substitute, io_map=list(zip(node.input, ("x", "y"), strict=True))
-    )
-    onnx_export.clean_opsets(joined)
-    return onnx_export.with_nms(joined, source, options._replace(nms="onnx"))
+    generator = np.random.default_rng(0)
+    boxes = generator.random((2, 8732, 4)).astype(np.float32)
+    scores = generator.random((2, 5, 8732)).astype(np.float32)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    inputs = session.run(None, {"b": boxes, "s": scores})
+    np.testing.assert_array_equal(inputs[0], boxes)
+    np.testing.assert_array_equal(inputs[1], scores.transpose(0, 2, 1))
 
 
 @pytest.mark.slow
@@ -290,19 +261,19 @@ def test_a_file_for_tensorrt_is_not_for_predict(cli: Cli, checkpoint: Path) -> N
 @pytest.mark.parametrize(
     ("options", "subject"),
     [
-        ("safetensors --nms none", "--nms"),
-        ("nvidia --fp16", "--fp16"),
-        ("mlperf --batch 2", "--batch"),
-        ("onnx --batch 0", "--batch 0"),
+        ("safetensors --nms none", "nms"),
+        ("nvidia --fp16", "fp16"),
+        ("mlperf --batch 2", "batch"),
+        ("onnx --batch 0", "batch 0"),
         ("onnx --batch two", "two"),
         ("onnx --nms soft", "soft"),
-        ("mlperf --raw", "--raw"),
-        ("onnx --nms none --raw", "--raw"),
+        ("mlperf --raw", "raw"),
+        ("onnx --nms none --raw", "raw"),
         ("pt2 --nms onnx", "none"),
         ("openvino --nms efficientnms", "openvino"),
-        ("pt2 --int8", "--int8"),
-        ("onnx --calibrate 5", "--int8"),
-        ("onnx --int8 --fp16", "--int8"),
+        ("pt2 --int8", "int8"),
+        ("onnx --calibrate 5", "int8"),
+        ("onnx --int8 --fp16", "int8"),
         ("openvino", ".xml"),  # the suffix of the file
     ],
 )

@@ -24,8 +24,8 @@ from PIL import Image
 import ssdctl
 from ssdctl.errors import DataError, UsageError
 from ssdctl.inference.detector import Detector
+from ssdctl.inference.image_detector import tile_windows
 from ssdctl.inference.predict import Predictor
-from ssdctl.inference.tiles import tile_windows
 
 Cli = Callable[..., CliResult]
 COMMON = ("--score", 0.02, "--device", "cpu")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import Result
+from conftest import Cli
 from PIL import Image
 
 import ssdctl
@@ -19,7 +19,6 @@ from ssdctl.inference import video as video_module
 from ssdctl.inference.video import Video, open_video
 
 av = pytest.importorskip("av")
-Cli = Callable[..., Result]
 SIZE = (160, 120)
 COMMON = ("--score", 0.02, "--device", "cpu")
 

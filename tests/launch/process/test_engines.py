@@ -14,16 +14,15 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from helpers import wait_for
 from launch.open_mpi import INSTALLED, MPIRUNS, environment_for
 
-Cli = Callable[..., Result]
 OPTIONS = [word for word in TINY_RUN.split() if word not in ("--device", "cpu", "--bs", "2")]
 LAUNCHERS = ["torchrun", *MPIRUNS]
 # Takes the place of `python -m ssdctl`: the first launch is real.
@@ -51,7 +50,7 @@ with recorded_exit():
     while how == "hangs" or not asked:
         time.sleep(0.05)
     Path(rank + ".saving").touch()
-    time.sleep(float(os.environ.get("SAVE_S", "0")) * (rank == "1"))  # the other one ends at once
+    time.sleep(float(os.environ.get("SAVE_S", "0")))
     Path(rank + ".saved").touch()
     sys.exit(int(os.environ.get("LEAVE_WITH", "75")))
 """
@@ -194,6 +193,14 @@ def test_two_launches_at_once_save_and_stop(launcher: str, tmp_path: Path) -> No
         assert not marked(mark_1) + marked(mark_2)
     assert all(ranks_in(folder, "saved") for folder in folders)
     assert not (folders[0] / "x").exists()
+
+
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_mpirun_passes_on_a_ranks_exit_code(launcher: str, tmp_path: Path) -> None:
+    with probed(tmp_path, launcher, LEAVE_WITH="7") as (process, _):
+        _, second = wait_for(lambda: ranks_in(tmp_path))
+        os.kill(json.loads(second.read_text())["pid"], signal.SIGTERM)
+        assert process.wait(30) == 7
 
 
 @pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow(in_ci=True))])

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import Matcher
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, pairwise_iou
+from ssdctl.boxes.ops import Matcher, box_cxcywh_to_ltrb, pairwise_iou
 from ssdctl.model import fused
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.constants import RESNET

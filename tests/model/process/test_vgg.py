@@ -160,7 +160,7 @@ def test_classes_are_cocos_with_gaps(file: Path) -> None:
 @pytest.mark.slow(in_ci=True)
 def test_outputs_of_gaps_are_left_out_of_an_evaluation(file: Path) -> None:
     from ssdctl.data.classes import COCO_CLASSES, ClassName
-    from ssdctl.evaluation.checkpoint import dataset_category_ids
+    from ssdctl.evaluation.evaluate import dataset_category_ids
 
     renumbered = [ClassName(id_ + 1000, name) for id_, name in reversed(COCO_CLASSES)]
     ids = dataset_category_ids(load_checkpoint(file), renumbered, Path("coco"))

@@ -9,19 +9,17 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import Result, run_cli
+from conftest import Cli, run_cli
 from PIL import Image
 from reporting.test_damaged_runs import report, script_data
 
 from ssdctl.evaluation.analysis import best_threshold, diagnosis
 from ssdctl.runs.reader import read_run
 
-Cli = Callable[..., Result]
 VOID = {"meta", "link", "img", "br", "input", "hr", "rect", "line", "circle", "polyline"}
 
 

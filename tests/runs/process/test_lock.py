@@ -8,19 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 
 from ssdctl.errors import DiskError, UsageError
 from ssdctl.runs import lock
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.lock import exclusive_run
-
-Cli = Callable[..., Result]
 
 
 def test_a_second_run_is_refused(

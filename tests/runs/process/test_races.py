@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN
-from helpers import Ended, ForkedProcess, wait_for
+from conftest import TINY_RUN, Result
+from helpers import ForkedProcess, wait_for
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.cli.main import main
@@ -31,7 +31,7 @@ START_S = 0.02  # both forks are waiting by then
 ROUNDS = int(os.environ.get("RACES", "5"))
 
 
-def run_twice(work: Callable[[], object]) -> list[Ended]:
+def run_twice(work: Callable[[], object]) -> list[Result]:
     """Call a function in two forks at the same time."""
     start = time.monotonic() + START_S
 
@@ -42,7 +42,7 @@ def run_twice(work: Callable[[], object]) -> list[Ended]:
 
     forks = [ForkedProcess(wait_and_work) for _ in range(2)]
     outputs = [fork.communicate() for fork in forks]
-    return [Ended(fork.wait(1), *output) for fork, output in zip(forks, outputs, strict=True)]
+    return [Result(fork.wait(1), *output) for fork, output in zip(forks, outputs, strict=True)]
 
 
 def command(*arguments: object) -> Callable[[], None]:

@@ -9,11 +9,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 
 from ssdctl.runtime.system import (
     UNLIMITED,
@@ -90,9 +89,6 @@ TRAIN = (
 def test_commands_without_affinity(tmp_path: Path, commands: tuple[str, ...], written: str) -> None:
     run_hidden(COMMANDS, *commands)
     assert (tmp_path / written).is_file()
-
-
-Cli = Callable[..., Result]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signal masks")

@@ -7,12 +7,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from helpers import records
 
 from ssdctl.data.open_dataset import open_dataset
@@ -21,7 +20,6 @@ from ssdctl.training import failures
 if TYPE_CHECKING:
     from training.process.conftest import Train
 
-Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
@@ -39,7 +37,7 @@ def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: i
 
     def spoiled(*given: Any) -> Any:
         for row in rows:
-            path = Path(split.place(int(row)))
+            path = Path(split.location(int(row)))
             path.write_bytes(path.read_bytes()[:2000])
         return begin(*given)
 
@@ -86,7 +84,7 @@ def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path)
         assert time.monotonic() < deadline
         time.sleep(0.1)
     for row in split.trainable[:12]:
-        Path(split.place(int(row))).unlink()
+        Path(split.location(int(row))).unlink()
     _, words = process.communicate(timeout=120)
     assert process.returncode == 3, words
     lost = set(split.image_ids[split.trainable[:12]].tolist())

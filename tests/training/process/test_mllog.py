@@ -6,14 +6,12 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_RUN, Result, run_cli
+from conftest import TINY_RUN, Cli, run_cli
 
-Cli = Callable[..., Result]
 ROOT = Path(__file__).parents[3]
 # 7 images in batches of 2: the epochs end with steps 3, 7 and 10.
 OPTIONS = [

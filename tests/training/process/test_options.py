@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 from helpers import assert_same_state, last, records
 
 from ssdctl.checkpoint.contents import Checkpoint
@@ -18,8 +17,6 @@ from ssdctl.training import setup
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
-
-Cli = Callable[..., Result]
 
 
 @pytest.mark.slow(in_ci=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 from helpers import last, records
 
 from ssdctl.checkpoint.file import load_checkpoint
@@ -23,8 +22,6 @@ from ssdctl.training import resume
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
-
-Cli = Callable[..., Result]
 
 
 def steps(run: Path, kind: str = "train") -> list[int]:

@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from helpers import (
     ForkedProcess,
     assert_same_state,
@@ -36,8 +35,6 @@ from ssdctl.input.augmentations import color
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
-
-Cli = Callable[..., Result]
 
 
 OPTIONS = TINY_RUN.split()

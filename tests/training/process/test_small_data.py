@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Result
+from conftest import Cli
 from torch import Tensor
 
 from ssdctl.checkpoint.file import load_checkpoint
-
-Cli = Callable[..., Result]
-
 
 RUN = "--backbone tiny --backbone-weights none --workers 1 --fp32 --device cpu --log-every 1"
 

@@ -11,14 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Cli
 from helpers import (
     ForkedProcess,
     assert_same_state,
@@ -43,7 +43,6 @@ from ssdctl.training.step import TrainStep
 if TYPE_CHECKING:
     from training.process.conftest import Train
 
-Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 DAY_S = 24 * 60 * 60
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import Result
+from conftest import Cli
+from data.formats.exports import image_file, tree
 from helpers import install_package
-from PIL import Image
 
 from ssdctl.config import DataConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders
 
-Cli = Callable[..., Result]
 PLUGIN = '''
 """Read boxes.txt: lines of `file class left top width height`."""
 from PIL import Image
@@ -53,18 +50,9 @@ ENTRIES += "boxes-module = boxes_txt:module\nfailing = boxes_txt:failing\n"
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     install_package(tmp_path / "site", monkeypatch, "boxes_txt", PLUGIN, ENTRIES)
-    folder = tmp_path / "data"
-    (folder / "photos").mkdir(parents=True)
-    pixels = np.full((60, 80, 3), 90, np.uint8)
-    for name in ("a.png", "b.png"):
-        Image.fromarray(pixels).save(folder / "photos" / name)
-    lines = [
-        "photos/a.png nut 1 2 30 40",
-        "photos/a.png bolt 5 5 20 20",
-        "photos/b.png nut 0 0 9 9",
-    ]
-    (folder / "boxes.txt").write_text("\n".join(lines))
-    return folder
+    boxes = "photos/a.png nut 1 2 30 40\nphotos/a.png bolt 5 5 20 20\nphotos/b.png nut 0 0 9 9"
+    files = {"boxes.txt": boxes, "photos/a.png": None, "photos/b.png": None}
+    return tree(tmp_path / "data", files)
 
 
 def test_a_format_of_another_package_is_prepared(data: Path, cli: Cli) -> None:
@@ -103,7 +91,7 @@ def test_what_a_plugin_cannot_read(
     data: Path, cli: Cli, lines: str, source: str, code: int, words: list[str]
 ) -> None:
     (data / "boxes.txt").write_text(lines)
-    Image.new("RGB", (9, 9)).save(data.parent / "up.png")
+    image_file(data.parent / "up.png")
     result = cli("prepare", "--data", data, "--from", source, "--no-pack")
     assert result.code == code, result.err
     assert all(word in result.err for word in words), result.err
