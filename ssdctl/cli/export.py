@@ -102,9 +102,23 @@ def export(
     result = export_checkpoint(source, request, call.resolved, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
     megabytes = Path(out).stat().st_size / 1e6
-    is_read = kind not in ("openvino", "pt2") and nms != "efficientnms"  # by ssdctl
-    commands = [f"ssdctl predict {shlex.quote(out)} photo.jpg --out drawn"] if is_read else []
-    call.console.closing([("wrote", f"{out} ({megabytes:.1f} MB)")], commands)
+    call.console.closing([("wrote", f"{out} ({megabytes:.1f} MB)")], [_next_command(request)])
+
+
+def _next_command(request: ExportRequest) -> str:
+    """Return a command that runs the file: only some formats are read by ssdctl."""
+    out, size = str(request.out), request.batch or 1
+    if request.format == "pt2":
+        images = f"torch.zeros({size}, 300, 300, 3, dtype=torch.uint8)"
+        program = f"torch.export.load({out!r}).module()({images})"
+        return "python -c " + shlex.quote(f"import torch; print([x.shape for x in {program}])")
+    if request.format == "openvino":
+        program = f"openvino.Core().compile_model({out!r}, 'CPU')"
+        return "python -c " + shlex.quote(f"import openvino; print({program})")
+    if request.nms == "efficientnms":
+        engine = f"{request.out.stem}.engine"
+        return f"trtexec --onnx={shlex.quote(out)} --saveEngine={shlex.quote(engine)}"
+    return f"ssdctl predict {shlex.quote(out)} photo.jpg --out drawn"
 
 
 def _batch_size(text: str) -> int | None:

@@ -191,14 +191,14 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
         )
     tables = [(o.source.label, o.path) for o in call.overrides]
     tables += [(f"--set {a}", a.strip()) for a in call.assignments]
-    remedy = "leave out the word train"
-    if rest[0] != "train":
-        remedy = f"put the options of {rest[0]} after --"
-    for option, path in tables:
-        if path.partition(".")[0] not in LAUNCH_TABLES:
-            raise UsageError(
-                f"{option} is an option of train, but {rest[0]} is launched", hint=remedy
-            )
+    misplaced = [option for option, path in tables if path.partition(".")[0] not in LAUNCH_TABLES]
+    if misplaced and rest[0] == "train":
+        raise UsageError("launch starts train by itself", hint="leave out the word train")
+    if misplaced:
+        raise UsageError(
+            f"{misplaced[0]} is an option of train, but {rest[0]} is launched",
+            hint=f"put the options of {rest[0]} after --",
+        )
     # Its options are parsed as each rank would.
     parsed = commands[rest[0]]
     parsed.make_context(f"ssdctl {rest[0]}", rest[1:])

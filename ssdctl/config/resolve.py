@@ -277,13 +277,23 @@ def _checked(override: Override) -> Override:
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
         named = _named(override.source, setting.path)
-        raise UsageError(f"{named}: {override.value!r}: {problem}") from None
+        hint = _fraction_hint(str(value), problem)
+        raise UsageError(f"{named}: {override.value!r}: {problem}", hint=hint) from None
 
 
 def _named(source: Source, path: str) -> str:
     """Return a source, with the setting's key unless the source is named after it."""
     is_named = source.kind >= Kind.ENVIRONMENT and source is not ASSIGNMENT
     return str(source) if is_named else f"{source}: {path}"
+
+
+def _fraction_hint(value: str, problem: str) -> str | None:
+    """Return what a percentage is as a fraction, if it was given for one."""
+    is_fraction = value.endswith("%") or re.search(r"number <=? 1(\.0)?$", problem)
+    if not is_fraction or not re.fullmatch(r"\d+(\.\d+)?%?", value):
+        return None
+    percent = float(value.rstrip("%"))
+    return f"{percent:g}% is {percent / 100:g}" if 1 < percent <= 100 else None
 
 
 def _as_list(value: Any) -> Any:

@@ -45,6 +45,23 @@ def test_the_image_folder_of_a_dataset(cli: Cli) -> None:
     assert cli("prepare", "--data", "bolts").code == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "fraction"),
+    [
+        (["prepare", "--split", "80"], "0.8"),
+        (["prepare", "--split", "87.5%"], "0.875"),
+        (["train", "--target-ap", "35"], "0.35"),
+        (["prepare", "--split", "800"], None),
+        (["train", "--decay-epochs", "2,x"], None),
+    ],
+)
+def test_a_percentage_for_a_fraction(cli: Cli, options: list[str], fraction: str | None) -> None:
+    result = cli(*options)
+    assert result.code == 2
+    hints = [line for line in result.err.splitlines() if line.startswith("hint: ")]
+    assert [hint.split()[-1] for hint in hints] == ([] if fraction is None else [fraction])
+
+
 def test_a_checkpoint_of_another_program(cli: Cli) -> None:
     import torch
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +116,20 @@ def test_outputs_before_nms(
     size = (path.with_suffix(".bin") if name == "x.xml" else path).stat().st_size
     if name != "x.pt2" and "--raw" not in options:  # a .pt2 contains an example of the input
         assert (size < 3 * weights + 300_000) == ("--fp16" in options)  # a part is not weights
+
+
+@pytest.mark.slow(in_ci=True)
+@pytest.mark.parametrize("name", [FILES[0], FILES[2]])
+def test_the_printed_command_runs_the_file(cli: Cli, checkpoint: Path, name: str) -> None:
+    """ssdctl does not run these files: another program does."""
+    if name == "x.xml":
+        pytest.importorskip("openvino")
+    kind = "pt2" if name == "x.pt2" else "openvino"
+    result = cli("export", checkpoint, "--format", kind, "--out", name)
+    (command,) = re.findall(r"python -c .*", result.err)
+    done = subprocess.run([sys.executable, *shlex.split(command)[1:]], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 @pytest.mark.slow(in_ci=True)
