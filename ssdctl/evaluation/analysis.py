@@ -40,15 +40,24 @@ NUM_CONFUSIONS = 12
 MAX_MATRIX = 100  # classes of a confusion matrix
 ERRORS = {  # TIDE's kinds (Bolya et al. 2020): name, meaning, what one would have to do
     "Cls": ("Classification", "right place, wrong class", "Fixing wrong classes"),
-    "Loc": ("Localization", "right class, IoU with the object between 0.1 and 0.5",
-            "Fitting boxes better"),
-    "Both": ("Both", "wrong class and IoU between 0.1 and 0.5",
-             "Fixing wrong classes with inexact boxes"),
-    "Dupe": ("Duplicate", "object already detected with a higher score",
-             "Removing duplicate detections"),
+    "Loc": (
+        "Localization",
+        "right class, IoU with the object between 0.1 and 0.5",
+        "Fitting boxes better",
+    ),
+    "Both": (
+        "Both",
+        "wrong class and IoU between 0.1 and 0.5",
+        "Fixing wrong classes with inexact boxes",
+    ),
+    "Dupe": (
+        "Duplicate",
+        "object already detected with a higher score",
+        "Removing duplicate detections",
+    ),
     "Bkg": ("Background", "IoU below 0.1 with every object", "Removing detections of background"),
     "Miss": ("Missed", "object with no detection nearby", "Finding missed objects"),
-}  # fmt: skip
+}
 ERROR_NAMES = {kind: name for kind, (name, _, _) in ERRORS.items()}
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
 NEGLIGIBLE_GAIN = 0.005  # AP50
