@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config import Config, DataConfig, Resolved
-from ssdctl.config.sections.evaluate import EvaluateConfig
+from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import is_prepared, require_split
