@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from ssdctl.data.annotations import Finding
-    from ssdctl.data.prepare import Outcome
+    from ssdctl.data.check import Outcome
 
 group = command_group("dataset", "Data", "Export a dataset in another format.")
 MAX_EXAMPLES = 5  # per kind of finding in the table
@@ -48,9 +48,9 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
+    from ssdctl.data.check import NO_BOXES, NO_BOXES_NOT_TRAINED
     from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
-    from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED
     from ssdctl.data.store_folder import dataset_folders
 
     if preview is not None:
@@ -98,7 +98,7 @@ def _tables(outcome: Outcome) -> Group:
     from rich.console import Group
     from rich.table import Table
 
-    from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED
+    from ssdctl.data.check import NO_BOXES, NO_BOXES_NOT_TRAINED
 
     table = Table("split", "images", "boxes", "classes", "with boxes", box=SIMPLE_HEAD)
     for column in table.columns[1:]:

@@ -25,11 +25,12 @@ from PIL import Image
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check
 from ssdctl.data.annotations import AUTOMATIC
+from ssdctl.data.check import NO_BOXES
 from ssdctl.data.dataset import is_prepared, read_dataset
 from ssdctl.data.image_check import DAMAGED
 from ssdctl.data.index import read_annotations, read_metadata
 from ssdctl.data.open_dataset import count_images, open_dataset
-from ssdctl.data.prepare import NO_BOXES, prepare
+from ssdctl.data.prepare import prepare
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, DiskError
 
