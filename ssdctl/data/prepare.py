@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -119,12 +118,10 @@ def prepare(
 
 
 def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], index.Made]:
-    """Read a dataset, and the version of its label files meanwhile; find its images."""
+    """Read a dataset, and the version of its label files; find its images."""
     name, module = find(root, conversion.source)
-    with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
-        version = pool.submit(label_version, root, name, content=True)
-        splits = read_dataset(root, conversion, module)
-        labels = version.result()
+    labels = label_version(root, name, content=True)
+    splits = read_dataset(root, conversion, module)
     if label_version(root, name).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
     made = index.Made(name, conversion, labels, list(splits), __version__)
