@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import batched_nms
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.ops import (
+from ssdctl.boxes import (
     Matcher,
     box_cxcywh_to_ltrb,
     box_ltrb_to_cxcywh,
     decode,
+    default_boxes_cxcywh,
     encode,
     pairwise_iou,
 )

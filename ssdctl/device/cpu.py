@@ -7,23 +7,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.device import inductor
-from ssdctl.device.base import Device, Module, choose_execution
+from ssdctl.device import Device, Module, choose_execution, inductor
 from ssdctl.runtime import system
 
 PROC = Path("/proc")
-# Parts of the messages of PyTorch's and oneDNN's allocators when memory is full.
-ALLOCATION_FAILED = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
 
 class Cpu(Device):
     name = "cpu"
     backend = "gloo"
-    precisions = DEVICE_TYPES["cpu"].precisions
     is_host = True
     bounds_queue = True
     supports_found_inf = True
+    # Of PyTorch's and oneDNN's allocators.
+    memory_errors = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -77,9 +74,7 @@ class Cpu(Device):
         return max(min(limits), 0)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, MemoryError) or (
-            isinstance(error, RuntimeError) and any(w in str(error) for w in ALLOCATION_FAILED)
-        )
+        return isinstance(error, MemoryError) or super().is_out_of_memory(error)
 
 
 def open_device(local_rank: int, execution: str | None) -> Cpu:

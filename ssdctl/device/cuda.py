@@ -10,25 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.device import inductor
-from ssdctl.device.base import Decoder, Device, Module, choose_execution
+from ssdctl.device import Decoder, Device, Module, choose_execution, inductor
 from ssdctl.errors import UsageError
 from ssdctl.runtime.torch_compat import without_tf32_warnings
 
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)  # compute capabilities
 STEPS_IN_FLIGHT = 2
-OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Cuda(Device):
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"  # ranks exchange everything but gradients over gloo
-    precisions = DEVICE_TYPES["cuda"].precisions
     bounds_queue = True
     ddp_bucket_mb = 25  # gradients are 80 MB: several buckets
     supports_found_inf = True
     has_sync_bn = True
+    # Of graph capture and libraries.
+    memory_errors = ("cuda error: out of memory", "status_alloc_failed")
 
     def __init__(self, local_rank: int, execution: str | None = None) -> None:
         self.torch_device = torch.device("cuda", local_rank)
@@ -114,12 +112,6 @@ class Cuda(Device):
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        # Libraries and graph capture raise other errors.
-        return isinstance(error, torch.OutOfMemoryError) or (
-            isinstance(error, RuntimeError) and any(w in str(error) for w in OUT_OF_MEMORY)
-        )
 
 
 def open_device(local_rank: int, execution: str | None) -> Cuda:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.distributed.process_group import host_group
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import SsdctlError

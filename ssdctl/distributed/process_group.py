@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.distributed.addresses import interface_for_peers
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import DistributedError, Stopped, UsageError

@@ -22,7 +22,7 @@ from ssdctl.errors import SsdctlError
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
     from ssdctl.distributed.ranks import Ranks
 
 SIZE, BLOCK = 64 * 2**20, 4 * 2**20  # bytes that the disk is tested with

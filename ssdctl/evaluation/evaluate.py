@@ -37,7 +37,7 @@ from ssdctl.runtime.system import usable_cores
 if TYPE_CHECKING:
     from ssdctl.checkpoint.contents import Checkpoint
     from ssdctl.data.store import Split
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
+from ssdctl.boxes import IMAGE_SIZE, default_boxes_cxcywh
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_network
 from ssdctl.device import open_device

@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.device.base import Device
+from ssdctl.boxes import default_boxes_cxcywh
+from ssdctl.device import Device
 from ssdctl.errors import NonFiniteError, UsageError
-from ssdctl.model.constants import constants_of_model
+from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import ImageDetections, detect
 from ssdctl.runtime.threads import map_ahead

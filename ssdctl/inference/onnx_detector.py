@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
+from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
 from ssdctl.model.backbones import find_backbone

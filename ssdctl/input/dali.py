@@ -20,29 +20,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, encode, plain_jpeg_size
 from ssdctl.data.store import Split
-from ssdctl.device.base import Decoder
+from ssdctl.device import Decoder
 from ssdctl.errors import DataError, DiskError
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch, LoaderConfig
 from ssdctl.input.loader import BATCHES_AHEAD, TrainLoader, as_batch
-from ssdctl.input.sampler import LoaderConfig, Samples, SampleStream
+from ssdctl.input.sampler import Samples
 
 
 class DaliLoader:
     """Training batches of one rank, decoded by DALI."""
 
-    def __init__(
-        self,
-        split: Split,
-        stream: SampleStream,
-        config: LoaderConfig,
-        decoder: Decoder | None = None,
-    ) -> None:
+    def __init__(self, split: Split, config: LoaderConfig, decoder: Decoder | None = None) -> None:
         self._split = split
         self._config = config
-        self._native = TrainLoader(split, stream, config)
+        self._native = TrainLoader(split, config)
         self._decoder = decoder
         self._open = _opener(config, decoder)
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.data.classes import COCO_NUM_CLASSES, COCO_NUM_IMAGES, ClassName
 from ssdctl.data.store import ImageFiles, Split
-from ssdctl.input.batch import Batch
-from ssdctl.input.sampler import LoaderConfig
+from ssdctl.input import Batch, LoaderConfig
 
 COCO_MOST_BOXES = 93  # on one image
 COCO_MEAN_BOXES = 7

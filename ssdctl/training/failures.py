@@ -18,7 +18,7 @@ from torch import Tensor
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import DataError, NonFiniteError
-from ssdctl.input.batch import BadImage, Batch
+from ssdctl.input import BadImage, Batch
 
 MAX_CONSECUTIVE = 20
 MAX_ROLLBACKS = 10

@@ -25,7 +25,7 @@ from ssdctl.config.render import to_snapshot_toml
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment, open_run

@@ -32,8 +32,7 @@ from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import open_on_all_ranks, process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks

@@ -19,7 +19,7 @@ import torch
 from ssdctl.checkpoint.contents import FORMAT
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError, Stopped
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
 from ssdctl.training.evaluator import Evaluator

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.model.postprocess import (
     DETECTIONS_PER_IMAGE,
     ImageDetections,
