@@ -134,7 +134,7 @@ def main() -> None:
     detection = {
         "third-party loop": lambda: mlperf_detect(offsets, logits, defaults),
         "torchvision": lambda: torchvision_detect(offsets, logits, defaults),
-        "ssdctl": lambda: detect(offsets, logits, defaults, score_threshold=0.05, nms_iou=0.5),
+        "ssdctl": lambda: detect(offsets, logits, defaults),
     }
     for name, median in median_seconds(detection, seconds).items():
         print(f"  {name:<34}{BATCH / median:8.1f} img/s")

@@ -108,7 +108,7 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
     defaults = default_boxes_cxcywh().to(device.torch_device)
 
     def once() -> Any:
-        return detect(offsets, logits, defaults, score_threshold=0.05, nms_iou=0.5)
+        return detect(offsets, logits, defaults)
 
     return DETECT_BATCH / _seconds_each(once, seconds, device)
 

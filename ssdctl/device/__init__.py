@@ -42,7 +42,6 @@ class Device(ABC):
     label: str  # the model of the card or processor, for messages
     torch_device: torch.device
     backend: str  # torch.distributed's name for it
-    has_native_bf16: bool
     auto_precision: str  # the fastest precision that trains well on this hardware
     execution: str  # eager, compile or lazy: how a step runs
     notices: tuple[str, ...] = ()  # for the user, such as why a requested feature is not used

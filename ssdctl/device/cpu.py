@@ -26,9 +26,9 @@ class Cpu(Device):
         self.torch_device = torch.device("cpu")
         wanted = choose_execution("cpu", execution)
         self.execution, self.notices = inductor.resolve_execution(wanted)
-        name, self.has_native_bf16 = system.processor()
+        name, has_native_bf16 = system.processor()
         self.label = name or "CPU"
-        self.auto_precision = "bf16" if self.has_native_bf16 else "fp32"
+        self.auto_precision = "bf16" if has_native_bf16 else "fp32"
         # Eager steps use `sum_over_ranks`: DistributedDataParallel imports the compiler, which
         # takes 8 seconds of CPU time in each rank.
         self.ddp_bucket_mb = 100 if self.execution == "compile" else None

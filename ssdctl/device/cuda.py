@@ -33,10 +33,9 @@ class Cuda(Device):
         torch.cuda.set_device(self.torch_device)
         self.label = torch.cuda.get_device_name(self.torch_device)
         capability = torch.cuda.get_device_capability(self.torch_device)
-        self.has_native_bf16 = capability >= NATIVE_BF16
         # fp16 with loss scaling on older tensor cores.
         older = "fp16" if capability >= TENSOR_CORES else "fp32"
-        self.auto_precision = "bf16" if self.has_native_bf16 else older
+        self.auto_precision = "bf16" if capability >= NATIVE_BF16 else older
         wanted = choose_execution("cuda", execution)
         self.execution, self.notices = inductor.resolve_execution(wanted, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: each kernel is searched for once

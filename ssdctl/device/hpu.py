@@ -37,7 +37,6 @@ class Hpu(Device):
     name = "hpu"
     label = "Intel Gaudi"
     backend = "cpu:gloo,hpu:hccl"  # ranks exchange everything but gradients over gloo
-    has_native_bf16 = True
     auto_precision = "bf16"
     ddp_bucket_mb = 100  # Habana's recommendation
     memory_errors = ("out of memory", "allocation failed")

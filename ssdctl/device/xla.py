@@ -31,7 +31,6 @@ PACKAGE = "torch_xla"
 class Xla(Device):
     name = "xla"
     backend = "cpu:gloo,xla:xla"  # ranks exchange everything but gradients over gloo
-    has_native_bf16 = True
     auto_precision = "bf16"
     execution = "lazy"
     ddp_bucket_mb = None  # one reduction in the step's own graph, not per bucket

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ssdctl.boxes import box_cxcywh_to_ltrb, decode
+from ssdctl.model.backbones import RESNET, ModelConstants
 
-CANDIDATES_PER_CLASS = 200
 DETECTIONS_PER_IMAGE = 200
 
 
@@ -36,38 +36,27 @@ def detect(
     offsets_B4N: Tensor,
     logits_BCN: Tensor,
     defaults_cxcywh: Tensor,
-    *,
-    score_threshold: float,
-    nms_iou: float,
-    candidates: int = CANDIDATES_PER_CLASS,
-    clips_boxes: bool = False,
+    rules: ModelConstants = RESNET,
 ) -> list[ImageDetections]:
     """Decode a batch in fp32 and return the detections of each image, on the CPU.
 
     Args:
-        score_threshold: Candidates have a higher score.
-        nms_iou: A box with a higher IoU with a better box of its class is dropped.
-        candidates: The best of each class before NMS.
-        clips_boxes: Clip boxes to the image before NMS.
+        rules: Candidates score more than `score_threshold`; a box with a higher IoU than `nms_iou`
+            with a better box of its class is dropped.
     """
     outputs = (offsets_B4N, logits_BCN, defaults_cxcywh)
     with torch.autocast(offsets_B4N.device.type, enabled=False):
-        boxes, scores = boxes_and_scores(*outputs, clips_boxes=clips_boxes)
-        return select_detections(boxes, scores, score_threshold, nms_iou, candidates)
+        boxes, scores = boxes_and_scores(*outputs, clips_boxes=rules.clips_boxes)
+        return select_detections(boxes, scores, rules)
 
 
 def select_detections(
-    boxes_BN4: Tensor,
-    scores_BCN: Tensor,
-    score_threshold: float,
-    nms_iou: float,
-    candidates: int = CANDIDATES_PER_CLASS,
+    boxes_BN4: Tensor, scores_BCN: Tensor, rules: ModelConstants
 ) -> list[ImageDetections]:
     """Return the detections in decoded fp32 boxes and scores, on the CPU; see `detect`."""
-    rules = (score_threshold, nms_iou, candidates)
     if boxes_BN4.device.type == "cpu":
-        return [_detect_one(b, s, *rules) for b, s in zip(boxes_BN4, scores_BCN, strict=True)]
-    padded = [t.cpu() for t in detect_static(boxes_BN4, scores_BCN, *rules)]
+        return [_detect_one(b, s, rules) for b, s in zip(boxes_BN4, scores_BCN, strict=True)]
+    padded = [t.cpu() for t in detect_static(boxes_BN4, scores_BCN, rules)]
     return [
         ImageDetections(b[real], s[real], label[real])
         for b, s, label in zip(*padded, strict=True)
@@ -90,11 +79,7 @@ def boxes_and_scores(
 
 
 def detect_static(
-    boxes_BN4: Tensor,
-    scores_BCN: Tensor,
-    threshold: float,
-    nms_iou: float,
-    candidates_per_class: int = CANDIDATES_PER_CLASS,
+    boxes_BN4: Tensor, scores_BCN: Tensor, rules: ModelConstants
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same detections in static shapes, best first, padded with label 0.
 
@@ -102,10 +87,11 @@ def detect_static(
         (B, K, 4) boxes, (B, K) scores, (B, K) labels, where K = 200.
     """
     num_classes = scores_BCN.shape[1]
-    scores, index = scores_BCN.topk(min(candidates_per_class, scores_BCN.shape[2]), dim=2)
+    count = min(rules.candidates_per_class, scores_BCN.shape[2])
+    scores, index = scores_BCN.topk(count, dim=2)
     candidates = boxes_BN4.unsqueeze(1).expand(-1, num_classes, -1, -1)
     candidates = candidates.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 4))
-    keep = nms_static(candidates, scores > threshold, nms_iou)
+    keep = nms_static(candidates, scores > rules.score_threshold, rules.nms_iou)
     flat = torch.where(keep, scores, 0).flatten(1)
     best, place = flat.topk(min(DETECTIONS_PER_IMAGE, flat.shape[1]), dim=1)
     labels = torch.where(best > 0, place // scores.shape[2] + 1, 0)
@@ -113,15 +99,13 @@ def detect_static(
     return kept, best, labels
 
 
-def _detect_one(
-    boxes_N4: Tensor, scores_CN: Tensor, threshold: float, nms_iou: float, candidates: int
-) -> ImageDetections:
-    row, index = (scores_CN > threshold).nonzero(as_tuple=True)
+def _detect_one(boxes_N4: Tensor, scores_CN: Tensor, rules: ModelConstants) -> ImageDetections:
+    row, index = (scores_CN > rules.score_threshold).nonzero(as_tuple=True)
     scores, boxes, labels = scores_CN[row, index], boxes_N4[index], row + 1
-    if len(scores) > candidates:
-        best = _best_per_class(scores, labels, candidates)
+    if len(scores) > rules.candidates_per_class:
+        best = _best_per_class(scores, labels, rules.candidates_per_class)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
-    keep = batched_nms(boxes, scores, labels, nms_iou)[:DETECTIONS_PER_IMAGE]
+    keep = batched_nms(boxes, scores, labels, rules.nms_iou)[:DETECTIONS_PER_IMAGE]
     return ImageDetections(boxes[keep], scores[keep], labels[keep])
 
 
