@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -211,13 +211,15 @@ def wrapped(text: str, stream: IO[str], indent: int = 0) -> str:
     )
 
 
-def table(*columns: str, left: Sequence[int] = (0,)) -> Table:
+def table(*columns: str, rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> Table:
     """Return a table without lines; the columns other than `left` hold numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number in left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
