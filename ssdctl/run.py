@@ -79,12 +79,9 @@ class Run:
         Raises:
             ssdctl.errors.DiskError: It cannot be written.
         """
-        from ssdctl.reporting.page import write_report
-        from ssdctl.runs.reader import read_run
+        from ssdctl.api import report
 
-        target = RunDir(self.path).report if out is None else Path(out)
-        write_report([read_run(self.path)], target)
-        return target
+        return report(self.path, out=out)
 
     @hints_in_messages()
     def plot(self) -> Image.Image:

@@ -299,7 +299,6 @@ def _options(setting: Setting) -> list[tuple[str, str, str | None]]:
 
 
 def _parameters(setting: Setting, *, is_hidden: bool) -> Iterator[inspect.Parameter]:
-    """Yield the options of a setting."""
     joined = "|".join(setting.choices)
     is_long = len(joined) > LONGEST_METAVAR
     choices = f": {', '.join(setting.choices)}" if is_long else ""

@@ -14,9 +14,9 @@ from ssdctl.config import render
 from ssdctl.config.resolve import (
     DEFAULT_FILE,
     PRESET_DIR,
+    Kind,
     nearest_key,
     preset_overrides,
-    read_toml,
     resolve,
     setting_path,
 )
@@ -91,8 +91,8 @@ def validate(
     ] = DEFAULT_FILE,
 ) -> None:
     """Check the keys and values of a config file."""
-    resolve(file=file, environment={})  # only the file, without the environment
-    keys = len(read_toml(Path(file)))
+    sources = resolve(file=file, environment={}).sources.values()  # only the file
+    keys = sum(source.kind is Kind.FILE for source in sources)
     call.console.result({"file": file, "valid": True, "keys": keys}, f"{file}: {keys} keys, valid")
 
 

@@ -369,7 +369,7 @@ def _line(task: Task) -> str:
 
 
 def retry_policy(timeout_s: float) -> RetryPolicy:
-    """Return timeouts for a limit of `timeout_s` that allows an idle connection one retry."""
+    """Return timeouts that allow an idle connection one retry within `timeout_s`."""
     from ssdctl.download.http import RetryPolicy
 
     default = RetryPolicy()

@@ -105,7 +105,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             typer.echo(error, err=True)  # the help of a group
             raise SystemExit(ExitCode.USAGE) from None
         exit_after(error, Console(), STDOUT)  # --help and --version are written by typer
-
-
-def click_tree() -> typer.core.TyperGroup:
-    return click_root()

@@ -185,7 +185,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     tune_process()
     ranks = find_ranks()
-    call.console.handler.addFilter(lambda _: ranks.is_main)
+    call.console.addFilter(lambda _: ranks.is_main)
     evaluations = []
     try:
         for evaluation in evaluate_files(
