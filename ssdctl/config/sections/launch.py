@@ -8,8 +8,7 @@ from ssdctl.runtime.packages import plugin_names
 
 _launch = functools.partial(setting, panel="Launch")
 LAUNCHERS = ("ssdctl.launch", "ssdctl.launchers")  # package, group of entry points
-NOT_LAUNCHERS = ("base", "exit_codes")  # files of that package
-LAUNCHER_NAMES = [name for name in plugin_names(*LAUNCHERS) if name not in NOT_LAUNCHERS]
+LAUNCHER_NAMES = [name for name in plugin_names(*LAUNCHERS) if name != "exit_codes"]
 CHOICES = ("auto", *LAUNCHER_NAMES)
 if TYPE_CHECKING:
     LauncherName = str
