@@ -21,7 +21,7 @@ from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.config.devices import DeviceType
+    from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.run import SettledRun
     from ssdctl.training.trainer import Summary
@@ -207,7 +207,7 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
 
 
 def _device(name: str) -> DeviceType:
-    from ssdctl.config.devices import DEVICE_TYPES
+    from ssdctl.config.fields import DEVICE_TYPES
     from ssdctl.runtime.hardware import find_hardware
 
     found = find_hardware()

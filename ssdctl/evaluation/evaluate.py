@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config import Config, DataConfig, Resolved
-from ssdctl.config.sections.evaluate import EvaluateConfig
+from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.classes import UNUSED, ClassName, class_differences, match_classes
 from ssdctl.data.dataset import require_split
 from ssdctl.data.formats._coco_json import Int64, column, decode, read_content

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.config.sections.evaluate import PredictConfig
+from ssdctl.config.sections import PredictConfig
 from ssdctl.data.classes import UNUSED, ClassName
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import SsdctlError, UsageError

@@ -25,7 +25,7 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from ssdctl.config.sections.evaluate import SaveFormat
+from ssdctl.config.sections import SaveFormat
 from ssdctl.data.annotations import coco_document
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import UsageError

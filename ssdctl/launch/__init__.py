@@ -42,7 +42,7 @@ from ssdctl.runtime.safe_text import redact_arguments
 from ssdctl.runtime.system import SYSFS, physical_cores, quota_cores, usable_cpus
 
 if TYPE_CHECKING:
-    from ssdctl.config.sections.launch import LaunchConfig
+    from ssdctl.config.sections import LaunchConfig
 
 Write = Callable[[str], object]
 POLL_S = 2.0
@@ -249,4 +249,4 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 
 
 # Last: the config imports the launchers for their tables, and they import the above.
-from ssdctl.config.sections.launch import LAUNCHERS  # noqa: E402
+from ssdctl.config.sections import LAUNCHERS  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from ssdctl.config.sections.evaluate import SaveFormat
+from ssdctl.config.sections import SaveFormat
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import UsageError
 from ssdctl.inference.image_sources import ImageSource, source_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.config.sections.launch import LaunchConfig
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.sections import LaunchConfig
 from ssdctl.launch import LaunchPlan, LaunchRequest, Node, make_plan
 
 # Valid arguments: any text without NUL and lone surrogates.
