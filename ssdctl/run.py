@@ -79,9 +79,12 @@ class Run:
         Raises:
             ssdctl.errors.DiskError: It cannot be written.
         """
-        from ssdctl.api import report
+        from ssdctl.reporting.page import write_report
+        from ssdctl.runs.reader import read_run
 
-        return report(self.path, out=out)
+        target = RunDir(self.path).report if out is None else Path(out)
+        write_report([read_run(self.path)], target)
+        return target
 
     @hints_in_messages()
     def plot(self) -> Image.Image:
