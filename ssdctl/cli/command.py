@@ -201,14 +201,14 @@ def stoppable(kept: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def exit_after(error: BaseException, console: Console, file: object = "a file") -> NoReturn:
+def exit_after(error: BaseException, console: Console, written: object = None) -> NoReturn:
     """Report an expected failure in one message, a bug with its traceback; exit with its code.
 
-    `file` is named by an error of the file system that names none.
+    `written` is named by an error of the file system that names no file.
     """
     if isinstance(error, BrokenPipeError):  # the reader of stdout has ended, as with `| head`
         raise SystemExit(ExitCode.DISK) from None
-    problem = _expected_error(error, file)
+    problem = _expected_error(error, written)
     if problem is None or (console.verbose and isinstance(error, Exception)):
         text = "".join(traceback.format_exception(error))
         sys.stderr.write(printable(redact_urls(text)))
@@ -219,7 +219,7 @@ def exit_after(error: BaseException, console: Console, file: object = "a file") 
     raise SystemExit(problem.exit_code) from None
 
 
-def _expected_error(error: Any, file: object) -> SsdctlError | None:
+def _expected_error(error: Any, written: object) -> SsdctlError | None:
     if isinstance(error, SsdctlError):
         return error
     if _is_interrupt(error):
@@ -235,7 +235,8 @@ def _expected_error(error: Any, file: object) -> SsdctlError | None:
             hint = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
         return UsageError(f"{text!r}: {problem}", hint=hint)
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
-        return disk_error(error, error.filename or file, "reading or writing")
+        doing = "writing" if written else "reading or writing"
+        return disk_error(error, error.filename or written or "a file", doing)
     return memory_limit_error(error) or library_error(error)
 
 
