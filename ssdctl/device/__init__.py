@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import bind_to_card
 

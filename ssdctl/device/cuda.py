@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ssdctl.device import Decoder, Device, Module, choose_execution, inductor
 from ssdctl.errors import UsageError
-from ssdctl.runtime.torch_compat import without_tf32_warnings
+from ssdctl.runtime.packages import without_tf32_warnings
 
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)  # compute capabilities
 STEPS_IN_FLIGHT = 2

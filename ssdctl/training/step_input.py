@@ -12,7 +12,7 @@ from ssdctl.errors import DataError, DiskError, UsageError
 from ssdctl.input import Batch, LoaderConfig, trim_padding
 from ssdctl.input.fake import FakeLoader
 from ssdctl.input.loader import Buffer, TrainLoader
-from ssdctl.runtime.torch_compat import dali_package
+from ssdctl.runtime.packages import dali_package
 
 if TYPE_CHECKING:
     from ssdctl.input.dali import DaliLoader
