@@ -30,7 +30,7 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.safe_text import redact_arguments
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 # The numbers that records of a kind have in addition to the step.
@@ -58,13 +58,9 @@ class MetricsFile:
         if self.path.exists():
             records, skipped = read_metrics(self.path)
             if skipped:
-                logger.warning("%s: dropped %d lines that are not records", self.path, skipped)
+                log.warning("%s: dropped %d lines that are not records", self.path, skipped)
             self.past_records = [r for r in records if r["step"] <= step]
             write_text(self.path, "".join(map(_line, self.past_records)))
-
-    def past_evaluations(self) -> list[Record]:
-        """Return the evaluations among the records that were kept, in their order."""
-        return [r for r in self.past_records if r["kind"] == "eval"]
 
     def write(self, record: Record) -> None:
         """Append one line. A power cut may lose the last lines."""

@@ -18,8 +18,7 @@ from ssdctl.config.resolve import MAX_FILE_BYTES, read_toml
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import DECODE_ERRORS, read_limited
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
-from ssdctl.runs.layout import RUNS, RunDir
-from ssdctl.runs.lock import running_on
+from ssdctl.runs.layout import RUNS, RunDir, running_on
 from ssdctl.runs.metrics import Record, is_number, read_metrics
 from ssdctl.runtime.safe_text import listed, redact_arguments, redact_urls
 

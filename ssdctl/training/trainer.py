@@ -23,12 +23,11 @@ from ssdctl.input.batch import Batch
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
 from ssdctl.training.evaluator import Evaluator
-from ssdctl.training.failures import NonFiniteGuard
 from ssdctl.training.profile import StepProfiler
 from ssdctl.training.run_log import Observer, RunLog
 from ssdctl.training.saver import Saver
 from ssdctl.training.state import EMA, RankStatistics, restore
-from ssdctl.training.step import StepResult, build_step
+from ssdctl.training.step import NonFiniteGuard, StepResult, build_step
 from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
