@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from ssdctl.checkpoint.contents import FORMAT
+from ssdctl.config.render import snapshot
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError, Stopped
 from ssdctl.input.batch import Batch
@@ -106,8 +107,7 @@ class Trainer:
                 self._log(result)
             self.run_log.epoch(self.step)
             with self.run_log.throughput.paused():
-                if message := self.profiler.after(self.step, is_last=is_last):
-                    log.info("%s", message)
+                self.profiler.after(self.step, is_last=is_last)
                 if self.saver.is_due(self.step):
                     self.save()
                 if self.evaluator.is_due(self.step):
@@ -129,7 +129,7 @@ class Trainer:
             "architecture": self.opened.architecture._asdict(),
             # label = index + 1; ids are COCO's
             "classes": msgspec.to_builtins(self.opened.train.classes),
-            "config": self.opened.run.recorded_settings(),
+            "config": snapshot(self.opened.run.config),
             "step": self.step,
             "samples_seen": self.samples_seen,
             "images": self.plan.images,  # per epoch

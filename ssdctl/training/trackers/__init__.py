@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.config.render import snapshot
 from ssdctl.config.sections.train import TrainConfig
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError, missing_package
@@ -303,7 +304,7 @@ def open_trackers(
         name=run.path.resolve().name,
         folder=run.path,
         start_step=start_step,
-        config=opened.run.recorded_settings(),
+        config=snapshot(opened.run.config),
         environment=environment,
         records=records,
     )
