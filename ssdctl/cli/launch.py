@@ -11,11 +11,11 @@ from typer import Argument, Option
 
 from ssdctl import files
 from ssdctl.cli.command import Call, command
-from ssdctl.config.devices import DEVICE_TYPES, DeviceType
+from ssdctl.config.fields import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
-    from ssdctl.launch.base import LaunchPlan, LaunchRequest
+    from ssdctl.launch import LaunchPlan, LaunchRequest
 
 CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
 OUTCOMES: dict[int, str] = {
@@ -81,7 +81,7 @@ def launch(
             hint="for example: ssdctl launch --cpus 2",
         )
     from ssdctl.cli.launch_request import make_request
-    from ssdctl.launch.base import load_launcher, make_plan, read_node
+    from ssdctl.launch import load_launcher, make_plan, read_node
     from ssdctl.launch.torchrun import SKY_SUFFIXES, to_sky_task
 
     request = make_request(
@@ -141,8 +141,8 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
     """Run the job with a local launcher, again after crashes if --restarts allows it; return its
     exit code."""
     from ssdctl.cli.launch_request import resumed
+    from ssdctl.launch import make_plan, read_node
     from ssdctl.launch._run import run
-    from ssdctl.launch.base import make_plan, read_node
 
     if plan.launcher == "torchrun" and plan.nodes > 1:
         call.console.info("this starts only the ranks of this node: run it on every node")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ssdctl.config import Config
-from ssdctl.config.sections.train import DEFAULT_PRESET
+from ssdctl.config.sections import DEFAULT_PRESET
 from ssdctl.data.store_folder import default_root
 from ssdctl.errors import UsageError
 from ssdctl.files import make_dir, parse_toml, read_limited, try_lock

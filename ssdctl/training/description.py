@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import Kind
-from ssdctl.data.classes import COCO_NUM_CLASSES
+from ssdctl.data.coco_json import COCO_NUM_CLASSES
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.safe_text import listed

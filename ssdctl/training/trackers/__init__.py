@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config.render import snapshot
-from ssdctl.config.sections.train import TrainConfig
+from ssdctl.config.sections import TrainConfig
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.evaluation.coco_ap import Detections
