@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.data import Figures, endless_batches
 from ssdctl.config import Resolved
-from ssdctl.data.classes import COCO_NUM_CLASSES, COCO_NUM_IMAGES
+from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from ssdctl import files
 from ssdctl.cli.command import Call, command
-from ssdctl.config.devices import DEVICE_TYPES, DeviceType
+from ssdctl.config.fields import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast

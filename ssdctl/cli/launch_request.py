@@ -12,11 +12,11 @@ from pathlib import Path
 from ssdctl.cli.command import Call, click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
 from ssdctl.config.settings import LAUNCHER_TABLES, all_settings
-from ssdctl.data.index import is_prepared
+from ssdctl.data.dataset import is_prepared
 from ssdctl.data.open_dataset import count_images
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
 from ssdctl.distributed.addresses import free_port, own_names

@@ -21,7 +21,7 @@ from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.config.devices import DeviceType
+    from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.run import SettledRun
     from ssdctl.training.trainer import Summary
@@ -121,7 +121,7 @@ def _print_summary(call: Call, summary: Summary) -> None:
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.classes import COCO_NUM_CLASSES
+    from ssdctl.data.coco_json import COCO_NUM_CLASSES
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
     from ssdctl.inference.model_source import check_weight_sources
     from ssdctl.training import description
@@ -191,7 +191,7 @@ def _show_plan(call: Call) -> None:
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     """Return the dataset and its size; COCO's, without classes, if none was named or is read."""
-    from ssdctl.data.classes import COCO_NUM_IMAGES
+    from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
 
@@ -207,7 +207,7 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
 
 
 def _device(name: str) -> DeviceType:
-    from ssdctl.config.devices import DEVICE_TYPES
+    from ssdctl.config.fields import DEVICE_TYPES
     from ssdctl.runtime.hardware import find_hardware
 
     found = find_hardware()

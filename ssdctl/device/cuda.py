@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.device import inductor
 from ssdctl.device.base import Decoder, Device, Module, choose_execution
 from ssdctl.errors import UsageError

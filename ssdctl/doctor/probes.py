@@ -146,7 +146,7 @@ def probe_step() -> None:
     import torch
 
     from ssdctl.config import Resolved
-    from ssdctl.data.classes import COCO_NUM_IMAGES
+    from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch

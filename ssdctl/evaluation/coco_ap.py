@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, SplitFiles, coco_document
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, SplitFiles
+from ssdctl.data.coco_json import coco_document
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco import positions
 from ssdctl.errors import DataError, IntegrityError

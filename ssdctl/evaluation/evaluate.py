@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config import Config, DataConfig, Resolved
-from ssdctl.config.sections.evaluate import EvaluateConfig
-from ssdctl.data.classes import UNUSED, ClassName, class_differences, match_classes
-from ssdctl.data.dataset import require_split
-from ssdctl.data.formats._coco_json import Int64, column, decode, read_content
-from ssdctl.data.index import earlier_packing, is_prepared
+from ssdctl.config.sections import EvaluateConfig
+from ssdctl.data.annotations import ClassName, class_differences, match_classes
+from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
+from ssdctl.data.dataset import is_prepared, require_split
+from ssdctl.data.index import earlier_packing
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks

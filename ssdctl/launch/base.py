@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.config.sections.launch import LAUNCHERS, LaunchConfig
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.sections import LAUNCHERS, LaunchConfig
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.runtime.hardware import TPU_V2_OR_V3, find_hardware
 from ssdctl.runtime.packages import load_plugin

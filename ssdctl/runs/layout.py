@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ssdctl.config import Config
-from ssdctl.config.sections.train import DEFAULT_PRESET
+from ssdctl.config.sections import DEFAULT_PRESET
 from ssdctl.data.store_folder import default_root
 from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml, read_limited

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ssdctl.config.sections.launch import LaunchConfig
+from ssdctl.config.sections import LaunchConfig
 from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, make_plan
 
 # Valid arguments: any text without NUL and lone surrogates.

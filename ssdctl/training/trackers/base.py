@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.config.sections.train import TrainConfig
+from ssdctl.config.sections import TrainConfig
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.runs.metrics import Record, is_number
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
