@@ -23,7 +23,7 @@ TRUST = {
 
 
 def _completed(incomplete: str) -> list[str]:
-    from ssdctl.download.detectors import DETECTORS
+    from ssdctl.download.pinned_files import DETECTORS
     from ssdctl.model.pretrained import all_weights
 
     names = [name for w in all_weights() for name in (w.alias, w.name)]
@@ -66,8 +66,8 @@ def fetch_weights(
             raise UsageError("--list does not take a NAME")
         _list(call, dest)
         return
-    from ssdctl.download.detectors import cached_path, fetch_detector, find_detector
-    from ssdctl.download.fetch import sha256_of
+    from ssdctl.download.fetch import cached_detector, fetch_detector, sha256_of
+    from ssdctl.download.pinned_files import find_detector
     from ssdctl.model.pretrained import fetch_weights, weights_named, weights_of
 
     name = name or weights_of(call.config.model)
@@ -77,11 +77,18 @@ def fetch_weights(
             hint="give a NAME that `ssdctl fetch-weights --list` shows",
         )
     detector = find_detector(name)
-    fetch = fetch_weights if detector is None else fetch_detector
     config = call.config.download
     policy = retry_policy(config.timeout)
     with fetching(call.console) as progress:
-        path = fetch(name, dest, mirror=config.mirror, retry_policy=policy, progress=progress)
+        how: dict[str, Any] = {
+            "mirror": config.mirror,
+            "retry_policy": policy,
+            "progress": progress,
+        }
+        if detector is None:
+            path = fetch_weights(name, dest, **how)
+        else:
+            path = fetch_detector(detector, dest, **how)
     num_bytes = path.stat().st_size
     data: dict[str, object] = {"name": name, "alias": None, "path": str(path), "bytes": num_bytes}
     if detector is None:
@@ -89,7 +96,7 @@ def fetch_weights(
         data |= {"name": weights.name, "alias": _alias(weights), "sha256": weights.file.sha256}
         command = f"ssdctl train --data DIR --backbone-weights {name}"
     else:
-        if cached_path(detector, dest) is None:  # its contents are checked instead of a checksum
+        if cached_detector(detector, dest) is None:  # no checksum yet: its contents are checked
             from ssdctl.inference.model_source import trust_first_use
 
             trust_first_use(name, path)
@@ -129,12 +136,13 @@ def _list(call: Call, dest: Path | None) -> None:
 )
 def models(call: Call) -> None:
     """List detectors that can be used by name."""
-    from ssdctl.download.detectors import DETECTORS, cached_path
+    from ssdctl.download.fetch import cached_detector
+    from ssdctl.download.pinned_files import DETECTORS
 
     width = max(len(detector.name) for detector in DETECTORS)
     rows, lines = list[dict[str, object]](), list[str]()
     for detector in DETECTORS:
-        path, file = cached_path(detector), detector.file
+        path, file = cached_detector(detector), detector.file
         num_bytes = path.stat().st_size if path else file.bytes
         rows.append(
             {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.download.http import NotFound, RetryPolicy, length_of
-from ssdctl.download.pinned_files import DETECTORS, DetectorSource, PinnedFile
+from ssdctl.download.pinned_files import DetectorSource, PinnedFile
 from ssdctl.download.transfer import PartialFile, Progress, partial_path, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import free_bytes, lock, safe_join, write_text
@@ -106,8 +106,8 @@ def cached_detector(detector: DetectorSource, dest: Path | None = None) -> Path 
     return path
 
 
-def fetch_detector(name: str, dest: Path | None = None, **how: Any) -> Path:
-    """Return the file of the detector `name`, fetched if `dest` (default: the cache) has none.
+def fetch_detector(detector: DetectorSource, dest: Path | None = None, **how: Any) -> Path:
+    """Return the file of a detector, fetched if `dest` (default: the cache) has none.
 
     A file without published checksum still has to pass `remember_checksum` once it has been read.
     `how` are the options `mirror`, `retry_policy` and `progress` of `fetch`.
@@ -117,24 +117,27 @@ def fetch_detector(name: str, dest: Path | None = None, **how: Any) -> Path:
         IntegrityError: The server's file is another one, or a file changed since its first use.
         DiskError: No space or no permission.
     """
-    detector = next(d for d in DETECTORS if d.name == name)
     folder = dest or torch_cache_dir()
-    return cached_path(detector, folder) or fetch_one(name, detector.file, folder, **how)
+    found = cached_detector(detector, folder)
+    return found or fetch_one(detector.name, detector.file, folder, **how)
 
 
 def remember_checksum(path: Path) -> str:
     """Return the SHA-256 of a file that was read; write it next to the file at the first use.
 
+    For NVIDIA's detector no checksum is published: it is fetched over HTTPS, its contents are
+    checked by the reader of checkpoints, and later changes by this record.
+
     Raises:
         IntegrityError: Another one is written there already.
         DiskError: The folder cannot be written.
     """
-    record, digest = _checksum_path(path), sha256_of(path, f"checking {path.name}")
+    record, digest = _checksum_path(path), sha256_of(path, "")
     if not record.is_file():
         write_text(record, f"{digest}  {path.name}\n")
         return digest
     with record.open(encoding="utf-8", errors="replace") as file:
-        recorded = file.read(SHA256_DIGITS)
+        recorded = file.read(len(digest))
     if digest != recorded:
         raise IntegrityError(
             f"{path}: changed since its first use: SHA-256 was {recorded}, is {digest}",
