@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,16 +80,9 @@ def fetch_weights(
     detector = find_detector(name)
     config = call.config.download
     policy = retry_policy(config.timeout)
+    fetch = partial(fetch_weights, name) if detector is None else partial(fetch_detector, detector)
     with fetching(call.console) as progress:
-        how: dict[str, Any] = {
-            "mirror": config.mirror,
-            "retry_policy": policy,
-            "progress": progress,
-        }
-        if detector is None:
-            path = fetch_weights(name, dest, **how)
-        else:
-            path = fetch_detector(detector, dest, **how)
+        path = fetch(dest, mirror=config.mirror, retry_policy=policy, progress=progress)
     num_bytes = path.stat().st_size
     data: dict[str, object] = {"name": name, "alias": None, "path": str(path), "bytes": num_bytes}
     if detector is None:
