@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -277,17 +278,13 @@ class _Attempt:
 
     def _work(self) -> None:
         with contextlib.suppress(_Halted):
-            while True:
-                with self.lock:
-                    piece = None if self.over.is_set() else self.partial.take()
-                if piece is None:
-                    return
-                self._fetch(piece)
+            while (piece := self._take()) is not None:
+                while piece.missing:
+                    retry(partial(self._request, piece), self.policy, self._pause)
 
-    def _fetch(self, piece: Piece) -> None:
-        """Request a piece until it is complete."""
-        while piece.missing:
-            retry(lambda: self._request(piece), self.policy, self._pause)
+    def _take(self) -> Piece | None:
+        with self.lock:
+            return None if self.over.is_set() else self.partial.take()
 
     def _pause(self, seconds: float, is_asked: bool) -> None:
         """Wait, or until the transfer ends; a wait that the server asked for is not a stall."""

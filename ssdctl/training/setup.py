@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import (
     load_backbone,
     load_checkpoint,
