@@ -21,7 +21,7 @@ from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
-from ssdctl.distributed.process_group import process_group
+from ssdctl.distributed.collectives import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.batch import Batch
 from ssdctl.input.fake import random_batch

@@ -21,10 +21,9 @@ from ssdctl.config import Config
 from ssdctl.doctor import Check, Doctor, absent, result
 from ssdctl.runtime import hardware, system
 from ssdctl.runtime.hardware import Hardware
-from ssdctl.runtime.packages import package_version
+from ssdctl.runtime.packages import dali_extra, package_version
 from ssdctl.runtime.system import UNLIMITED, read_text, resource_limit
 from ssdctl.runtime.threads import run_in_daemon_thread
-from ssdctl.runtime.torch_compat import dali_extra
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
 OWN_LINE = ("torch", "torchvision")  # the others share one line

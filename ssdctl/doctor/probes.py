@@ -122,8 +122,7 @@ def probe_ranks() -> None:
     import torch
 
     from ssdctl.device.cpu import Cpu
-    from ssdctl.distributed.collectives import average, barrier
-    from ssdctl.distributed.process_group import process_group
+    from ssdctl.distributed.collectives import average, barrier, process_group
     from ssdctl.distributed.ranks import find_ranks
 
     ranks = find_ranks()
@@ -201,8 +200,7 @@ def check_collectives(config: Config) -> list[Check]:
     """
     from ssdctl.benchmark.train import matmul_flops
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import gather_to_first
-    from ssdctl.distributed.process_group import process_group
+    from ssdctl.distributed.collectives import gather_to_first, process_group
     from ssdctl.distributed.ranks import find_ranks
 
     ranks = find_ranks()

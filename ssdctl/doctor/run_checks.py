@@ -20,7 +20,7 @@ import msgspec
 
 from ssdctl.config import Config, Resolved
 from ssdctl.config.resolve import sources_of
-from ssdctl.distributed.addresses import free_port
+from ssdctl.distributed.ranks import free_port
 from ssdctl.doctor import ABSENT, FAIL, IMPORT_S, OK, WARN, Check, Doctor, ProgramOutput, result
 from ssdctl.doctor.devices import check_cpu, check_gaudi, check_gpus, check_tpus
 from ssdctl.doctor.machine import check_launchers, check_machine, check_software

@@ -35,7 +35,7 @@ from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
-from ssdctl.distributed.process_group import open_on_all_ranks, process_group, wait_for_main
+from ssdctl.distributed.collectives import open_on_all_ranks, process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.download.fetch import cached_detector
 from ssdctl.download.pinned_files import DetectorSource
