@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config, Resolved
-from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Kind, Source
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
@@ -63,10 +62,6 @@ class SettledRun(NamedTuple):
     @property
     def precision(self) -> str:
         return self.config.train.precision
-
-    def recorded_settings(self) -> dict[str, Any]:
-        """Return the settings that explain the result: for checkpoints and trackers."""
-        return snapshot(self.config)
 
 
 class OpenedRun(NamedTuple):
