@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.doctor.check import Check, ok, ok_unless
+from ssdctl.doctor import OK, Check, result
 from ssdctl.errors import SsdctlError
 
 if TYPE_CHECKING:
@@ -245,19 +245,19 @@ def _cards(cards: list[Card]) -> Check:
         f"slowest is rank {slowest} (device {card.local_rank} of {card.host})"
     )
     remedy = f"the others wait for it in each step: check its clocks, cores and load on {card.host}"
-    return ok_unless("matrix product", detail, remedy if min(rates) < SLOW * max(rates) else "")
+    return result("matrix product", detail, remedy if min(rates) < SLOW * max(rates) else None)
 
 
 def _network(num_bytes: int, seconds: float, cards: list[Card]) -> Check:
     count = len(cards)
     if count == 1:
         remedy = "ssdctl launch --gpus N -- doctor --collectives measures several devices"
-        return ok("all-reduce", "a single process has no network to test", remedy)
+        return Check("all-reduce", OK, "a single process has no network to test", remedy)
     hosts = len({card.host for card in cards})
     # The bytes that each rank sends and receives, as NVIDIA's nccl-tests count them.
     rate = 2 * (count - 1) / count * num_bytes / seconds
     detail = f"{num_bytes / 1e6:.0f} MB over {count} ranks on {hosts} host(s): "
-    return ok("all-reduce", f"{detail}{1000 * seconds:.1f} ms, {rate / 1e9:.2f} GB/s per rank")
+    return result("all-reduce", f"{detail}{1000 * seconds:.1f} ms, {rate / 1e9:.2f} GB/s per rank")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdctl.boxes import IMAGE_SIZE, default_boxes_cxcywh
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_network
 from ssdctl.device import open_device
 from ssdctl.errors import IntegrityError

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES
 from ssdctl.device import Device
 from ssdctl.errors import IntegrityError, UsageError, missing_package

@@ -15,8 +15,8 @@ from typing import Any, overload
 
 from PIL import Image
 
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint import file as checkpoint_file
-from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, read_model
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName

@@ -357,7 +357,7 @@ def assignments(_: Path) -> Iterator[Target]:
 
 
 def archive(folder: Path) -> Iterator[Target]:
-    from ssdctl.download.archive import unpack
+    from ssdctl.download.dataset import unpack
     from ssdctl.download.fetch import no_progress
 
     files = {"a/1.jpg": bytes(700), "a/2.jpg": bytes(range(256)), "b.json": b"{}", "e/": b""}
