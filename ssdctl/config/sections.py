@@ -32,7 +32,7 @@ DEFAULT_PRESET: Final = "stable-r34"
 # A package with a module for each name, and a group of entry points.
 FORMATS = ("ssdctl.data.formats", "ssdctl.datasets")
 LAUNCHERS = ("ssdctl.launch", "ssdctl.launchers")
-LAUNCHER_NAMES = [n for n in plugin_names(*LAUNCHERS) if n not in ("base", "exit_codes")]
+LAUNCHER_NAMES = [n for n in plugin_names(*LAUNCHERS) if n != "exit_codes"]
 CHOICES = ("auto", *LAUNCHER_NAMES)
 if TYPE_CHECKING:
     LauncherName = str

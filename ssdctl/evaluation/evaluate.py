@@ -35,9 +35,9 @@ from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.contents import Checkpoint
+    from ssdctl.checkpoint import Checkpoint
     from ssdctl.data.store import Split
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,7 @@ def evaluate_files(
         yield _evaluate_results(files[0], resolved)
         return
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import broadcast
-    from ssdctl.distributed.process_group import process_group
+    from ssdctl.distributed.collectives import broadcast, process_group
 
     ranks = find_ranks()
     device = open_device(resolved.config.evaluate.device, ranks.local_rank)
@@ -161,7 +160,7 @@ def evaluate_checkpoint(
             one rank during detection is raised on every rank.
     """
     from ssdctl.checkpoint.file import read_model  # late: torch takes seconds
-    from ssdctl.distributed.process_group import open_on_all_ranks
+    from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import open_detector

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.errors import UsageError
-from ssdctl.launch.base import LaunchRequest
+from ssdctl.launch import LaunchRequest
 from ssdctl.launch.torchrun import RENDEZVOUS_PORT
 
 Manifest = dict[str, Any]

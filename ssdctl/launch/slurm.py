@@ -18,7 +18,7 @@ from typing import Annotated
 from ssdctl.config.fields import DEVICE_TYPES, Count, Section, setting
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
 from ssdctl.errors import ExitCode, UsageError
-from ssdctl.launch.base import (
+from ssdctl.launch import (
     POLL_S,
     LaunchPlan,
     LaunchRequest,

@@ -1,7 +1,7 @@
 """The parsers under test: for each one, mutated inputs and a function that gives it one.
 
 Most inputs go to the parser inside the boundary that turns errors into exit codes
-(`with_exit_codes`), one in `COMMAND_EVERY` through the whole command.
+(`exit_after`), one in `COMMAND_EVERY` through the whole command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 import socket
 import socketserver
 import threading
-import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from download.zips import zipped
 from fuzz.mutations import mutated_bytes, mutated_json, mutated_tree
 from hypothesis import strategies as st
 
-from ssdctl.cli.command import with_exit_codes
+from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import Console
 from ssdctl.config import PrepareConfig, resolve
 from ssdctl.config.resolve import parse_assignment
@@ -41,11 +40,10 @@ from ssdctl.data.index import read_annotations
 from ssdctl.data.prepare import _unchanged_outcome, prepare
 from ssdctl.data.shapes import generate
 from ssdctl.data.store import open_split
-from ssdctl.download.archive import unpack
+from ssdctl.download.dataset import unpack
 from ssdctl.download.fetch import fetch, no_progress
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile, read_manifest
-from ssdctl.errors import ExitCode
 from ssdctl.evaluation.evaluate import read_detections
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.runs.metrics import MetricsFile, read_metrics
@@ -71,12 +69,12 @@ def as_command(work: Callable[[], object]) -> Result:
         try:
             console = Console()
             with console.show_log():
-                with_exit_codes(console, lambda: work() and None)
+                try:
+                    work()
+                except Exception as error:
+                    exit_after(error, console)
         except SystemExit as end:
             code = int(end.code or 0)
-        except Exception:
-            code = ExitCode.BUG
-            traceback.print_exc()
     return Result(code, "", err.getvalue())
 
 

@@ -32,7 +32,7 @@ from helpers import (
 
 from ssdctl import files
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.distributed.addresses import free_port
+from ssdctl.distributed.ranks import free_port
 from ssdctl.errors import DiskError
 from ssdctl.evaluation import score
 from ssdctl.inference.detector import Detector
