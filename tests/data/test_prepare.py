@@ -263,6 +263,10 @@ def test_images_that_are_decoded_partly_are_dropped_unless_they_are_kept(
         assert DAMAGED in finding["detail"]
         usable.append(int(open_split(dataset, store, "train").usable.sum()))
     assert usable == [23, 24, 23]
+    with edited(dataset / TRAIN) as document:
+        document["annotations"].pop()
+    prepare(dataset, store, PACKED)  # not verified
+    assert open_split(dataset, store, "train").usable.all()
 
 
 PROGRAM = """

@@ -249,6 +249,14 @@ def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
         read(written(tmp_path, document(images=images)))
 
 
+@pytest.mark.parametrize("folder", ["photos", "photos/day 1"])
+def test_the_folder_that_has_the_images(tmp_path: Path, folder: str) -> None:
+    for name in ("images/c.jpg", f"{folder}/a.jpg", f"{folder}/b.jpg"):
+        image_file(tmp_path / name)
+    images = [image(1, "\0"), image(2, "a.jpg"), image(3, "b.jpg")]
+    assert read(written(tmp_path, document(images=images))).folder == tmp_path / "photos"
+
+
 def test_many_classes_take_linear_time(tmp_path: Path) -> None:
     """It was a minute, quadratic."""
     names = [

@@ -339,7 +339,9 @@ def test_broken_lines_of_tables(
 
 
 def test_the_folder_of_the_split_decides_between_images_of_one_name(tmp_path: Path) -> None:
-    table = "filename,width,height,class,xmin,ymin,xmax,ymax\na.jpg,100,50,x,1,1,9,9\n"
+    table = (
+        "filename, width, height, class, xmin, ymin, xmax, ymax\na.jpg, 100, 50, x, 1, 1, 9, 9\n"
+    )
     images = {"train/a.jpg": None, "test/a.jpg": None}
     splits = read(exports.tree(tmp_path, {**images, "train.csv": table, "test.csv": table}))
     assert splits["train"].file_names == ["train/a.jpg"]
@@ -396,6 +398,7 @@ def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cl
 def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -> None:
     exports.open_images(tmp_path)
     exports.image_file(tmp_path / "train/labels/masks/0/any.png")
+    (tmp_path / "other.csv").write_text("id,note\n/m/0bolt,not a name\n")
     (tmp_path / f"train/._{2:016x}.jpg").write_bytes(b"?")  # metadata from macOS
     (tmp_path / f"train/{4:016x}.jpg").write_bytes(b"?")  # dropped by the check
     file = tmp_path / "oidv6-train-annotations-bbox.csv"
@@ -407,6 +410,7 @@ def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -
     rows = [lines[0], ",".join(first), *lines[2:], ",".join(unlabeled)]
     file.write_text("\ufeff" + "\n".join(rows), "utf-8")
     train = read(tmp_path)["train"]
+    assert [c.name for c in train.classes] == list(exports.NAMES)
     assert train.file_names == [f"train/{n:016x}.jpg" for n in range(6)]
     assert train.sizes.tolist() == [[*((0, 0) if n == 4 else exports.SIZE)] for n in range(6)]
     assert train.is_crowd.tolist() == [1, 1, 0, 0, 0, 1]
