@@ -112,7 +112,7 @@ def small_shapes(root: Path) -> Path:
 
 
 def dataset_target(root: Path, path: Path, inputs: st.SearchStrategy[bytes]) -> Target:
-    """Read a dataset of any format of which one file is mutated, up to the check of the images."""
+    """Read a dataset of any format with one file mutated, up to the check of the images."""
 
     def read() -> None:
         for split in read_dataset(root, AUTOMATIC).values():

@@ -31,7 +31,7 @@ from ssdctl.errors import ExitCode
 SECONDS = float(os.environ.get("FUZZ_S", "60"))
 EXAMPLES = 6  # in the default suite
 ROUND = 200  # examples between two looks at the clock
-MAX_GROWTH_BYTES = 1 << 30  # of this process
+MAX_GROWTH_BYTES = 1 << 30  # this process's memory
 BUG = re.compile("Traceback|this is a bug", re.IGNORECASE)
 CONTRACT = frozenset(ExitCode) - {ExitCode.BUG, ExitCode.INTERRUPTED}
 
