@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssdctl.model.backbone import Backbone, extra_block
+from ssdctl.model.backbone import Backbone
 
 BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions
 CONV4_3, CONV5_3 = 23, 30  # number of layers, conv1_1 to the ReLU behind it
@@ -62,10 +62,7 @@ class VGG16(Backbone):
         )
         return [
             nn.Sequential(*_features()[CONV4_3:CONV5_3], fully_connected),
-            extra_block(1024, 256, 512, strided=True),
-            extra_block(512, 128, 256, strided=True),
-            extra_block(256, 128, 256, strided=False),
-            extra_block(256, 128, 256, strided=False),
+            *(self.extra_block(number, norm) for number in range(1, 5)),
         ]
 
     def pretrained_parts(
