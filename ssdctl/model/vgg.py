@@ -53,6 +53,7 @@ class VGG16(Backbone):
         return L2Norm(self.channels[0])
 
     def extra_blocks(self, norm: str) -> list[nn.Sequential]:
+        """Return five blocks without batch norm, whatever `norm` is."""
         fully_connected = nn.Sequential(
             nn.MaxPool2d(3, stride=1, padding=1),
             nn.Conv2d(512, 1024, 3, padding=6, dilation=6),
@@ -62,7 +63,7 @@ class VGG16(Backbone):
         )
         return [
             nn.Sequential(*_features()[CONV4_3:CONV5_3], fully_connected),
-            *(self.extra_block(number, norm) for number in range(1, 5)),
+            *(self.extra_block(number, "none") for number in range(1, 5)),
         ]
 
     def pretrained_parts(
