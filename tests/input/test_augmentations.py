@@ -174,9 +174,9 @@ def test_flip() -> None:
     assert once.flip.tolist() == [True]
     assert once.boxes.ltrb[0].tolist() == [[0.5, 0.25, 1.0, 1.0], [0.0] * 4, [0.0] * 4]
     # A crop of a mirrored view is cut from the other side of the image.
-    assert once.part(np.array([[0.0, 0.0, 0.5, 1.0]]), view.boxes).rect.tolist() == [
-        [0.625, 0.0, 1.0, 1.0]
-    ]
+    cut = once.part(np.array([[0.0, 0.0, 0.5, 1.0]]), view.boxes)
+    assert cut.rect.tolist() == [[0.625, 0.0, 1.0, 1.0]]
+    assert (once.sizes.tolist(), cut.sizes.tolist()) == ([[225, 300]], [[112, 300]])
     twice = flip.apply(once, yes)
     assert not twice.flip.any()
     np.testing.assert_array_equal(twice.boxes.ltrb, view.boxes.ltrb)
