@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from ssdctl.launch import read_node
 from ssdctl.runtime import hardware, system
 from ssdctl.runtime.hardware import Hardware
 from ssdctl.runtime.packages import dali_extra, package_version
-from ssdctl.runtime.system import UNLIMITED, cpu_quota, memory_limit, read_text, resource_limit
+from ssdctl.runtime.system import UNLIMITED, cpu_quota, memory_limit, read_text
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
@@ -173,10 +174,8 @@ def check_machine(pci: Hardware) -> Iterator[Check]:
     yield _cores()
     yield _memory()
     yield _shared_memory(pci)
-    if (limits := resource_limit("MEMLOCK")) is not None:
-        yield _locked_memory(limits[0], pci)
-    if (limits := resource_limit("NOFILE")) is not None:
-        yield _open_files(*limits)
+    yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], pci)
+    yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     ports = {
         f"{port.parts[-3]}:{port.name}": read_text(port / "state").partition(": ")[2] or "unknown"
         for port in sorted((hardware.SYS / "class/infiniband").glob("*/ports/*"))
