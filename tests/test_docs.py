@@ -47,7 +47,7 @@ class Read(BaseException):
 
 @pytest.fixture(scope="module")
 def root_command() -> Any:
-    return cli_main.click_tree()
+    return cli_main.click_root()
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ option = functools.partial(Option, rich_help_panel="Launch")
 
 
 def _count_parameter(device: DeviceType) -> inspect.Parameter:
-    """Return the option that counts the devices of one type, for the signature of `launch`."""
     text = f"Number of {device.description} over all nodes ({device.launcher})"
     kind = Annotated[int | None, option(device.count_option, min=1, metavar="N", help=text)]
     return inspect.Parameter(
@@ -138,8 +137,7 @@ def launch(
 
 
 def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
-    """Run the job with a local launcher, again after crashes if --restarts allows it; return its
-    exit code."""
+    """Run the job with a local launcher, again after crashes; return its exit code."""
     from ssdctl.cli.launch_request import resumed
     from ssdctl.launch import make_plan, read_node
     from ssdctl.launch._run import run
@@ -163,7 +161,6 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
 
 
 def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: str) -> None:
-    """Print the ranks that failed first and the end of their log."""
     from ssdctl.distributed.rank_process import last_lines
     from ssdctl.runs.layout import RunDir
 
@@ -178,7 +175,6 @@ def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: 
 def _submit(
     call: Call, engine: Any, plan: LaunchPlan, result: dict[str, object], wait: bool
 ) -> int:
-    """Submit the job to its batch engine; with `wait` follow it and return its exit code."""
     job = result["id"] = engine.submit(plan)
     cancel = engine.cancel(job, plan)
     call.console.info(f"submitted {job}; to cancel it: {cancel}")

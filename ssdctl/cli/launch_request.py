@@ -111,7 +111,6 @@ def check_train(
 
 
 def _count_images(config: Config) -> int | None:
-    """Return the training images of a prepared dataset on this machine; None if there is none."""
     root, folder = dataset_folders(config.data)
     try:
         if not root.exists() or not is_prepared(root, folder):

@@ -5,26 +5,13 @@ one (for options, help and docs), resolve.py layers their sources, render.py for
 """
 
 from ssdctl.config.resolve import Resolved, resolve
-from ssdctl.config.sections import (
-    DataConfig,
-    DownloadConfig,
-    EvaluateConfig,
-    LaunchConfig,
-    ModelConfig,
-    PredictConfig,
-    PrepareConfig,
-    TrainConfig,
-)
+from ssdctl.config.sections import DataConfig, ModelConfig, PrepareConfig, TrainConfig
 from ssdctl.config.settings import Config
 
 __all__ = [
     "Config",
     "DataConfig",
-    "DownloadConfig",
-    "EvaluateConfig",
-    "LaunchConfig",
     "ModelConfig",
-    "PredictConfig",
     "PrepareConfig",
     "Resolved",
     "TrainConfig",
