@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ssdctl.errors import missing_package
-from ssdctl.training.trackers.base import BUILT_IN
+from ssdctl.training.trackers import BUILT_IN
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -143,12 +143,11 @@ def _show_plan(call: Call) -> None:
     )
     for notice in run.notices:
         call.console.warning(notice)
-    plan, config, images = run.plan, run.config, run.plan.images
+    plan, config = run.plan, run.config
     check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    cut = description.warning_of_cut(run)
-    for warning in filter(None, [cut, *description.warnings_of_unreached(run)]):
+    for warning in description.warnings_of_unreached(run):
         call.console.warning(warning)
     workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     data = {
@@ -160,20 +159,17 @@ def _show_plan(call: Call) -> None:
     if call.console.as_json:
         call.console.result(data)
         return
-    evaluations = description.evaluations_after(run, 0) if size.validation else []
-    shown = min(size.validation, config.train.overfit or size.validation)
-    data_line = f"assumed: COCO, {images:,} training images, {COCO_NUM_CLASSES} classes"
-    if size.classes:
-        data_line = description.data_line(root, images, shown, size.classes)
     repeated = ", more than there are images: a step uses some of them several times"
-    repeated = repeated if plan.global_batch_size > images else ""
-    rows = {
-        "data": data_line,
-        "network": description.network_line(config),
-        "device": f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
+    repeated = repeated if plan.global_batch_size > plan.images else ""
+    rows = description.facts(
+        run,
+        size.classes,
+        min(size.validation, config.train.overfit or size.validation),
+        f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
         f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
-        "length": description.length_line(plan, len(evaluations)) + _known_time(run, device.name),
-        "recipe": description.recipe_line(run),
+    )
+    rows["length"] += _known_time(run, device.name)
+    rows |= {
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{description.counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
@@ -184,7 +180,7 @@ def _show_plan(call: Call) -> None:
         "checkpoints": _disk_needed(run, len(size.classes) or COCO_NUM_CLASSES),
         "run": str(run.out),
     }
-    if call.console.verbose and (details := description.details_line(run)):
+    if call.console.verbose and (details := description.details(run)):
         rows["details"] = details
     call.console.result(None, aligned(list(rows.items())))
 

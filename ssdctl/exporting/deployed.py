@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.boxes import IMAGE_SIZE, default_boxes_cxcywh
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_network
 from ssdctl.device import open_device
 from ssdctl.errors import IntegrityError

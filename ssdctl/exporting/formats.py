@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.config import Config, DataConfig
 from ssdctl.data import shapes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.config.settings import with_current_keys
 from ssdctl.errors import IntegrityError
 from ssdctl.model.ssd300 import SSD300

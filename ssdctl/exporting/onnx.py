@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ssdctl.boxes.default_boxes import NUM_BOXES
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.boxes import NUM_BOXES
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES, InputConvention, OnnxDescription
 from ssdctl.errors import missing_package
 from ssdctl.exporting.deployed import (

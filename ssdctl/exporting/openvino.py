@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.exporting import onnx
 from ssdctl.exporting.deployed import Differences, ExportOptions, Images, Reference, Runner

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config, Resolved
-from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Kind, Source
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.store import Split
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
     from ssdctl.model.ssd300 import SSD300, Architecture
 
     DeviceFacts = Device | DeviceType  # opened, or only planned
@@ -63,10 +62,6 @@ class SettledRun(NamedTuple):
     @property
     def precision(self) -> str:
         return self.config.train.precision
-
-    def recorded_settings(self) -> dict[str, Any]:
-        """Return the settings that explain the result: for checkpoints and trackers."""
-        return snapshot(self.config)
 
 
 class OpenedRun(NamedTuple):

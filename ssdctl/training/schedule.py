@@ -14,7 +14,7 @@ from ssdctl.errors import UsageError
 from ssdctl.model.backbones import find_backbone
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.contents import Checkpoint
+    from ssdctl.checkpoint import Checkpoint
     from ssdctl.config import TrainConfig
 
 COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end
@@ -31,18 +31,15 @@ class Every(NamedTuple):
     steps: Fraction | None
     seconds: float | None
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a period ends with this step, rounded down; never for seconds."""
-        if self.steps is None:
-            return False
-        periods = math.ceil(step / self.steps)  # the first period that reaches the step
-        return step == math.floor(periods * self.steps)
-
     def after(self, step: int) -> int | None:
-        """Return the first later step with which a period ends; None for seconds."""
+        """Return the first later step with which a period ends, rounded down; None for seconds."""
         if self.steps is None:
             return None
         return math.floor(math.ceil((step + 1) / self.steps) * self.steps)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a period ends with this step; never for seconds."""
+        return self.after(step - 1) == step
 
 
 class TrainSchedule(NamedTuple):
@@ -167,13 +164,10 @@ def every(text: str, plan: TrainSchedule) -> Every:
     return Every(max(steps, Fraction(1)), None)
 
 
-def at_steps(epochs: tuple[float, ...], plan: TrainSchedule) -> list[int]:
-    return [max(int(epoch * plan.images / plan.global_batch_size), 1) for epoch in epochs]
-
-
 def next_evaluation(config: TrainConfig, plan: TrainSchedule, step: int) -> int:
     """Return the first step after `step` that is evaluated; the last one always is."""
-    steps = [plan.total_steps, *at_steps(config.eval_at, plan)]
+    steps = [plan.total_steps]
+    steps += [max(int(e * plan.images / plan.global_batch_size), 1) for e in config.eval_at]
     if config.eval_every and (due := every(config.eval_every, plan).after(step)) is not None:
         steps.append(due)
     return min((s for s in steps if s > step), default=plan.total_steps)
