@@ -63,7 +63,7 @@ def benchmark_evaluate(
     size = settings.batch_size
     rows = np.resize(np.nonzero(split.usable)[0], size)
     pixels = next(iter(evaluation_batches(split, rows, size, threads))).images.clone()
-    _suppress_objects(model, detector.forward(pixels).logits.clone())
+    _suppress_objects(model, detector.forward(pixels)[1].clone())
     forward_s = _seconds_each(lambda: detector.forward(pixels), seconds, device)
     num_batches = max(int(seconds / forward_s), MIN_BATCHES)  # full ones
     rows = np.resize(np.nonzero(split.usable)[0], num_batches * size)

@@ -90,7 +90,7 @@ def fetch_weights(
         command = f"ssdctl train --data DIR --backbone-weights {name}"
     else:
         if cached_path(detector, dest) is None:  # its contents are checked instead of a checksum
-            from ssdctl.inference.model_source import trust_first_use
+            from ssdctl.inference.locate import trust_first_use
 
             trust_first_use(name, path)
         data |= {"sha256": sha256_of(path, path.name), "trust": detector.trust}

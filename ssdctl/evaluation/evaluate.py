@@ -27,8 +27,7 @@ from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
-from ssdctl.evaluation.score import score
+from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth, score
 from ssdctl.files import DECODE_ERRORS, write_bytes
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.progress import Progress

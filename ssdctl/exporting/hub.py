@@ -9,7 +9,6 @@ samples/1.jpg ...    images of the dataset with detections
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -35,9 +34,9 @@ from ssdctl.download.hub import (
 from ssdctl.errors import NetworkError, SsdctlError
 from ssdctl.evaluation.coco_ap import FIGURES
 from ssdctl.evaluation.evaluate import data_of
-from ssdctl.exporting.deployed import ExportOptions
-from ssdctl.exporting.formats import dataset_images, images_of, safetensors_bytes
-from ssdctl.exporting.onnx import onnx_model, require_onnx
+from ssdctl.exporting.deployed import Deployment, dataset_images, images_of
+from ssdctl.exporting.graphs import onnx_model, require_onnx
+from ssdctl.exporting.weights import safetensors_bytes
 from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.drawing import one_line
@@ -75,7 +74,7 @@ def write_model_folder(
     images = _draw(checkpoint, folder, samples)
     write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=True) + "\n")
-    graph, _ = onnx_model(checkpoint, images_of(*data_of(checkpoint))[0], ExportOptions())
+    graph, _ = onnx_model(Deployment(checkpoint), images_of(*data_of(checkpoint))[0])
     write_bytes(folder / ONNX, graph)
     licenses = {"license": license_id, "data_license": data_license}
     write_text(folder / CARD, model_card(checkpoint, repo=repo, samples=images, **licenses))
@@ -162,8 +161,7 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> list[str]:
     detector = open_detector(checkpoint, open_device("cpu"), config)
     predictor = Predictor(ImageDetector(detector, class_names(checkpoint)), checkpoint.path.name)
     names: list[str] = []
-    images = dataset_images(*data_of(checkpoint), MAX_TRIED)
-    for found in map(predictor.predict, itertools.islice(images, MAX_TRIED)):
+    for found in map(predictor.predict, dataset_images(*data_of(checkpoint), MAX_TRIED)):
         if found:
             names.append(f"samples/{len(names) + 1}.jpg")
             image = found.plot()

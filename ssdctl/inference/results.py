@@ -15,7 +15,7 @@ from PIL import Image
 
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import SsdctlError, hints_in_messages, missing_package
-from ssdctl.inference.drawing import DrawingStyle, Rectangle, draw, save_image
+from ssdctl.inference.drawing import Rectangle, draw, save_image
 from ssdctl.runtime.safe_text import html_table
 
 if TYPE_CHECKING:
@@ -138,9 +138,14 @@ class Result:
         Raises:
             DataError: The file does not exist any more.
         """
-        style = DrawingStyle(line_width, labels, scores)
-        image = self._open_image(self.image)
-        return draw(image, self.boxes, self.labels, self.names, self.scores, style)
+        return draw(
+            self._open_image(self.image),
+            self.boxes,
+            self.labels,
+            self.names if labels else None,
+            self.scores if scores else None,
+            line_width=line_width,
+        )
 
     @hints_in_messages()
     def save(
