@@ -1,6 +1,6 @@
 """Score detections: pycocotools' definition of AP, computed by hotcoco. Torch-free.
 
-    truth = read_ground_truth(Path("prepared/index-val.arrow"))     # or instances_val2017.json
+    truth = read_ground_truth(Path("prepared/index-val.arrow"))
     ap = run_scoring(truth, detections).figures["AP"]
     evaluation = score(truth, detections, EvaluationInfo(source="best.pt", ...))
 
@@ -28,8 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, SplitFiles, coco_document
-from ssdctl.data.formats import coco
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, coco_document
 from ssdctl.data.formats.coco import positions
 from ssdctl.errors import DataError, IntegrityError, SsdctlError
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
@@ -104,16 +103,14 @@ class Scoring(NamedTuple):
 
 
 def read_ground_truth(path: Path) -> Annotations:
-    """Read the annotations to score against: an index of a store, or a file in COCO's format.
+    """Read the annotations to score against from the index of a store.
 
     Raises:
-        DataError: It cannot be read, or its ids are not unique or refer to nothing.
+        DataError: It cannot be read, or is damaged.
     """
-    if path.suffix == ".arrow":
-        from ssdctl.data.index import read_annotations  # late: pyarrow
+    from ssdctl.data.index import read_annotations  # late: pyarrow
 
-        return ground_truth(read_annotations(path))
-    return ground_truth(coco.read_files({"val": SplitFiles([path.parent], path)})["val"])
+    return ground_truth(read_annotations(path))
 
 
 def ground_truth(annotations: Annotations) -> Annotations:

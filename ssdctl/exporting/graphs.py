@@ -8,7 +8,6 @@ Inputs and outputs: see `ssdctl.exporting.deployed`. Classes and thresholds are 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 import tempfile
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES
 from ssdctl.checkpoint.exported import PACKAGES, InputConvention, OnnxDescription
-from ssdctl.errors import UsageError, missing_package
+from ssdctl.errors import UsageError, import_package
 from ssdctl.exporting.deployed import (
     Deployed,
     Deployment,
@@ -130,21 +129,16 @@ def export_graph(
         content, found = (onnx_model if kind == "onnx" else pt2_program)(deployment, images)
         write_bytes(target, content)
     log.info(
-        "%s agrees with PyTorch on %d images (%s): largest difference of boxes %.1g of the image "
-        "size, of scores %.1g",
-        RUNTIMES[kind],
-        len(images),
-        source,
-        found["box_difference"],
-        found["score_difference"],
+        "%(runtime)s agrees with PyTorch on %(count)d images (%(source)s): largest difference of "
+        "boxes %(box_difference).1g of the image size, of scores %(score_difference).1g",
+        {"runtime": RUNTIMES[kind], "count": len(images), "source": source, **found},
     )
     if kind == "openvino":
         log.info(
-            "with OpenVINO's default precision on this CPU (%s): boxes %.1g of the image size, "
-            "scores %.1g; the agreement above is that of INFERENCE_PRECISION_HINT f32",
-            found["default_precision"],
-            found["default_box_difference"],
-            found["default_score_difference"],
+            "with OpenVINO's default precision on this CPU (%(default_precision)s): boxes "
+            "%(default_box_difference).1g of the image size, scores %(default_score_difference).1g;"
+            " the agreement above is that of INFERENCE_PRECISION_HINT f32",
+            found,
         )
     return {"fp16": deployment.is_fp16, "pictures": len(images), **found}
 
@@ -199,11 +193,8 @@ def onnx_model(deployment: Deployment, images: Images) -> tuple[bytes, Differenc
 
 def require_onnx() -> None:
     """Raise UsageError unless the packages of the extra `onnx` are installed."""
-    try:
-        for name in ("onnx", "onnx.compose", "onnx.parser", "onnxruntime", "onnxscript"):
-            importlib.import_module(name)  # onnxscript: for PyTorch's exporter
-    except ImportError as error:
-        raise missing_package(error.name, *PACKAGES, "onnxscript") from None
+    for name in ("onnx", "onnx.compose", "onnx.parser", "onnxruntime", "onnxscript"):
+        import_package(name, *PACKAGES, "onnxscript")  # onnxscript: for PyTorch's exporter
 
 
 def network_graph(deployment: Deployment) -> Any:
@@ -305,10 +296,7 @@ def write_openvino(deployment: Deployment, images: Images, target: Path) -> Diff
     if target.suffix != ".xml":
         raise UsageError(f"{target}: OpenVINO reads NAME.xml and NAME.bin", hint="--out NAME.xml")
     require_onnx()
-    try:
-        import openvino
-    except ImportError as error:
-        raise missing_package(error.name, "openvino") from None
+    openvino = import_package("openvino")
     reference = Reference(deployment, images, "OpenVINO")
     graph = network_graph(deployment)
     with _converted(openvino, graph, deployment) as file:

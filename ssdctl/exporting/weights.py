@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.config.settings import with_current_keys
-from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.optimizer import decay_groups, without_dynamo
@@ -69,21 +69,14 @@ def export_weights(checkpoint: Checkpoint, kind: str, target: Path) -> None:
     if kind == "nvidia":
         payload |= training_state(checkpoint)
         if architecture.num_classes != NVIDIA_CLASSES:
-            log.warning(
-                "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: only "
-                "ssdctl reads it",
-                NVIDIA_CLASSES,
-                architecture.num_classes,
-            )
+            text = "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: "
+            log.warning(text + "only ssdctl reads it", NVIDIA_CLASSES, architecture.num_classes)
     with atomic_write(target) as file:
         torch.save(payload, file)
 
 
-def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
-    try:
-        from safetensors.torch import save
-    except ImportError:
-        raise missing_package("safetensors", "safetensors") from None
+def safetensors_bytes(state: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    save = import_package("safetensors.torch", "safetensors").save
     content: bytes = save({k: v.contiguous() for k, v in state.items()}, metadata)
     return content
 

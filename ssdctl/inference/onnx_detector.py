@@ -19,7 +19,7 @@ from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcy
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES
 from ssdctl.device.base import Device
-from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
@@ -163,10 +163,7 @@ def filled_batches(images: NDArray[np.uint8], size: int) -> list[NDArray[np.uint
 
 
 def _session(checkpoint: Checkpoint, device: Device) -> Any:
-    try:
-        import onnxruntime
-    except ImportError:
-        raise missing_package("onnxruntime", *PACKAGES) from None
+    onnxruntime = import_package("onnxruntime", *PACKAGES)
     providers: list[Any] = [CPU_PROVIDER]
     if device.torch_device.type == "cuda":
         if CUDA_PROVIDER not in onnxruntime.get_available_providers():

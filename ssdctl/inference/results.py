@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.data.classes import ClassName
-from ssdctl.errors import SsdctlError, hints_in_messages, missing_package
+from ssdctl.errors import SsdctlError, hints_in_messages, import_package
 from ssdctl.inference.drawing import Rectangle, draw, save_image
 from ssdctl.runtime.safe_text import html_table
 
@@ -215,16 +215,13 @@ class Result:
         Raises:
             UsageError: supervision is not installed.
         """
-        try:
-            from supervision import Detections
-        except ImportError:
-            raise missing_package("supervision", "supervision") from None
-        return Detections(
+        detections: supervision.Detections = import_package("supervision").Detections(
             xyxy=self.boxes.astype(np.float32),
             confidence=self.scores.astype(np.float32),
             class_id=self.labels - 1,
             data={"class_name": self.names},
         )
+        return detections
 
     @hints_in_messages()
     def to_pandas(self) -> pandas.DataFrame:
@@ -233,13 +230,11 @@ class Result:
         Raises:
             UsageError: pandas is not installed.
         """
-        try:
-            from pandas import DataFrame
-        except ImportError:
-            raise missing_package("pandas", "pandas") from None
+        frame = import_package("pandas").DataFrame
         sides = dict(zip(("left", "top", "right", "bottom"), self.boxes.T, strict=True))
         columns = {"name": self.names.tolist(), "label": self.labels, "score": self.scores}
-        return DataFrame({**columns, **sides})
+        table: pandas.DataFrame = frame({**columns, **sides})
+        return table
 
 
 def counted(result: Result) -> str:

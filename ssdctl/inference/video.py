@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.data.image_decode import MAX_PIXELS
-from ssdctl.errors import DataError, SsdctlError, missing_package
+from ssdctl.errors import DataError, SsdctlError, import_package
 from ssdctl.inference.image_detector import ImageDetector, PreparedImage, detect_ahead
 from ssdctl.inference.locate import is_camera
 from ssdctl.inference.results import Result
@@ -95,7 +95,7 @@ def open_video(name: str) -> Iterator[Video]:
         UsageError: PyAV is not installed.
         DataError: It cannot be opened, or is not a video.
     """
-    av = _package()
+    av = import_package("av")
     with contextlib.ExitStack() as stack:
         try:
             if is_camera(name):
@@ -136,7 +136,7 @@ class VideoWriter:
     """
 
     def __init__(self, file: IO[bytes], rate: float, style: Mapping[str, Any]) -> None:
-        self._av, self._style = _package(), style
+        self._av, self._style = import_package("av"), style
         self._container = self._av.open(file, "w", format="mp4")
         self._rate = max(round(rate), 1)
         self._stream: Any = None
@@ -168,15 +168,6 @@ class VideoWriter:
         if name == "libx264":
             stream.options = {"preset": "veryfast", "crf": "23"}
         return stream
-
-
-def _package() -> ModuleType:
-    try:
-        import av
-        import av.error
-    except ImportError as error:
-        raise missing_package(error.name, "av") from None
-    return av
 
 
 def _reason(error: Exception) -> str:
