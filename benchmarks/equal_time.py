@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from ssdctl.data.annotations import coco_document
+from ssdctl.data.coco_json import coco_document
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.evaluation.coco_ap import read_ground_truth

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ssdctl.benchmark.evaluate import make_split
-from ssdctl.data.annotations import document_of
+from ssdctl.data.coco_json import document_of
 from ssdctl.evaluation.coco_ap import run_scoring
 from ssdctl.evaluation.evaluate import read_detections
 

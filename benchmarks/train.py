@@ -154,7 +154,7 @@ def measure_other(
 ) -> dict[str, Any]:
     """Measure the third-party training step."""
     from ssdctl.benchmark.train import matmul_flops, train_flops
-    from ssdctl.data.classes import COCO_NUM_IMAGES
+    from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.device import open_device
     from ssdctl.model.ssd300 import Architecture
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ssdctl._version import __version__
 from ssdctl.cli.help import EXAMPLES
-from ssdctl.cli.main import click_tree
+from ssdctl.cli.main import click_root
 
 EXIT_CODES = {
     0: "success",
@@ -37,7 +37,7 @@ FILES = {
 def pages() -> dict[str, str]:
     """Return every page by the name of its file."""
     result = {}
-    pending: list[tuple[str, Any]] = [("ssdctl", click_tree())]
+    pending: list[tuple[str, Any]] = [("ssdctl", click_root())]
     while pending:
         path, command = pending.pop()
         result[path.replace(" ", "-") + ".1"] = _page(path, command)

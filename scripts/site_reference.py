@@ -11,7 +11,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from ssdctl.cli.main import click_tree
+from ssdctl.cli.main import click_root
 from ssdctl.config.render import toml_value
 from ssdctl.config.resolve import preset_overrides
 from ssdctl.config.settings import Setting, all_settings
@@ -48,7 +48,7 @@ def on_files(files: Any, *, config: Any) -> None:
 def commands_page() -> str:
     """Return the reference of all commands as Markdown."""
     lines = [COMMANDS]
-    tree = click_tree()
+    tree = click_root()
     commands = dict(_commands("ssdctl", tree))
     train = {option.name for option in tree.commands["train"].params}
     everywhere = set.intersection(*({p.name for p in c.params} for c in commands.values()))

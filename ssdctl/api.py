@@ -30,8 +30,7 @@ from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 if TYPE_CHECKING:
     import torch
 
-    from ssdctl.config.devices import DeviceName
-    from ssdctl.config.fields import Precision
+    from ssdctl.config.fields import DeviceName, Precision
     from ssdctl.data.prepare import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation

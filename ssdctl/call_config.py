@@ -26,8 +26,7 @@ from ssdctl.config.settings import Config, all_settings
 from ssdctl.errors import UsageError, hints_in_messages
 
 if TYPE_CHECKING:
-    from ssdctl.config.devices import DeviceName
-    from ssdctl.config.fields import Precision
+    from ssdctl.config.fields import DeviceName, Precision
 
 PathLike = str | os.PathLike[str]
 ConfigLike = Config | PathLike  # a config, or a config file

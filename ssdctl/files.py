@@ -132,7 +132,6 @@ def no_follow(path: str | Path, flags: int) -> int:
 
 
 def _temporary(path: Path) -> Path:
-    """Return an unpredictable name next to `path`."""
     return path.with_name(f".{path.name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
 
 

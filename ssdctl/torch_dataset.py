@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.call_config import overrides_of, resolve_call
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders, require_dataset

@@ -25,7 +25,7 @@ from conftest import Result
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.cli.main import main
-from ssdctl.distributed.addresses import free_port
+from ssdctl.distributed.ranks import free_port
 
 
 class ForkedProcess:

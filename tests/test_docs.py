@@ -31,7 +31,7 @@ from ssdctl.cli import main as cli_main
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import resolve
 from ssdctl.config.resolve import PREFIX
-from ssdctl.data.dataset import read_dataset_toml
+from ssdctl.data.formats.coco import read_dataset_toml
 from ssdctl.errors import ExitCode, UsageError
 
 MIGRATING = ROOT / "docs" / "migrating.md"
@@ -47,7 +47,7 @@ class Read(BaseException):
 
 @pytest.fixture(scope="module")
 def root_command() -> Any:
-    return cli_main.click_tree()
+    return cli_main.click_root()
 
 
 @pytest.fixture

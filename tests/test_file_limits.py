@@ -113,12 +113,12 @@ def test_a_huge_environment_of_a_run_is_skipped() -> None:
 
 def test_a_huge_lock_file_of_another_run(cli: Cli) -> None:
     from ssdctl.files import try_lock
-    from ssdctl.runs import lock
+    from ssdctl.runs import layout
 
     enlarge(Path("run/.lock"))
     descriptor = try_lock(Path("run/.lock"))
     assert descriptor is not None
     try:
-        assert len(lock._owner(Path("run/.lock"))) <= lock.MAX_OWNER
+        assert len("".join(layout._owner(Path("run/.lock")))) <= layout.MAX_OWNER
     finally:
         os.close(descriptor)

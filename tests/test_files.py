@@ -39,7 +39,7 @@ from ssdctl.files import (
     safe_join,
     write_text,
 )
-from ssdctl.runs.lock import exclusive_run
+from ssdctl.runs.layout import exclusive_run
 from ssdctl.runs.metrics import MetricsFile
 from ssdctl.training.mllog import MLLog
 from ssdctl.training.schedule import make_plan

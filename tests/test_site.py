@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ssdctl.cli.main import click_tree
+from ssdctl.cli.main import click_root
 from ssdctl.config.settings import all_settings
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -34,7 +34,7 @@ def test_the_reference_has_every_command_and_option() -> None:
             for parameter in command.params:
                 assert parameter.opts[0] in text or parameter.metavar in text, (path, parameter)
 
-    look_for("ssdctl", click_tree())
+    look_for("ssdctl", click_root())
 
 
 def test_the_reference_has_every_setting_and_its_default() -> None:

@@ -16,8 +16,7 @@ from ssdctl.benchmark.data import Figures
 from ssdctl.benchmark.train import timed
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL, default_boxes_cxcywh
 from ssdctl.config import Config
-from ssdctl.data.annotations import Annotations
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import Annotations, ClassName
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device

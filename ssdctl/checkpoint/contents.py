@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.config.fields import LARGEST_INT, BackboneName
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
 from ssdctl.model.ssd300 import Architecture

@@ -25,7 +25,7 @@ from ssdctl.checkpoint.contents import (
     require_file,
 )
 from ssdctl.config.fields import BackboneName
-from ssdctl.data.classes import ClassName, Name
+from ssdctl.data.annotations import ClassName, Name
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.files import read_limited, reason_of
 from ssdctl.model.ssd300 import Architecture

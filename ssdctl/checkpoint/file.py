@@ -28,7 +28,7 @@ from ssdctl.checkpoint.contents import (
     read_fields,
     require_file,
 )
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
 from ssdctl.model.ssd300 import SSD300, Architecture

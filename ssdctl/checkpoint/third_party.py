@@ -18,7 +18,8 @@ from torch import Tensor
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint.contents import MAX_CLASSES, MAX_COUNT, Checkpoint, Count, is_state
 from ssdctl.config.fields import BackboneName
-from ssdctl.data.classes import COCO_CLASSES, UNUSED, ClassName
+from ssdctl.data.annotations import ClassName
+from ssdctl.data.coco_json import COCO_CLASSES, UNUSED
 from ssdctl.errors import IntegrityError
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone

@@ -25,7 +25,15 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from ssdctl.cli.console import Console
-from ssdctl.cli.help import COMMON, EXAMPLES, HelpGroup, completer, is_completion, show_short_help
+from ssdctl.cli.help import (
+    COMMON,
+    EXAMPLES,
+    HelpGroup,
+    completer,
+    is_completion,
+    show_short_help,
+    usage,
+)
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.render import plain_value
 from ssdctl.config.resolve import (
@@ -37,8 +45,9 @@ from ssdctl.config.resolve import (
     resolve,
 )
 from ssdctl.config.settings import Config, Setting, all_settings, select
-from ssdctl.errors import Interrupted, SsdctlError, Stopped, UsageError
+from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
+from ssdctl.runtime.packages import library_error, memory_limit_error
 from ssdctl.runtime.safe_text import printable, redact_urls
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
@@ -111,10 +120,10 @@ def command(
             switches = {name: values.pop(name) for name in ("as_json", "quiet", "verbose")}
             console = Console(**switches)
             with console.show_log():
-                with_exit_codes(
-                    console,
-                    lambda: function(_call(console, selected, values, is_isolated), **values),
-                )
+                try:
+                    function(_call(console, selected, values, is_isolated), **values)
+                except (Exception, KeyboardInterrupt) as error:
+                    exit_after(error, console)
 
         def add_options() -> None:
             shown = select(*settings.split())
@@ -192,24 +201,31 @@ def stoppable(kept: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
-    """Call `work`; report an expected failure in one message and exit with its code."""
-    try:
-        work()
-    except (Exception, KeyboardInterrupt) as error:
-        if (problem := _expected_error(error)) is None:
-            raise
-        if console.verbose and isinstance(error, Exception):
-            _print_traceback()
-        console.error(problem)
-        raise SystemExit(problem.exit_code) from None
+def exit_after(error: BaseException, console: Console, written: object = None) -> NoReturn:
+    """Report an expected failure in one message, a bug with its traceback; exit with its code.
+
+    `written` is named by an error of the file system that names no file.
+    """
+    if isinstance(error, BrokenPipeError):  # the reader of stdout has ended, as with `| head`
+        raise SystemExit(ExitCode.DISK) from None
+    problem = _expected_error(error, written)
+    if problem is None or (console.verbose and isinstance(error, Exception)):
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(printable(redact_urls(text)))
+    if problem is None:
+        sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
+        raise SystemExit(ExitCode.BUG)
+    console.error(problem)
+    raise SystemExit(problem.exit_code) from None
 
 
-def _expected_error(error: BaseException) -> SsdctlError | None:
+def _expected_error(error: Any, written: object) -> SsdctlError | None:
     if isinstance(error, SsdctlError):
         return error
-    if isinstance(error, KeyboardInterrupt):
+    if _is_interrupt(error):
         return Interrupted("interrupted")
+    if hasattr(error, "format_message"):
+        return _usage_error(error)
     if isinstance(error, UnicodeEncodeError):  # a name
         text = error.object[max(0, error.start - 60) : error.end + 20]
         if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
@@ -219,12 +235,35 @@ def _expected_error(error: BaseException) -> SsdctlError | None:
             hint = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
         return UsageError(f"{text!r}: {problem}", hint=hint)
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
-        return disk_error(error, error.filename or "a file", "reading or writing")
-    return None
+        doing = "writing" if written else "reading or writing"
+        return disk_error(error, error.filename or written or "a file", doing)
+    return memory_limit_error(error) or library_error(error)
 
 
-def _print_traceback() -> None:
-    sys.stderr.write(printable(redact_urls(traceback.format_exc())))
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C is the cause: Python 3.11 wraps what ends the creation of a class."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _usage_error(error: Any) -> UsageError:
+    """Return typer's error of a command line, with a hint."""
+    path = getattr(getattr(error, "ctx", None), "command_path", "ssdctl COMMAND")
+    text = error.format_message().rstrip(".")
+    hint = f"`{path} --help` lists all options"
+    if near := getattr(error, "possibilities", None):
+        text, hint = error.message, f"did you mean {near[0]}?"
+    elif "Did you mean" in text:
+        text, _, near = text.partition(". Did you mean ")
+        hint = f"did you mean {near}"
+    elif text.startswith("No such command"):
+        hint = f"`{path} --help` lists the commands"
+    elif text.startswith("Missing argument"):
+        hint = f"usage: {usage(error.ctx.command, error.ctx)}"
+    return UsageError(text[0].lower() + text[1:], hint=hint)
 
 
 def _call(
@@ -261,7 +300,6 @@ def _options(setting: Setting) -> list[tuple[str, str, str | None]]:
 
 
 def _parameters(setting: Setting, *, is_hidden: bool) -> Iterator[inspect.Parameter]:
-    """Yield the options of a setting."""
     joined = "|".join(setting.choices)
     is_long = len(joined) > LONGEST_METAVAR
     choices = f": {', '.join(setting.choices)}" if is_long else ""
@@ -326,9 +364,3 @@ def _default_note(setting: Setting) -> str:
 @functools.cache
 def _preset_values(name: str) -> dict[str, Any]:
     return {override.path: override.value for override in preset_overrides(name)}
-
-
-def exit_as_bug() -> NoReturn:
-    _print_traceback()
-    sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
-    raise SystemExit(1)

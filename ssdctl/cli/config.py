@@ -14,9 +14,9 @@ from ssdctl.config import render
 from ssdctl.config.resolve import (
     DEFAULT_FILE,
     PRESET_DIR,
+    Kind,
     nearest_key,
     preset_overrides,
-    read_toml,
     resolve,
     setting_path,
 )
@@ -71,18 +71,16 @@ def _paths_of_key(key: str) -> list[str]:
 
 
 def _table(data: dict[str, dict[str, Any]], *, with_help: bool) -> Table:
-    from rich.table import Table
-
-    table = Table("key", "value", "source", box=None, pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"
-    if with_help:
-        table.add_column("meaning")
+    rows = []
     for path, entry in data.items():
         value = entry["value"]
         text = "-" if value is None else render.toml_value(value)
-        table.add_row(path, text, entry["source"], *[all_settings()[path].help] * with_help)
-    return table
+        rows.append([path, text, entry["source"], *[all_settings()[path].help] * with_help])
+    columns = ["key", "value", "source", *["meaning"] * with_help]
+    settings = table(*columns, rows=rows, left=range(4))
+    for column in settings.columns[:3]:
+        column.overflow = "fold"
+    return settings
 
 
 @command("validate", group, is_isolated=True, examples=["ssdctl config validate ssdctl.toml"])
@@ -93,8 +91,8 @@ def validate(
     ] = DEFAULT_FILE,
 ) -> None:
     """Check the keys and values of a config file."""
-    resolve(file=file, environment={})  # only the file, without the environment
-    keys = len(read_toml(Path(file)))
+    sources = resolve(file=file, environment={}).sources.values()  # only the file
+    keys = sum(source.kind is Kind.FILE for source in sources)
     call.console.result({"file": file, "valid": True, "keys": keys}, f"{file}: {keys} keys, valid")
 
 
@@ -127,14 +125,13 @@ def _preset_tables(recipes: dict[str, dict[str, object]]) -> Group:
     paths = dict.fromkeys(path for recipe in recipes.values() for path in recipe)
     tables: list[Table | str] = []
     for start in range(0, len(recipes), PRESETS_IN_A_ROW):
-        names = list(recipes)[start : start + PRESETS_IN_A_ROW]
-        rows = table("", *names, left=range(PRESETS_IN_A_ROW + 1))
+        names, rows = list(recipes)[start : start + PRESETS_IN_A_ROW], []
         for path in paths:
             values = [recipe.get(path) for recipe in recipes.values()]
             shown = [recipes[name].get(path) for name in names]
             if any(value != values[0] for value in values) and any(v is not None for v in shown):
-                rows.add_row(path.partition(".")[2], *map(render.plain_value, shown))
-        tables += [rows, ""]
+                rows.append([path.partition(".")[2], *map(render.plain_value, shown)])
+        tables += [table("", *names, rows=rows, left=range(PRESETS_IN_A_ROW + 1)), ""]
     texts = [(PRESET_DIR / f"{name}.toml").read_text(encoding="utf-8") for name in recipes]
     about = [(name, text.partition("\n")[0][2:]) for name, text in zip(recipes, texts, strict=True)]
     return Group(*tables, aligned(about))

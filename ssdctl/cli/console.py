@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -31,18 +31,8 @@ MAX_MESSAGE = 20_000  # characters
 STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1", "dim": "2"}
 
 
-class MessageHandler(logging.Handler):
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        is_warning = record.levelno >= logging.WARNING
-        (self._console.warning if is_warning else self._console.info)(record.getMessage())
-
-
-class Console:
-    """The output of a command.
+class Console(logging.Handler):
+    """The output of a command, and the handler of the messages that it logs.
 
     Args:
         as_json: Write one JSON object to stdout and nothing else.
@@ -53,22 +43,27 @@ class Console:
     def __init__(
         self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
     ) -> None:
+        super().__init__(logging.INFO)
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
         self.is_nested = False  # inside another command, such as demo
-        self.handler = MessageHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_warning = record.levelno >= logging.WARNING
+        (self.warning if is_warning else self.info)(record.getMessage())
 
     @contextlib.contextmanager
     def show_log(self) -> Iterator[None]:
         """Show the messages of the `ssdctl` loggers for the duration of the block.
 
-        A command that runs inside another one replaces the outer one's handler.
+        A command that runs inside another one replaces the outer one's console.
         """
         logger = logging.getLogger("ssdctl")
         level, outer = logger.level, list(logger.handlers)
-        self.is_nested = any(isinstance(handler, MessageHandler) for handler in outer)
-        logger.handlers = [h for h in outer if not isinstance(h, MessageHandler)] + [self.handler]
+        others = [handler for handler in outer if not isinstance(handler, Console)]
+        self.is_nested = len(others) < len(outer)
+        logger.handlers = [*others, self]
         logger.setLevel(logging.INFO)
         try:
             yield
@@ -110,13 +105,13 @@ class Console:
         width = max((len(name) for name, _ in rows), default=0)
         has_links = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "linux")
         for name, text in rows:
-            style = "green" if name == "best" else "bold"
-            line = aligned([(name, printable_line(redact_urls(str(text))))], sys.stderr, width)
-            shown = line.removeprefix(name).lstrip()
+            start = f"{name:<{width}}  "
+            line = start + printable_line(redact_urls(str(text)))
+            shown = wrapped(line, sys.stderr, len(start)).removeprefix(start)
             if has_links and isinstance(text, Path):
                 shown = f"\033]8;;{text.absolute().as_uri()}\033\\{shown}\033]8;;\033\\"
-            label = self.painted(name, style, sys.stderr)
-            self._write(f"{label}{' ' * (width - len(name) + 2)}{shown}", sys.stderr)
+            label = painted(name, "green" if name == "best" else "bold", sys.stderr)
+            self._write(label + start[len(name) :] + shown, sys.stderr)
 
     def error(self, error: SsdctlError) -> None:
         """Write the message and the hint of an expected failure, or of a stop, to stderr."""
@@ -157,14 +152,6 @@ class Console:
             items = progress_bar(items, total=total, label=printable_line(label), unit=unit)
         yield from items
 
-    def painted(self, text: str, style: str, stream: IO[str] | None = None) -> str:
-        """Return the text in a color or bold if the stream (None: stdout) supports colors."""
-        stream = stream or sys.stdout
-        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        if is_plain or not stream.isatty():
-            return text
-        return f"\033[{STYLES[style]}m{text}\033[0m"
-
     def _message(self, text: str, label: str = "", style: str = "") -> None:
         """Print a message, which may contain untrusted text and URLs with secrets."""
         if len(text) > MAX_MESSAGE:  # a hostile file can have a name of any length
@@ -174,9 +161,9 @@ class Console:
         text = printable(text) if text.startswith("\n") else printable_message(text)
         lines = (f"{label}: {text}" if label else text).split("\n")
         text = "\n".join(wrapped(line, sys.stderr, 2) for line in lines)
-        painted = f"{label}:" if label else text  # else all of it
+        start = f"{label}:" if label else text  # else all of it
         if style:
-            text = self.painted(painted, style, sys.stderr) + text.removeprefix(painted)
+            text = painted(start, style, sys.stderr) + text.removeprefix(start)
         self._write(text, sys.stderr)
 
     def _write(self, text: str, stream: IO[str], end: str = "\n") -> None:
@@ -188,11 +175,19 @@ class Console:
                 raise  # a lost result is an error; lost messages on stderr must not end a run
 
 
-def aligned(rows: Sequence[tuple[str, str]], stream: IO[str] | None = None, width: int = 0) -> str:
+def painted(text: str, style: str, stream: IO[str] | None = None) -> str:
+    """Return the text in a color or bold if the stream (None: stdout) supports colors."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if is_plain or not (stream or sys.stdout).isatty():
+        return text
+    return f"\033[{STYLES[style]}m{text}\033[0m"
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> str:
     """Return lines of a name and a text; on a terminal the texts wrap between words."""
-    width = width or max((len(name) for name, _ in rows), default=0)
+    width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(
-        wrapped(f"{name:<{width}}  {text}", stream or sys.stdout, width + 2) for name, text in rows
+        wrapped(f"{name:<{width}}  {text}", sys.stdout, width + 2) for name, text in rows
     )
 
 
@@ -211,13 +206,15 @@ def wrapped(text: str, stream: IO[str], indent: int = 0) -> str:
     )
 
 
-def table(*columns: str, left: Sequence[int] = (0,)) -> Table:
+def table(*columns: str, rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> Table:
     """Return a table without lines; the columns other than `left` hold numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number in left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

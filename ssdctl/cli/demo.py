@@ -16,6 +16,7 @@ from typing import Annotated
 from typer import Option
 
 from ssdctl.cli.command import Call, click_root, command
+from ssdctl.cli.console import painted
 from ssdctl.config import Resolved
 from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time
@@ -237,7 +238,7 @@ def _print_result(
         "commands": commands,
     }
     call.console.info("")
-    ap = call.console.painted(f"AP {best['AP']:.3f}  AP50 {best['AP50']:.3f}", "green")
+    ap = painted(f"AP {best['AP']:.3f}  AP50 {best['AP50']:.3f}", "green")
     call.console.result(
         data,
         f"{ap}  on {VAL_IMAGES} held-out images, {steps} steps from random weights; "

@@ -24,13 +24,12 @@ from typing import Any
 
 import typer
 
-from ssdctl.cli.console import Console
+from ssdctl.cli.console import painted
 
 MAX_WIDTH = 120  # longer lines are hard to read
 EXAMPLES = "\n\nExamples\n"  # between the description and the examples in `Command.help`
 MAX_SHORT_EXAMPLES = 3
 COMMON = "Common"  # the heading of the options that every command has
-painted = Console().painted
 COMPLETION_VARIABLE = "_SSDCTL_COMPLETE"
 BASH_WORDS, BASH_POSITION = "COMP_WORDS", "COMP_CWORD"
 OTHER_WORDS, POWERSHELL_WORD = "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_WORD_TO_COMPLETE"

@@ -11,11 +11,11 @@ from typer import Argument, Option
 
 from ssdctl import files
 from ssdctl.cli.command import Call, command
-from ssdctl.config.devices import DEVICE_TYPES, DeviceType
+from ssdctl.config.fields import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
-    from ssdctl.launch.base import LaunchPlan, LaunchRequest
+    from ssdctl.launch import LaunchPlan, LaunchRequest
 
 CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
 OUTCOMES: dict[int, str] = {
@@ -29,7 +29,6 @@ option = functools.partial(Option, rich_help_panel="Launch")
 
 
 def _count_parameter(device: DeviceType) -> inspect.Parameter:
-    """Return the option that counts the devices of one type, for the signature of `launch`."""
     text = f"Number of {device.description} over all nodes ({device.launcher})"
     kind = Annotated[int | None, option(device.count_option, min=1, metavar="N", help=text)]
     return inspect.Parameter(
@@ -81,7 +80,7 @@ def launch(
             hint="for example: ssdctl launch --cpus 2",
         )
     from ssdctl.cli.launch_request import make_request
-    from ssdctl.launch.base import load_launcher, make_plan, read_node
+    from ssdctl.launch import load_launcher, make_plan, read_node
     from ssdctl.launch.torchrun import SKY_SUFFIXES, to_sky_task
 
     request = make_request(
@@ -138,11 +137,10 @@ def launch(
 
 
 def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
-    """Run the job with a local launcher, again after crashes if --restarts allows it; return its
-    exit code."""
+    """Run the job with a local launcher, again after crashes; return its exit code."""
     from ssdctl.cli.launch_request import resumed
+    from ssdctl.launch import make_plan, read_node
     from ssdctl.launch._run import run
-    from ssdctl.launch.base import make_plan, read_node
 
     if plan.launcher == "torchrun" and plan.nodes > 1:
         call.console.info("this starts only the ranks of this node: run it on every node")
@@ -163,7 +161,6 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
 
 
 def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: str) -> None:
-    """Print the ranks that failed first and the end of their log."""
     from ssdctl.distributed.rank_process import last_lines
     from ssdctl.runs.layout import RunDir
 
@@ -178,7 +175,6 @@ def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: 
 def _submit(
     call: Call, engine: Any, plan: LaunchPlan, result: dict[str, object], wait: bool
 ) -> int:
-    """Submit the job to its batch engine; with `wait` follow it and return its exit code."""
     job = result["id"] = engine.submit(plan)
     cancel = engine.cancel(job, plan)
     call.console.info(f"submitted {job}; to cancel it: {cancel}")

@@ -12,17 +12,16 @@ from pathlib import Path
 from ssdctl.cli.command import Call, click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
 from ssdctl.config.settings import LAUNCHER_TABLES, all_settings
-from ssdctl.data.index import is_prepared
+from ssdctl.data.dataset import is_prepared
 from ssdctl.data.open_dataset import count_images
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
-from ssdctl.distributed.addresses import free_port, own_names
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed.ranks import Ranks, free_port, own_names
 from ssdctl.errors import DataError, UsageError
-from ssdctl.launch.base import LaunchRequest, load_launcher
+from ssdctl.launch import LaunchRequest, load_launcher
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.runs.layout import run_dir
 from ssdctl.training.run import check_without_data, finalize
@@ -49,6 +48,7 @@ def make_request(
     if config.hostfile is not None and hasattr(launcher, "submit"):
         raise UsageError(f"--hostfile applies to mpirun and torchrun: {name} chooses the hosts")
     request = LaunchRequest(
+        launcher=name,
         device=device,
         count=count,
         command=tuple(command),
@@ -111,7 +111,6 @@ def check_train(
 
 
 def _count_images(config: Config) -> int | None:
-    """Return the training images of a prepared dataset on this machine; None if there is none."""
     root, folder = dataset_folders(config.data)
     try:
         if not root.exists() or not is_prepared(root, folder):

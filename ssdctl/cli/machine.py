@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from ssdctl.cli.command import Call, command, command_group, stoppable
-from ssdctl.cli.console import is_encodable
+from ssdctl.cli.console import aligned, is_encodable, painted
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import tune_process
 
@@ -76,9 +76,8 @@ def doctor(
         else:
             checks = examine(call.config, network=network, self_test=self_test)
     width = min(shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns, MAX_WIDTH)
-    paint = call.console.painted
     if call.console.quiet:
-        text = problems(checks, width, paint)
+        text = problems(checks, width, painted)
     else:
         data = call.config.data.root
         options = f" --data {shlex.quote(data)}" if data else ""
@@ -87,7 +86,7 @@ def doctor(
             checks,
             width,
             f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo",
-            paint,
+            painted,
             verbose=call.console.verbose,
             marks=MARKS if is_encodable("".join(MARKS.values()), sys.stdout) else ASCII_MARKS,
         )
@@ -227,5 +226,4 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
 
 
 def _print_figures(call: Call, figures: Figures) -> None:
-    width = max(map(len, figures)) + 2
-    call.console.result(figures, "\n".join(f"{name:<{width}}{v}" for name, v in figures.items()))
+    call.console.result(figures, aligned([(name, str(v)) for name, v in figures.items()]))

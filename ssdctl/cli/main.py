@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,7 +13,6 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
     demo,
     download,
     export,
-    fetch_weights,
     launch,
     machine,
     predict,
@@ -22,11 +20,10 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
     results,
     train,
 )
-from ssdctl.cli.command import app, click_root, exit_as_bug
+from ssdctl.cli.command import app, click_root, exit_after
 from ssdctl.cli.console import STDOUT, Console
-from ssdctl.cli.help import command_line, is_completion, usage
-from ssdctl.errors import DiskError, ExitCode, Interrupted, SsdctlError, UsageError
-from ssdctl.runtime.packages import library_error, memory_limit_error
+from ssdctl.cli.help import command_line, is_completion
+from ssdctl.errors import ExitCode
 
 # In the order of `ssdctl --help`.
 COMMANDS = (
@@ -104,53 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(ExitCode.DISK) from None
         raise
     except (Exception, KeyboardInterrupt) as error:
-        if _is_interrupt(error):
-            raise SystemExit(Interrupted.exit_code) from None
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error, err=True)  # the help of a group
             raise SystemExit(ExitCode.USAGE) from None
-        if (problem := _expected_error(error)) is None:
-            exit_as_bug()
-        Console().error(problem)
-        raise SystemExit(problem.exit_code) from None
-
-
-def _expected_error(error: BaseException) -> SsdctlError | None:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        # typer itself writes --help and --version
-        return DiskError(f"no space left while writing {error.filename or STDOUT}")
-    return _as_usage_error(error) or memory_limit_error(error) or library_error(error)
-
-
-def _as_usage_error(error: Any) -> UsageError | None:
-    if isinstance(error, UsageError):  # from the aliases of options
-        return error
-    if not hasattr(error, "format_message"):
-        return None
-    context: Any = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", "ssdctl COMMAND")
-    text = error.format_message().rstrip(".")
-    hint = f"`{path} --help` lists all options"
-    if near := getattr(error, "possibilities", None):
-        text, hint = error.message, f"did you mean {near[0]}?"
-    elif "Did you mean" in text:
-        text, _, near = text.partition(". Did you mean ")
-        hint = f"did you mean {near}"
-    elif text.startswith("No such command"):
-        hint = f"`{path} --help` lists the commands"
-    elif text.startswith("Missing argument"):
-        hint = f"usage: {usage(context.command, context)}"
-    return UsageError(text[0].lower() + text[1:], hint=hint)
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C is the cause: Python 3.11 wraps what ends the creation of a class."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__
-    return False
-
-
-def click_tree() -> typer.core.TyperGroup:
-    return click_root()
+        exit_after(error, Console(), STDOUT)  # --help and --version are written by typer

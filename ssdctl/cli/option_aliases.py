@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ssdctl.cli.help import HelpCommand
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.settings import Setting, all_settings, other_programs, select
 from ssdctl.errors import UsageError
 

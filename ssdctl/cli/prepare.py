@@ -10,6 +10,7 @@ import msgspec
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command, command_group, stoppable
+from ssdctl.cli.console import table
 from ssdctl.files import refuse_url
 
 if TYPE_CHECKING:
@@ -94,22 +95,14 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 
 
 def _tables(outcome: Outcome) -> Group:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Group
-    from rich.table import Table
 
     from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED
 
-    table = Table("split", "images", "boxes", "classes", "with boxes", box=SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    issues = Table("split", "count", "issue", "example", box=SIMPLE_HEAD)
-    issues.columns[1].justify = "right"
-    issues.columns[-1].overflow = "fold"
-    lines = []
+    rows, lines, issues = [], [], []
     for report in outcome.splits:
         row = [f"{n:,}" for n in (report.images, report.boxes, report.classes, report.trainable)]
-        table.add_row(report.split, *(row if report.split == "train" else row[:-1]))
+        rows.append([report.split, *(row if report.split == "train" else row[:-1])])
         for kind, number in report.counts().items():
             if kind in (NO_BOXES, NO_BOXES_NOT_TRAINED):
                 have = "image has" if number == 1 else "images have"
@@ -117,11 +110,14 @@ def _tables(outcome: Outcome) -> Group:
                 continue
             first = (report.split, f"{number:,}", kind)
             for item in [f for f in report.findings if f.kind == kind][:MAX_EXAMPLES]:
-                issues.add_row(*first, _example(item))
+                issues.append((*first, _example(item)))
                 first = ("", "", "")
-    if not issues.rows:
-        return Group(table, *lines, "nothing was dropped or repaired")
-    return Group(table, *lines, issues)
+    splits = table("split", "images", "boxes", "classes", "with boxes", rows=rows)
+    if not issues:
+        return Group(splits, *lines, "nothing was dropped or repaired")
+    dropped = table("split", "count", "issue", "example", rows=issues, left=(0, 2, 3))
+    dropped.columns[-1].overflow = "fold"
+    return Group(splits, *lines, "", dropped)
 
 
 def _example(item: Finding) -> str:

@@ -85,18 +85,17 @@ def report(
 def _table(found: list[RunSummary]) -> Group:
     from rich.console import Group
 
-    rows = table("run", "date", "data", "network", "steps", "AP", left=range(4))
-    for column in rows.columns:
+    rows = [
+        (str(r.path), _date(r), r.data, r.network, f"{r.steps:,}", format_score(r.ap))
+        for r in found
+    ]
+    runs = table("run", "date", "data", "network", "steps", "AP", rows=rows, left=range(4))
+    for column in runs.columns:
         if column.header in ("run", "data"):
             column.overflow = "fold"
         else:
             column.no_wrap = True
-    for run in found:
-        ap = "-" if run.ap is None or run.ap < 0 else f"{run.ap:.3f}"
-        steps = f"{run.steps:,}"
-        rows.add_row(str(run.path), _date(run), run.data, run.network, steps, ap)
-    notes = [f"{run.path}: {run.state}" for run in found if run.state]
-    return Group(rows, *notes)
+    return Group(runs, *(f"{run.path}: {run.state}" for run in found if run.state))
 
 
 def _date(run: RunSummary) -> str:
@@ -186,7 +185,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     tune_process()
     ranks = find_ranks()
-    call.console.handler.addFilter(lambda _: ranks.is_main)
+    call.console.addFilter(lambda _: ranks.is_main)
     evaluations = []
     try:
         for evaluation in evaluate_files(
@@ -222,20 +221,23 @@ def tables(evaluation: Evaluation) -> Group:
 
     about, figures = evaluation.about, evaluation.figures
     sizes = _present(evaluation, SIZES)
-    classes = table("class", "AP", "AP50", *(SIZE_NAMES[name] for name in sizes), "objects")
+    rows = []
     for entry in evaluation.per_class:
         values = [entry.AP, entry.AP50, *(getattr(entry, name) for name in sizes)]
-        classes.add_row(entry.name, *map(format_score, values), f"{entry.objects:,}")
+        rows.append([entry.name, *map(format_score, values), f"{entry.objects:,}"])
+    names = [SIZE_NAMES[name] for name in sizes]
+    classes = table("class", "AP", "AP50", *names, "objects", rows=rows)
     others = [(SIZES, "AP by size"), (RECALLS, "AR")]
     lines = [
         f"{title:<10}  " + "  ".join(f"{n} {format_score(figures[n])}" for n in names)
         for group, title in others
         if (names := _present(evaluation, group))
     ]
-    errors = table("error type", "AP50 gain", "count", "meaning", left=(0, 3))
-    for error in sorted(evaluation.errors, key=lambda e: -e.delta_ap):
-        name = ERROR_NAMES.get(error.kind, error.kind)
-        errors.add_row(name, f"+{error.delta_ap:.3f}", f"{error.count:,}", error.meaning)
+    rows = [
+        [ERROR_NAMES.get(e.kind, e.kind), f"+{e.delta_ap:.3f}", f"{e.count:,}", e.meaning]
+        for e in sorted(evaluation.errors, key=lambda e: -e.delta_ap)
+    ]
+    errors = table("error type", "AP50 gain", "count", "meaning", rows=rows, left=(0, 3))
     counted = "Errors are counted at IoU 0.5"
     if about.score_threshold is not None:
         counted += f", among detections with a score above {about.score_threshold:g}"
@@ -246,13 +248,14 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
     from rich.console import Group
 
     names = ["AP", "AP50", "AP75", *_present(best, SIZES), "AR100"]
-    rows = table("step", *names, "checkpoint", left=(len(names) + 1,))
+    rows = []
     for evaluation in evaluations:
         mark = "  (best)" if evaluation is best else ""
         scores = [format_score(evaluation.figures[name]) for name in names]
         file = Path(evaluation.about.source).name
-        rows.add_row(str(evaluation.about.step), *scores, file + mark)
-    return Group(rows, "", headline(best))
+        rows.append([str(evaluation.about.step), *scores, file + mark])
+    columns = table("step", *names, "checkpoint", rows=rows, left=(len(names) + 1,))
+    return Group(columns, "", headline(best))
 
 
 def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
@@ -260,6 +263,6 @@ def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if evaluation.figures.get(name, -1) >= 0]
 
 
-def format_score(value: float) -> str:
+def format_score(value: float | None) -> str:
     """Format a score; -1 means that the split has no objects of this kind."""
-    return "-" if value < 0 else f"{value:.3f}"
+    return "-" if value is None or value < 0 else f"{value:.3f}"

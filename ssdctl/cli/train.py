@@ -21,7 +21,7 @@ from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.config.devices import DeviceType
+    from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.run import SettledRun
     from ssdctl.training.trainer import Summary
@@ -121,7 +121,7 @@ def _print_summary(call: Call, summary: Summary) -> None:
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.classes import COCO_NUM_CLASSES
+    from ssdctl.data.coco_json import COCO_NUM_CLASSES
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
     from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
@@ -143,12 +143,11 @@ def _show_plan(call: Call) -> None:
     )
     for notice in run.notices:
         call.console.warning(notice)
-    plan, config, images = run.plan, run.config, run.plan.images
+    plan, config = run.plan, run.config
     check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    cut = description.warning_of_cut(run)
-    for warning in filter(None, [cut, *description.warnings_of_unreached(run)]):
+    for warning in description.warnings_of_unreached(run):
         call.console.warning(warning)
     workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     data = {
@@ -160,20 +159,17 @@ def _show_plan(call: Call) -> None:
     if call.console.as_json:
         call.console.result(data)
         return
-    evaluations = description.evaluations_after(run, 0) if size.validation else []
-    shown = min(size.validation, config.train.overfit or size.validation)
-    data_line = f"assumed: COCO, {images:,} training images, {COCO_NUM_CLASSES} classes"
-    if size.classes:
-        data_line = description.data_line(root, images, shown, size.classes)
     repeated = ", more than there are images: a step uses some of them several times"
-    repeated = repeated if plan.global_batch_size > images else ""
-    rows = {
-        "data": data_line,
-        "network": description.network_line(config),
-        "device": f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
+    repeated = repeated if plan.global_batch_size > plan.images else ""
+    rows = description.facts(
+        run,
+        size.classes,
+        min(size.validation, config.train.overfit or size.validation),
+        f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
         f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
-        "length": description.length_line(plan, len(evaluations)) + _known_time(run, device.name),
-        "recipe": description.recipe_line(run),
+    )
+    rows["length"] += _known_time(run, device.name)
+    rows |= {
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{description.counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
@@ -184,14 +180,14 @@ def _show_plan(call: Call) -> None:
         "checkpoints": _disk_needed(run, len(size.classes) or COCO_NUM_CLASSES),
         "run": str(run.out),
     }
-    if call.console.verbose and (details := description.details_line(run)):
+    if call.console.verbose and (details := description.details(run)):
         rows["details"] = details
     call.console.result(None, aligned(list(rows.items())))
 
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     """Return the dataset and its size; COCO's, without classes, if none was named or is read."""
-    from ssdctl.data.classes import COCO_NUM_IMAGES
+    from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
 
@@ -207,7 +203,7 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
 
 
 def _device(name: str) -> DeviceType:
-    from ssdctl.config.devices import DEVICE_TYPES
+    from ssdctl.config.fields import DEVICE_TYPES
     from ssdctl.runtime.hardware import find_hardware
 
     found = find_hardware()

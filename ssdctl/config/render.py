@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from ssdctl.config import fields
 from ssdctl.config.resolve import Kind, Resolved, Source
 from ssdctl.config.settings import Config, Setting, all_settings
 from ssdctl.runtime.safe_text import redact_urls
@@ -108,7 +107,4 @@ def json_schema() -> dict[str, Any]:
     for definition in schema["$defs"].values():
         definition.pop("required", None)
         definition.pop("title", None)
-        for field in definition["properties"].values():
-            for extra in fields.setting("").extra or ():
-                field.pop(extra, None)
     return schema

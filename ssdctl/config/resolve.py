@@ -26,7 +26,6 @@ from ssdctl.config.settings import (
     SPLIT_KEYS,
     Config,
     Setting,
-    SettledConfig,
     all_settings,
     conflicts,
     paths_by_key,
@@ -110,18 +109,6 @@ class Resolved:
         sources = self.sources if source is None else {**self.sources, path: source}
         config = msgspec.structs.replace(self.config, **{section: table})
         return dataclasses.replace(self, config=config, sources=sources)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settled(Resolved):
-    """Settings whose batch size is a number."""
-
-    config: SettledConfig
-
-    @classmethod
-    def of(cls, resolved: Resolved) -> Settled:
-        config = msgspec.convert(resolved.config, SettledConfig, from_attributes=True)
-        return cls(config, resolved.sources)
 
 
 def resolve(
@@ -358,16 +345,21 @@ def setting_path(key: str) -> str | None:
 
 
 def nearest_key(path: str) -> str:
-    """Return a hint that names the setting closest to a mistyped one."""
-    settings = all_settings().values()
+    """Return a hint that names the setting closest to a mistyped one, first of the same table."""
     section, _, name = path.rpartition(".")
-    paths: dict[str, str] = {}  # by names and options
-    for setting in sorted(settings, key=lambda s: s.section != section):
-        options = (*setting.flags, *setting.aliases)
-        for word in (setting.name, *(o.lstrip("-").replace("-", "_") for o in options)):
-            paths.setdefault(word, setting.path)
+    own: dict[str, str] = {}  # the path of each name and option of the table
+    others: dict[str, str] = {}
+    for setting in all_settings().values():
+        paths = own if setting.section == section else others
+        for word in (setting.name, *setting.flags, *setting.aliases):
+            paths.setdefault(_plain(word), setting.path)
         paths.setdefault(setting.section, setting.section)
-    word = name.lstrip("-").replace("-", "_")
-    near = difflib.get_close_matches(word, paths, n=5, cutoff=0.65)
-    near.sort(key=lambda found: not paths[found].startswith(f"{section}."))  # stable: best first
-    return f"did you mean {paths[near[0]]!r}?" if near else "`ssdctl config show` lists all keys"
+    # A similar name in another table is another setting, unless the table itself is mistyped.
+    for paths, cutoff in ((own, 0.65), (others, 0.85 if own else 0.65)):
+        if near := difflib.get_close_matches(_plain(name), paths, n=1, cutoff=cutoff):
+            return f"did you mean {paths[near[0]]!r}?"
+    return "`ssdctl config show` lists all keys"
+
+
+def _plain(word: str) -> str:
+    return word.lstrip("-").replace("-", "_")

@@ -1,7 +1,7 @@
 """The config: all settings of ssdctl, one by one, and the rules that involve several of them.
 
 The command line's options, their help, the JSON schema, `config init` and the docs are generated
-from the classes in `sections/`, which define the type, bounds, default and meaning of each setting.
+from the classes in sections.py, which define the type, bounds, default and meaning of each setting.
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ from ssdctl.config.fields import (
     BackboneName,
     augmentation_names,
 )
-from ssdctl.config.sections.data import DataConfig, DownloadConfig, PrepareConfig
-from ssdctl.config.sections.evaluate import EvaluateConfig, PredictConfig
-from ssdctl.config.sections.launch import LAUNCHER_NAMES, LAUNCHERS, LaunchConfig
-from ssdctl.config.sections.train import ModelConfig, SettledTrainConfig, TrainConfig
+from ssdctl.config.sections import (
+    LAUNCHER_NAMES,
+    LAUNCHERS,
+    DataConfig,
+    DownloadConfig,
+    EvaluateConfig,
+    LaunchConfig,
+    ModelConfig,
+    PredictConfig,
+    PrepareConfig,
+    TrainConfig,
+)
 from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
 from ssdctl.runtime.packages import load_plugin, plugin_names
@@ -68,10 +76,6 @@ else:
         namespace={"__doc__": "All settings, resolved."},
         **dict.fromkeys(("frozen", "kw_only", "forbid_unknown_fields", "dict"), True),
     )
-
-
-class SettledConfig(Config, frozen=True):
-    train: SettledTrainConfig
 
 
 def conflicts(config: Config) -> Iterator[tuple[str, str]]:

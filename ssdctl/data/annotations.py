@@ -15,15 +15,15 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.classes import ClassName
 from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.safe_text import listed
 
@@ -35,10 +35,18 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 MAX_NAMED = 5  # offenders named in a message
+MAX_CLASSES_NAMED = 8
 UNLISTED = "annotation of a category that is not listed, dropped"
-COCO_IMAGE = ("id", "file_name", "width", "height")
-COCO_OBJECT = ("image_id", "category_id", "bbox", "area", "iscrowd", "score")
 DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corners
+# Far more than any name of a class; longer ones are refused.
+Name = Annotated[str, msgspec.Meta(max_length=10_000)]
+
+
+class ClassName(msgspec.Struct, frozen=True):
+    """A class: COCO's category id and its name. Its label is its position in the list plus one."""
+
+    id: int | None  # None if a third-party checkpoint gives only the name
+    name: Name
 
 
 class SplitFiles(NamedTuple):
@@ -280,43 +288,27 @@ def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annota
     return annotations.with_images(is_train), annotations.with_images(~is_train)
 
 
-def coco_document(
-    images: Iterable[Sequence[Any]],
-    categories: Iterable[tuple[int | None, str]],
-    objects: Iterable[Sequence[Any]],
-    info: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return an annotation file in COCO's format; annotation ids count from 1.
+def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> list[int] | None:
+    """Return the position in `actual` of each class of `expected`, or None if their names differ.
 
-    `images` have the values of COCO_IMAGE, `categories` id and name, and `objects` the values of
-    COCO_OBJECT, those of a dataset without score.
+    Category ids and the order do not matter: a labeling tool may renumber them at each export.
+    Classes with equal names are matched in the order in which they come.
     """
-    return {
-        **({"info": info} if info else {}),
-        "images": [dict(zip(COCO_IMAGE, values, strict=True)) for values in images],
-        "annotations": [  # labeling tools require a segmentation, even an empty one
-            {"id": number, **dict(zip(COCO_OBJECT, values, strict=False)), "segmentation": []}
-            for number, values in enumerate(objects, 1)
-        ],
-        "categories": [{"id": i, "name": name, "supercategory": ""} for i, name in categories],
-    }
+    positions: dict[str, list[int]] = {}
+    for position, entry in enumerate(actual):
+        positions.setdefault(entry.name, []).append(position)
+    if Counter(c.name for c in expected) != {name: len(p) for name, p in positions.items()}:
+        return None
+    return [positions[entry.name].pop(0) for entry in expected]
 
 
-def document_of(annotations: Annotations, info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return annotations as a document; an area that is not known is the box's."""
-    boxes, areas = annotations.boxes, annotations.areas
-    objects = zip(
-        annotations.object_image_ids.tolist(),
-        annotations.object_category_ids.tolist(),
-        boxes.tolist(),
-        np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas).tolist(),
-        annotations.is_crowd.astype(int).tolist(),
-        strict=True,
+def class_differences(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> str:
+    """Return which names only one of the two has, for messages; empty if there are none."""
+    missing, extra = (
+        Counter(c.name for c in a) - Counter(c.name for c in b)
+        for a, b in ((expected, actual), (actual, expected))
     )
-    images = zip(
-        annotations.image_ids.tolist(),
-        annotations.file_names,
-        *annotations.sizes.T.tolist(),
-        strict=True,
+    parts = [("missing", missing), ("not in the checkpoint", extra)]
+    return "; ".join(
+        f"{what}: {listed(list(names), MAX_CLASSES_NAMED)}" for what, names in parts if names
     )
-    return coco_document(images, [(c.id, c.name) for c in annotations.classes], objects, info)

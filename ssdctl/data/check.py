@@ -6,13 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, Finding
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, ClassName, Finding
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.safe_text import listed
@@ -186,19 +185,6 @@ def duplicate_names(classes: Sequence[ClassName]) -> list[str]:
         f"{listed(same, MAX_NAMED)}. Give each its own name, or one of their ids to all annotations"
     )
     return [warning] if same else []
-
-
-def image_findings(
-    names: Sequence[str], image_ids: NDArray[np.int64], results: Any
-) -> list[Finding]:
-    """Return a finding for each image with a problem or a note, of an Arrow table with both."""
-    findings = []
-    columns = (results.column(name).to_pylist() for name in ("problem", "note"))
-    for image_id, name, problem, note in zip(image_ids.tolist(), names, *columns, strict=True):
-        if problem or note:
-            kind = DROPPED_IMAGE if problem else NOTED_IMAGE
-            findings.append(Finding(kind, image_id, None, f"{name}: {problem or note}"))
-    return findings
 
 
 def refuse_dropped(

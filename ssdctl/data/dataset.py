@@ -3,50 +3,57 @@
     splits = read_dataset(root, Conversion(split=0.9))
     splits["train"]                                 # Annotations
 
-A `dataset.toml` of the user takes precedence over every format that can be recognized:
-
-    [train]
-    images = "photos"                 # folder of the images: below the dataset folder, or absolute
-    annotations = "labels/train.json" # COCO's format
-
-`[val]` and `[test]` are the same. Nothing is written.
+Nothing is written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
+import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ssdctl.config.resolve import read_toml
+from ssdctl.data import index
 from ssdctl.data.annotations import (
+    MAX_NAMED,
+    SPLIT_WORDS,
     SPLITS,
     Annotations,
     Conversion,
     Labels,
-    SplitFiles,
     divided,
     root_folder,
     with_classes,
 )
-from ssdctl.data.formats import coco, find
-from ssdctl.data.image_files import files_below
-from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
-from ssdctl.files import open_regular, read_errors, safe_join
+from ssdctl.data.formats import Format, built_in, coco, load, names
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, files_below, is_image
+from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.files import open_regular, read_errors
 
-TOML = "dataset.toml"
-MADE = "made"  # a table that version 0.1 added when it wrote the file itself
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
 HASHED_BYTES = 4 << 20
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
+MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
+MAX_FILES = 20_000  # that are searched for what a folder has
+MAX_READ = 50  # files of a kind whose content is looked at
+HEAD_BYTES = 1_000_000
+ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
+# As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
+TFRECORD = re.compile(r"\.(tf_?)?records?(-\d+-of-\d+)?$|(?<!\.data)-\d{5}-of-\d{5}$")
+TFRECORD_HINT = (
+    "TFRecords are not read: give the images and labels that they were made from; COCO is "
+    "fetched by `ssdctl download --dest DIR`"
+)
+CONVERT_LABELME = "convert labelme's files to Pascal VOC's layout with its labelme2voc.py"
 S = TypeVar("S")
-Read = Callable[[], dict[str, Annotations]]
 log = logging.getLogger(__name__)
 
 
@@ -75,24 +82,43 @@ def warning_without_validation(root: Path) -> str:
     )
 
 
-def find_source(root: Path, conversion: Conversion) -> tuple[str, Read]:
-    """Return the format of a dataset and how it is read."""
-    require_root(root)
-    if (toml := _dataset_toml(root, conversion)) is not None:
-        splits = read_dataset_toml(toml)
-        for split, files in splits.items():
-            if not files.annotations.is_file():
-                raise DataError(f"{files.annotations}: no such annotation file (split {split})")
-        return "coco", lambda: coco.read_files(splits)
-    name, module = find(root, conversion.source)
-    return name, lambda: module.read(root)
+def find(path: Path, name: str | None = None) -> tuple[str, Format]:
+    """Return the format of a folder or of a file such as data.yaml; without a name, detect it."""
+    require_root(path)
+    _refuse_both(path, name)
+    if name is not None and not path.is_file():
+        return name, load(name)  # it says what is absent
+    if coco.own_splits(path):
+        return "coco", coco  # there may be other labels as well
+    found = [entry for entry in _recognized(path) if name in (None, entry[0])]
+    if not found:
+        raise _not_a_dataset(path, name) if path.is_file() else _no_dataset(path)
+    described = [_describe(path, name, by) for name, _, by in found]
+    name, module, by = found[0]
+    if len(found) > 1:
+        raise DataError(
+            f"{path}: contains several datasets: {', '.join(described)}",
+            hint=f"choose one: ssdctl prepare --data {path} --from {name}",
+        )
+    if by != path:
+        log.info("%s: detected %s", path, described[0])
+    return name, module
+
+
+def _refuse_both(root: Path, name: str | None) -> None:
+    toml = root / coco.TOML
+    if name is not None and toml.is_file():
+        raise UsageError(
+            f"--from {name}: {toml} exists",
+            hint="omit --from to prepare what it names, or move it away",
+        )
 
 
 def read_dataset(
-    root: Path, conversion: Conversion, read: Read | None = None
+    root: Path, conversion: Conversion, module: Format | None = None
 ) -> dict[str, Annotations]:
-    """Read the splits of a dataset, in the order of SPLITS; `read` is that of `find_source`."""
-    splits = (read or find_source(root, conversion)[1])()
+    """Read the splits of a dataset, in the order of SPLITS; `module` is the format if known."""
+    splits = (module or find(root, conversion.source)[1]).read(root)
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
     if conversion.split is not None:
@@ -103,34 +129,40 @@ def read_dataset(
     return {s: splits[s] for s in SPLITS if s in splits}
 
 
-def label_version(
-    root: Path, format_name: str, conversion: Conversion, *, content: bool = False
-) -> Labels:
+def label_version(root: Path, format_name: str, *, content: bool = False) -> Labels:
     """Return the version of a dataset's label files."""
     folder = root_folder(root).absolute()
     if format_name != "coco":
         names = [n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES]
         return Labels(_state(folder, sorted(names)))
-    paths = _coco_files(root, conversion)
+    paths = [files.annotations for files in coco.splits_of(root).values()]
+    if (root / coco.TOML).is_file():
+        paths.insert(0, root / coco.TOML)
     names = [os.path.relpath(path.absolute(), folder) for path in paths]
     return Labels(_state(folder, names), _hash(paths) if content else "")
 
 
-def labels_changed(root: Path, format_name: str, conversion: Conversion, recorded: Labels) -> bool:
-    """Return whether label files changed since a version was recorded; not if all are gone."""
+def labels_changed(root: Path, made: index.Made) -> bool:
+    """Return whether label files changed since they were read; not if all are gone."""
+    recorded = made.labels
     try:
-        version = label_version(root, format_name, conversion)
-        if version.state in ("", recorded.state):
+        _refuse_both(root, made.conversion.source)
+        if label_version(root, made.format).state in ("", recorded.state):
             return False
-        return not recorded.content or recorded.content != _hash(_coco_files(root, conversion))
+        if not recorded.content:
+            return True
+        return label_version(root, made.format, content=True).content != recorded.content
     except (SsdctlError, OSError):  # reported by the command that reads them
         return False
 
 
-def _coco_files(root: Path, conversion: Conversion) -> list[Path]:
-    toml = _dataset_toml(root, conversion)
-    splits = coco.splits_of(root) if toml is None else read_dataset_toml(toml)
-    return [*([toml] if toml else []), *(files.annotations for files in splits.values())]
+def is_prepared(root: Path, folder: Path) -> bool:
+    """Return whether the store has every split of the dataset, with its current annotations.
+
+    Changed labels of a format that has a file per image do not count: `open_dataset` warns of them.
+    """
+    made = index.read_made(folder)
+    return made is not None and not (made.labels.content and labels_changed(root, made))
 
 
 def _state(folder: Path, names: list[str]) -> str:
@@ -142,7 +174,7 @@ def _state(folder: Path, names: list[str]) -> str:
     return digest.hexdigest() if names else ""
 
 
-def _hash(paths: Iterable[Path]) -> str:
+def _hash(paths: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with read_errors(path), open_regular(path) as file:
@@ -151,43 +183,120 @@ def _hash(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _dataset_toml(root: Path, conversion: Conversion) -> Path | None:
-    path = root / TOML
-    if not path.is_file():
-        return None
-    if conversion.source is not None:
-        raise UsageError(
-            f"--from {conversion.source}: {path} exists",
-            hint="omit --from to prepare what it names, or move it away",
-        )
-    return path
+def datasets_in(folder: Path) -> list[Path]:
+    """Return the folders in a folder, of the first ones, that are datasets."""
+    folders = sorted(p for p in folder.glob("[!.]*") if p.is_dir())[:MAX_FOLDERS]
+    return [path for path in folders if _is_dataset(path)]
 
 
-def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
-    paths: dict[str, dict[str, Path]] = {}
-    try:
-        for key, value, location in read_toml(path):
-            split, _, name = key.partition(".")
-            if split == MADE:
-                continue
-            if split not in SPLITS or name not in SplitFiles._fields:
-                raise DataError(
-                    f"{location}: unknown key {key!r}",
-                    hint="a dataset.toml has the tables [train], [val] and [test] with images "
-                    "and annotations",
-                )
-            if not isinstance(value, str):
-                problem = f"{key} must be a path below {path.parent}, or absolute"
-                raise DataError(f"{location}: {problem}")
-            is_absolute = value.startswith("/") and "\0" not in value
-            file = Path(value) if is_absolute else safe_join(path.parent, value)
-            paths.setdefault(split, {})[name] = file
-    except UsageError as error:  # it is no TOML
-        raise DataError(str(error), hint=error.hint) from None
-    except IntegrityError as error:  # a path that leaves the folder
-        raise DataError(f"{path}: {error}", hint=error.hint) from None
-    for split, files in paths.items():
-        if missing := [name for name in SplitFiles._fields if name not in files]:
-            raise DataError(f"{path}: [{split}] lacks {missing[0]}")
-    found = {split: paths[split] for split in SPLITS if split in paths}
-    return {split: SplitFiles([p["images"]], p["annotations"]) for split, p in found.items()}
+def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
+    for name in names():
+        try:
+            module = load(name)
+            by = module.recognise(path)
+        except SsdctlError as error:
+            if name in built_in():
+                raise
+            log.warning("%s", error)  # a broken plugin must not stop the others
+            continue
+        if by:
+            yield name, module, by
+
+
+def _describe(path: Path, name: str, by: Path | bool) -> str:
+    if not isinstance(by, Path) or by == path:
+        return name
+    return f"{name} ({by.relative_to(path) if by.is_relative_to(path) else by})"
+
+
+def _is_dataset(folder: Path) -> bool:
+    with contextlib.suppress(DataError):
+        return (folder / coco.TOML).is_file() or any(_recognized(folder))
+    return False
+
+
+def _has_labels(folder: Path) -> bool:
+    """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
+    with contextlib.suppress(DataError):
+        for _, _, by in _recognized(folder):
+            labels = by if isinstance(by, Path) else folder
+            labels = labels.parent if labels.is_file() else labels
+            usual = labels.name in ANNOTATION_FOLDERS or labels.name.lower() in SPLIT_WORDS
+            if labels == folder or (labels.parent == folder and usual):
+                return True
+    return (folder / coco.TOML).is_file()
+
+
+def _no_dataset(path: Path) -> DataError:
+    looked_for = [coco.TOML]
+    for name in built_in():
+        looked_for += getattr(load(name), "LOOKED_FOR", ())
+    files = sorted(Path(n) for n in itertools.islice(files_below(path), MAX_FILES))
+    kinds = ["TFRecord" if TFRECORD.search(f.name) else f.suffix.lower() or "other" for f in files]
+    first = dict(zip(reversed(kinds), reversed(files), strict=True))
+    counts = Counter(kinds).most_common(MAX_NAMED)
+    found = [f"{count:,} {kind} files such as {first[kind]}" for kind, count in counts]
+    above = path.parent if path.name else path.resolve().parent
+    if _has_labels(above):
+        hint = f"did you mean the folder above, --data {above}?"
+    elif below := datasets_in(path):
+        hint = f"a folder in it is a dataset: --data {below[0]}; or write a dataset.toml"
+    else:
+        hint = _hint_for(path, files)
+    return DataError(
+        f"{path}: no dataset found{', but ' if found else ''}{', '.join(found)} "
+        f"(looked for {', '.join(looked_for)})",
+        hint=hint,
+    )
+
+
+def _hint_for(folder: Path, files: list[Path]) -> str:
+    """Return what to do with the files of a folder that is no dataset."""
+    from ssdctl.data.formats import yolo
+
+    jsons = [file for file in files if file.suffix == ".json"]
+    if any(b'"shapes"' in _head(folder / file) for file in jsons[:MAX_READ]):
+        return CONVERT_LABELME
+    images = [folder / file for file in files if is_image(file)]
+    stems = {image.stem for image in images}
+    for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
+        if yolo.has_boxes(folder / file):
+            own = [yolo.label_file(folder, image) for image in images if image.stem == file.stem]
+            move = "" if folder / file in own else ", and move each label file beside its image"
+            return (
+                f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "
+                f"name of a class per line, in the order of the class numbers{move}"
+            )
+    if any(TFRECORD.search(file.name) for file in files):
+        return TFRECORD_HINT
+    for file in files:
+        if file.suffix.lower() in ARCHIVES:
+            return f"unpack {folder / file}"
+    return (
+        "give the folder that an export was unpacked to, with the labels in one of the formats "
+        f"{', '.join(built_in())}; or describe the dataset in a dataset.toml "
+        "(docs/custom-dataset.md)"
+    )
+
+
+def _not_a_dataset(path: Path, name: str | None) -> DataError:
+    """Return the error for a file that is not a dataset, or not of the format `name`."""
+    suffix = path.suffix.lower()
+    if suffix in ARCHIVES:
+        return DataError(f"{path}: an archive", hint="unpack it and give the folder")
+    if TFRECORD.search(path.name):
+        return DataError(f"{path}: a TFRecord file", hint=TFRECORD_HINT)
+    if suffix == ".json" and name in (None, "coco"):
+        problem = "not in COCO's format: no images, annotations and categories"
+        hint = CONVERT_LABELME if b'"shapes"' in _head(path) else None
+        return DataError(f"{path}: {problem}", hint=hint)
+    return DataError(
+        f"{path}: not a dataset file{f' of {name}' if name else ''}",
+        hint="give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file",
+    )
+
+
+def _head(path: Path) -> bytes:
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return file.read(HEAD_BYTES)
+    return b""

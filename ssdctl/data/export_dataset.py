@@ -19,8 +19,9 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split, document_of
+from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split
 from ssdctl.data.check import CLIPPED, clip
+from ssdctl.data.coco_json import document_of
 from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError

@@ -1,26 +1,39 @@
-"""Check one image file before it is trained on: `check_image(path, (640, 480), PrepareConfig())`.
+"""Check image files before they are trained on, in chunks: an interrupted `prepare` continues.
 
-The header is checked first, so a pixel bomb is never decoded. Pixels are decoded on request, if the
-end of the file looks cut, if the format has no end marker, and to re-encode them.
+    check_image(path, (640, 480), PrepareConfig())
+
+An image's header is checked first, so a pixel bomb is never decoded. Pixels are decoded on request,
+if the end of the file looks cut, if the format has no end marker, and to re-encode them.
+
+A chunk is an Arrow file with a row per image: its problem, the fingerprint of its file and, if
+packed, its bytes. It is published atomically, and its metadata names the job (images and options).
+A later run of the job reuses a chunk if its files are the same. The chunks of a packed store are
+its shards; the others are deleted once the index is written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import logging
 import os
-import stat
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.config import PrepareConfig
+from ssdctl.data import index
+from ssdctl.data.annotations import MAX_NAMED, Annotations, Finding
+from ssdctl.data.check import DROPPED_IMAGE, NOTED_IMAGE
 from ssdctl.data.image_decode import (
     Header,
     ImageError,
@@ -33,43 +46,42 @@ from ssdctl.data.image_decode import (
     open_image,
     read_header,
 )
-from ssdctl.errors import DataError
-from ssdctl.files import read_errors
+from ssdctl.data.image_files import (
+    SKETCH_BYTES,
+    FingerprintColumns,
+    changed_images,
+    require_image_folder,
+)
+from ssdctl.errors import DataError, DiskError
+from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes, read_errors
+from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.system import usable_cores
+from ssdctl.runtime.threads import map_ahead
 
+log = logging.getLogger(__name__)
 # Formats that are packed as they are, and the bytes that a complete file ends with.
 JPEG_FORMATS = ("JPEG", "MPO")
 END_MARKERS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 DAMAGED = "damaged, decoded partly"
 AMBIGUOUS = "its annotated size fits stored and upright pixels"
-Encoding = Literal["jpeg", "raw"]
-Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
-SKETCH_BYTES = 4096
 HEAD_BYTES = 64 * 1024  # contains nearly every header
-CHUNK_IMAGES = 512
 JPEG_QUALITY = 92  # for images that are made smaller
-Packed = bytes  # an encoded image, or its pixels
-T = TypeVar("T")
-R = TypeVar("R")
+CHUNK_BYTES = 512 * 1024 * 1024  # image bytes
+CHUNK_ROWS = 8192
+TASK_IMAGES = 32  # checked by one thread at a time, and a batch of the file
+TASK_RAW_IMAGES = 4  # the same, of images that are decoded, which take a hundred times the memory
 
 
-def verified(config: PrepareConfig) -> Verified:
+def verified(config: PrepareConfig) -> index.Verified:
     if not config.verify_images:
         return "no"
     return "damaged kept" if config.keep_damaged else "damaged dropped"
 
 
-class FingerprintColumns(NamedTuple):
-    """Identify the versions of N image files."""
-
-    bytes: NDArray[np.int64]  # N
-    modified_ns: NDArray[np.int64]  # N
-    sketch: NDArray[np.int64]  # N: CRC-32 of the first and last 4 KiB: copies have another time
-
-
 class CheckedImage(NamedTuple):
-    """A row of a chunk, see image_check_jobs.py; the last three are the file's fingerprint."""
+    """A row of a chunk; the last three are the file's fingerprint."""
 
-    image: Packed | None  # None if it is not to be packed
+    image: bytes | None  # encoded, or its pixels; None if it is not to be packed
     problem: str | None
     note: str | None
     bytes: int
@@ -179,81 +191,163 @@ def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: 
     return np.asarray(large.resize(small_size, Image.Resampling.BILINEAR))
 
 
-def header_size(path: Path, *, upright: bool = False) -> tuple[int, int]:
-    """Return width and height by the header; `upright`: as it is shown, by its orientation."""
-    try:
-        with open_image(path) as image:
-            header = read_header(image)
-    except Exception as error:
-        raise DataError(f"{path}: {as_image_error(error)}") from None
-    return header.upright_size if upright else header.stored_size
+class Job(NamedTuple):
+    split: str
+    key: str  # hex digits that identify the images and the options
+    annotations: Annotations  # of N images, without their objects
+    target: Path  # the store's folder
+    config: PrepareConfig
+
+    def chunk_name(self, number: int) -> str:
+        kind = "images" if self.config.pack else ".checked"
+        return f"{kind}-{self.split}-{self.key[:8]}-{number:05d}.arrow"
+
+    @property
+    def num_threads(self) -> int:
+        return self.config.jobs or usable_cores()
+
+    @property
+    def task_images(self) -> int:
+        return TASK_RAW_IMAGES if self.config.encoding == "raw" else TASK_IMAGES
 
 
-def size_or_none(path: Path, *, upright: bool = False) -> tuple[int, int]:
-    """Like `header_size`, but 0 x 0 for a file that is dropped, with the reason, when checked."""
-    try:
-        return header_size(path, upright=upright)
-    except DataError:
-        return 0, 0
+class CheckedImages(NamedTuple):
+    """The result of checking the N images of a split."""
+
+    is_usable: NDArray[np.bool_]  # N
+    fingerprints: FingerprintColumns
+    findings: list[Finding]  # images dropped or with a note, in order
+    shards: list[index.Shard]  # that have the packed images
+
+    def warnings(self) -> list[str]:
+        ambiguous = sum(AMBIGUOUS in finding.detail for finding in self.findings)
+        if not ambiguous:
+            return []
+        return [
+            f"{ambiguous:,} images have an EXIF orientation, and {AMBIGUOUS}: they are read as "
+            "stored. If their boxes were drawn on upright images, turn the files themselves"
+        ]
 
 
-def changed_images(
-    folder: Path, names: Sequence[str], fingerprints: FingerprintColumns
-) -> list[str]:
-    """Return the files that are missing or changed; those whose time differs are opened."""
-    base = str(folder)
+class _ChunkMetadata(msgspec.Struct, frozen=True):
+    job: str
+    start: int  # row of the annotation file
 
-    def is_same(image: tuple[str, int, int, int]) -> bool:
-        name, num_bytes, modified_ns, sketch = image
-        path = f"{base}/{name}"
+
+def check_files(job: Job, sizes: list[int | None]) -> None:
+    """Check that every image exists, of `sizes` in bytes, and that there is enough disk space."""
+    images = job.annotations
+    require_image_folder(images.folder, job.split, images.origin)
+    missing = [n for n, size in zip(images.file_names, sizes, strict=True) if size is None]
+    if missing:
+        raise DataError(
+            f"{images.folder}: {len(missing)} of {len(sizes)} images are missing, "
+            f"among them {', '.join(missing[:MAX_NAMED])}",
+            hint=f"they are listed in {images.origin}",
+        )
+    if job.config.pack and job.config.encoding == "raw":
+        pixels = index.shrunk_sizes(images.sizes.astype(np.int32), job.config.shrink)
+        num_bytes = int(3 * pixels.astype(np.int64).prod(axis=1).sum())
+        log.info(
+            "packing %s as decoded pixels: %.2f GB in %s", job.split, num_bytes / 1e9, job.target
+        )
+    elif job.config.pack and job.config.shrink is None:
+        num_bytes = sum(size or 0 for size in sizes)
+    else:
+        return
+    written = job.target.glob(f"images-{job.split}-{job.key[:8]}-*")  # by an earlier run
+    needed = num_bytes - sum(path.stat().st_size for path in written)
+    free = free_bytes(job.target)
+    if needed > free:
+        raise DiskError(
+            f"packing {job.split} needs {needed / 1e9:,.2f} GB in {job.target}, "
+            f"{free / 1e9:,.2f} GB are free",
+            hint="choose another folder with --store, smaller images with --shrink 400, or "
+            "keep the images where they are with --no-pack",
+        )
+
+
+def check_images(job: Job, progress: Progress) -> CheckedImages:
+    """Check every image of a split, reusing the chunks of an earlier run of the job."""
+    names, image_ids = job.annotations.file_names, job.annotations.image_ids
+    tables: list[Any] = []
+    start = 0
+    while start < len(names) and (table := _reusable_chunk(job, len(tables), start)) is not None:
+        tables.append(table)
+        start += table.num_rows
+    with ThreadPoolExecutor(job.num_threads, thread_name_prefix="check") as pool:
+        done_and_new = itertools.chain(range(start), _check_in_threads(pool, job, start))
+        label = f"checking {job.split}"
+        shown = progress(done_and_new, total=len(names), label=label, unit="img")
+        images = itertools.islice(shown, start, None)
         try:
-            status = os.stat(path)  # noqa: PTH116 - millions of them
-            if status.st_size != num_bytes:
-                return False
-            return status.st_mtime_ns == modified_ns or _sketch(path, num_bytes) == sketch
-        except (OSError, ValueError):  # a name with a null byte
-            return False
-
-    images = list(zip(names, *(column.tolist() for column in fingerprints), strict=True))
-    same = _in_threads(is_same, images)
-    return [name for name, found in zip(names, same, strict=True) if not found]
-
-
-def _sketch(path: str, num_bytes: int) -> int:
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - as above
-        head = file.read(SKETCH_BYTES)
-        tail = os.pread(file.fileno(), SKETCH_BYTES, max(num_bytes - SKETCH_BYTES, 0))
-    return zlib.crc32(tail, zlib.crc32(head))
-
-
-def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
-    """Return the size of each file in bytes; None if it does not exist."""
-    base = str(folder)
-
-    def size(name: str) -> int | None:
-        try:
-            status = os.stat(f"{base}/{name}")  # noqa: PTH116 - a hundred thousand of them
-        except (OSError, ValueError):
-            return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-    return _in_threads(size, names)
+            while start < len(names):
+                tables.append(_write_chunk(job, len(tables), start, images))
+                start += tables[-1].num_rows
+        finally:
+            pool.shutdown(cancel_futures=True)
+    shards = [index.Shard(job.chunk_name(number), t.num_rows) for number, t in enumerate(tables)]
+    none = pa.schema(index.RESULT_COLUMNS.items()).empty_table()
+    table = pa.concat_tables([none, *tables])
+    findings = []
+    columns = (table.column(name).to_pylist() for name in ("problem", "note"))
+    for image_id, name, problem, note in zip(image_ids.tolist(), names, *columns, strict=True):
+        if problem or note:
+            kind = DROPPED_IMAGE if problem else NOTED_IMAGE
+            findings.append(Finding(kind, image_id, None, f"{name}: {problem or note}"))
+    return CheckedImages(
+        np.asarray(table.column("problem").is_null()),
+        index.fingerprints_of(table),
+        findings,
+        shards if job.config.pack else [],
+    )
 
 
-def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Apply `work` to each item, in order; in threads, because a network file system serves many
-    requests at a time."""
+def _reusable_chunk(job: Job, number: int, start: int) -> Any:
+    """Return the chunk that starts at an image, if an earlier run of the job has written it and its
+    images are the same; else None."""
+    try:
+        table = index.read_table(job.target / job.chunk_name(number), index.RESULT_COLUMNS)
+        raw = (table.schema.metadata or {}).get(index.METADATA_KEY, b"{}")
+        metadata = msgspec.json.decode(raw, type=_ChunkMetadata)
+    except (DataError, *DECODE_ERRORS):
+        return None
+    images = job.annotations
+    names = images.file_names[start : start + table.num_rows]
+    if metadata != _ChunkMetadata(job.key, start) or len(names) < table.num_rows:
+        return None
+    return None if changed_images(images.folder, names, index.fingerprints_of(table)) else table
 
-    def process(start: int) -> list[R]:
-        return [work(item) for item in items[start : start + CHUNK_IMAGES]]
 
-    with ThreadPoolExecutor(16) as pool:
-        return [r for chunk in pool.map(process, range(0, len(items), CHUNK_IMAGES)) for r in chunk]
+def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterator[CheckedImage]:
+    def check(first: int) -> list[CheckedImage]:
+        names = images.file_names[first : first + size]
+        sizes = images.sizes[first : first + size].tolist()
+        return [
+            check_image(images.folder / name, (width, height), job.config)
+            for name, (width, height) in zip(names, sizes, strict=True)
+        ]
+
+    images, size = job.annotations, job.task_images
+    firsts = range(start, len(images.file_names), size)
+    return itertools.chain.from_iterable(map_ahead(pool, check, firsts, job.num_threads + 2))
 
 
-def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
-    """Return (N, 2) image sizes after shrinking to a shorter side of at most `shorter` pixels."""
-    if shorter is None:
-        return sizes
-    scale = np.minimum(1.0, shorter / sizes.min(axis=1, keepdims=True))
-    return np.rint(sizes * scale).astype(np.int32)
+def _write_chunk(job: Job, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
+    """Take images until a chunk is full; publish it, and return its table without the images."""
+    columns = (index.SHARD_COLUMNS if job.config.pack else {}) | index.RESULT_COLUMNS
+    metadata = {index.METADATA_KEY: msgspec.json.encode(_ChunkMetadata(job.key, start))}
+    schema = pa.schema(columns.items(), metadata=metadata)
+    results = []
+    num_bytes = num_images = 0
+    path = job.target / job.chunk_name(number)
+    with atomic_write(path) as file, pa.ipc.new_file(file, schema) as writer:
+        while batch := list(itertools.islice(images, job.task_images)):
+            record = pa.RecordBatch.from_pylist([image._asdict() for image in batch], schema)
+            writer.write_batch(record)
+            results.append(record.select(list(index.RESULT_COLUMNS)))
+            num_images += len(batch)
+            num_bytes += sum(len(image.image or b"") for image in batch)
+            if num_bytes >= CHUNK_BYTES or (not job.config.pack and num_images >= CHUNK_ROWS):
+                break
+    return pa.Table.from_batches(results)

@@ -1,4 +1,4 @@
-"""Find image files by name: which files are images, and where a folder has them.
+"""Image files: which files are images, where a folder has them, their sizes, what has changed.
 
 Labeling tools write the paths of their own server or of another machine: `images\\x.jpg`,
 `/data/upload/3/x.jpg`, `..\\..\\label-studio\\media\\upload\\4\\x.jpg`. `resolve_images` makes
@@ -10,14 +10,19 @@ them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ssdctl.data.annotations import MAX_NAMED, SPLIT_WORDS, Annotations, refuse, split_of
-from ssdctl.data.image_check import file_sizes, size_or_none
+from ssdctl.data.image_decode import as_image_error, open_image, read_header
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
@@ -26,7 +31,19 @@ IMAGE_SUFFIXES = frozenset(
     | {".gif", ".avif", ".jp2", ".ppm", ".pgm", ".tga", ".heic", ".heif"}
 )
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
+CHUNK_FILES = 64  # that a thread looks at before it takes others
+SKETCH_BYTES = 4096
 ANNOTATION_FOLDERS = ("annotations", "Annotations", "labels")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class FingerprintColumns(NamedTuple):
+    """Identify the versions of N image files."""
+
+    bytes: NDArray[np.int64]  # N
+    modified_ns: NDArray[np.int64]  # N
+    sketch: NDArray[np.int64]  # N: CRC-32 of the first and last 4 KiB: copies have another time
 
 
 def is_image(path: Path | PurePosixPath) -> bool:
@@ -167,3 +184,75 @@ def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[
     hint = "write file_name as a path relative to the image folder"
     refuse(folder, "file names that fit several files", ambiguous, hint)
     return replaced
+
+
+def header_size(path: Path, *, upright: bool = False) -> tuple[int, int]:
+    """Return width and height by the header; `upright`: as it is shown, by its orientation."""
+    try:
+        with open_image(path) as image:
+            header = read_header(image)
+    except Exception as error:
+        raise DataError(f"{path}: {as_image_error(error)}") from None
+    return header.upright_size if upright else header.stored_size
+
+
+def size_or_none(path: Path, *, upright: bool = False) -> tuple[int, int]:
+    """Like `header_size`, but 0 x 0 for a file that is dropped, with the reason, when checked."""
+    try:
+        return header_size(path, upright=upright)
+    except DataError:
+        return 0, 0
+
+
+def changed_images(
+    folder: Path, names: Sequence[str], fingerprints: FingerprintColumns
+) -> list[str]:
+    """Return the files that are missing or changed; those whose time differs are opened."""
+    base = str(folder)
+
+    def is_same(image: tuple[str, int, int, int]) -> bool:
+        name, num_bytes, modified_ns, sketch = image
+        path = f"{base}/{name}"
+        try:
+            status = os.stat(path)  # noqa: PTH116 - millions of them
+            if status.st_size != num_bytes:
+                return False
+            return status.st_mtime_ns == modified_ns or _sketch(path, num_bytes) == sketch
+        except (OSError, ValueError):  # a name with a null byte
+            return False
+
+    images = list(zip(names, *(column.tolist() for column in fingerprints), strict=True))
+    same = in_threads(is_same, images)
+    return [name for name, found in zip(names, same, strict=True) if not found]
+
+
+def _sketch(path: str, num_bytes: int) -> int:
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - as above
+        head = file.read(SKETCH_BYTES)
+        tail = os.pread(file.fileno(), SKETCH_BYTES, max(num_bytes - SKETCH_BYTES, 0))
+    return zlib.crc32(tail, zlib.crc32(head))
+
+
+def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
+    """Return the size of each file in bytes; None if it does not exist."""
+    base = str(folder)
+
+    def size(name: str) -> int | None:
+        try:
+            status = os.stat(f"{base}/{name}")  # noqa: PTH116 - a hundred thousand of them
+        except (OSError, ValueError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    return in_threads(size, names)
+
+
+def in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Apply `work` to each item, in order; in threads, because a network file system serves many
+    requests at a time."""
+
+    def process(start: int) -> list[R]:
+        return [work(item) for item in items[start : start + CHUNK_FILES]]
+
+    with ThreadPoolExecutor(16) as pool:
+        return [r for chunk in pool.map(process, range(0, len(items), CHUNK_FILES)) for r in chunk]

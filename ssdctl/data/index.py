@@ -17,14 +17,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import SPLITS, Annotations, Conversion, Labels
+from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion, Labels
 from ssdctl.data.check import Objects
-from ssdctl.data.classes import ClassName
-from ssdctl.data.image_check import Encoding, FingerprintColumns, Verified
+from ssdctl.data.image_files import FingerprintColumns
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, atomic_write
 
 METADATA_KEY = b"ssdctl"
+Encoding = Literal["jpeg", "raw"]
+Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
 Types = Mapping[str, pa.DataType]
 
 FINGERPRINT_COLUMNS = dict.fromkeys(FingerprintColumns._fields, pa.int64())
@@ -135,20 +136,6 @@ def read_made(folder: Path) -> Made | None:
     made = [m.made for split in SPLITS if (m := read_metadata(folder, split)) is not None]
     is_complete = made and all(m == made[0] for m in made) and len(made) == len(made[0].splits)
     return made[0] if is_complete else None
-
-
-def is_prepared(root: Path, folder: Path) -> bool:
-    """Return whether the store has every split of the dataset, with its current annotations.
-
-    Changed labels of a format that has a file per image do not count: `open_dataset` warns of them.
-    """
-    made = read_made(folder)
-    if made is None:
-        return False
-    from ssdctl.data.dataset import labels_changed  # late: every format
-
-    is_few = bool(made.labels.content)
-    return not (is_few and labels_changed(root, made.format, made.conversion, made.labels))
 
 
 def read_annotations(index: Path) -> Annotations:
@@ -317,3 +304,11 @@ def damaged(path: Path, problem: object) -> DataError:
     return DataError(
         f"{path}: not a readable part of a store: {problem}", hint="run ssdctl prepare --force"
     )
+
+
+def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
+    """Return (N, 2) image sizes after shrinking to a shorter side of at most `shorter` pixels."""
+    if shorter is None:
+        return sizes
+    scale = np.minimum(1.0, shorter / sizes.min(axis=1, keepdims=True))
+    return np.rint(sizes * scale).astype(np.int32)

@@ -20,13 +20,13 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.check import check
 from ssdctl.data.dataset import (
+    is_prepared,
     labels_changed,
     read_dataset,
     require_root,
     require_split,
 )
-from ssdctl.data.image_check import changed_images
-from ssdctl.data.image_files import require_image_folder, resolve_images
+from ssdctl.data.image_files import changed_images, require_image_folder, resolve_images
 from ssdctl.data.prepare import Outcome, prepare
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
@@ -80,7 +80,7 @@ def open_dataset(
         DataError: See `prepare`; or an image is missing or changed since.
     """
     require_root(root)
-    if not index.is_prepared(root, folder):
+    if not is_prepared(root, folder):
         _prepare_again(root, folder, progress)
         return open_splits(root, folder)
     if is_cached_store(folder):
@@ -118,7 +118,7 @@ def _warn_of_changed_labels(root: Path, folder: Path) -> None:
     made = index.read_made(folder)
     if made is None or made.labels.content or not made.labels.state:
         return  # the content was compared when the index was chosen
-    if labels_changed(root, made.format, made.conversion, made.labels):
+    if labels_changed(root, made):
         log.warning(
             "labels in %s changed, or were copied, since they were read, and are used as read: "
             "`ssdctl prepare --data %s` reads them",
@@ -150,7 +150,7 @@ class DatasetSize(NamedTuple):
 def count_images(root: Path, folder: Path) -> DatasetSize:
     """Return how many images and which classes a run would train on; nothing is written."""
     require_root(root)
-    if index.is_prepared(root, folder):
+    if is_prepared(root, folder):
         _warn_of_changed_labels(root, folder)
         splits = open_splits(root, folder)
         train = require_split(splits, "train", root)
@@ -171,7 +171,7 @@ def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     Nothing is written.
     """
     require_root(root)
-    if not index.is_prepared(root, folder):
+    if not is_prepared(root, folder):
         return read_dataset(root, _last_conversion(folder))
     return {
         split: index.read_annotations(index.index_path(folder, split))._replace(

@@ -4,7 +4,7 @@
 
 Every annotation and every image's header is checked; what cannot be trained on is dropped and
 listed in the store's report.json. A split's index is written last, so a killed run leaves the old
-store or none; the next start continues with what is finished (image_check_jobs.py).
+store or none; the next start continues with what is finished (image_check.py).
 A second `prepare` of the same folder waits for the first.
 """
 
@@ -39,10 +39,14 @@ from ssdctl.data.check import (
     duplicate_names,
     refuse_dropped,
 )
-from ssdctl.data.dataset import find_source, label_version, labels_changed, read_dataset
-from ssdctl.data.image_check import FingerprintColumns, changed_images, verified
-from ssdctl.data.image_check_jobs import CheckedImages, Job, check_files, check_images
-from ssdctl.data.image_files import is_image, resolve_images
+from ssdctl.data.dataset import find, label_version, labels_changed, read_dataset
+from ssdctl.data.image_check import CheckedImages, Job, check_files, check_images, verified
+from ssdctl.data.image_files import (
+    FingerprintColumns,
+    changed_images,
+    is_image,
+    resolve_images,
+)
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
@@ -148,12 +152,12 @@ def prepare(
 
 def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], index.Made]:
     """Read a dataset, and the version of its label files meanwhile; find its images."""
-    name, read = find_source(root, conversion)
+    name, module = find(root, conversion.source)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
-        version = pool.submit(label_version, root, name, conversion, content=True)
-        splits = read_dataset(root, conversion, read)
+        version = pool.submit(label_version, root, name, content=True)
+        splits = read_dataset(root, conversion, module)
         labels = version.result()
-    if label_version(root, name, conversion).state != labels.state:
+    if label_version(root, name).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
     made = index.Made(name, conversion, labels, list(splits), __version__)
     resolved = {split: resolve_images(splits.pop(split)) for split in made.splits}
@@ -185,7 +189,7 @@ def _unchanged_outcome(
     outcome, made = _read_report(folder), index.read_made(folder)
     if outcome is None or made is None or made.conversion != conversion:
         return None
-    if made.labels.state and labels_changed(root, made.format, conversion, made.labels):
+    if made.labels.state and labels_changed(root, made):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split in made.splits:

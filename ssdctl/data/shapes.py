@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split, document_of
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import ClassName, LabeledBox, LabeledImage, annotations_of_split
+from ssdctl.data.coco_json import document_of
 from ssdctl.data.image_decode import encode
 from ssdctl.files import (
     DECODE_ERRORS,

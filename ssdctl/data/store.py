@@ -25,9 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ssdctl.data import index
-from ssdctl.data.annotations import root_folder
-from ssdctl.data.classes import ClassName
-from ssdctl.data.image_check import shrunk_sizes
+from ssdctl.data.annotations import ClassName, root_folder
 from ssdctl.data.image_decode import Pixels, decode, encode, raw_pixels
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
@@ -252,7 +250,7 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         classes=metadata.classes,
         image_ids=index.numbers(table, "image_id"),
         sizes=sizes,
-        pixel_sizes=shrunk_sizes(sizes, metadata.shrink),
+        pixel_sizes=index.shrunk_sizes(sizes, metadata.shrink),
         starts=starts,
         boxes=boxes,
         labels=labels,

@@ -33,7 +33,7 @@ def default_root() -> Path:
 
 def require_dataset(config: DataConfig) -> None:
     """Check that the config names a dataset, or that one is in its usual folder."""
-    from ssdctl.data.formats import datasets_in
+    from ssdctl.data.dataset import datasets_in
 
     dataset_folders(config)
     if config.root or default_root().exists():
@@ -76,7 +76,7 @@ def default_store(root: Path) -> Path:
     folder = root.with_name(f"{root.name}.{STORE_NAME}") if is_file else root / STORE_NAME
     if not root.exists() or _is_writable(folder if folder.exists() else folder.parent):
         return folder
-    from ssdctl.data.index import is_prepared
+    from ssdctl.data.dataset import is_prepared
 
     if folder.exists() and is_prepared(root, folder):
         return folder

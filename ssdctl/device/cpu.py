@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.device import inductor
 from ssdctl.device.base import Device, Module, choose_execution
 from ssdctl.runtime import system

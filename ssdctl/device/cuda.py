@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.device import inductor
 from ssdctl.device.base import Decoder, Device, Module, choose_execution
 from ssdctl.errors import UsageError
-from ssdctl.runtime.torch_compat import without_tf32_warnings
+from ssdctl.runtime.packages import without_tf32_warnings
 
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)  # compute capabilities
 STEPS_IN_FLIGHT = 2

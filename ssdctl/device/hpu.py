@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.device.base import Device, Module, choose_execution
 from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ssdctl.runtime.packages import torch_release
 from ssdctl.runtime.system import private_cache_dir
-from ssdctl.runtime.torch_compat import installed_version
 
 OLDEST_COMBO_KERNELS = (2, 9)  # PyTorch; before, they were an early experiment
 OLDEST_GPU = (7, 0)  # that Triton compiles for
@@ -66,7 +66,7 @@ def gpu_options(module: nn.Module | None = None) -> dict[str, Any]:
         # ReLU's mask is recomputed from six values where it is used, instead of being written.
         "realize_reads_threshold": 6,
     }
-    if installed_version() >= OLDEST_COMBO_KERNELS:
+    if torch_release() >= OLDEST_COMBO_KERNELS:
         options["combo_kernels"] = True  # independent small kernels in one launch
     return {k: v for k, v in options.items() if k in torch._inductor.list_options()}
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.device.base import Device, Module, choose_execution
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import private_cache_dir

@@ -1,21 +1,222 @@
-"""Collective operations of the ranks: average, agree, gather, broadcast."""
+"""Join the ranks of a run, and exchange values between them; report which ranks were lost.
+
+Tensors on the device are reduced by the device's own backend. Flags and objects of the hosts are
+exchanged over gloo, so that no rank waits for its device only to agree with the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+import contextlib
+import datetime
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ssdctl.device.base import Device
-from ssdctl.distributed.process_group import host_group
-from ssdctl.distributed.ranks import Ranks
-from ssdctl.errors import SsdctlError
-from ssdctl.runtime.torch_compat import no_buffer_sync
+from ssdctl.distributed.ranks import Ranks, interface_for_peers
+from ssdctl.errors import DistributedError, SsdctlError, Stopped, UsageError
+from ssdctl.runtime import signals
+from ssdctl.runtime.packages import no_buffer_sync
+from ssdctl.runtime.threads import run_in_daemon_thread
+
+if TYPE_CHECKING:
+    from ssdctl.data.store import Split
+    from ssdctl.runtime.progress import Progress
 
 T = TypeVar("T")
+DEFAULT_TIMEOUT_S = 600.0
+MIN_TIMEOUT_S = 300.0  # for ranks that still import, or wait for a node
+MISSING_RANKS_WAIT_S = 5.0  # how long a rank that lost another waits for reports of the rest
+POLL_S = 0.05
+FREE_TENSORS_S = 0.2  # gloo's threads need microseconds
+_PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, left out of __all__
+ARRIVED = "arrived"  # the store's key that counts the ranks
+RANKS_PER_POLL = 64  # with more ranks each polls less often: a single process answers them all
+GRACE_S = 1.0
+# Torchrun's store outlives a group: the next one of the same processes needs other keys.
+_groups = itertools.count()
+LOST = (  # parts of the errors of backends
+    *("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer"),
+    "pair closure",  # gloo's, without its name, when an all-reduce of a backward pass ends
+)
+# The gloo group of the hosts, and the key-value store of all ranks, while the ranks are joined.
+_group: Any = None
+_store: Any = None
+
+
+def host_group() -> Any:
+    """Return the group for flags and objects of the hosts; None is torch's default group."""
+    return _group
+
+
+@contextlib.contextmanager
+def process_group(
+    ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Iterator[None]:
+    """Join the other ranks for the duration of the block.
+
+    Args:
+        timeout_s: How long a rank waits for another before that one counts as lost.
+
+    Raises:
+        DistributedError: A rank died, hung or could not be reached; the message names it.
+    """
+    global _group, _store
+    if ranks.is_single_process:
+        yield
+        return
+    try:
+        with _stdout_to_stderr():
+            _join(ranks, device, datetime.timedelta(seconds=timeout_s))
+        yield
+    except RuntimeError as error:  # dist.DistError is one
+        if not isinstance(error, dist.DistError) and not any(w in str(error).lower() for w in LOST):
+            raise
+        # The message without its source location and advice for programmers.
+        line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
+        raise DistributedError(
+            f"rank {ranks.rank} lost {_missing_ranks(ranks)}: "
+            f"{line.partition('. This is typically')[0]}",
+            hint="the first failure is in the log of the rank that was lost; --rank-timeout sets "
+            f"how long a rank is waited for (now {timeout_s:g} s)",
+        ) from error
+    finally:
+        _group = _store = None
+        if dist.is_initialized():
+            # Destroying a group waits for gloo's threads and holds the interpreter's lock, which
+            # they need to free the tensors of the last operation: a deadlock with torch up to 2.7
+            # (pytorch/pytorch#154976).
+            time.sleep(FREE_TENSORS_S)
+            with contextlib.suppress(RuntimeError):  # the other ranks may be gone
+                dist.destroy_process_group()
+
+
+def wait_for_main(ranks: Ranks, task: str) -> None:
+    """Wait without a time limit until the first rank calls this too; it returns at once.
+
+    For work that one rank does for all, such as preparing a dataset. Signals interrupt the wait.
+    Each `task` is used once in a run.
+    """
+    if ranks.is_single_process:
+        return
+    if ranks.is_main:
+        _store.set(f"done/{task}", "yes")
+    while not _store.check([f"done/{task}"]):
+        time.sleep(POLL_S)
+
+
+def open_on_all_ranks(
+    root: Path, folder: Path, ranks: Ranks, progress: Progress
+) -> dict[str, Split]:
+    """Return the splits. The other ranks wait for the first one however long it prepares."""
+    from ssdctl.data.open_dataset import open_dataset  # late: a run without ranks needs neither
+    from ssdctl.data.store import open_splits
+
+    if ranks.is_main:
+        splits = open_dataset(root, folder, progress=progress)
+    wait_for_main(ranks, f"dataset {root}")
+    return splits if ranks.is_main else open_splits(root, folder)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Redirect stdout of C++: some versions of gloo print connections there."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
+    global _group, _store
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
+    for name, number in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), ranks, strict=True):
+        os.environ.setdefault(name, str(number))  # read by vendors' backends, under srun too
+    interface = interface_for_peers(os.environ["MASTER_ADDR"], ranks.world_size)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    device.register_backend()
+    store = _rendezvous(ranks, timeout.total_seconds())
+    # The hosts must detect a hanging rank before the device's own backend does, which may abort.
+    dist.init_process_group(
+        device.backend,
+        store=_PrefixStore("device", store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout if device.backend == "gloo" else 2 * timeout,
+    )
+    if device.backend != "gloo":
+        _group = dist.new_group(backend="gloo", timeout=timeout)
+    _store = _PrefixStore("ssdctl", store)
+
+
+def _missing_ranks(ranks: Ranks) -> str:
+    """Name the lost ranks: those that do not report a lost rank themselves within some seconds."""
+    if _store is None:
+        return "the other ranks before all had joined"
+    try:
+        _store.set(f"here/{ranks.rank}", "yes")
+        deadline = time.monotonic() + MISSING_RANKS_WAIT_S
+        others = set(range(ranks.world_size)) - {ranks.rank}
+        while others and time.monotonic() < deadline:
+            others -= {rank for rank in others if _store.check([f"here/{rank}"])}
+            time.sleep(0.1)
+    except RuntimeError:  # rank 0 serves the store
+        return "rank 0, or its machine"
+    return f"rank {', '.join(map(str, sorted(others)))}" if others else "another rank for some time"
+
+
+def _rendezvous(ranks: Ranks, timeout_s: float) -> Any:
+    """Return the key-value store of all ranks once all have arrived.
+
+    Raises:
+        Stopped: A signal came while ranks were missing.
+        RuntimeError: Some did not arrive in time, or the first one is gone.
+    """
+    with signals.ending_at_once():  # a signal interrupts the wait for a thread, not torch's own
+        met = run_in_daemon_thread(
+            lambda: next(torch_rendezvous("env://", ranks.rank, ranks.world_size))
+        )
+        store = _PrefixStore(f"group-{next(_groups)}", met.result()[0])
+    store.add(ARRIVED, 1)
+    try:
+        with signals.ending_at_once():
+            _wait_for_all(store, ranks.world_size, max(timeout_s, MIN_TIMEOUT_S))
+    except Stopped:
+        with contextlib.suppress(RuntimeError):  # the first rank is gone
+            if store.add(ARRIVED, 0) >= ranks.world_size:
+                return store  # all had arrived, and some may have continued: stop where they do
+            store.add(ARRIVED, -1)
+        raise
+    return store
+
+
+def _wait_for_all(store: Any, world_size: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    try:
+        while (arrived := store.add(ARRIVED, 0)) < world_size:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"timed out: only {arrived} of {world_size} ranks have joined")
+            time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
+    except RuntimeError:  # rank 0 is gone; if a signal ended it, ours may be about to arrive
+        time.sleep(GRACE_S)
+        raise
 
 
 def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:

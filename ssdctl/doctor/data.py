@@ -13,8 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ssdctl.config import Config
-from ssdctl.data.annotations import AUTOMATIC, SPLITS
-from ssdctl.data.dataset import TOML, find_source, labels_changed
+from ssdctl.data.annotations import SPLITS
+from ssdctl.data.dataset import find, labels_changed
+from ssdctl.data.formats.coco import TOML
 from ssdctl.data.index import index_path, read_made, read_metadata
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
@@ -64,7 +65,7 @@ def _dataset(root: Path, folder: Path) -> Check:
     made = read_made(folder)
     if made is None or not root.exists():
         try:
-            return ok("dataset", f"{root}: {find_source(root, AUTOMATIC)[0]}")
+            return ok("dataset", f"{root}: {find(root)[0]}")
         except SsdctlError as error:
             is_broken = (root / TOML).is_file()  # else there is no dataset yet
             return bad("dataset", str(error), error.hint or "", is_wanted=is_broken)
@@ -86,7 +87,7 @@ def _store(root: Path, folder: Path) -> Check:
     metadata = [m for split in made.splits if (m := read_metadata(folder, split))]
     if not all((folder / shard.file).is_file() for m in metadata for shard in m.shards):
         return bad("store", f"{folder}: incomplete (a shard is missing)", again)
-    if labels_changed(root, made.format, made.conversion, made.labels):
+    if labels_changed(root, made):
         return bad("store", f"{folder}: stale (its labels changed since)", again)
     packed = ", packed" if any(m.packed for m in metadata) else ""
     return ok("store", f"{folder}: prepared{packed}")

@@ -20,13 +20,12 @@ from packaging.requirements import Requirement
 from ssdctl._version import __version__
 from ssdctl.config import Config
 from ssdctl.doctor.check import Check, ProgramOutput, Programs, absent, bad, ok, ok_unless
-from ssdctl.launch.base import read_node
+from ssdctl.launch import read_node
 from ssdctl.runtime import hardware, system
 from ssdctl.runtime.hardware import Hardware
-from ssdctl.runtime.packages import package_version
+from ssdctl.runtime.packages import dali_extra, package_version
 from ssdctl.runtime.system import UNLIMITED, cpu_quota, memory_limit, read_text, resource_limit
 from ssdctl.runtime.threads import run_in_daemon_thread
-from ssdctl.runtime.torch_compat import dali_extra
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
 OWN_LINE = ("torch", "torchvision")  # the others share one line

@@ -122,8 +122,7 @@ def probe_ranks() -> None:
     import torch
 
     from ssdctl.device.cpu import Cpu
-    from ssdctl.distributed.collectives import average, barrier
-    from ssdctl.distributed.process_group import process_group
+    from ssdctl.distributed.collectives import average, barrier, process_group
     from ssdctl.distributed.ranks import find_ranks
 
     ranks = find_ranks()
@@ -146,7 +145,7 @@ def probe_step() -> None:
     import torch
 
     from ssdctl.config import Resolved
-    from ssdctl.data.classes import COCO_NUM_IMAGES
+    from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch
@@ -201,8 +200,7 @@ def check_collectives(config: Config) -> list[Check]:
     """
     from ssdctl.benchmark.train import matmul_flops
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import gather_to_first
-    from ssdctl.distributed.process_group import process_group
+    from ssdctl.distributed.collectives import gather_to_first, process_group
     from ssdctl.distributed.ranks import find_ranks
 
     ranks = find_ranks()

@@ -15,7 +15,7 @@ import msgspec
 
 from ssdctl.config import Config, Resolved
 from ssdctl.config.resolve import sources_of
-from ssdctl.distributed.addresses import free_port
+from ssdctl.distributed.ranks import free_port
 from ssdctl.doctor.check import (
     ABSENT,
     FAIL,

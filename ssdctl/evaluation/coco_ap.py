@@ -2,9 +2,6 @@
 
     truth = read_ground_truth(Path("prepared/index-val.arrow"))
     ap = run_scoring(truth, detections).figures["AP"]
-    evaluation = score(truth, detections, EvaluationInfo(source="best.pt", ...))
-
-`score` also analyzes the errors; `BackgroundScoring` does that in another process.
 
 Detections are scored against the annotations as this package's reader parsed them. The user's file
 itself never reaches a scoring engine: engines are stricter than the reader about fields that
@@ -16,25 +13,18 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import pickle
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, coco_document
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations
+from ssdctl.data.coco_json import coco_document
 from ssdctl.data.formats.coco import positions
-from ssdctl.errors import DataError, IntegrityError, SsdctlError
-from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.errors import DataError, IntegrityError
 from ssdctl.runtime.safe_text import listed
-from ssdctl.runtime.signals import STOP_SIGNALS
-from ssdctl.runtime.threads import run_in_daemon_thread
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
 FIGURES: dict[str, tuple[str, float | None, int, int]] = {
@@ -54,7 +44,6 @@ FIGURES: dict[str, tuple[str, float | None, int, int]] = {
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 VERIFY_TOLERANCE = 1e-12
 MAX_DROPPED = 0.05  # share of objects; as `prepare` accepts
-SCORER = "from ssdctl.evaluation.coco_ap import serve; serve()"
 log = logging.getLogger(__name__)
 
 
@@ -259,82 +248,3 @@ def _verify(
                 f"{name} is {figure!r} by hotcoco and {expected!r} by pycocotools",
                 hint="please report it with the two files; pycocotools' figure is the reference",
             )
-
-
-def score(
-    truth: Annotations,
-    detections: Detections,
-    about: EvaluationInfo,
-    image_ids: NDArray[np.int64] | None = None,
-    *,
-    verify: bool = False,
-) -> Evaluation:
-    """Score detections and analyze the errors; see `run_scoring`.
-
-    The numbers of images and detections of `about` are filled in.
-    """
-    from ssdctl.evaluation.analysis import analyze  # late: training leaves it to the process
-
-    scoring = run_scoring(truth, detections, image_ids=image_ids, verify=verify)
-    count, threshold = len(detections.scores), about.score_threshold
-    if scoring.figures["AP"] < 0:
-        log.warning("the images have no annotated objects: there is no AP (-1)")
-    elif not count:
-        above = "" if threshold is None else f" with a score above {threshold:g}"
-        log.warning("%s: no detection%s: AP is 0", about.source, above)
-    about = msgspec.structs.replace(about, images=len(scoring.image_ids), detections=count)
-    return analyze(scoring, detections, about)
-
-
-class BackgroundScoring:
-    """An evaluation that a background process computes; the arguments are those of `score`.
-
-    The process reads detections from stdin and writes an `Evaluation` to stdout. It ignores
-    signals: the parent process handles them.
-    """
-
-    def __init__(
-        self,
-        annotations: Path,
-        detections: Detections,
-        about: EvaluationInfo,
-        image_ids: NDArray[np.int64] | None = None,
-    ) -> None:
-        self._annotations = annotations
-        self._job = detections, about, image_ids
-        self._evaluation = run_in_daemon_thread(self._run)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` returns without waiting."""
-        return self._evaluation.done()
-
-    def result(self) -> Evaluation:
-        # If the process failed, raise the reason here.
-        return self._evaluation.result() or score(read_ground_truth(self._annotations), *self._job)
-
-    def _run(self) -> Evaluation | None:
-        command = [sys.executable, "-c", SCORER, str(self._annotations)]
-        try:
-            done = subprocess.run(command, input=pickle.dumps(self._job), capture_output=True)
-            if done.returncode < 0:
-                log.warning(
-                    "the process that scores was killed (%s), as if memory ran out: scoring in the "
-                    "training process",
-                    signal.Signals(-done.returncode).name,
-                )
-            return msgspec.json.decode(done.stdout, type=Evaluation)
-        except (OSError, msgspec.DecodeError):
-            return None
-
-
-def serve() -> None:
-    """Score the job of a `BackgroundScoring`; the argument is the file of annotations."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    job = pickle.load(sys.stdin.buffer)  # of the parent process
-    try:
-        evaluation = score(read_ground_truth(Path(sys.argv[1])), *job)
-    except SsdctlError:
-        sys.exit(1)  # the parent repeats the job and raises the error
-    sys.stdout.buffer.write(msgspec.json.encode(evaluation))

@@ -18,16 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config import Config, DataConfig, Resolved
-from ssdctl.config.sections.evaluate import EvaluateConfig
-from ssdctl.data.classes import UNUSED, ClassName, class_differences, match_classes
-from ssdctl.data.dataset import require_split
-from ssdctl.data.formats._coco_json import Int64, column, decode, read_content
-from ssdctl.data.index import earlier_packing, is_prepared
+from ssdctl.config.sections import EvaluateConfig
+from ssdctl.data.annotations import ClassName, class_differences, match_classes
+from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
+from ssdctl.data.dataset import is_prepared, require_split
+from ssdctl.data.index import earlier_packing
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth, score
+from ssdctl.evaluation.analysis import score
+from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
 from ssdctl.files import DECODE_ERRORS, write_bytes
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.progress import Progress
@@ -70,8 +71,7 @@ def evaluate_files(
         yield _evaluate_results(files[0], resolved)
         return
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import broadcast
-    from ssdctl.distributed.process_group import process_group
+    from ssdctl.distributed.collectives import broadcast, process_group
 
     ranks = find_ranks()
     device = open_device(resolved.config.evaluate.device, ranks.local_rank)
@@ -160,7 +160,7 @@ def evaluate_checkpoint(
             one rank during detection is raised on every rank.
     """
     from ssdctl.checkpoint.file import read_model  # late: torch takes seconds
-    from ssdctl.distributed.process_group import open_on_all_ranks
+    from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import open_detector

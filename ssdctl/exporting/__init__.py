@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -14,6 +14,9 @@ from ssdctl.files import remove_stale_temporaries
 from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.progress import Progress
 
+if TYPE_CHECKING:
+    from ssdctl.exporting.deployed import Outputs
+
 GRAPH_FORMATS = ("onnx", "openvino", "pt2")
 FORMATS = (*GRAPH_FORMATS, "safetensors", "mlperf", "nvidia")
 GRAPH_OPTIONS = ("raw", "nms", "batch", "fp16")
@@ -22,8 +25,6 @@ ALLOWED_NMS = {"openvino": ("onnx", "none"), "pt2": ("none",)}  # other formats:
 MAX_BATCH = 4096
 CALIBRATION_IMAGES = 128
 MAX_AP_LOSS = 0.01
-
-Outputs = Literal["onnx", "none", "efficientnms", "raw"]  # of a graph, see `deployed`
 
 
 class ExportRequest(NamedTuple):

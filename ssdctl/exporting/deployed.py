@@ -17,7 +17,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.exporting import Outputs
 from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
 from ssdctl.inference.image_detector import open_image, resized
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
@@ -50,6 +49,7 @@ MAX_DIFFERENT_FP16 = 0.05
 NUM_IMAGES = 5  # that a file is compared on
 MAX_TRIED = 10  # images of the dataset that are opened for each that is needed
 
+Outputs = Literal["onnx", "none", "efficientnms", "raw"]
 Images = NDArray[np.uint8]
 Runner = Callable[[Images], list[NDArray[Any]]]
 # The largest `box_difference`, in fractions of the image, and `score_difference` to PyTorch.

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.config.sections.evaluate import PredictConfig
-from ssdctl.data.classes import UNUSED, ClassName
+from ssdctl.config.sections import PredictConfig
+from ssdctl.data.annotations import ClassName
+from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches

@@ -18,8 +18,8 @@ from PIL import Image
 from ssdctl.checkpoint import file as checkpoint_file
 from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, read_model
-from ssdctl.config.sections.evaluate import PredictConfig
-from ssdctl.data.classes import ClassName
+from ssdctl.config.sections import PredictConfig
+from ssdctl.data.annotations import ClassName
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import find_ranks

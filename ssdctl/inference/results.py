@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import SsdctlError, hints_in_messages, import_package
 from ssdctl.inference.drawing import Rectangle, draw, save_image
 from ssdctl.runtime.safe_text import html_table

@@ -25,9 +25,9 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from ssdctl.config.sections.evaluate import SaveFormat
-from ssdctl.data.annotations import coco_document
-from ssdctl.data.classes import ClassName
+from ssdctl.config.sections import SaveFormat
+from ssdctl.data.annotations import ClassName
+from ssdctl.data.coco_json import coco_document
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
 from ssdctl.inference.locate import ImageSource

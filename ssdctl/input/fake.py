@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.data.classes import COCO_NUM_CLASSES, COCO_NUM_IMAGES, ClassName
+from ssdctl.data.annotations import ClassName
+from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.batch import Batch
 from ssdctl.input.sampler import LoaderConfig

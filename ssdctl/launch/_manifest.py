@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.errors import UsageError
-from ssdctl.launch.base import LaunchRequest
+from ssdctl.launch import LaunchRequest
 from ssdctl.launch.torchrun import RENDEZVOUS_PORT
 
 Manifest = dict[str, Any]

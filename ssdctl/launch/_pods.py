@@ -11,7 +11,7 @@ import msgspec
 
 from ssdctl.distributed.rank_process import PASSED_ON
 from ssdctl.errors import DistributedError, ExitCode
-from ssdctl.launch.base import POLL_S, Write, query
+from ssdctl.launch import POLL_S, Write, query
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]  # an object of Kubernetes

@@ -30,7 +30,7 @@ from ssdctl.distributed.rank_process import (
     read_processes,
 )
 from ssdctl.errors import DiskError, ExitCode, UsageError
-from ssdctl.launch.base import LaunchPlan
+from ssdctl.launch import LaunchPlan
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
 from ssdctl.runtime.system import memory_kills
 

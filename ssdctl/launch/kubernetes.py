@@ -18,8 +18,7 @@ import msgspec
 from ssdctl.config.fields import Section, setting
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch._manifest import build, pairs, read_volumes
-from ssdctl.launch.base import (
+from ssdctl.launch import (
     LaunchPlan,
     LaunchRequest,
     Node,
@@ -29,7 +28,8 @@ from ssdctl.launch.base import (
     submit_text,
     to_yaml,
 )
-from ssdctl.runtime.torch_compat import OLDEST
+from ssdctl.launch._manifest import build, pairs, read_volumes
+from ssdctl.runtime.packages import OLDEST_TORCH
 
 SUBMIT = "kubectl create -f"  # submits a written file
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
@@ -204,10 +204,11 @@ def _warnings(request: LaunchRequest) -> Iterator[str]:
     """Yield what the cluster may need in addition to the manifest."""
     config = request.table
     torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
-    if torch and (int(torch[1]), int(torch[2])) < OLDEST:
+    if torch and (int(torch[1]), int(torch[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
         yield (
-            f"the image has torch {torch[1]}.{torch[2]}, and ssdctl needs {OLDEST[0]}.{OLDEST[1]} "
-            "or newer: Intel Gaudi software 1.21 or newer"
+            f"the image has torch {torch[1]}.{torch[2]}, and ssdctl needs {oldest} or newer: "
+            "Intel Gaudi software 1.21 or newer"
         )
     is_bound = request.device == "hpu" and request.count > 1
     if is_bound and request.config.cores_per_node is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, require_program
+from ssdctl.launch import LaunchPlan, LaunchRequest, Node, require_program
 from ssdctl.runtime.hardware import BINDING_VARIABLE
 
 # On SIGTERM and SIGINT mpirun kills its ranks two seconds later, even while they save. It

@@ -15,11 +15,10 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.config.fields import Count, Section, setting
+from ssdctl.config.fields import DEVICE_TYPES, Count, Section, setting
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
 from ssdctl.errors import ExitCode, UsageError
-from ssdctl.launch.base import (
+from ssdctl.launch import (
     POLL_S,
     LaunchPlan,
     LaunchRequest,

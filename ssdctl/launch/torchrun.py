@@ -12,12 +12,13 @@ from string import Template
 from typing import Any
 
 from ssdctl._version import __version__
-from ssdctl.distributed.addresses import address_for_peers
+from ssdctl.distributed.ranks import address_for_peers
 from ssdctl.errors import UsageError
-from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, make_plan, to_yaml
-from ssdctl.runtime.torch_compat import NUMA_BINDING, installed_version
+from ssdctl.launch import LaunchPlan, LaunchRequest, Node, make_plan, to_yaml
+from ssdctl.runtime.packages import torch_release
 
 MODULE = "torch.distributed.run"
+NUMA_BINDING = (2, 9)  # PyTorch; torchrun has --numa-binding from here on
 # How long torchrun waits for ranks to stop; its default of 30 s can interrupt a save.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
@@ -46,7 +47,7 @@ def inspect(request: LaunchRequest) -> LaunchRequest:
     host, address = _endpoint(request).rpartition(":")[0].strip("[]"), None
     if request.config.nodes > 1 and host != PLACEHOLDER:
         address = address_for_peers(host)
-    return dataclasses.replace(request, torch_version=installed_version(), local_address=address)
+    return dataclasses.replace(request, torch_version=torch_release(), local_address=address)
 
 
 def plan(request: LaunchRequest, node: Node) -> LaunchPlan:

@@ -19,9 +19,8 @@ from markupsafe import Markup
 from PIL import Image
 
 from ssdctl._version import __version__
-from ssdctl.data.dataset import require_split
+from ssdctl.data.dataset import is_prepared, require_split
 from ssdctl.data.image_decode import Pixels, decode
-from ssdctl.data.index import is_prepared
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError

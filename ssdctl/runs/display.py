@@ -25,12 +25,12 @@ SETTLED_S = 8.0  # the shortest time after which a pace is compared
 SAMPLE_S = 0.1  # between two positions that are kept
 EVALUATION_COST = 0.4  # an image's, in trained ones: the first estimate; measured on two cores
 SLOWER = 1.7  # times the first pace: worth telling
-STARVED = 0.2  # share of the time spent waiting for images that is worth telling
+STARVED = 0.2  # fraction of the time spent waiting for images: worth telling
 BAR_COLUMNS = (8, 40)  # fewest and most
 
 
 class RunProgress:
-    """The position, pace and last metrics of a run, updated by its records.
+    """The position, pace and time left of a run.
 
     Args:
         start: The record before the first step.
@@ -40,9 +40,7 @@ class RunProgress:
     def __init__(self, start: Record, clock: Callable[[], float] = time.monotonic) -> None:
         self._start, self._clock = start, clock
         self._step = start["step"]
-        self._last: Record = {}  # of kind `train`
-        self._ap: float | None = None
-        self._best_ap: float | None = start["best_ap"]
+        self.last: Record = {}  # of kind `train`
         self._num_steps = 0  # that this process trained
         self._recent: deque[tuple[float, int]] = deque()  # time and step
         self._step_s: float | None = None  # seconds per step; None: not known yet
@@ -51,24 +49,17 @@ class RunProgress:
         self._evaluation_s: float | None = None
         self._end: float | None = None  # when the run ends, by the clock
 
-    def update(self, record: Record) -> None:
-        if record["kind"] == "train":
-            self._last = record
-        elif record["kind"] == "position":
-            self._move(record["step"], record["is_evaluating"])
-
-    def _move(self, step: int, is_evaluating: bool) -> None:
+    def move(self, step: int, *, is_evaluating: bool) -> None:
         now = self._clock()
         self._step = step
         if is_evaluating:
             self._evaluation_began = now
             return
-        if self._evaluation_began is not None:
-            self._evaluation_s = now - self._evaluation_began
-            self._evaluation_began = None
-            self._recent = deque([(now, step)])
-        else:
+        if self._evaluation_began is None:
             self._measure(now, step)
+        else:
+            self._evaluation_s, self._evaluation_began = now - self._evaluation_began, None
+            self._recent = deque([(now, step)])
         if self._step_s is not None:
             self._end = now + self._estimate(step, self._step_s)
 
@@ -93,15 +84,6 @@ class RunProgress:
             evaluation_s = cost * step_s
         evaluations = sum(due > step for due in start["evaluations"])
         return (start["total_steps"] - step) * step_s + evaluations * evaluation_s
-
-    def scored(self, record: Record) -> tuple[float | None, bool]:
-        """Return the change of AP since the last evaluation, and whether it is the best so far."""
-        ap, before, best = float(record["AP"]), self._ap, self._best_ap
-        self._ap = ap
-        is_best = ap >= 0 and (best is None or ap > best)
-        if is_best:
-            self._best_ap = ap
-        return (None if before is None or before < 0 or ap < 0 else ap - before), is_best
 
     def notice(self) -> str | None:
         """Return what is worth telling once: how long the run takes, and that it became slower."""
@@ -169,9 +151,8 @@ class RunProgress:
         facts = [(f"{epoch:.2f} ep", ""), (f"{left} left" if left else "first step...", "bold")]
         if self._evaluation_began is not None:
             return [*facts, (f"evaluating {self._start['evaluation_images']:,} images", "cyan")]
-        if not self._last:
+        if not (last := self.last):
             return facts
-        last = self._last
         facts += [
             (f"loss {last['loss']:.2f}", "cyan"),
             (f"{last['images_per_second']:,.1f} img/s", ""),
@@ -205,6 +186,8 @@ class RunDisplay:
         self._facts, self._write = facts, write
         self._is_live, self._is_verbose = is_live, is_verbose
         self._has_steps = has_steps or not is_live
+        self._ap: float | None = None  # the last evaluation's
+        self._best_ap: float | None = None
         self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -213,50 +196,61 @@ class RunDisplay:
     def show(self, record: Record) -> None:
         kind = record["kind"]
         if kind == "start":
-            self._progress = RunProgress(record)
-            self._facts(record["facts"])
-            if self._is_verbose and record["details"]:
-                self._write(record["details"], "")
-            if self._is_live and record["step"] < record["total_steps"]:
-                self._stack.enter_context(live_line(self._progress.line))
-            return
-        self._progress.update(record)
-        if kind == "position":
+            self._begin(record)
+        elif kind == "position":
+            self._progress.move(record["step"], is_evaluating=record["is_evaluating"])
             if not record["is_evaluating"] and (notice := self._progress.notice()):
                 self._write(notice, "")
         elif kind == "eval":
-            change, is_best = self._progress.scored(record)
-            self._write(describe(record, change, is_best), "green" if is_best else "bold")
-        elif kind == "epoch" or (kind == "train" and self._has_steps):
-            left = self._progress.time_left() if kind == "train" else ""
-            self._write(describe(record) + (f"  {left} left" if left else ""), "")
+            self._show_evaluation(record)
+        elif kind == "epoch":
+            self._write(_epoch(record), "")
+        elif kind == "train":
+            self._progress.last = record
+            if self._has_steps:
+                left = self._progress.time_left()
+                self._write(_step(record) + (f"  {left} left" if left else ""), "")
 
+    def _begin(self, start: Record) -> None:
+        self._progress, self._best_ap = RunProgress(start), start["best_ap"]
+        self._facts(start["facts"])
+        if self._is_verbose and start["details"]:
+            self._write(start["details"], "")
+        if self._is_live and start["step"] < start["total_steps"]:
+            self._stack.enter_context(live_line(self._progress.line))
 
-def describe(record: Record, change: float | None = None, is_best: bool = False) -> str:
-    """Return one line that summarizes a record.
-
-    Args:
-        change: Of AP since the evaluation before.
-    """
-    position = f"step {record['step']:,}"
-    if record["kind"] == "eval":
-        if record["AP"] < 0:
-            return f"{position}  no AP: the validation images have no annotated objects"
-        scores = [f"AP {record['AP']:.3f}" + ("" if change is None else f" ({change:+.3f})")]
-        scores += [f"{name} {record[name]:.3f}" for name in ("AP50", "AP75")]
+    def _show_evaluation(self, record: Record) -> None:
+        position, ap, before = f"step {record['step']:,}", record["AP"], self._ap
+        self._ap = ap
+        if ap < 0:
+            text = f"{position}  no AP: the validation images have no annotated objects"
+            self._write(text, "bold")
+            return
+        change = "" if before is None or before < 0 else f" ({ap - before:+.3f})"
+        texts = [position, f"AP {ap:.3f}{change}"]
+        texts += [f"{name} {record[name]:.3f}" for name in ("AP50", "AP75")]
         if "loss" in record:
-            scores.append(f"val loss {record['loss']:.2f}")
-        return "  ".join([position, *scores, *["best"] * is_best])
-    if record["kind"] == "epoch":
-        return (
-            f"{position}  epoch {record['epoch']:.2f} done in {duration(record['duration_s'])}, "
-            f"{record['images_per_second']:.1f} img/s"
-        )
+            texts.append(f"val loss {record['loss']:.2f}")
+        is_best = self._best_ap is None or ap > self._best_ap
+        if is_best:
+            self._best_ap = ap
+            texts.append("best")
+        self._write("  ".join(texts), "green" if is_best else "bold")
+
+
+def _step(record: Record) -> str:
     wait = f"  data wait {record['data_wait']:.0%}" if record["data_wait"] >= 0.05 else ""
     losses = f"loss {record['loss']:.3f} (box {record['loss_box']:.3f}, class "
     return (
-        f"{position}  {record['epoch']:.2f} ep  {losses}{record['loss_class']:.3f})  "
+        f"step {record['step']:,}  {record['epoch']:.2f} ep  {losses}{record['loss_class']:.3f})  "
         f"lr {record['lr']:.2e}  {record['images_per_second']:.1f} img/s{wait}"
+    )
+
+
+def _epoch(record: Record) -> str:
+    return (
+        f"step {record['step']:,}  epoch {record['epoch']:.2f} done in "
+        f"{duration(record['duration_s'])}, {record['images_per_second']:.1f} img/s"
     )
 
 

@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -30,7 +30,7 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.safe_text import redact_arguments
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 # The numbers that records of a kind have in addition to the step.
@@ -58,13 +58,9 @@ class MetricsFile:
         if self.path.exists():
             records, skipped = read_metrics(self.path)
             if skipped:
-                logger.warning("%s: dropped %d lines that are not records", self.path, skipped)
+                log.warning("%s: dropped %d lines that are not records", self.path, skipped)
             self.past_records = [r for r in records if r["step"] <= step]
             write_text(self.path, "".join(map(_line, self.past_records)))
-
-    def past_evaluations(self) -> list[Record]:
-        """Return the evaluations among the records that were kept, in their order."""
-        return [r for r in self.past_records if r["kind"] == "eval"]
 
     def write(self, record: Record) -> None:
         """Append one line. A power cut may lose the last lines."""
@@ -135,18 +131,15 @@ def _record(line: bytes) -> Record | None:
         value = msgspec.json.decode(line)
     except DECODE_ERRORS:
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+    if not isinstance(value, dict) or not isinstance(kind := value.get("kind"), str):
         return None
-    if not isinstance(value.get("step"), int):
-        return None
-    if not all(is_number(value.get(key)) for key in ("step", *REQUIRED.get(value["kind"], ()))):
-        return None
-    if value["kind"] == "event" and not isinstance(value.get("event"), str):
-        return None
-    return value
+    has_step = isinstance(value.get("step"), int)
+    has_numbers = all(is_number(value.get(key)) for key in ("step", *REQUIRED.get(kind, ())))
+    has_name = kind != "event" or isinstance(value.get("event"), str)
+    return value if has_step and has_numbers and has_name else None
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a JSON value is a number that fits 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

@@ -18,8 +18,7 @@ from ssdctl.config.resolve import MAX_FILE_BYTES, read_toml
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import DECODE_ERRORS, read_limited
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
-from ssdctl.runs.layout import RUNS, RunDir
-from ssdctl.runs.lock import running_on
+from ssdctl.runs.layout import RUNS, RunDir, running_on
 from ssdctl.runs.metrics import Record, is_number, read_metrics
 from ssdctl.runtime.safe_text import listed, redact_arguments, redact_urls
 
@@ -33,20 +32,20 @@ MAX_NAMED = 3  # runs in a hint
 class RunData(NamedTuple):
     name: str
     path: Path
-    train: list[Record]
-    evals: list[Record]
-    events: list[Record]
-    config: str  # config.toml with its comments; empty without training
-    settings: dict[str, Any]  # the values in it
-    environment: dict[str, Any]
     evaluation: Evaluation | None
+    settings: dict[str, Any]  # of training
+    environment: dict[str, Any]
+    train: Sequence[Record] = ()
+    evals: Sequence[Record] = ()
+    events: Sequence[Record] = ()
+    config: str = ""  # config.toml with its comments; empty without training
     problems: Sequence[str] = ()  # parts of the folder that were skipped, and why
 
     @property
     def best(self) -> dict[str, Any] | None:
         """The figures of the best evaluation: of training, else the one in the folder."""
         if self.evals:
-            record = max(self.evals, key=lambda r: float(r["AP"]))
+            record = max(self.evals, key=lambda r: r["AP"])
             return {k: v for k, v in record.items() if is_number(v)}
         return self.evaluation.figures if self.evaluation else None
 
@@ -69,7 +68,7 @@ class RunData(NamedTuple):
         """Seconds that training took; None if unknown, as after a crash."""
         totals = [e.get("total_s") for e in self.events if e["event"] in ("finished", "stopped")]
         starts = sum(e["event"] == "started" for e in self.events)
-        known = [float(t) for t in totals if t is not None and is_number(t)]
+        known = [t for t in totals if is_number(t)]
         return sum(known) if known and len(known) == starts else None
 
     @property
@@ -108,15 +107,14 @@ def read_run(path: Path) -> RunData:
         DataError: One of its files is broken.
     """
     run = RunDir(path)
-    evaluation = read_evaluation(run.evaluation)
-    name = path.resolve().name
+    data = RunData(path.resolve().name, path, read_evaluation(run.evaluation), {}, {})
     if not run.metrics.is_file():
-        if evaluation is None:
-            raise UsageError(
-                f"{path}: not a run folder (it has no {run.metrics.name})",
-                hint=_runs_below(path),
-            )
-        return RunData(name, path, [], [], [], "", {}, {}, evaluation)
+        if data.evaluation is None:
+            hint = "name the folder that train's --out named: runs/DATASET-BACKBONE, if none"
+            if below := sorted(_run_folders(path, 1)):
+                hint = f"there are runs in it: {listed(below, MAX_NAMED)}"
+            raise UsageError(f"{path}: not a run folder (it has no {run.metrics.name})", hint=hint)
+        return data
     try:
         config = redact_toml(read_limited(run.config, MAX_FILE_BYTES).decode())
         settings = {
@@ -129,23 +127,19 @@ def read_run(path: Path) -> RunData:
             f"{path}: a run folder with a broken file: {error}",
             hint=f"the next start of its training writes {run.config.name} again",
         ) from None
+    environment, (records, skipped) = _environment(run.environment), read_metrics(run.metrics)
     problems = []
-    environment = _environment(run.environment)
     if environment is None:
         problems.append(f"{run.environment.name} is not a JSON object and was skipped")
-    records, skipped = read_metrics(run.metrics)
     if skipped:
         problems.append(f"{run.metrics.name}: {skipped} lines are not records and were skipped")
-    return RunData(
-        name=name,
-        path=path,
+    return data._replace(
         train=[r for r in records if r["kind"] == "train"],
         evals=[r for r in records if r["kind"] == "eval"],
         events=[r for r in records if r["kind"] == "event"],
         config=config,
         settings=settings,
         environment=environment or {},
-        evaluation=evaluation,
         problems=problems,
     )
 
@@ -198,13 +192,6 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
             for name, parts in zip(names, path_parts, strict=True)
         ]
     return [run._replace(name=name) for run, name in zip(runs, names, strict=True)]
-
-
-def _runs_below(path: Path) -> str:
-    """Return a hint what to name instead of a folder that is not a run."""
-    if inside := sorted(_run_folders(path, 1)):
-        return f"there are runs in it: {listed(inside, MAX_NAMED)}"
-    return "name the folder that train's --out named: runs/DATASET-BACKBONE, if none"
 
 
 class RunSummary(NamedTuple):

@@ -1,13 +1,18 @@
-"""Query the installed packages: their versions, and what they add by entry points."""
+"""Query the installed packages: their versions, what differs between the supported versions of
+PyTorch (2.6 to the newest), what keeps a package from loading, and plugins. Torch-free."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,8 @@ from typing import Any
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import UNLIMITED, resource_limit
 
+OLDEST_TORCH = (2, 6)  # the last that first-generation Gaudi cards have
+NEWEST_CUDA = 13
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 # Loads the libraries and starts the threads of a training step.
 TRIAL = (
@@ -44,6 +51,54 @@ def package_release(name: str) -> tuple[int, int] | None:
     """
     match = re.match(r"(\d+)\.(\d+)", package_version(name) or "")
     return (int(match[1]), int(match[2])) if match else None
+
+
+def torch_release() -> tuple[int, int]:
+    """Return the installed PyTorch's major and minor version; if absent, the oldest supported."""
+    return package_release("torch") or OLDEST_TORCH
+
+
+def dali_extra() -> str:
+    """Return the extra of ssdctl whose nvidia-dali fits the installed PyTorch's CUDA."""
+    return f"dali-cuda{min(max(_cuda_major(), 12), NEWEST_CUDA)}"
+
+
+def dali_package() -> str:
+    """Return the name of the nvidia-dali package of that extra."""
+    return f"nvidia-{dali_extra()}0"
+
+
+def _cuda_major() -> int:
+    """Return the major version of the CUDA that the installed PyTorch was built with.
+
+    Read from the package's version (`2.6.0+cu124`), else from the CUDA packages that it requires.
+    """
+    requirements = []
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        requirements = metadata.requires("torch") or []
+    if match := re.search(r"\+cu(\d\d)", package_version("torch") or ""):
+        return int(match[1])
+    return 12 if any(re.match(r"nvidia-.*-cu12\b", text) for text in requirements) else NEWEST_CUDA
+
+
+def no_buffer_sync(ddp: type) -> dict[str, bool]:
+    """Return the DistributedDataParallel option that stops it from copying buffers each step.
+
+    The argument `broadcast_buffers` was renamed after torch 2.9.
+    """
+    is_renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters
+    return {"forward_sync_buffers" if is_renamed else "broadcast_buffers": False}
+
+
+@contextlib.contextmanager
+def without_tf32_warnings() -> Iterator[None]:
+    """Suppress the warnings that some versions issue about the older names of the TF32 switches.
+
+    Their compiler still reads those names, so they are the ones to set.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def library_error(error: BaseException | None) -> UsageError | None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
+    from rich.progress import Progress as Bar
+    from rich.progress import ProgressColumn
 
 # progress(items, total=..., label=..., unit=...) yields the items; see Console.progress.
 Progress = Callable[..., Iterable[Any]]
@@ -31,8 +33,7 @@ def progress_bar(
     if not can_redraw():
         yield from items
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
+    from rich.progress import MofNCompleteColumn, ProgressColumn
     from rich.text import Text
 
     class Rate(ProgressColumn):
@@ -40,18 +41,29 @@ def progress_bar(
             speed = task.finished_speed or task.speed
             return Text(f"{speed:,.1f} {unit}/s" if speed else "", style="cyan")
 
-    bar = Progress(
+    with _bar(MofNCompleteColumn(), Rate()) as bar:
+        yield from bar.track(items, total=total, description=label)
+
+
+def byte_bar() -> Bar:
+    """Return a bar for a task that counts bytes, with their rate; start and stop it."""
+    from rich.progress import DownloadColumn, TaskProgressColumn, TransferSpeedColumn
+
+    return _bar(TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn())
+
+
+def _bar(*columns: ProgressColumn) -> Bar:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        Rate(),
-        TimeLeft(),
+        *columns,
+        TimeRemainingColumn(),
         console=_console(),
         transient=True,
         refresh_per_second=REFRESH_HZ,
     )
-    with bar:
-        yield from bar.track(items, total=total, description=label)
 
 
 def can_redraw() -> bool:

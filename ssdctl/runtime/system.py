@@ -14,7 +14,7 @@ import platform
 import resource
 import stat
 import sys
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 SYS = Path("/sys")
@@ -71,10 +71,10 @@ def quota_cores() -> int | None:
 
     Libraries start a thread for each physical core of the affinity mask; they ignore the quota.
     """
-    quota = cpu_quota()
-    if quota is None or math.ceil(quota) >= len(physical_cores(usable_cpus())[0]):
+    if (quota := cpu_quota()) is None:
         return None
-    return math.ceil(quota)
+    cores = math.ceil(quota)
+    return cores if cores < len(physical_cores(usable_cpus())[0]) else None
 
 
 def physical_cores(cpus: Collection[int], sysfs: Path = SYSFS) -> tuple[set[tuple[int, int]], bool]:
@@ -234,17 +234,17 @@ def is_on_network(path: Path) -> bool:
     return kind in NETWORK_FILE_SYSTEMS
 
 
-def limit_threads(environment: MutableMapping[str, str] = os.environ) -> None:
+def limit_threads() -> None:
     """Limit torch's threads to the CPU quota; call it before torch is loaded.
 
     Threads beyond the quota are throttled together, often while one of them holds a lock.
     """
     quota = quota_cores()
-    if quota is not None and not any(name in environment for name in THREADS):
-        environment["OMP_NUM_THREADS"] = str(quota)
+    if quota is not None and not any(name in os.environ for name in THREADS):
+        os.environ["OMP_NUM_THREADS"] = str(quota)
 
 
-def shorten_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
+def shorten_waiting() -> None:
     """Let libgomp's threads sleep sooner while they wait; call it before torch is loaded.
 
     After each operation a thread spins for milliseconds until the others are done. On a busy
@@ -253,10 +253,10 @@ def shorten_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
     speed of an idle machine, so only a machine that is busy at the start gets it
     (benchmarks/RESULTS.md, "A busy machine"). Results do not change.
     """
-    if any(name in environment for name in WAITING):
+    if any(name in os.environ for name in WAITING):
         return
     is_busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
-    environment["GOMP_SPINCOUNT"] = str(FEW_SPINS if is_busy else SPINS)
+    os.environ["GOMP_SPINCOUNT"] = str(FEW_SPINS if is_busy else SPINS)
 
 
 def tune_process() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import Kind
+from ssdctl.data.coco_json import COCO_NUM_CLASSES
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.safe_text import listed
@@ -23,44 +23,57 @@ MAX_EVALUATIONS = 10_000  # that are counted
 
 def describe_run(opened: OpenedRun, step: int) -> dict[str, Any]:
     """Return what the display shows before the first step (ssdctl/runs/display.py)."""
-    run, plan = opened.run, opened.run.plan
-    root, _ = dataset_folders(run.config.data)
-    val_images = 0
+    run, val_images = opened.run, 0
     if opened.val is not None:
         val_images = len(opened.val.image_ids if opened.val_rows is None else opened.val_rows)
-    evaluations = evaluations_after(run, step) if val_images else []
-    devices = f"{opened.ranks.world_size} x " if opened.ranks.world_size > 1 else ""
-    threads = f", {counted(opened.threads, 'decode thread')}"
+    devices = "" if opened.ranks.is_single_process else f"{opened.ranks.world_size} x "
+    threads = counted(opened.threads, "decode thread")
+    device = f"{devices}{opened.device.label}, {run.precision}, {threads}"
     names = [c.name for c in opened.train.classes]
-    facts = [
-        ("data", data_line(root, plan.images, val_images, names)),
-        ("network", network_line(run.config, step=step)),
-        ("device", f"{devices}{opened.device.label}, {run.precision}{threads}"),
-        ("length", length_line(plan, len(evaluations))),
-        ("recipe", recipe_line(run)),
-        ("run", str(run.out)),
-    ]
     return {
-        "facts": facts,
-        "details": details_line(run),
-        "images": plan.images,
-        "total_steps": plan.total_steps,
-        "global_batch_size": plan.global_batch_size,
-        "evaluations": evaluations,
+        "facts": [*facts(run, names, val_images, device, step).items(), ("run", str(run.out))],
+        "details": details(run),
+        "images": run.plan.images,
+        "total_steps": run.plan.total_steps,
+        "global_batch_size": run.plan.global_batch_size,
+        "evaluations": evaluations_after(run, step) if val_images else [],
         "evaluation_images": val_images,
     }
 
 
-def data_line(root: Path, images: int, val_images: int, classes: Sequence[str]) -> str:
-    """Return the dataset's name, its images and its classes by name."""
+def facts(
+    run: SettledRun, classes: Sequence[str], val_images: int, device: str, step: int = 0
+) -> dict[str, str]:
+    """Return the lines about a run, by name, as training and a dry run show them.
+
+    Args:
+        classes: The names of the dataset's classes; none if COCO is assumed.
+        val_images: That are evaluated.
+        device: The text about it.
+        step: From which the run continues.
+    """
+    return {
+        "data": _data(run, classes, val_images),
+        "network": _network(run.config, step),
+        "device": device,
+        "length": _length(run.plan, len(evaluations_after(run, step)) if val_images else 0),
+        "recipe": _recipe(run),
+    }
+
+
+def _data(run: SettledRun, classes: Sequence[str], val_images: int) -> str:
+    images = counted(run.plan.images, "training image")
+    if not classes:
+        return f"assumed: COCO, {images}, {COCO_NUM_CLASSES} classes"
+    root, _ = dataset_folders(run.config.data)
     return (
-        f"{root.name or root}: {counted(images, 'training image')}, "
-        f"{f'{val_images:,}' if val_images else 'none'} for validation; "
-        f"{len(classes)} class{'es' * (len(classes) != 1)}: {listed(list(classes), MAX_CLASSES)}"
+        f"{root.name or root}: {images}, {f'{val_images:,}' if val_images else 'none'} for "
+        f"validation; {len(classes)} class{'es' * (len(classes) != 1)}: "
+        f"{listed(list(classes), MAX_CLASSES)}"
     )
 
 
-def network_line(config: Config, *, step: int = 0) -> str:
+def _network(config: Config, step: int) -> str:
     if step:
         weights = f"continues from step {step:,}"
     elif config.train.init is not None:
@@ -71,7 +84,7 @@ def network_line(config: Config, *, step: int = 0) -> str:
     return f"SSD300 with {config.model.backbone}, {weights}"
 
 
-def length_line(plan: TrainSchedule, evaluations: int) -> str:
+def _length(plan: TrainSchedule, evaluations: int) -> str:
     epochs = plan.epoch(plan.total_steps)
     epochs_text = f"{epochs:.1f}" if epochs >= 10 else f"{epochs:.2f}"
     steps, images = counted(plan.total_steps, "step"), counted(plan.global_batch_size, "image")
@@ -79,7 +92,7 @@ def length_line(plan: TrainSchedule, evaluations: int) -> str:
     return f"{line}, {counted(evaluations, 'evaluation')}" if evaluations else line
 
 
-def recipe_line(run: SettledRun) -> str:
+def _recipe(run: SettledRun) -> str:
     config, plan = run.config.train, run.plan
     name = run.rule.partition(" (")[0] if run.rule else f"preset {config.preset}"
     is_fitted = run.resolved.sources["train.decay_epochs"].kind is Kind.RULE
@@ -94,7 +107,7 @@ def recipe_line(run: SettledRun) -> str:
     return f"{name}: {config.optimizer}, learning rate {plan.peak_lr:g}, {warmup}{shape}"
 
 
-def details_line(run: SettledRun) -> str | None:
+def details(run: SettledRun) -> str | None:
     """Return the settings that a rule chose, for -v; None without a rule."""
     preset = run.config.train.preset
     return run.rule and f"{run.rule}; use --preset {preset} for the full COCO recipe"
@@ -123,7 +136,7 @@ def warning_of_cut(run: SettledRun) -> str | None:
 def warnings_of_unreached(run: SettledRun) -> list[str]:
     """Return warnings about steps that the run does not reach: --steps, --profile, decays."""
     config, plan, total = run.config.train, run.plan, run.plan.total_steps
-    warnings = []
+    warnings = list(filter(None, [warning_of_cut(run)]))
     if config.steps is not None and config.steps > total:
         warnings.append(
             f"the run ends at step {total:,}, not at --steps {config.steps:,}: --epochs "

@@ -13,14 +13,15 @@ import numpy as np
 
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
-from ssdctl.evaluation.coco_ap import BackgroundScoring, Detections
+from ssdctl.evaluation.analysis import BackgroundScoring
+from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.evaluation.detect import ValidationLoss, detect
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
-from ssdctl.training.schedule import at_steps, every
+from ssdctl.training.schedule import next_evaluation
 
 if TYPE_CHECKING:
     from ssdctl.training.run import OpenedRun
@@ -63,10 +64,8 @@ class Evaluator:
     """
 
     def __init__(self, opened: OpenedRun, past: Sequence[Record], best_ap: float | None) -> None:
-        config, plan = opened.run.config.train, opened.run.plan
+        config = opened.run.config.train
         self._opened = opened
-        self._every = every(config.eval_every, plan) if config.eval_every else None
-        self._at = set(at_steps(config.eval_at, plan))
         self._scoring: BackgroundScoring | None = None
         best_ap = None if past else best_ap
         self.early_stopping = EarlyStopping(best_ap, config.target_ap, config.patience)
@@ -83,8 +82,9 @@ class Evaluator:
         """Return whether an evaluation is due after this step and was not made yet."""
         if self._opened.val is None or self.evaluated_step == step:
             return False
-        is_last = step >= self._opened.run.plan.total_steps
-        return is_last or step in self._at or (self._every is not None and self._every.is_due(step))
+        run = self._opened.run
+        step = min(step, run.plan.total_steps)
+        return next_evaluation(run.config.train, run.plan, step - 1) == step
 
     def detect(self) -> Detections | None:
         """Return the detections on the validation split; None on ranks other than the first.

@@ -6,6 +6,7 @@ RUN/profile/table.txt       kernels and waits, the slowest first
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.files import atomic_write, write_text
+
+log = logging.getLogger(__name__)
 
 ROWS = 40
 WAIT = "wait: "  # prefix of the loop's waits
@@ -39,13 +42,15 @@ class StepProfiler:
     def before(self, step: int) -> None:
         if step in self._steps and self._profiler is None:
             self._device.synchronize()  # exclude earlier work
-            self._profiler = torch.profiler.profile(activities=_activities(self._device))
+            supported = torch.profiler.supported_activities()
+            used = [a for a in supported if a.name.lower() in {"cpu", self._device.name}]
+            self._profiler = torch.profiler.profile(activities=used)
             self._profiler.start()
 
-    def after(self, step: int, *, is_last: bool) -> str | None:
-        """Stop after the last step of the range and write the files; return a message if it did."""
+    def after(self, step: int, *, is_last: bool) -> None:
+        """Stop after the last step of the range, or of the run, and write the files."""
         if self._profiler is None or not (step == self._steps[-1] or is_last):
-            return None
+            return
         self._device.synchronize()
         self._profiler.stop()
         profiler, self._profiler = self._profiler, None
@@ -58,7 +63,8 @@ class StepProfiler:
         table = averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=70)
         lines = [table, "Waits of the host:", *waits(averages)]
         write_text(self._folder / f"table{self._suffix}.txt", "\n".join(lines) + "\n")
-        return f"profile of steps {self._steps[0]} to {step}: {trace}, and table.txt next to it"
+        text = "profile of steps %d to %d: %s, and table.txt next to it"
+        log.info(text, self._steps[0], step, trace)
 
 
 def waits(averages: Iterable[Any]) -> list[str]:
@@ -71,8 +77,3 @@ def waits(averages: Iterable[Any]) -> list[str]:
         for row in averages
         if row.key.startswith(WAIT) and row.cpu_time_total > 0
     ]
-
-
-def _activities(device: Device) -> list[torch.profiler.ProfilerActivity]:
-    supported = torch.profiler.supported_activities()
-    return [a for a in supported if a.name.lower() in {"cpu", device.name}]

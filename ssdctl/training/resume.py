@@ -12,7 +12,7 @@ from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Kind
 from ssdctl.config.settings import all_settings, with_current_keys
-from ssdctl.data.classes import ClassName, class_differences
+from ssdctl.data.annotations import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.layout import RunDir

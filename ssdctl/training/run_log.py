@@ -23,13 +23,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config.render import to_snapshot_toml
 from ssdctl.distributed import collectives
+from ssdctl.errors import DataError
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.input.batch import Batch
+from ssdctl.input.batch import BadImage, Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment, open_run
-from ssdctl.training.failures import BadImages, BadStep
+from ssdctl.training.description import describe_run
+from ssdctl.training.mllog import MLLog
+from ssdctl.training.step import BadStep
+from ssdctl.training.trackers import open_trackers
 
 if TYPE_CHECKING:
     from ssdctl.training.run import OpenedRun
@@ -39,10 +43,10 @@ Observer = Callable[[Record], None]
 
 WRITTEN = ("train", "epoch", "eval", "event")  # kinds of records in metrics.jsonl
 SHOWN = (*WRITTEN, "start", "position")
-
-
 INPUT_BOUND_WAIT = 0.2  # fraction of the time spent waiting for images
 INPUT_BOUND_LAPS = 3  # in a row
+MIN_LIMIT = 10  # images that cannot be decoded, and as a fraction of the training images
+LIMIT_FRACTION = 0.01
 WARM_UP_LAPS = 2  # the first ones fill buffers, compile and tune
 
 
@@ -63,7 +67,8 @@ class ThroughputMeter:
         self.images = self._lap_images = 0
         self._spent_s = self._waited_s = 0.0  # over the finished laps
         self._lap_waited_s = 0.0
-        self._laps = self._input_bound_laps = 0
+        self._laps = self._slow_laps = 0
+        self._was_input_bound = False
 
     def start(self) -> None:
         self._lap_began = time.monotonic()
@@ -93,11 +98,12 @@ class ThroughputMeter:
         self._spent_s += spent
         self._waited_s += self._lap_waited_s
         self._laps += 1
-        if self._laps > WARM_UP_LAPS and self._input_bound_laps <= INPUT_BOUND_LAPS:
-            is_slow = data_wait > INPUT_BOUND_WAIT or self._input_bound_laps == INPUT_BOUND_LAPS
-            self._input_bound_laps = self._input_bound_laps + 1 if is_slow else 0
+        is_slow = self._laps > WARM_UP_LAPS and data_wait > INPUT_BOUND_WAIT
+        self._slow_laps = self._slow_laps + 1 if is_slow else 0
+        is_input_bound = self._slow_laps == INPUT_BOUND_LAPS and not self._was_input_bound
+        self._was_input_bound |= is_input_bound
         self._lap_began, self._lap_images, self._lap_waited_s = now, 0, 0.0
-        return Lap(rate, data_wait, self._input_bound_laps == INPUT_BOUND_LAPS)
+        return Lap(rate, data_wait, is_input_bound)
 
     @property
     def training_s(self) -> float:
@@ -125,7 +131,9 @@ class RunLog:
         self.throughput = ThroughputMeter(plan.global_batch_size)
         self._epochs_ended = plan.epochs_ended(start_step)
         self._epoch_began = time.monotonic(), 0.0, 0  # with seconds and images of training
-        self._bad_images = BadImages(plan.images)
+        self._max_bad_images = max(MIN_LIMIT, int(LIMIT_FRACTION * plan.images))
+        self._new_bad_images: dict[int, BadImage] = {}  # on this rank, by image id
+        self._bad_image_ids: set[int] = set()  # recorded, on all ranks
         self._observers: list[Observer] = []
         self._metrics: MetricsFile | None = None  # on the first rank
         self._best_step: int | None = None  # an earlier start may not have uploaded it
@@ -138,21 +146,18 @@ class RunLog:
         snapshot = to_snapshot_toml(opened.run.resolved)
         self._metrics = open_run(self._folder, snapshot, facts, start_step)
         if config.tracker or config.tensorboard:
-            from ssdctl.training.trackers.background import open_trackers  # late: Pillow
-
             trackers = open_trackers(opened, start_step, facts, self._metrics.past_records)
             self._observers.append(trackers.record)
         if config.mllog is not None:
-            from ssdctl.training.mllog import MLLog
-
             self._observers.append(MLLog(opened, is_resumed=start_step > 0).record)
 
-    def start(self, step: int, description: dict[str, Any]) -> None:
+    def start(self, step: int) -> None:
         opened, plan = self._opened, self._opened.run.plan
         past = [r for r in self.past_evaluations() if float(r["AP"]) >= 0]
         best = max(past, key=lambda r: float(r["AP"]), default=None)
         self._best_step = None if best is None else best["step"]
-        self._record("start", step, **description, best_ap=best and float(best["AP"]))
+        best_ap = best and float(best["AP"])
+        self._record("start", step, **describe_run(opened, step), best_ap=best_ap)
         self.event(
             "started",
             step,
@@ -169,10 +174,14 @@ class RunLog:
 
         There are none on ranks other than the first.
         """
-        return [] if self._metrics is None else self._metrics.past_evaluations()
+        if self._metrics is None:
+            return []
+        return [r for r in self._metrics.past_records if r["kind"] == "eval"]
 
     def step_begins(self, step: int, batches: Sequence[Batch]) -> None:
-        self._bad_images.watch(batches)
+        for bad in (bad for batch in batches for bad in batch.bad):
+            if bad.image_id not in self._bad_image_ids:
+                self._new_bad_images.setdefault(bad.image_id, bad)
         self._record("begin", step)
 
     def step_ended(self, step: int) -> None:
@@ -204,12 +213,30 @@ class RunLog:
             )
 
     def bad_images(self, step: int) -> None:
-        """Record the images that were replaced since the last call, on any rank; raise DataError
-        if there are too many."""
-        for bad in self._bad_images.collect(self._opened.ranks):
+        """Record the images that could not be decoded since the last call, each once per run.
+
+        Each rank's loader replaces its own (ssdctl/input/loader.py).
+
+        Raises:
+            DataError: There are too many to trust the data; all ranks decide alike.
+        """
+        ranks = self._opened.ranks
+        if not collectives.any_rank([bool(self._new_bad_images)], ranks)[0]:
+            return
+        gathered = collectives.gather_to_first(list(self._new_bad_images.values()), ranks)
+        shares = collectives.broadcast(gathered, ranks)
+        collected = {bad.image_id: bad for share in shares for bad in share}
+        self._new_bad_images.clear()
+        self._bad_image_ids.update(collected)
+        for bad in sorted(collected.values(), key=lambda bad: bad.sample):
             self.event("bad_image", step, **bad._asdict())
             log.warning("image %s was replaced: %s: %s", bad.image_id, bad.file, bad.problem)
-        self._bad_images.refuse_too_many()
+        if (count := len(self._bad_image_ids)) > self._max_bad_images:
+            raise DataError(
+                f"{count} images could not be decoded, the limit is {self._max_bad_images}; "
+                "the bad_image events in metrics.jsonl name them",
+                hint="fix the dataset; ssdctl prepare --force then checks every image",
+            )
 
     def bad_steps(self, step: int, bad: list[BadStep]) -> None:
         """Record skipped steps, and write their image ids to RUN/nonfinite/."""

@@ -16,7 +16,6 @@ from ssdctl.model.backbones import find_backbone
 if TYPE_CHECKING:
     from ssdctl.checkpoint.contents import Checkpoint
     from ssdctl.config import TrainConfig
-    from ssdctl.config.sections.train import SettledTrainConfig
 
 COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end
 DECAY_FACTOR = 0.1
@@ -32,18 +31,15 @@ class Every(NamedTuple):
     steps: Fraction | None
     seconds: float | None
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a period ends with this step, rounded down; never for seconds."""
-        if self.steps is None:
-            return False
-        periods = math.ceil(step / self.steps)  # the first period that reaches the step
-        return step == math.floor(periods * self.steps)
-
     def after(self, step: int) -> int | None:
-        """Return the first later step with which a period ends; None for seconds."""
+        """Return the first later step with which a period ends, rounded down; None for seconds."""
         if self.steps is None:
             return None
         return math.floor(math.ceil((step + 1) / self.steps) * self.steps)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a period ends with this step; never for seconds."""
+        return self.after(step - 1) == step
 
 
 class TrainSchedule(NamedTuple):
@@ -108,7 +104,7 @@ def check_warmup(config: TrainConfig) -> None:
 
 
 def make_plan(
-    config: SettledTrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
+    config: TrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
 ) -> TrainSchedule:
     """Compute the schedule of a run.
 
@@ -119,7 +115,7 @@ def make_plan(
     Raises:
         UsageError: The warm-up is longer than the run.
     """
-    global_batch = config.batch_size * world_size * config.accumulate
+    global_batch = config.settled_batch_size * world_size * config.accumulate
 
     def steps(epochs: float) -> int:
         return int(epochs * images / global_batch)
@@ -146,7 +142,7 @@ def make_plan(
         peak_lr=config.lr * global_batch / 32,
         decay_steps=tuple(steps(epoch) for epoch in config.decay_epochs),
         is_cosine=config.lr_decay == "cosine",
-        batch_size=config.batch_size,
+        batch_size=config.settled_batch_size,
     )
 
 
@@ -168,13 +164,10 @@ def every(text: str, plan: TrainSchedule) -> Every:
     return Every(max(steps, Fraction(1)), None)
 
 
-def at_steps(epochs: tuple[float, ...], plan: TrainSchedule) -> list[int]:
-    return [max(int(epoch * plan.images / plan.global_batch_size), 1) for epoch in epochs]
-
-
 def next_evaluation(config: TrainConfig, plan: TrainSchedule, step: int) -> int:
     """Return the first step after `step` that is evaluated; the last one always is."""
-    steps = [plan.total_steps, *at_steps(config.eval_at, plan)]
+    steps = [plan.total_steps]
+    steps += [max(int(e * plan.images / plan.global_batch_size), 1) for e in config.eval_at]
     if config.eval_every and (due := every(config.eval_every, plan).after(step)) is not None:
         steps.append(due)
     return min((s for s in steps if s > step), default=plan.total_steps)

@@ -35,7 +35,7 @@ from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
-from ssdctl.distributed.process_group import open_on_all_ranks, process_group, wait_for_main
+from ssdctl.distributed.collectives import open_on_all_ranks, process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.download.detectors import DetectorSource, cached_path
 from ssdctl.errors import DataError, IntegrityError, NetworkError
@@ -43,19 +43,18 @@ from ssdctl.inference.locate import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.model.pretrained import check_hash_of_name, fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
-from ssdctl.runs.layout import run_dir
-from ssdctl.runs.lock import exclusive_run
+from ssdctl.runs.layout import exclusive_run, run_dir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.runtime.system import usable_cores
-from ssdctl.training.description import describe_run, warning_of_cut
+from ssdctl.training.description import warning_of_cut
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.resume import find_checkpoint
 from ssdctl.training.run import Network, OpenedRun, check_without_data, finalize
 from ssdctl.training.step_input import check_pipeline
-from ssdctl.training.trackers.base import find_trackers
+from ssdctl.training.trackers import find_trackers
 from ssdctl.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def open_trainer(
             del init  # its memory
             trainer = Trainer(opened, checkpoint, emit)
             exit_stack.callback(trainer.close)
-            trainer.run_log.start(trainer.step, describe_run(opened, trainer.step))
+            trainer.run_log.start(trainer.step)
             del checkpoint
         if warning := warning_of_cut(opened.run):
             log.warning("%s", warning)

@@ -3,8 +3,10 @@
     step = build_step(model, config, device, precision, ranks)
     result = step(batches, lr)
 
-Nothing here synchronizes with the device: failures are counted there and read at a log point.
-If steps are compiled, shapes never change, so that compilation happens once.
+A step does not wait for the device, which skips it if the loss or a gradient is NaN or infinite.
+`NonFiniteGuard` reads that at the log points, where the run waits anyway, and applies the policy:
+continue (`skip`), restore the last checkpoint and continue after the offending images (`rollback`),
+or end (`stop`). If steps are compiled, shapes never change, so that compilation happens once.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
+from ssdctl.errors import NonFiniteError
 from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.normalize import Normalize
@@ -35,6 +38,9 @@ from ssdctl.training.optimizer import (
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig
     from ssdctl.input.batch import Batch
+
+MAX_CONSECUTIVE = 20  # bad steps, which end every run
+MAX_ROLLBACKS = 10
 
 
 class StepResult(NamedTuple):
@@ -240,3 +246,47 @@ def _split(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
         return []
     parts = flat.split([t.numel() for t in tensors])
     return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
+
+
+class BadStep(NamedTuple):
+    step: int
+    image_ids: list[int]  # on this rank
+
+
+class NonFiniteGuard:
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self._watched: list[tuple[BadStep, Tensor]] = []
+        self._consecutive = 0
+        self._rollbacks = 0
+
+    def watch(self, step: int, is_bad: Tensor, image_ids: list[int]) -> None:
+        self._watched.append((BadStep(step, image_ids), is_bad))
+
+    def check(self) -> list[BadStep]:
+        """Return the steps that were skipped since the last check; waits for the device."""
+        if not self._watched:
+            return []
+        flags = torch.stack([flag for _, flag in self._watched]).tolist()
+        for flag in flags:
+            self._consecutive = self._consecutive + 1 if flag else 0
+        bad = [step for (step, _), flag in zip(self._watched, flags, strict=True) if flag]
+        self._watched.clear()
+        return bad
+
+    def should_roll_back(self, bad: list[BadStep], where: str) -> bool:
+        """Return whether to roll back because of bad steps.
+
+        Raises:
+            NonFiniteError: The policy is `stop`, or there were too many bad steps or rollbacks.
+        """
+        self._rollbacks += self.policy == "rollback"
+        has_diverged = self._consecutive >= MAX_CONSECUTIVE or self._rollbacks > MAX_ROLLBACKS
+        if self.policy == "stop" or has_diverged:
+            raise NonFiniteError(
+                f"step {bad[0].step}: the loss or a gradient is NaN or infinite "
+                f"({len(bad)} such steps up to step {bad[-1].step}); their images are in {where}",
+                hint="they changed no weight: lower --lr, lengthen --warmup or set "
+                "--clip-grad, and resume from the last checkpoint with --resume-changed",
+            )
+        return self.policy == "rollback"

@@ -13,7 +13,7 @@ from ssdctl.input.batch import Batch, trim_padding
 from ssdctl.input.fake import FakeLoader
 from ssdctl.input.loader import Buffer, TrainLoader
 from ssdctl.input.sampler import LoaderConfig, SampleStream
-from ssdctl.runtime.torch_compat import dali_package
+from ssdctl.runtime.packages import dali_package
 
 if TYPE_CHECKING:
     from ssdctl.input.dali import DaliLoader

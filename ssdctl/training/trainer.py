@@ -17,18 +17,18 @@ import msgspec
 import torch
 
 from ssdctl.checkpoint.contents import FORMAT
+from ssdctl.config.render import snapshot
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError, Stopped
 from ssdctl.input.batch import Batch
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
 from ssdctl.training.evaluator import Evaluator
-from ssdctl.training.failures import NonFiniteGuard
 from ssdctl.training.profile import StepProfiler
 from ssdctl.training.run_log import Observer, RunLog
 from ssdctl.training.saver import Saver
 from ssdctl.training.state import EMA, RankStatistics, restore
-from ssdctl.training.step import StepResult, build_step
+from ssdctl.training.step import NonFiniteGuard, StepResult, build_step
 from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ class Trainer:
                 self._log(result)
             self.run_log.epoch(self.step)
             with self.run_log.throughput.paused():
-                if message := self.profiler.after(self.step, is_last=is_last):
-                    log.info("%s", message)
+                self.profiler.after(self.step, is_last=is_last)
                 if self.saver.is_due(self.step):
                     self.save()
                 if self.evaluator.is_due(self.step):
@@ -130,7 +129,7 @@ class Trainer:
             "architecture": self.opened.architecture._asdict(),
             # label = index + 1; ids are COCO's
             "classes": msgspec.to_builtins(self.opened.train.classes),
-            "config": self.opened.run.recorded_settings(),
+            "config": snapshot(self.opened.run.config),
             "step": self.step,
             "samples_seen": self.samples_seen,
             "images": self.plan.images,  # per epoch

@@ -20,7 +20,7 @@ from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import DataConfig, resolve
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.resolve import Override, of_call
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import ClassName
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError

@@ -201,4 +201,4 @@ def test_ctrl_c_that_python_wraps_is_an_interrupt(
         raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
 
     monkeypatch.setattr("ssdctl.config.render.values", create_class)
-    assert cli("config", "show") == Result(130, "", "")
+    assert cli("config", "show") == Result(130, "", "interrupted\n")

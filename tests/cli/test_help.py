@@ -13,11 +13,11 @@ from conftest import Cli
 
 import ssdctl
 from ssdctl._version import __version__
-from ssdctl.cli.main import click_tree
+from ssdctl.cli.main import click_root
 
 
 def commands(path: str = "", node: Any = None) -> Iterator[tuple[str, Any]]:
-    node = node or click_tree()
+    node = node or click_root()
     for name, child in node.commands.items():
         here = f"{path} {name}".strip()
         yield from commands(here, child) if hasattr(child, "commands") else [(here, child)]

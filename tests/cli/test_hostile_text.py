@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.cli.command import exit_as_bug, with_exit_codes
+from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import Console
 from ssdctl.errors import DataError
 from ssdctl.runtime.safe_text import printable, printable_line
@@ -79,11 +79,8 @@ def test_messages_hide_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     console.info(URL)
     console.warning(f"{URL}: 403")
     console.error(DataError(URL, hint=f"try {URL}"))
-    try:
-        raise RuntimeError(URL + HOSTILE)
-    except RuntimeError:
-        with pytest.raises(SystemExit):
-            exit_as_bug()
+    with pytest.raises(SystemExit):
+        exit_after(RuntimeError(URL + HOSTILE), console)
     text = streams[1].getvalue()
     assert "S3CRET" not in text
     assert not OBEYED & set(text)
@@ -108,8 +105,10 @@ def test_a_name_that_cannot_be_written_is_one_message(
     name: str, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = replaced_streams(monkeypatch)
+    with pytest.raises(UnicodeEncodeError) as caught:
+        name.encode(encoding)
     with pytest.raises(SystemExit) as end:
-        with_exit_codes(Console(), lambda: io.BytesIO().write(name.encode(encoding)) and None)
+        exit_after(caught.value, Console())
     assert end.value.code == 2
     text = streams[1].getvalue()
     assert text.count("error:") == text.count("hint:") == 1

@@ -279,12 +279,14 @@ def test_every_line_of_a_template_can_be_set() -> None:
         ("evaluate.batch", "evaluate.batch_size"),
         ("train.numworkers", "train.workers"),
         ("slrum.time", "slurm.time"),
+        ("train.nodes", "launch.nodes"),
+        ("train.nope", "`ssdctl config show`"),  # not launch.nodes
     ],
 )
 def test_a_mistyped_key_gets_the_closest_key_as_a_hint(typed: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolved((typed, "3"))
-    assert caught.value.hint == f"did you mean {meant!r}?"
+    assert meant in (caught.value.hint or "")
 
 
 def test_schema_has_every_key_and_refuses_others() -> None:

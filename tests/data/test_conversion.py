@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data import image_check_jobs
+from ssdctl.data import image_check
 from ssdctl.data.annotations import (
     Annotations,
     Conversion,
@@ -174,7 +174,7 @@ def test_a_packed_store_of_the_version_before_is_taken_over(
         shutil.rmtree(undivided / "train2017")
     checked: list[Path] = []
     monkeypatch.setattr(
-        image_check_jobs,
+        image_check,
         "check_image",
         lambda path, *given: checked.append(path) or check_image(path, *given),
     )

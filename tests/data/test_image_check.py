@@ -18,13 +18,10 @@ from ssdctl.data.image_check import (
     AMBIGUOUS,
     DAMAGED,
     CheckedImage,
-    FingerprintColumns,
-    changed_images,
     check_image,
-    file_sizes,
-    header_size,
 )
 from ssdctl.data.image_decode import decode, read_rgb
+from ssdctl.data.image_files import FingerprintColumns, changed_images, file_sizes, header_size
 from ssdctl.errors import DataError
 
 NOISE = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)

@@ -23,11 +23,11 @@ from conftest import Result
 from PIL import Image
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data import image_check_jobs
+from ssdctl.data import image_check
 from ssdctl.data.annotations import AUTOMATIC
-from ssdctl.data.dataset import read_dataset
+from ssdctl.data.dataset import is_prepared, read_dataset
 from ssdctl.data.image_check import DAMAGED
-from ssdctl.data.index import is_prepared, read_annotations, read_metadata
+from ssdctl.data.index import read_annotations, read_metadata
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import NO_BOXES, prepare
 from ssdctl.data.store import open_split
@@ -188,6 +188,7 @@ def test_bad_images_are_dropped_and_listed(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[made]\n", r"dataset\.toml"),
         ('[train]\nimages = "photos"\n', "annotations"),
         ('[train]\nimags = "photos"\n', "dataset.toml:2: .*'train.imags'"),
         ('[tests]\nimages = "photos"\n', "dataset.toml:2: .*'tests.images'"),
@@ -276,7 +277,7 @@ class TestChanges:
     def test_a_full_disk_is_seen_before_the_first_byte(
         self, dataset: Path, store: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ssdctl.data.image_check_jobs.free_bytes", lambda _: 1000)
+        monkeypatch.setattr("ssdctl.data.image_check.free_bytes", lambda _: 1000)
         with pytest.raises(DiskError, match="train") as error:
             prepare(dataset, store)
         assert "--no-pack" in (error.value.hint or "")
@@ -287,9 +288,9 @@ PROGRAM = """
 import logging, sys
 from pathlib import Path
 from ssdctl.config import PrepareConfig
-from ssdctl.data import image_check_jobs
+from ssdctl.data import image_check
 from ssdctl.data.prepare import prepare
-image_check_jobs.CHUNK_BYTES, image_check_jobs.CHUNK_ROWS, image_check_jobs.TASK_IMAGES = 60_000, 4, 2
+image_check.CHUNK_BYTES, image_check.CHUNK_ROWS, image_check.TASK_IMAGES = 60_000, 4, 2
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 print("go", flush=True)
 config = PrepareConfig(pack=sys.argv[3] == "pack", verify_images=True)
@@ -315,7 +316,7 @@ class Checked(list[str]):
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
     """Check images in small chunks, and fail at the image of a name."""
-    check, checked = image_check_jobs.check_image, Checked()
+    check, checked = image_check.check_image, Checked()
 
     def noted(path: Path, *more: Any) -> Any:
         if path.name == checked.fails_at:
@@ -323,9 +324,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
         checked.append(path.name)
         return check(path, *more)
 
-    monkeypatch.setattr(image_check_jobs, "check_image", noted)
-    monkeypatch.setattr(image_check_jobs, "CHUNK_BYTES", 60_000)
-    monkeypatch.setattr(image_check_jobs, "TASK_IMAGES", 2)
+    monkeypatch.setattr(image_check, "check_image", noted)
+    monkeypatch.setattr(image_check, "CHUNK_BYTES", 60_000)
+    monkeypatch.setattr(image_check, "TASK_IMAGES", 2)
     return checked
 
 

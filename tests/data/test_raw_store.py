@@ -52,7 +52,7 @@ def test_the_size_is_reported_before_it_is_written(
     assert f"{num_bytes / 1e9:.2f} GB" in caplog.text
     written = sum(p.stat().st_size for p in (tmp_path / "raw").glob("images-train-*"))
     assert num_bytes < written < 1.02 * num_bytes + 50_000
-    monkeypatch.setattr("ssdctl.data.image_check_jobs.free_bytes", lambda _: num_bytes - 1)
+    monkeypatch.setattr("ssdctl.data.image_check.free_bytes", lambda _: num_bytes - 1)
     with pytest.raises(DiskError) as error:
         prepared(dataset, tmp_path / "full", SHRINK)
     assert "train" in str(error.value)

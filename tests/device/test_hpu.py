@@ -13,8 +13,8 @@ from tiny_network import batch, build_training, losses
 
 from ssdctl.config.resolve import resolve
 from ssdctl.device import hpu, open_device
-from ssdctl.distributed import process_group as joining
-from ssdctl.distributed.process_group import process_group
+from ssdctl.distributed import collectives as joining
+from ssdctl.distributed.collectives import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runtime import system

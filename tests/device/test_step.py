@@ -19,9 +19,9 @@ from ssdctl.device.inductor import resolve_execution
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.model.distributed_norm import DistributedBatchNorm2d
-from ssdctl.training.failures import NonFiniteGuard
 from ssdctl.training.optimizer import INITIAL_SCALE, LossScale
 from ssdctl.training.setup import with_sync_bn
+from ssdctl.training.step import NonFiniteGuard
 from ssdctl.training.step_input import copy_ahead
 
 CPU = open_device("cpu")

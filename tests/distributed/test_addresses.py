@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from ssdctl.distributed.addresses import interface_for_peers, own_addresses, own_names
+from ssdctl.distributed.ranks import interface_for_peers, own_addresses, own_names
 from ssdctl.runtime.system import usable_cores
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ssdctl.distributed.addresses import free_port
+from ssdctl.distributed.ranks import free_port
 from ssdctl.doctor.probes import Card, _cards, _network
 
 

@@ -10,7 +10,7 @@ import pytest
 from evaluation.judge import Row, detections, image_counts, read_truth
 
 from ssdctl.benchmark.evaluate import make_split
-from ssdctl.data.annotations import document_of
+from ssdctl.data.coco_json import document_of
 from ssdctl.errors import DataError
 from ssdctl.evaluation.analysis import (
     ERRORS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ssdctl.data.classes import ClassName, class_differences, match_classes
+from ssdctl.data.annotations import ClassName, class_differences, match_classes
 
 
 def classes(*names: str, first: int = 1) -> list[ClassName]:

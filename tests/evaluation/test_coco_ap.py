@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ssdctl.data.annotations import Conversion, Labels, SplitFiles
 from ssdctl.data.check import check
 from ssdctl.data.formats import coco
-from ssdctl.data.image_check import FingerprintColumns
+from ssdctl.data.image_files import FingerprintColumns
 from ssdctl.data.index import Made, Metadata, index_path, write_index
 from ssdctl.errors import DataError
 from ssdctl.evaluation.coco_ap import read_ground_truth, run_scoring

@@ -1,7 +1,7 @@
 """The parsers under test: for each one, mutated inputs and a function that gives it one.
 
 Most inputs go to the parser inside the boundary that turns errors into exit codes
-(`with_exit_codes`), one in `COMMAND_EVERY` through the whole command.
+(`exit_after`), one in `COMMAND_EVERY` through the whole command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 import socket
 import socketserver
 import threading
-import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,10 +29,9 @@ from download.zips import zipped
 from fuzz.mutations import mutated_bytes, mutated_json, mutated_tree
 from hypothesis import strategies as st
 
-from ssdctl.cli.command import with_exit_codes
+from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import Console
 from ssdctl.data.shapes import generate
-from ssdctl.errors import ExitCode
 
 COMMAND_EVERY = 100
 BOX = {"image_id": 1, "category_id": 1, "bbox": [1.0, 2.0, 30.0, 40.0], "score": 0.5}
@@ -55,12 +53,12 @@ def as_command(work: Callable[[], object]) -> Result:
         try:
             console = Console()
             with console.show_log():
-                with_exit_codes(console, lambda: work() and None)
+                try:
+                    work()
+                except Exception as error:
+                    exit_after(error, console)
         except SystemExit as end:
             code = int(end.code or 0)
-        except Exception:
-            code = ExitCode.BUG
-            traceback.print_exc()
     return Result(code, "", err.getvalue())
 
 

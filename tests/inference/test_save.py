@@ -13,8 +13,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from ssdctl.config.sections.evaluate import SaveFormat
-from ssdctl.data.classes import ClassName
+from ssdctl.config.sections import SaveFormat
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import UsageError
 from ssdctl.inference.locate import ImageSource, source_of
 from ssdctl.inference.results import Result

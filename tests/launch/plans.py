@@ -8,8 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ssdctl.config.sections.launch import LaunchConfig
-from ssdctl.launch.base import LaunchPlan, LaunchRequest, Node, make_plan
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.sections import LaunchConfig
+from ssdctl.launch import LaunchPlan, LaunchRequest, Node, make_plan
 
 # Valid arguments: any text without NUL and lone surrogates.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
@@ -25,6 +26,7 @@ FIELDS = {field.name for field in dataclasses.fields(LaunchRequest)}
 def plan_for(device: str, count: int, *command: str, node: Node = SMALL, **more: Any) -> LaunchPlan:
     """Return the plan of a request; `more` are fields of it or of its config."""
     given = {name: more.pop(name) for name in FIELDS & more.keys()}
+    given.setdefault("launcher", DEVICE_TYPES[device].launcher)
     request = LaunchRequest(
         device=device,
         count=count,

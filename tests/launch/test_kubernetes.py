@@ -23,7 +23,7 @@ from launch import plans
 from launch.plans import ARGUMENTS, IN_A_POD, TEXT
 
 from ssdctl.errors import UsageError
-from ssdctl.launch.base import PLAIN, LaunchPlan
+from ssdctl.launch import PLAIN, LaunchPlan
 from ssdctl.launch.kubernetes import Settings
 
 GOLDEN = Path(__file__).parent.parent / "golden"

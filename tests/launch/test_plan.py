@@ -17,8 +17,7 @@ from launch import plans
 from launch.plans import ARGUMENTS, SMALL
 
 from ssdctl.errors import UsageError
-from ssdctl.launch import kubernetes
-from ssdctl.launch.base import Node, read_node
+from ssdctl.launch import Node, kubernetes, read_node
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.runtime import hardware
 

@@ -9,8 +9,7 @@ import pytest
 
 from ssdctl.distributed.rank_process import read_exits, start_rank_log
 from ssdctl.errors import UsageError
-from ssdctl.launch import _run
-from ssdctl.launch.base import LaunchPlan
+from ssdctl.launch import LaunchPlan, _run
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
 
 

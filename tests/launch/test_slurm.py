@@ -15,7 +15,7 @@ from launch import plans
 from launch.plans import ARGUMENTS
 
 from ssdctl.errors import UsageError
-from ssdctl.launch.base import LaunchPlan
+from ssdctl.launch import LaunchPlan
 from ssdctl.launch.slurm import Settings
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from launch.plans import IN_A_POD
 
+from ssdctl import launch
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch import _pods, base, kubernetes, slurm
-from ssdctl.launch.base import LaunchPlan, load_launcher
+from ssdctl.launch import LaunchPlan, _pods, kubernetes, load_launcher, slurm
 
 # Prints, call by call, what `answers.json` lists as [exit code, stdout, stderr]; the last one again.
 CLIENT = """#!{python}
@@ -55,7 +55,7 @@ def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
         path.write_text(CLIENT.format(python=sys.executable, folder=str(tmp_path)))
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    for module in (base, _pods, slurm):
+    for module in (launch, _pods, slurm):
         monkeypatch.setattr(module, "POLL_S", 0.01)
 
     def setter(answers: Answers) -> None:
@@ -175,7 +175,7 @@ def test_a_job_that_the_engine_no_longer_lists(
 def test_a_controller_that_stays_unavailable(
     set_answers: SetAnswers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "UNREACHABLE_S", 0.05)
+    monkeypatch.setattr(launch, "UNREACHABLE_S", 0.05)
     set_answers([(1, "", "connection refused")])
     with pytest.raises(DistributedError, match=r"scontrol.*connection refused"):
         follow("1", SLURM)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from ssdctl.runs.display import FIRST_STEPS, RunDisplay, RunProgress, describe
+from ssdctl.runs.display import FIRST_STEPS, RunDisplay, RunProgress
 
 START = {
     "kind": "start", "step": 0, "facts": [], "details": None, "images": 80, "best_ap": None,
@@ -25,8 +26,7 @@ class Run:
     def take(self, steps: range, each_s: float, *, is_evaluating: bool = False) -> None:
         for step in steps:
             self.now += each_s
-            record = {"kind": "position", "step": step, "is_evaluating": is_evaluating}
-            self.progress.update(record)
+            self.progress.move(step, is_evaluating=is_evaluating)
 
     def line(self, columns: int = 80) -> str:
         console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
@@ -94,23 +94,27 @@ def test_a_roll_back_does_not_make_the_pace_negative() -> None:
 def test_the_line_fits_the_terminal(columns: int) -> None:
     run = Run(total_steps=238_196, images=117_266)
     run.take(range(1, 21), 2.0)
-    run.progress.update(
-        {"kind": "train", "step": 20, "epoch": 0.1, "loss": 13.61, "images_per_second": 1234.5,
-         "memory_bytes": 30.2e9, "data_wait": 0.4}
-    )  # fmt: skip
+    run.progress.last = {
+        "kind": "train", "step": 20, "epoch": 0.1, "loss": 13.61, "images_per_second": 1234.5,
+        "memory_bytes": 30.2e9, "data_wait": 0.4,
+    }  # fmt: skip
     (line,) = run.line(columns).splitlines()
     assert len(line) <= columns
     assert "20/238,196" in line
 
 
-def test_the_best_evaluation_is_marked() -> None:
-    run, rows = Run(best_ap=0.2), []
-    for ap in (0.1, 0.25, 0.24, -1.0):
-        record = {"kind": "eval", "step": 1, "epoch": 1.0, "AP": ap, "AP50": ap, "AP75": ap}
-        rows.append(run.progress.scored(record))
-        assert describe(record, *rows[-1])
-    assert [is_best for _, is_best in rows] == [False, True, False, False]
-    assert [change for change, _ in rows] == [None, pytest.approx(0.15), pytest.approx(-0.01), None]
+def test_the_best_evaluation_is_marked_and_each_names_its_change() -> None:
+    lines: list[tuple[str, str]] = []
+    display = RunDisplay(lambda _: None, lambda *line: lines.append(line), is_live=False)
+    display.show(START | {"best_ap": 0.2})
+    for ap in (0.1, 0.25, 0.24, -1.0, 0.3):
+        scores = {"AP": ap, "AP50": ap, "AP75": ap, "loss": ap}
+        display.show({"kind": "eval", "step": 1, "epoch": 1.0, **scores})
+    assert [style for _, style in lines] == ["bold", "green", "bold", "bold", "green"]
+    assert ["best" in text for text, _ in lines] == [False, True, False, False, True]
+    changes = [re.findall(r"\((.*)\)", text) for text, _ in lines]
+    assert changes == [[], ["+0.150"], ["-0.010"], [], []]
+    assert "-1" not in lines[3][0]
 
 
 @pytest.mark.parametrize("is_verbose", [False, True])

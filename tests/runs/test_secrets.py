@@ -69,7 +69,7 @@ def test_a_report_of_an_older_run_has_no_secrets(run: RunDir, cli: Cli, tmp_path
 
 
 def test_the_logged_launch_command_has_no_secrets() -> None:
-    from ssdctl.launch.base import LaunchPlan
+    from ssdctl.launch import LaunchPlan
 
     plan = LaunchPlan(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
     assert "S3CRET" in plan.to_line()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ssdctl.runs.display import describe
 from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.memory import USED_SHARE, MemoryEstimate
 from ssdctl.training.run_log import ThroughputMeter
@@ -26,8 +25,6 @@ def test_an_evaluation_without_objects_has_no_ap() -> None:
     assert not best.update(-1.0)
     assert best.ap is None
     assert best.reason_to_end() is None
-    figures = {"AP": -1.0, "AP50": -1.0, "AP75": -1.0, "loss": -1.0}
-    assert "-1" not in describe({"kind": "eval", "step": 3, "epoch": 0.75, **figures})
 
 
 def test_average_keeps_the_share_of_its_decay() -> None:

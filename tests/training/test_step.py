@@ -11,9 +11,15 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.training.failures import MAX_CONSECUTIVE, MAX_ROLLBACKS, BadStep, NonFiniteGuard
 from ssdctl.training.optimizer import build_optimizer, clip_factor
-from ssdctl.training.step import TrainStep, build_step
+from ssdctl.training.step import (
+    MAX_CONSECUTIVE,
+    MAX_ROLLBACKS,
+    BadStep,
+    NonFiniteGuard,
+    TrainStep,
+    build_step,
+)
 
 SINGLE_PROCESS = Ranks(0, 1, 0)
 CPU = open_device("cpu")

@@ -23,13 +23,21 @@ from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment, open_run
-from ssdctl.training.trackers.background import BackgroundTracker, Trackers, tracker_id
-from ssdctl.training.trackers.base import Metrics, TrackedRun, Tracker, find_trackers, metrics_of
+from ssdctl.training.trackers import (
+    BackgroundTracker,
+    Metrics,
+    TrackedRun,
+    Tracker,
+    Trackers,
+    find_trackers,
+    metrics_of,
+    tracker_id,
+)
 from ssdctl.training.trackers.mlflow import _key
 
 PLUGIN = """
 from pathlib import Path
-from ssdctl.training.trackers.base import Tracker
+from ssdctl.training.trackers import Tracker
 
 class Lines(Tracker):
     def open(self):
@@ -182,8 +190,8 @@ def test_a_tracker_that_does_not_open(
 def test_a_process_with_a_hanging_tracker_exits(tmp_path: Path) -> None:
     script = """
         import time
-        from ssdctl.training.trackers.background import BackgroundTracker
-        from ssdctl.training.trackers.base import TrackedRun, Tracker
+        from ssdctl.training.trackers import BackgroundTracker
+        from ssdctl.training.trackers import TrackedRun, Tracker
         def create(run):
             time.sleep(600)
         run = TrackedRun("0", "run", ".", 0, {}, {}, [])

@@ -1,45 +1,35 @@
 """Dataset formats, one per file. A format has the name of its file: `cvat_xml.py` is `cvat-xml`.
 
-    name, module = find(Path("export"))
-    splits = module.read(Path("export"))
+    splits = load("voc").read(Path("export"))
 
 A format is a module with the functions of `Format`, and LOOKED_FOR, the names of its files for
-messages. An entry point of `ssdctl.datasets` adds one. Files that begin with an underscore are not
-formats.
+messages. An entry point of `ssdctl.datasets` adds one. This file also has what several formats
+share: numbers, lines, XML without document types, CSV files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
-import logging
+import math
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from xml.etree import ElementTree
 
-from ssdctl.data.annotations import MAX_NAMED, SPLIT_WORDS, Annotations, from_images
-from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
+from ssdctl.data.annotations import Annotations, LabeledBox, from_images, split_of
+from ssdctl.data.image_files import dataset_folder, files_below
 from ssdctl.errors import DataError, SsdctlError, UsageError
-from ssdctl.files import open_regular
+from ssdctl.files import open_regular, read_errors, read_limited, read_text
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 
 ENTRY_POINTS = "ssdctl.datasets"
-MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
-MAX_FILES = 20_000  # that are searched for what a folder has
-MAX_READ = 50  # files of a kind whose content is looked at
-HEAD_BYTES = 1_000_000
-ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
-# As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
-TFRECORD = re.compile(r"\.(tf_?)?records?(-\d+-of-\d+)?$|(?<!\.data)-\d{5}-of-\d{5}$")
-TFRECORD_HINT = (
-    "TFRecords are not read: give the images and labels that they were made from; COCO is "
-    "fetched by `ssdctl download --dest DIR`"
-)
-CONVERT_LABELME = "convert labelme's files to Pascal VOC's layout with its labelme2voc.py"
-log = logging.getLogger(__name__)
+MAX_XML_BYTES = 10 << 20
+FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
+HEAD_BYTES = 4096
+COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
+ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 
 
 class Format(Protocol):
@@ -117,143 +107,95 @@ def load(name: str) -> Format:
     )
 
 
-def find(path: Path, name: str | None = None) -> tuple[str, Format]:
-    """Return the format of a folder or of a file such as data.yaml; without a name, detect it."""
-    from ssdctl.data.formats import coco
-
-    if name is not None and not path.is_file():
-        return name, load(name)  # it says what is absent
-    if coco.own_splits(path):
-        return "coco", coco  # there may be other labels as well
-    found = [entry for entry in _recognized(path) if name in (None, entry[0])]
-    if not found:
-        raise _not_a_dataset(path, name) if path.is_file() else _no_dataset(path)
-    described = [_describe(path, name, by) for name, _, by in found]
-    name, module, by = found[0]
-    if len(found) > 1:
-        raise DataError(
-            f"{path}: contains several datasets: {', '.join(described)}",
-            hint=f"choose one: ssdctl prepare --data {path} --from {name}",
-        )
-    if by != path:
-        log.info("%s: detected %s", path, described[0])
-    return name, module
+def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
+    """Yield where each line of a text file is, for messages, and the line; blank ones are not."""
+    with read_errors(path):
+        lines = read_text(path, max_bytes).splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path}:{number}", line
 
 
-def datasets_in(folder: Path) -> list[Path]:
-    """Return the folders in a folder, of the first ones, that are datasets."""
-    folders = sorted(p for p in folder.glob("[!.]*") if p.is_dir())[:MAX_FOLDERS]
-    return [path for path in folders if _is_dataset(path)]
+def numbers(values: Sequence[str]) -> list[float]:
+    """Return finite numbers.
+
+    Raises:
+        ValueError: One is not a number, or not finite.
+    """
+    result = [float(value) for value in values]
+    if not all(map(math.isfinite, result)):
+        raise ValueError("not finite")
+    return result
 
 
-def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
-    for name in names():
-        try:
-            module = load(name)
-            by = module.recognise(path)
-        except SsdctlError as error:
-            if name in built_in():
-                raise
-            log.warning("%s", error)  # a broken plugin must not stop the others
-            continue
-        if by:
-            yield name, module, by
+def whole_number(text: str, location: str) -> int:
+    """Return a whole number, which may be written as `12.0`.
+
+    Raises:
+        DataError: It is not one; the message begins with `location`.
+    """
+    try:
+        number = int(float(text))
+        if number == float(text):
+            return number
+    except (ValueError, OverflowError):
+        pass
+    raise DataError(f"{location}: {text!r} is not a whole number")
 
 
-def _describe(path: Path, name: str, by: Path | bool) -> str:
-    if not isinstance(by, Path) or by == path:
-        return name
-    return f"{name} ({by.relative_to(path) if by.is_relative_to(path) else by})"
+def in_pixels(box: LabeledBox, width: int, height: int) -> LabeledBox:
+    """Convert a box in fractions of its image."""
+    left, top = box.left * width, box.top * height
+    return LabeledBox(box.name, left, top, box.width * width, box.height * height, box.is_crowd)
 
 
-def _is_dataset(folder: Path) -> bool:
-    with contextlib.suppress(DataError):
-        return (folder / "dataset.toml").is_file() or any(_recognized(folder))
-    return False
+def read_xml(path: Path, max_bytes: int = MAX_XML_BYTES) -> ElementTree.Element:
+    """Return the root element of an XML file, with the names of elements without namespaces."""
+    with read_errors(path):
+        content = read_limited(path, max_bytes)
+    # Nested entities grow without bound, and annotations declare none. Text that does not begin
+    # with "<" is in an encoding that could hide them.
+    text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not text.startswith(b"<") or any(mark in text for mark in FORBIDDEN):
+        raise DataError(f"{path}: not plain XML, or it declares a document type")
+    try:
+        root = ElementTree.fromstring(content)
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise DataError(f"{path}: broken XML: {error}") from None
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+    return root
 
 
-def _has_labels(folder: Path) -> bool:
-    """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
-    with contextlib.suppress(DataError):
-        for _, _, by in _recognized(folder):
-            labels = by if isinstance(by, Path) else folder
-            labels = labels.parent if labels.is_file() else labels
-            usual = labels.name in ANNOTATION_FOLDERS or labels.name.lower() in SPLIT_WORDS
-            if labels == folder or (labels.parent == folder and usual):
-                return True
-    return (folder / "dataset.toml").is_file()
-
-
-def _no_dataset(path: Path) -> DataError:
-    looked_for = ["dataset.toml"]
-    for name in built_in():
-        looked_for += getattr(load(name), "LOOKED_FOR", ())
-    files = sorted(Path(n) for n in itertools.islice(files_below(path), MAX_FILES))
-    kinds = ["TFRecord" if TFRECORD.search(f.name) else f.suffix.lower() or "other" for f in files]
-    first = dict(zip(reversed(kinds), reversed(files), strict=True))
-    counts = Counter(kinds).most_common(MAX_NAMED)
-    found = [f"{count:,} {kind} files such as {first[kind]}" for kind, count in counts]
-    above = path.parent if path.name else path.resolve().parent
-    if _has_labels(above):
-        hint = f"did you mean the folder above, --data {above}?"
-    elif below := datasets_in(path):
-        hint = f"a folder in it is a dataset: --data {below[0]}; or write a dataset.toml"
-    else:
-        hint = _hint_for(path, files)
-    return DataError(
-        f"{path}: no dataset found{', but ' if found else ''}{', '.join(found)} "
-        f"(looked for {', '.join(looked_for)})",
-        hint=hint,
-    )
-
-
-def _hint_for(folder: Path, files: list[Path]) -> str:
-    """Return what to do with the files of a folder that is no dataset."""
-    from ssdctl.data.formats import yolo
-
-    jsons = [file for file in files if file.suffix == ".json"]
-    if any(b'"shapes"' in _head(folder / file) for file in jsons[:MAX_READ]):
-        return CONVERT_LABELME
-    images = [folder / file for file in files if is_image(file)]
-    stems = {image.stem for image in images}
-    for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
-        if yolo.has_boxes(folder / file):
-            own = [yolo.label_file(folder, image) for image in images if image.stem == file.stem]
-            move = "" if folder / file in own else ", and move each label file beside its image"
-            return (
-                f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "
-                f"name of a class per line, in the order of the class numbers{move}"
-            )
-    if any(TFRECORD.search(file.name) for file in files):
-        return TFRECORD_HINT
-    for file in files:
-        if file.suffix.lower() in ARCHIVES:
-            return f"unpack {folder / file}"
-    return (
-        "give the folder that an export was unpacked to, with the labels in one of the formats "
-        f"{', '.join(built_in())}; or describe the dataset in a dataset.toml "
-        "(docs/custom-dataset.md)"
-    )
-
-
-def _not_a_dataset(path: Path, name: str | None) -> DataError:
-    """Return the error for a file that is not a dataset, or not of the format `name`."""
-    suffix = path.suffix.lower()
-    if suffix in ARCHIVES:
-        return DataError(f"{path}: an archive", hint="unpack it and give the folder")
-    if TFRECORD.search(path.name):
-        return DataError(f"{path}: a TFRecord file", hint=TFRECORD_HINT)
-    if suffix == ".json" and name in (None, "coco"):
-        problem = "not in COCO's format: no images, annotations and categories"
-        hint = CONVERT_LABELME if b'"shapes"' in _head(path) else None
-        return DataError(f"{path}: {problem}", hint=hint)
-    return DataError(
-        f"{path}: not a dataset file{f' of {name}' if name else ''}",
-        hint="give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file",
-    )
-
-
-def _head(path: Path) -> bytes:
+def root_element(path: Path) -> str:
+    """Return the name of an XML file's root element, by its first bytes; "" if it shows none."""
     with contextlib.suppress(OSError), open_regular(path) as file:
-        return file.read(HEAD_BYTES)
-    return b""
+        match = ROOT_ELEMENT.search(COMMENT.sub(b"", file.read(HEAD_BYTES)))
+        return match[1].decode() if match else ""
+    return ""
+
+
+def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
+    """Return a file, or the CSV files in a folder and two levels below, that have these columns."""
+    files = sorted(path / name for name in files_below(path, 2)) if path.is_dir() else [path]
+    return [f for f in files if f.suffix == ".csv" and set(columns) <= set(csv_header(f))]
+
+
+def csv_by_split(path: Path, columns: Sequence[str]) -> dict[str, Path]:
+    """Return the CSV file of each split, by a word in its name or its folder's."""
+    root, by_split = dataset_folder(path), dict[str, Path]()
+    for file in csv_files(path, columns):
+        split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
+        if by_split.setdefault(split, file) != file:
+            problem = f"{root}: two CSV files for the split {split}, the second is {file}"
+            raise DataError(problem, hint="keep one, or give one: --data FILE.csv")
+    if not by_split:
+        raise DataError(f"{path}: no CSV file with the columns {', '.join(columns)}")
+    return by_split
+
+
+def csv_header(path: Path) -> list[str]:
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        line = file.readline(HEAD_BYTES).decode("utf-8-sig", "replace")
+        return [word.strip() for word in line.split(",")]
+    return []

@@ -3,7 +3,14 @@
     splits = read(Path("export"))       # typed; DataError names what is broken
 
 Numbers written as 5.0 or "5", `iscrowd: false`, null areas and a byte order mark are accepted.
-Classes are the file's categories in its order.
+Classes are the file's categories in its order. A `dataset.toml` of the user takes precedence over
+every folder and file that can be recognized:
+
+    [train]
+    images = "photos"                 # folder of the images: below the dataset folder, or absolute
+    annotations = "labels/train.json"
+
+`[val]` and `[test]` are the same.
 """
 
 from __future__ import annotations
@@ -18,18 +25,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.config.resolve import read_toml
 from ssdctl.data.annotations import (
     SPLITS,
     UNLISTED,
     Annotations,
+    ClassName,
     Finding,
     SplitFiles,
     one_image_per_file,
     refuse,
     split_of,
 )
-from ssdctl.data.classes import ClassName
-from ssdctl.data.formats._coco_json import (
+from ssdctl.data.coco_json import (
     AnnotationColumns,
     Tables,
     column,
@@ -38,9 +46,11 @@ from ssdctl.data.formats._coco_json import (
     repeated_table,
 )
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, split_folders
-from ssdctl.errors import DataError
-from ssdctl.files import open_regular
+from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.files import open_regular, safe_join
 
+TOML = "dataset.toml"
+MADE = "made"  # a table that version 0.1 added when it wrote the file itself
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
 TABLES = (b'"images"', b'"annotations"', b'"categories"')
 RENUMBERED = "duplicate annotation id, renumbered"
@@ -214,8 +224,14 @@ def _of_file(path: Path) -> dict[str, SplitFiles]:
 
 
 def own_splits(root: Path) -> dict[str, SplitFiles]:
-    """Return the splits that COCO's own layout has in `root`."""
+    """Return the splits that a dataset.toml names, or that COCO's own layout has in `root`."""
     splits = {}
+    if (root / TOML).is_file():
+        splits = read_dataset_toml(root / TOML)
+        for split, files in splits.items():
+            if not files.annotations.is_file():
+                raise DataError(f"{files.annotations}: no such annotation file (split {split})")
+        return splits
     for split in SPLITS:
         annotations = root / "annotations" / f"instances_{split}2017.json"
         if annotations.is_file():
@@ -223,6 +239,36 @@ def own_splits(root: Path) -> dict[str, SplitFiles]:
             images = [folder for folder in folders if folder.is_dir()] or folders
             splits[split] = SplitFiles(images[:1], annotations)
     return splits
+
+
+def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
+    paths: dict[str, dict[str, Path]] = {}
+    tables = "the tables [train], [val] and [test] with images and annotations"
+    try:
+        for key, value, location in read_toml(path):
+            split, _, name = key.partition(".")
+            if split == MADE:
+                continue
+            if split not in SPLITS or name not in SplitFiles._fields:
+                hint = f"a dataset.toml has {tables}"
+                raise DataError(f"{location}: unknown key {key!r}", hint=hint)
+            if not isinstance(value, str):
+                problem = f"{key} must be a path below {path.parent}, or absolute"
+                raise DataError(f"{location}: {problem}")
+            is_absolute = value.startswith("/") and "\0" not in value
+            file = Path(value) if is_absolute else safe_join(path.parent, value)
+            paths.setdefault(split, {})[name] = file
+    except UsageError as error:  # it is no TOML
+        raise DataError(str(error), hint=error.hint) from None
+    except IntegrityError as error:  # a path that leaves the folder
+        raise DataError(f"{path}: {error}", hint=error.hint) from None
+    if not paths:
+        raise DataError(f"{path}: names no images", hint=f"write {tables}")
+    for split, files in paths.items():
+        if missing := [name for name in SplitFiles._fields if name not in files]:
+            raise DataError(f"{path}: [{split}] lacks {missing[0]}")
+    found = {split: paths[split] for split in SPLITS if split in paths}
+    return {split: SplitFiles([p["images"]], p["annotations"]) for split, p in found.items()}
 
 
 def exported_splits(root: Path) -> dict[str, SplitFiles]:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
-from ssdctl.data.formats._parse import numbers, read_xml, root_element, whole_number
-from ssdctl.data.image_check import header_size
-from ssdctl.data.image_files import dataset_folder, find_by_name
+from ssdctl.data.formats import numbers, read_xml, root_element, whole_number
+from ssdctl.data.image_files import dataset_folder, find_by_name, header_size
 from ssdctl.errors import DataError
 
 LOOKED_FOR = ("annotations.xml",)

@@ -16,9 +16,8 @@ from ssdctl.data.annotations import (
     refuse,
     split_of,
 )
-from ssdctl.data.formats._parse import in_threads, numbers, read_lines
-from ssdctl.data.image_check import size_or_none
-from ssdctl.data.image_files import is_image
+from ssdctl.data.formats import numbers, read_lines
+from ssdctl.data.image_files import in_threads, is_image, size_or_none
 from ssdctl.errors import DataError
 
 LOOKED_FOR = ("label_2/*.txt",)
@@ -69,9 +68,7 @@ def _read_folder(root: Path, folder: Path, notes: list[str]) -> list[LabeledImag
 
 def _boxes(path: Path) -> list[LabeledBox]:
     boxes = []
-    for number, line in enumerate(read_lines(path, MAX_BYTES), 1):
-        if not line.strip():
-            continue
+    for location, line in read_lines(path, MAX_BYTES):
         name, *words = line.split()
         try:
             if len(words) + 1 < NUM_WORDS:
@@ -79,7 +76,7 @@ def _boxes(path: Path) -> list[LabeledBox]:
             left, top, right, bottom = numbers(words[3:7])
         except ValueError:
             raise DataError(
-                f"{path}:{number}: {line[:60]!r}: expected a class and {NUM_WORDS - 1} numbers"
+                f"{location}: {line[:60]!r}: expected a class and {NUM_WORDS - 1} numbers"
             ) from None
         boxes.append(LabeledBox(name, left, top, right - left, bottom - top))
     return boxes

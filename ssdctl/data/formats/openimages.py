@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
-from ssdctl.data.formats._parse import csv_by_split, csv_files, csv_header, in_pixels, in_threads
-from ssdctl.data.image_check import size_or_none
-from ssdctl.data.image_files import dataset_folder, files_below, is_image
+from ssdctl.data.formats import csv_by_split, csv_files, csv_header, in_pixels
+from ssdctl.data.image_files import dataset_folder, files_below, in_threads, is_image, size_or_none
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, unreadable
 

@@ -11,7 +11,7 @@ import io
 from pathlib import Path
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
-from ssdctl.data.formats._parse import csv_by_split, csv_files, numbers, whole_number
+from ssdctl.data.formats import csv_by_split, csv_files, numbers, whole_number
 from ssdctl.data.image_files import dataset_folder, find_by_name
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_text

@@ -23,16 +23,8 @@ from ssdctl.data.annotations import (
     refuse,
     split_of,
 )
-from ssdctl.data.formats._parse import (
-    in_threads,
-    numbers,
-    read_lines,
-    read_xml,
-    root_element,
-    whole_number,
-)
-from ssdctl.data.image_check import header_size
-from ssdctl.data.image_files import files_below, is_image
+from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
+from ssdctl.data.image_files import files_below, header_size, in_threads, is_image
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
@@ -170,8 +162,9 @@ def _splits(lists: Path, annotations: Path) -> dict[str, list[str]]:
 def _stems(path: Path, annotations: Path) -> list[str]:
     """Return the name in each line: lists of one class have a flag after it."""
     words = []
-    for line in map(str.strip, read_lines(path, MAX_LIST_BYTES)):
-        if not line or line.startswith("#"):
+    for _, line in read_lines(path, MAX_LIST_BYTES):
+        line = line.strip()
+        if line.startswith("#"):
             continue
         if line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
             words.append(line.split('"')[1])

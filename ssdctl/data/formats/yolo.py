@@ -25,9 +25,15 @@ from ssdctl.data.annotations import (
     from_images,
     refuse,
 )
-from ssdctl.data.formats._parse import in_pixels, in_threads, read_lines
-from ssdctl.data.image_check import size_or_none
-from ssdctl.data.image_files import dataset_folder, files_below, is_image, split_folders
+from ssdctl.data.formats import in_pixels, read_lines
+from ssdctl.data.image_files import (
+    dataset_folder,
+    files_below,
+    in_threads,
+    is_image,
+    size_or_none,
+    split_folders,
+)
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, read_text
 
@@ -229,8 +235,8 @@ def _tail(text: str) -> PurePosixPath:
 
 def _listed_images(root: Path, path: Path) -> list[Path]:
     images, absent = [], []
-    for line in filter(None, map(str.strip, read_lines(path, MAX_LIST_BYTES))):
-        parts = _tail(line).parts
+    for _, line in read_lines(path, MAX_LIST_BYTES):
+        parts = _tail(line.strip()).parts
         candidates = (
             base.joinpath(*parts[start:])
             for start in range(len(parts))
@@ -240,7 +246,7 @@ def _listed_images(root: Path, path: Path) -> list[Path]:
         if image is not None and image.is_relative_to(root):
             images.append(image)
         else:
-            absent.append(line)
+            absent.append(line.strip())
     refuse(path, "images that do not exist", absent)
     return images
 
@@ -298,10 +304,7 @@ def label_file(root: Path, image: Path) -> Path:
 def _boxes(path: Path, names: list[str], keypoints: bool) -> list[LabeledBox]:
     """Return the boxes of a label file, in fractions of the image."""
     boxes = []
-    for number, line in enumerate(read_lines(path, MAX_LABEL_BYTES), 1):
-        if not line.strip():
-            continue
-        location = f"{path}:{number}"
+    for location, line in read_lines(path, MAX_LABEL_BYTES):
         try:
             index, *numbers = (float(word) for word in line.split())
             label = int(index)

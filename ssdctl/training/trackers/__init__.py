@@ -1,1 +1,312 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, and those of other packages."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, and those of other packages.
+
+A tracker of another package is a subclass of `Tracker` with an entry point:
+
+    [project.entry-points."ssdctl.trackers"]
+    mine = "my_package:MyTracker"       # ssdctl train --tracker mine
+
+Trackers are called in background threads, so that none of them can slow down or end a training run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import math
+import queue
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.config.render import snapshot
+from ssdctl.config.sections import TrainConfig
+from ssdctl.data.store import Split
+from ssdctl.errors import UsageError, missing_package
+from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.files import write_text
+from ssdctl.runs.evaluation import SHOWN_SCORE
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.metrics import Record, is_number
+from ssdctl.runtime.packages import entry_point_names, load_entry_point
+from ssdctl.runtime.safe_text import redact_urls
+from ssdctl.runtime.threads import run_in_daemon_thread
+
+if TYPE_CHECKING:
+    from ssdctl.training.run import OpenedRun
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "ssdctl.trackers"
+# By module, which has the name of the one that it imports: its class, and the package to install.
+BUILT_IN = {
+    "tensorboard": ("TensorBoard", "tensorboard"),
+    "wandb": ("WeightsAndBiases", "wandb"),
+    "mlflow": ("MLflow", "mlflow-skinny"),
+}
+GROUPS = ("train", "eval", "epoch", "class_AP")  # groups of metrics
+POSITION = ("kind", "step", "epoch")  # fields of a record that are not figures
+MAX_WAITING = 1000  # calls in the queue of a tracker
+CLOSE_S = 30.0  # seconds to wait for a tracker at the end
+UPLOAD_S = 300.0  # the same if it uploads checkpoints
+NUM_IMAGES = 4  # that are drawn
+
+
+class Metrics(NamedTuple):
+    group: str  # one of GROUPS
+    step: int
+    values: dict[str, float]
+
+
+class TrackedRun(NamedTuple):
+    id: str  # the same whenever the run is resumed
+    name: str  # the run folder's
+    folder: Path  # the run folder
+    start_step: int
+    config: dict[str, Any]  # by key, without secrets
+    environment: dict[str, Any]  # versions, device, git commit
+    records: Sequence[Record]  # metrics.jsonl up to the start step
+
+    def past_metrics(self) -> Iterator[Metrics]:
+        """Return the figures up to the start step: a killed run may not have sent all of them."""
+        return filter(None, map(metrics_of, self.records))
+
+
+class Tracker:
+    """Receives the progress of a run. The methods of this class do nothing.
+
+    One background thread calls all methods but `abandon`, in the order of the events. They may take
+    any time and raise anything: training does not wait, and reports the first error as a warning.
+    A step that is trained again after a kill is sent again.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.run = run
+
+    def open(self) -> None:
+        """Create the tracker's run, or continue the one of `run.id`."""
+
+    def metrics(self, metrics: Metrics) -> None:
+        """Add the figures of a step."""
+
+    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Add validation images with their detections, (H, W, 3), by image id."""
+
+    def checkpoint(self, name: str, step: int, path: Path) -> None:
+        """Upload a checkpoint; `name` is best or last. Only with --upload-checkpoints."""
+
+    def close(self, *, is_success: bool) -> None:
+        """End the run, or interrupt it: it may be resumed."""
+
+    def abandon(self) -> None:
+        """Make sure that the process can exit; called if the thread does not end in time."""
+
+
+def metrics_of(record: Record) -> Metrics | None:
+    """Return the figures of a record without undefined ones (COCO's -1); None if it has none.
+
+    A loss that is not finite is -1, as in metrics.jsonl.
+    """
+    group, figures = record["kind"], record
+    if group == "event" and record["event"] == "class_ap" and isinstance(record.get("AP"), dict):
+        group, figures = "class_AP", record["AP"]
+    if group not in GROUPS:
+        return None
+    values = {
+        str(name): float(value) if math.isfinite(value) else -1.0
+        for name, value in figures.items()
+        if (is_number(value) or (isinstance(value, float) and not math.isfinite(value)))
+        and (group == "class_AP" or name not in POSITION)
+        and not (group in ("eval", "class_AP") and value < 0)
+    }
+    return Metrics(group, record["step"], values) if values else None
+
+
+def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
+    """Return the trackers that a config names; raise UsageError if one is not installed.
+
+    Their packages are not imported yet.
+    """
+    names = [*["tensorboard"] * config.tensorboard, *config.tracker]
+    return {name: _find(name) for name in dict.fromkeys(names)}
+
+
+def _find(name: str) -> type[Tracker]:
+    if name in BUILT_IN:
+        class_name, package = BUILT_IN[name]
+        if importlib.util.find_spec(name) is None:
+            raise missing_package(package, package)
+        tracker = getattr(import_module(f"{__package__}.{name}"), class_name)
+    else:
+        tracker = load_entry_point(ENTRY_POINTS, name)
+    if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
+        names = [*BUILT_IN, *entry_point_names(ENTRY_POINTS)]
+        raise UsageError(
+            f"--tracker {name}: no such tracker (a subclass of {Tracker.__module__}.Tracker)",
+            hint=f"choose from {', '.join(names)}",
+        )
+    return tracker
+
+
+Create = Callable[[TrackedRun], Tracker]
+Call = Callable[[Tracker], None]
+
+
+class BackgroundTracker:
+    """Calls a tracker in a daemon thread; drops calls while `max_waiting` are in its queue."""
+
+    def __init__(
+        self, name: str, create: Create, run: TrackedRun, max_waiting: int = MAX_WAITING
+    ) -> None:
+        self._name = name
+        self._calls: queue.Queue[Call | None] = queue.Queue(max_waiting)
+        self._tracker: Tracker | None = None
+        self._has_warned = False
+        self._ended = run_in_daemon_thread(lambda: self._work(create, run))
+
+    def call(self, call: Call) -> None:
+        try:
+            if not self._ended.done():
+                self._calls.put_nowait(call)
+        except queue.Full:
+            self._warn("is slower than training: some of its figures are dropped")
+
+    def close(self, *, is_success: bool, timeout_s: float) -> None:
+        """Finish the queue and close the tracker; give up after `timeout_s` seconds."""
+        end = time.monotonic() + timeout_s
+        for call in (lambda tracker: tracker.close(is_success=is_success), None):
+            try:
+                if not self._ended.done():
+                    self._calls.put(call, timeout=max(end - time.monotonic(), 0.001))
+            except queue.Full:
+                break
+        if wait([self._ended], timeout=max(end - time.monotonic(), 0)).done:
+            return
+        self._has_warned = False  # a reason to warn again: figures are lost
+        self._warn(f"did not finish within {timeout_s:.0f} s: its last figures may be missing")
+        if self._tracker is not None:
+            self._tracker.abandon()
+
+    def _work(self, create: Create, run: TrackedRun) -> None:
+        try:
+            self._tracker = create(run)
+            self._tracker.open()
+        except BaseException as error:  # SystemExit, too: libraries raise it
+            self._warn("cannot be used", error)
+            return
+        while (call := self._calls.get()) is not None:
+            try:
+                call(self._tracker)
+            except BaseException as error:
+                self._warn("failed", error)
+
+    def _warn(self, problem: str, error: BaseException | None = None) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        if error is not None:
+            reason = redact_urls(str(error)).strip()
+            problem += f": {type(error).__name__}" + (f": {reason}" if reason else "")
+        text = "tracker %s %s; training continues, metrics.jsonl has all figures"
+        log.warning(text, self._name, problem)
+
+
+class Trackers:
+    """The trackers of a run.
+
+    Args:
+        trackers: What creates each tracker, by name.
+        longest_wait_s: Seconds that the end of the run may take; other ranks wait for it.
+    """
+
+    def __init__(
+        self,
+        trackers: Mapping[str, Create],
+        run: TrackedRun,
+        *,
+        uploads: bool = False,
+        longest_wait_s: float = UPLOAD_S,
+    ) -> None:
+        self._trackers = [BackgroundTracker(name, c, run) for name, c in trackers.items()]
+        self._uploads = uploads
+        self._longest_wait_s = longest_wait_s
+
+    def record(self, record: Record) -> None:
+        kind, step = record["kind"], record["step"]
+        if kind == "detections":
+            images = _first_images(record["split"], record["detections"])
+            self._call(lambda tracker: tracker.pictures(step, images))
+        elif kind == "checkpoint":
+            name, path = record["name"], record["path"]
+            if self._uploads and path.is_file():
+                self._call(lambda tracker: tracker.checkpoint(name, step, path))
+        elif kind == "end":
+            is_success, trackers, self._trackers = record["is_success"], self._trackers, []
+            timeout_s = UPLOAD_S if self._uploads and is_success else CLOSE_S
+            end = time.monotonic() + min(timeout_s, self._longest_wait_s)
+            for tracker in trackers:
+                remaining_s = max(end - time.monotonic(), 0.1)
+                tracker.close(is_success=is_success, timeout_s=remaining_s)
+        elif (metrics := metrics_of(record)) is not None:
+            self._call(lambda tracker: tracker.metrics(metrics))
+
+    def _call(self, call: Call) -> None:
+        for tracker in self._trackers:
+            tracker.call(call)
+
+
+def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.uint8]]:
+    """Return the first images with their detections, (H, W, 3), by image id."""
+    from PIL import Image
+
+    from ssdctl.inference.drawing import draw
+
+    names = {c.id: c.name for c in split.classes}
+    numbers = {c.id: number for number, c in enumerate(split.classes, 1)}
+    images = {}
+    for row in np.nonzero(split.usable)[0][:NUM_IMAGES].tolist():
+        image = Image.fromarray(split.decode(row))
+        scale = image.width / split.sizes[row][0]  # below 1 in a store of smaller images
+        is_here = detections.image_ids == split.image_ids[row]
+        is_shown = is_here & (detections.scores >= SHOWN_SCORE)
+        boxes = scale * detections.boxes[is_shown]
+        boxes[:, 2:] += boxes[:, :2]
+        ids = detections.category_ids[is_shown].tolist()
+        labels, shown = [numbers[c] for c in ids], [names[c] for c in ids]
+        drawn = draw(image, boxes, labels, shown, detections.scores[is_shown])
+        images[str(split.image_ids[row])] = np.asarray(drawn)
+    return images
+
+
+def tracker_id(run: RunDir) -> str:
+    path = run.tracker_id
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if re.fullmatch("[0-9a-f]{32}", text := path.read_text().strip()):
+            return text
+    write_text(path, (made := uuid.uuid4().hex) + "\n")
+    return made
+
+
+def open_trackers(
+    opened: OpenedRun, start_step: int, environment: dict[str, Any], records: Sequence[Record]
+) -> Trackers:
+    run, config = RunDir(opened.run.out), opened.run.config.train
+    tracked = TrackedRun(
+        id=tracker_id(run),
+        name=run.path.resolve().name,
+        folder=run.path,
+        start_step=start_step,
+        config=snapshot(opened.run.config),
+        environment=environment,
+        records=records,
+    )
+    uploads, longest_wait_s = config.upload_checkpoints, config.rank_timeout / 2
+    return Trackers(find_trackers(config), tracked, uploads=uploads, longest_wait_s=longest_wait_s)

@@ -16,7 +16,7 @@ from ssdctl.checkpoint.file import (
     load_network,
     same_classes,
 )
-from ssdctl.data.classes import ClassName
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError
 from ssdctl.model.ssd300 import SSD300
 

@@ -103,12 +103,12 @@ def test_mistakes(dataset: Path, cli: Cli, options: list[str], code: int, words:
 def test_a_signal_ends_it_with_75(dataset: Path, sent: signal.Signals) -> None:
     program = """
 import time
-from ssdctl.data import image_check_jobs
-check = image_check_jobs.check_image
+from ssdctl.data import image_check
+check = image_check.check_image
 def slow(*given):
     time.sleep(0.05)
     return check(*given)
-image_check_jobs.check_image, image_check_jobs.TASK_IMAGES = slow, 1
+image_check.check_image, image_check.TASK_IMAGES = slow, 1
 print("go", flush=True)
 from ssdctl.cli.main import main
 main()

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssdctl.data import coco_json
 from ssdctl.data.annotations import SplitFiles
-from ssdctl.data.formats import _coco_json as coco_json
 from ssdctl.data.formats import coco
 from ssdctl.errors import DataError
 

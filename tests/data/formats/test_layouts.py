@@ -18,8 +18,8 @@ from data.formats import exports
 
 from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.annotations import Annotations, LabeledImage, from_images
+from ssdctl.data.dataset import find
 from ssdctl.data.export_dataset import export_dataset
-from ssdctl.data.formats import find
 from ssdctl.data.image_files import resolve_images
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare

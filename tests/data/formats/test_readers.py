@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from data.formats import exports
 
-from ssdctl.data.formats import find
+from ssdctl.data.dataset import find
 
 Box = tuple[str, str, float, float, float, float]  # file, class, left, top, right, bottom
 

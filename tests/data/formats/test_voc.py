@@ -9,7 +9,7 @@ import pytest
 from data.formats import exports
 from data.formats.exports import boxes_of, tree
 
-from ssdctl.data.formats import find
+from ssdctl.data.dataset import find
 from ssdctl.data.formats.voc import read
 from ssdctl.errors import DataError
 

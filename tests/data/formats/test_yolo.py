@@ -12,7 +12,7 @@ from data.formats.exports import boxes_of, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.data.formats import find
+from ssdctl.data.dataset import find
 from ssdctl.data.formats.yolo import read, recognise
 from ssdctl.errors import DataError, SsdctlError
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from ssdctl.runtime.torch_compat import installed_version
+from ssdctl.runtime.packages import torch_release
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or installed_version() < (2, 15),
+    importlib.util.find_spec("triton") is None or torch_release() < (2, 15),
     reason="the scripts replace the driver queries of torch 2.15 and Triton",
 )
 

@@ -20,9 +20,8 @@ from conftest import TINY_RUN, Result
 from download.http_server import Server, file
 from helpers import last, run_ranks, run_script, start_script, wait_for
 
-from ssdctl.distributed.addresses import free_port
 from ssdctl.distributed.collectives import average_buffers
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed.ranks import Ranks, free_port
 from ssdctl.model.backbones import find_backbone
 
 # Both scenarios run in one pair of processes: starting a pair costs more than what they test.
@@ -31,7 +30,7 @@ import json, os, sys
 import tiny_network, torch
 from ssdctl.device import open_device
 from ssdctl.distributed.collectives import FlagExchange, any_rank
-from ssdctl.distributed.process_group import process_group
+from ssdctl.distributed.collectives import process_group
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.training.step import build_step
 
@@ -150,15 +149,15 @@ def test_batch_norm_over_two_ranks_trains_as_one_rank_with_the_joined_batch(
 
 ANNOUNCES_ITS_WAIT = """
 import sys
-from ssdctl.distributed import process_group
+from ssdctl.distributed import collectives
 
-torch_rendezvous = process_group.torch_rendezvous
+torch_rendezvous = collectives.torch_rendezvous
 
 def announced(*arguments):
     sys.stderr.write("waiting\\n")
     yield from torch_rendezvous(*arguments)
 
-process_group.torch_rendezvous = announced
+collectives.torch_rendezvous = announced
 from ssdctl.cli.main import main
 main(sys.argv[1:])
 """

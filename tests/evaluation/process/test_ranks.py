@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Cli, Result
 
-from ssdctl.distributed.addresses import free_port
+from ssdctl.distributed.ranks import free_port
 
 LOW = ("--score-threshold", "0.01")
 

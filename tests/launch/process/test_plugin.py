@@ -14,7 +14,7 @@ PLUGIN = """
 import sys
 from typing import Annotated
 from ssdctl.config.fields import Section, setting
-from ssdctl.launch.base import LaunchPlan
+from ssdctl.launch import LaunchPlan
 
 class Settings(Section, frozen=True):
     word: Annotated[str, setting("A word")] = "plain"

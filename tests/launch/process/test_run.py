@@ -24,7 +24,7 @@ from ssdctl.distributed.rank_process import EXITS_VARIABLE, last_lines, read_exi
 DRIVER = """
 import os, sys
 import ssdctl.launch._run as module
-from ssdctl.launch.base import LaunchPlan
+from ssdctl.launch import LaunchPlan
 module.HANG_S = float(os.environ.get("HANG_S", module.HANG_S))
 argv = (sys.executable, "-c", sys.argv[1])
 sys.exit(module.run(LaunchPlan(argv, {}, "torchrun", num_ranks=2)).code)

@@ -27,7 +27,7 @@ from conftest import TINY_RUN
 from helpers import wait_for
 from launch.plans import plan_for
 
-from ssdctl.distributed.addresses import free_port
+from ssdctl.distributed.ranks import free_port
 from ssdctl.launch.slurm import Settings, follow, submit
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")

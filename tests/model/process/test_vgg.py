@@ -159,7 +159,8 @@ def test_classes_are_cocos_with_gaps(file: Path) -> None:
 
 @pytest.mark.slow(in_ci=True)
 def test_outputs_of_gaps_are_left_out_of_an_evaluation(file: Path) -> None:
-    from ssdctl.data.classes import COCO_CLASSES, ClassName
+    from ssdctl.data.annotations import ClassName
+    from ssdctl.data.coco_json import COCO_CLASSES
     from ssdctl.evaluation.evaluate import dataset_category_ids
 
     renumbered = [ClassName(id_ + 1000, name) for id_, name in reversed(COCO_CLASSES)]

@@ -24,7 +24,7 @@ from ssdctl.cli.main import main
 from ssdctl.data.shapes import generate
 from ssdctl.errors import UsageError
 from ssdctl.files import TEMPORARY_SUFFIX
-from ssdctl.runs import lock
+from ssdctl.runs import layout
 from ssdctl.runs.layout import RunDir
 
 START_S = 0.02  # both forks are waiting by then
@@ -76,13 +76,13 @@ def test_the_lock_has_one_owner(
     rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner keeps it until the other one has given up."""
-    monkeypatch.setattr(lock, "WAIT_S", 0.0)
-    monkeypatch.setattr(lock, "POLL_S", 0.0)
+    monkeypatch.setattr(layout, "WAIT_S", 0.0)
+    monkeypatch.setattr(layout, "POLL_S", 0.0)
     refused = tmp_path / "refused"
 
     def train(out: Path) -> None:
         try:
-            with lock.exclusive_run(out):
+            with layout.exclusive_run(out):
                 (out / str(os.getpid())).touch()
                 wait_for(refused.exists)
         except UsageError as error:
@@ -99,7 +99,7 @@ def test_the_lock_has_one_owner(
 
 @pytest.mark.slow
 def test_two_trainings_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "WAIT_S", 0.0)
+    monkeypatch.setattr(layout, "WAIT_S", 0.0)
     generate(tmp_path / "data", num_train=2, num_val=1)  # the evaluation is most of the time
     train = ["train", "--data", tmp_path / "data", "--steps", 1, *TINY_RUN.split()]
     import_modules_of(command(*train, "--out", tmp_path / "first"))  # it also prepares the dataset

@@ -49,7 +49,7 @@ def test_this_system() -> None:
 def test_cores_without_affinity() -> None:
     run_hidden(
         """
-from ssdctl.launch.base import read_node
+from ssdctl.launch import read_node
 from ssdctl.runtime import system
 from ssdctl.runtime.system import usable_cores
 assert len(system.usable_cpus()) == os.cpu_count()

@@ -19,7 +19,7 @@ import pytest
 from conftest import TINY_RUN
 from helpers import start, wait_for
 
-from ssdctl.training.trackers.base import metrics_of
+from ssdctl.training.trackers import metrics_of
 from ssdctl.training.trackers.mlflow import _key
 
 pytestmark = pytest.mark.slow
@@ -137,8 +137,8 @@ def test_a_wandb_server_that_does_not_answer_does_not_delay_the_exit(tmp_path: P
     script = """
         import sys
         from pathlib import Path
-        from ssdctl.training.trackers.background import BackgroundTracker
-        from ssdctl.training.trackers.base import TrackedRun
+        from ssdctl.training.trackers import BackgroundTracker
+        from ssdctl.training.trackers import TrackedRun
         from ssdctl.training.trackers.wandb import WeightsAndBiases
         run = TrackedRun("0" * 32, "run", Path(sys.argv[1]), 0, {}, {}, [])
         tracker = BackgroundTracker("wandb", WeightsAndBiases, run)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.runtime import torch_compat
+from ssdctl.runtime import packages
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,9 @@ def test_the_installed_release_and_its_cuda(
     text = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\nRequires-Dist: {requires}\n"
     (folder / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert torch_compat.installed_version() == release
-    assert torch_compat.dali_extra() == extra
-    assert torch_compat.dali_package() == f"nvidia-{extra}0"
+    assert packages.torch_release() == release
+    assert packages.dali_extra() == extra
+    assert packages.dali_package() == f"nvidia-{extra}0"
 
 
 def test_buffers_are_not_copied_under_either_name_of_the_option() -> None:
@@ -43,5 +43,5 @@ def test_buffers_are_not_copied_under_either_name_of_the_option() -> None:
     class New:
         def __init__(self, forward_sync_buffers: bool = True) -> None: ...
 
-    assert torch_compat.no_buffer_sync(Old) == {"broadcast_buffers": False}
-    assert torch_compat.no_buffer_sync(New) == {"forward_sync_buffers": False}
+    assert packages.no_buffer_sync(Old) == {"broadcast_buffers": False}
+    assert packages.no_buffer_sync(New) == {"forward_sync_buffers": False}

@@ -1,0 +1,418 @@
+"""The settings of ssdctl, a class for each table of the config.
+
+A launcher's own table is in `ssdctl/launch/NAME.py`.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+
+from ssdctl.config.fields import (
+    AUGMENTATION_LISTS,
+    BackboneName,
+    ClusterName,
+    Count,
+    DeviceName,
+    Duration,
+    Fraction,
+    Interval,
+    IntervalOrTime,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    Precision,
+    PresetName,
+    Section,
+    setting,
+)
+from ssdctl.runtime.packages import plugin_names
+
+DEFAULT_PRESET: Final = "stable-r34"
+# A package with a module for each name, and a group of entry points.
+FORMATS = ("ssdctl.data.formats", "ssdctl.datasets")
+LAUNCHERS = ("ssdctl.launch", "ssdctl.launchers")
+LAUNCHER_NAMES = [n for n in plugin_names(*LAUNCHERS) if n != "exit_codes"]
+CHOICES = ("auto", *LAUNCHER_NAMES)
+if TYPE_CHECKING:
+    LauncherName = str
+else:
+    LauncherName = Literal[CHOICES]
+SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
+
+# Settings under a heading of `--help`.
+_network = functools.partial(setting, panel="Network")
+_recipe = functools.partial(setting, panel="Recipe")
+_run = functools.partial(setting, panel="Run")
+_device = functools.partial(setting, panel="Device")
+_input = functools.partial(setting, panel="Input")
+_evaluation = functools.partial(setting, panel="Evaluation")
+_saving = functools.partial(setting, panel="Saving")
+_launch = functools.partial(setting, panel="Launch")
+_data = functools.partial(setting, panel="Data")
+_shapes = functools.partial(setting, panel="Shapes dataset")
+_conversion = functools.partial(setting, panel="Conversion")
+
+
+class DataConfig(Section, frozen=True):
+    """The locations of the dataset and its store."""
+
+    root: Annotated[
+        str | None,
+        _data(
+            "Dataset folder or file, in any supported format [default: data/coco or /data/coco]",
+            flag="--data",
+            metavar="DIR",
+            aliases=("--data-dir", "-d"),
+        ),
+    ] = None
+    store: Annotated[
+        str | None,
+        _data("Folder of the prepared data [default: DATA/prepared]", metavar="DIR"),
+    ] = None
+
+
+class DownloadConfig(Section, frozen=True):
+    """The files that `ssdctl download` fetches, and how it fetches them."""
+
+    dataset: Annotated[
+        Literal["coco2017", "shapes"], setting("Dataset to download (shapes: generated locally)")
+    ] = "coco2017"
+    part: Annotated[
+        Literal["train", "val", "annotations"] | None,
+        setting("Download only this part of COCO [default: all]"),
+    ] = None
+    manifest: Annotated[
+        str | None, setting("Download the files in this TOML manifest", metavar="FILE")
+    ] = None
+    mirror: Annotated[
+        str | None, setting("Base URL instead of the official hosts", metavar="URL")
+    ] = None
+    connections: Annotated[int, setting("Connections per file", ge=1, le=64)] = 8
+    timeout: Annotated[
+        float, setting("Give up after S seconds below 1 KB/s", metavar="S", ge=1)
+    ] = 30.0
+    keep_archives: Annotated[bool, setting("Keep the zip files after unpacking")] = False
+    images: Annotated[Count, _shapes("Number of training images")] = 800
+    val_images: Annotated[NonNegativeInt, _shapes("Number of validation images")] = 100
+    seed: Annotated[NonNegativeInt, _shapes("Seed of the generated images")] = 0
+
+
+class PrepareConfig(Section, frozen=True):
+    """How `ssdctl prepare` checks a dataset and packs it."""
+
+    source: Annotated[
+        str,
+        _conversion(
+            "Dataset format, auto-detected by default; plugins can add formats",
+            flag="--from",
+            choices=("auto", *(name.replace("_", "-") for name in plugin_names(*FORMATS))),
+        ),
+    ] = "auto"
+    split: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, lt=1)] | None,
+        _conversion(
+            "Fraction of images for training; the rest is for validation", metavar="FRACTION"
+        ),
+    ] = None
+    classes: Annotated[
+        tuple[str, ...],
+        _conversion("Keep only these classes [default: all]", metavar="A,B"),
+    ] = ()
+    pack: Annotated[bool, setting("Pack images for fast training (else index only)")] = True
+    shrink: Annotated[
+        Annotated[int, msgspec.Meta(ge=300)] | None,
+        setting("Downscale images whose shorter side exceeds PX", metavar="PX"),
+    ] = None
+    encoding: Annotated[
+        Literal["jpeg", "raw"],
+        setting("Store image files (jpeg) or decoded pixels (raw, much larger)"),
+    ] = "jpeg"
+    verify_images: Annotated[bool, setting("Decode every image completely")] = False
+    keep_damaged: Annotated[
+        bool, setting("Use partly decodable images that --verify-images finds")
+    ] = False
+    allow_dropped: Annotated[
+        bool, setting("Continue even if more than 5% of images or boxes are dropped")
+    ] = False
+    jobs: Annotated[NonNegativeInt, setting("Threads that check images (0 = one per core)")] = 0
+
+
+class ModelConfig(Section, frozen=True):
+    """The network."""
+
+    backbone: Annotated[BackboneName, _network("Backbone of the detector")]
+    weights: Annotated[
+        str,
+        _network(
+            "Backbone weights: a name (`ssdctl fetch-weights --list`), a file, or none",
+            flag="--backbone-weights",
+            metavar="NAME|FILE|none",
+        ),
+    ]
+    extra_norm: Annotated[
+        Literal["none", "batch"], _network("Normalization in the extra blocks (batch: NVIDIA's)")
+    ]
+
+
+class TrainConfig(Section, frozen=True):
+    """One training run. Fields without a default belong to the recipe: the preset sets them."""
+
+    # Recipe
+    epochs: Annotated[Count, setting("Length of the run in epochs", aliases=("-e",))]
+    batch_size: Annotated[
+        Count | Literal["auto"],
+        setting(
+            "Batch size per device (auto: the largest that fits in memory)",
+            flag="--bs",
+            metavar="N|auto",
+            aliases=("-b",),
+        ),
+    ]
+    lr: Annotated[
+        Positive,
+        setting(
+            "Learning rate for a global batch of 32, scaled linearly", aliases=("--learning-rate",)
+        ),
+    ]
+    warmup: Annotated[
+        Duration, setting("Linear warm-up in epochs (3ep) or steps (300st)", metavar="DURATION")
+    ]
+    decay_epochs: Annotated[
+        tuple[Positive, ...], setting("Epochs at which the learning rate decays", metavar="E,E")
+    ]
+    lr_decay: Annotated[Literal["step", "cosine"], setting("Decay by factors of 10, or cosine")]
+    momentum: Annotated[float, setting("SGD momentum, or AdamW's beta1", ge=0, lt=1)]
+    weight_decay: Annotated[NonNegative, setting("Weight decay", aliases=("--wd",))]
+    decay_bias: Annotated[bool, setting("Apply weight decay to convolution biases")]
+    decay_norm: Annotated[bool, setting("Apply weight decay to batch norm parameters")]
+    optimizer: Annotated[Literal["sgd", "adamw"], setting("Optimizer")]
+    clip_grad: Annotated[NonNegative, setting("Clip the gradient norm (0 = off)", metavar="NORM")]
+    freeze_stem: Annotated[bool, setting("Freeze conv1 and the first block's first convolution")]
+    hue_degrees: Annotated[
+        float, setting("Hue jitter of the augmentation, in degrees", metavar="DEG", ge=0, le=180)
+    ]
+    precision: Annotated[
+        Precision, _device("Precision (auto: the best that the device supports)", choice_flags=True)
+    ]
+
+    # Run
+    preset: Annotated[PresetName, _recipe("Recipe to start from")] = DEFAULT_PRESET
+    out: Annotated[
+        str | None,
+        _run(
+            "Run folder; resumes a run in it [default: runs/DATASET-BACKBONE]",
+            metavar="RUN",
+            aliases=("--output-dir",),
+        ),
+    ] = None
+    steps: Annotated[Count | None, _run("Stop after N optimizer steps [default: all epochs]")] = (
+        None
+    )
+    init: Annotated[
+        str | None,
+        _run("Start from this checkpoint, detector, or hf://org/name", metavar="CKPT|NAME"),
+    ] = None
+    resume: Annotated[
+        str, _run("Resume the newest checkpoint (auto), never, or FILE", metavar="auto|never|FILE")
+    ] = "auto"
+    resume_changed: Annotated[bool, _run("Resume even if settings that affect results changed")] = (
+        False
+    )
+    seed: Annotated[NonNegativeInt, _run("Seed of data order, augmentation and weights")] = 0
+    accumulate: Annotated[
+        Count, _recipe("Batches per optimizer step; multiplies the global batch")
+    ] = 1
+    ema: Annotated[
+        float,
+        _recipe(
+            "Keep an EMA of the weights and evaluate it (try 0.999)", metavar="DECAY", ge=0, lt=1
+        ),
+    ] = 0.0
+    freeze: Annotated[int, _recipe("Freeze the backbone's first N stages (of 4)", ge=0, le=4)] = 0
+    freeze_norm: Annotated[
+        bool, _recipe("Freeze batch norm statistics (fine-tuning with small batches)")
+    ] = False
+    sync_bn: Annotated[bool, _recipe("Synchronize batch norm over all ranks")] = False
+    deterministic: Annotated[bool, _run("Use only deterministic kernels (slower)")] = False
+    rank_timeout: Annotated[
+        Positive, _run("Seconds to wait for an unresponsive rank", metavar="S")
+    ] = 600.0
+    on_nonfinite: Annotated[
+        Literal["skip", "rollback", "stop"], _run("What to do on a NaN/Inf loss or gradient")
+    ] = "skip"
+
+    # Device
+    device: Annotated[DeviceName, _device("Device to train on (auto: accelerator, else CPU)")] = (
+        "auto"
+    )
+    execution: Annotated[
+        Literal["eager", "compile", "lazy"] | None,
+        _device("Eager, torch.compile, or lazily traced graphs [default: the fastest]"),
+    ] = None
+    overlap_gradients: Annotated[
+        bool, _device("Exchange gradients during a compiled backward pass")
+    ] = False
+    tf32: Annotated[bool, _device("Allow TF32 matmuls")] = False
+    profile: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,17},[1-9]\d{0,17}$")] | None,
+        _run("Profile these steps into RUN/profile", metavar="FIRST,LAST"),
+    ] = None
+
+    # Input
+    workers: Annotated[
+        NonNegativeInt, _input("Decoder threads per rank (0 = auto)", aliases=("--num-workers",))
+    ] = 0
+    pipeline: Annotated[
+        Literal["native", "dali"], _input("Image decoder: built-in, or NVIDIA DALI")
+    ] = "native"
+    fake_data: Annotated[bool, _input("Train on random batches to measure the device")] = False
+    augment: Annotated[
+        str,
+        _input(
+            "Crops, flips, colors (ssd), also zoom (ssd-zoom); or a list",
+            metavar="ssd|ssd-zoom|none|A,B",
+            choices=tuple(AUGMENTATION_LISTS),
+        ),
+    ] = "ssd"
+    limit_train: Annotated[Count | None, _input("Train only on the first N images")] = None
+    overfit: Annotated[Count | None, _input("Train and evaluate on N images, to check")] = None
+
+    # Evaluation, saving, logging
+    eval_every: Annotated[
+        Interval | None,
+        _evaluation(
+            "Evaluate every N epochs, or steps (500st) [default: at the end]", metavar="DURATION"
+        ),
+    ] = None
+    eval_at: Annotated[
+        tuple[Positive, ...], _evaluation("Also evaluate after these epochs", metavar="E,E")
+    ] = ()
+    patience: Annotated[
+        Count | None, _evaluation("Stop after N evaluations without a better AP")
+    ] = None
+    target_ap: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
+        _evaluation("Stop when AP reaches this", metavar="AP"),
+    ] = None
+    save_every: Annotated[
+        IntervalOrTime,
+        _saving("Save every N epochs, steps (500st) or minutes (10min)", metavar="DURATION"),
+    ] = "1ep"
+    keep: Annotated[Count, _saving("Newest checkpoints to keep, besides the best")] = 2
+    log_every: Annotated[
+        Count, _saving("Log metrics every N steps", aliases=("--log-interval",))
+    ] = 20
+    tensorboard: Annotated[bool, _saving("Write TensorBoard events to RUN/tensorboard")] = False
+    tracker: Annotated[
+        tuple[str, ...], _saving("Log to tensorboard, wandb or mlflow", metavar="A,B")
+    ] = ()
+    upload_checkpoints: Annotated[bool, _saving("Upload the best and last checkpoints")] = False
+    mllog: Annotated[
+        str | None, _saving("Append MLPerf log lines to this file", metavar="FILE")
+    ] = None
+
+    @property
+    def settled_batch_size(self) -> int:
+        """The batch size after `auto` was replaced."""
+        assert isinstance(self.batch_size, int)
+        return self.batch_size
+
+
+class EvaluateConfig(Section, frozen=True):
+    """The evaluation of a checkpoint."""
+
+    split: Annotated[Literal["train", "val", "test"], setting("Split to evaluate")] = "val"
+    batch_size: Annotated[Count, setting("Batch size", flag="--bs")] = 16
+    precision: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        setting("Precision [default: the run's, else fp32]", choice_flags=True),
+    ] = "auto"
+    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+    workers: Annotated[
+        NonNegativeInt, setting("Decoder threads (0 = all cores)", aliases=("--num-workers",))
+    ] = 0
+    limit: Annotated[Count | None, setting("Evaluate only the first N images")] = None
+    score_threshold: Annotated[
+        Fraction | None, setting("Drop detections below this score [default: 0.05, VGG16 0.01]")
+    ] = None
+    nms_iou: Annotated[Fraction | None, setting("NMS IoU threshold [default: 0.5, VGG16 0.45]")] = (
+        None
+    )
+    annotated_only: Annotated[
+        bool, setting("Skip images without objects, as NVIDIA's and MLPerf's scripts do")
+    ] = False
+    verify: Annotated[bool, setting("Check the result against pycocotools")] = False
+
+
+class PredictConfig(Section, frozen=True):
+    """How `ssdctl predict` detects objects."""
+
+    score: Annotated[Fraction, setting("Keep boxes with a score above this")] = 0.3
+    classes: Annotated[
+        tuple[str, ...], setting("Keep only these classes [default: all]", metavar="A,B")
+    ] = ()
+    nms_iou: Annotated[Fraction | None, setting("NMS IoU threshold [default: 0.5, VGG16 0.45]")] = (
+        None
+    )
+    max_detections: Annotated[Count | None, setting("Keep at most N boxes per image")] = None
+    tile: Annotated[
+        Annotated[int, msgspec.Meta(ge=32)] | None, setting("Also detect on tiles of N pixels")
+    ] = None
+    tile_overlap: Annotated[
+        float, setting("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
+    ] = 0.2
+    every: Annotated[Count, setting("Videos: detect on every Nth frame")] = 1
+    max_frames: Annotated[Count | None, setting("Videos: stop after N frames [default: all]")] = (
+        None
+    )
+    recursive: Annotated[bool, setting("Also search subfolders")] = False
+    save: Annotated[SaveFormat | None, setting("Write boxes to --out in this format")] = None
+    batch_size: Annotated[Count, setting("Batch size", flag="--bs")] = 8
+    precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
+    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+
+
+class LaunchConfig(Section, frozen=True):
+    """Settings of `ssdctl launch`: the launcher and how ranks share nodes."""
+
+    launcher: Annotated[
+        LauncherName, _launch("Program that starts the ranks (auto: by device)")
+    ] = "auto"
+    cluster: Annotated[
+        ClusterName | None, _launch("Start from the settings of a known cluster")
+    ] = None
+    nodes: Annotated[
+        Count,
+        _launch("Number of machines that share the devices", aliases=("--nnodes", "--num-nodes")),
+    ] = 1
+    restarts: Annotated[NonNegativeInt, _launch("Maximum automatic restarts after a crash")] = 0
+    hostfile: Annotated[
+        str | None, _launch("Open MPI host file, one host per line", metavar="FILE")
+    ] = None
+    rdzv_endpoint: Annotated[
+        str | None,
+        _launch(
+            "torchrun's rendezvous address [default: first host of --hostfile]", metavar="HOST:PORT"
+        ),
+    ] = None
+    rank_by: Annotated[
+        Literal["core", "slot"], _launch("mpirun's placement of ranks (core: Open MPI 4)")
+    ] = "slot"
+    bind_to: Annotated[
+        Literal["core", "none"], _launch("Bind mpirun's ranks to their own cores")
+    ] = "core"
+    export_env: Annotated[
+        tuple[str, ...],
+        _launch(
+            "More environment variables for the other nodes",
+            metavar="NAME,NAME",
+            aliases=("--carry",),
+        ),
+    ] = ()
+    cores_per_node: Annotated[
+        Count | None, _launch("Physical cores per node [default: this machine's]")
+    ] = None
+    devices_per_node: Annotated[
+        Count | None, _launch("Devices per node [default: those in use]")
+    ] = None

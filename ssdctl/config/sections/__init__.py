@@ -1,1 +1,0 @@
-"""The settings: one class per table of the config file."""
