@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from ssdctl.config.fields import DeviceName, Precision
-    from ssdctl.data.prepare import Outcome
+    from ssdctl.data.check import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
 
@@ -370,7 +370,7 @@ def default_boxes(dtype: torch.dtype | None = None) -> torch.Tensor:
     """
     import torch
 
-    from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+    from ssdctl.boxes import default_boxes_cxcywh
 
     return default_boxes_cxcywh(torch.float32 if dtype is None else dtype)
 

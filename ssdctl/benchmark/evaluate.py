@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from ssdctl.benchmark.data import Figures
 from ssdctl.benchmark.train import timed
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL, default_boxes_cxcywh
+from ssdctl.boxes import BOXES_PER_CELL, default_boxes_cxcywh
 from ssdctl.config import Config
 from ssdctl.data.annotations import Annotations, ClassName
 from ssdctl.data.store import Split
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, open_device
 from ssdctl.evaluation.coco_ap import Detections, run_scoring
 from ssdctl.evaluation.detect import detect as detect_split
 from ssdctl.inference.detector import Detector, DetectorConfig
@@ -107,7 +106,7 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
     defaults = default_boxes_cxcywh().to(device.torch_device)
 
     def once() -> Any:
-        return detect(offsets, logits, defaults, score_threshold=0.05, nms_iou=0.5)
+        return detect(offsets, logits, defaults)
 
     return DETECT_BATCH / _seconds_each(once, seconds, device)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.distributed.ranks import Ranks, interface_for_peers
 from ssdctl.errors import DistributedError, SsdctlError, Stopped, UsageError
 from ssdctl.runtime import signals

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.boxes import default_boxes_cxcywh
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_network
 from ssdctl.data import shapes
 from ssdctl.data.open_dataset import annotations_of
@@ -36,8 +36,7 @@ from ssdctl.errors import DataError, IntegrityError
 from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
 from ssdctl.inference.image_detector import open_image, resized
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
-from ssdctl.model.backbones import find_backbone
-from ssdctl.model.constants import ModelConstants
+from ssdctl.model.backbones import ModelConstants, find_backbone
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores
 

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES
+from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES
 from ssdctl.checkpoint.exported import PACKAGES, InputConvention, OnnxDescription
 from ssdctl.errors import UsageError, import_package
 from ssdctl.exporting.deployed import (

@@ -20,8 +20,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 from ssdctl._version import __version__
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.checkpoint.contents import FORMAT, Checkpoint
+from ssdctl.boxes import IMAGE_SIZE
+from ssdctl.checkpoint import FORMAT, Checkpoint
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
 from ssdctl.download.hub import (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.config.settings import with_current_keys
 from ssdctl.errors import IntegrityError, UsageError, import_package

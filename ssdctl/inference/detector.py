@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.device.base import Device
+from ssdctl.boxes import default_boxes_cxcywh
+from ssdctl.device import Device
 from ssdctl.errors import NonFiniteError, UsageError
-from ssdctl.model.constants import constants_of_model
+from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import ImageDetections, detect
 from ssdctl.runtime.threads import map_ahead
@@ -76,12 +76,12 @@ class Detector:
         self.device = device
         self._precision = config.precision
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
-        self._constants = constants_of_model(model)
-        self.score_threshold, self.nms_iou = self._constants.thresholds(
+        constants = constants_of_model(model)
+        self.score_threshold, self.nms_iou = constants.thresholds(
             config.score_threshold, config.nms_iou
         )
-        normalize = Normalize(self._constants.mean, self._constants.std)
-        self._normalize = normalize.to(device.torch_device)
+        self._rules = constants._replace(score_threshold=self.score_threshold, nms_iou=self.nms_iou)
+        self._normalize = Normalize(constants.mean, constants.std).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
         """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each."""
@@ -108,15 +108,7 @@ class Detector:
         offsets, logits = output
         with torch.no_grad(), self._out_of_memory_hints(len(offsets)):
             refuse_non_finite(output)
-            return detect(
-                offsets,
-                logits,
-                self._defaults,
-                score_threshold=self.score_threshold,
-                nms_iou=self.nms_iou,
-                candidates=self._constants.candidates_per_class,
-                clips_boxes=self._constants.clips_boxes,
-            )
+            return detect(offsets, logits, self._defaults, self._rules)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

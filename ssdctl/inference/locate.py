@@ -23,14 +23,9 @@ from urllib.parse import unquote, urlsplit
 
 from ssdctl.config import Config
 from ssdctl.data.image_files import IMAGE_SUFFIXES
-from ssdctl.download.detectors import (
-    DETECTORS,
-    DetectorSource,
-    fetch_detector,
-    find_detector,
-    remember_checksum,
-)
+from ssdctl.download.fetch import fetch_detector, remember_checksum
 from ssdctl.download.hub import WEIGHTS, HubReference, fetch_model, is_reference, parse_reference
+from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detector
 from ssdctl.errors import NetworkError, UsageError
 from ssdctl.model.pretrained import (
     check_hash_of_name,
@@ -80,7 +75,7 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
         return detector
     if isinstance(detector, HubReference):
         return fetch_model(detector)
-    file = fetch_detector(detector.name, mirror=mirror)
+    file = fetch_detector(detector, mirror=mirror)
     if detector.trust == "first use":
         trust_first_use(detector.name, file)
     return file

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
 from ssdctl.model.backbones import find_backbone
@@ -61,7 +61,7 @@ class OnnxDetector:
         self._num_classes = checkpoint.architecture.num_classes
         self._session = _session(checkpoint, device)
         self._outputs, self._batch = self._check_signature()
-        self._constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
+        constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
         self._has_nms = self._outputs == DETECTIONS
         least, iou = checkpoint.nms if self._has_nms else (None, None)
         if self._has_nms and (least is None or iou is None):
@@ -76,10 +76,11 @@ class OnnxDetector:
                 f"{self._path}: its NMS has the IoU threshold {iou}, not {nms_iou}",
                 hint=f"export with --nms-iou {nms_iou}, or with --nms none",
             )
-        self.score_threshold, self.nms_iou = self._constants.thresholds(
+        self.score_threshold, self.nms_iou = constants.thresholds(
             least if score_threshold is None else score_threshold,
             iou if nms_iou is None else nms_iou,
         )
+        self._rules = constants._replace(score_threshold=self.score_threshold, nms_iou=self.nms_iou)
 
     def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
         """Run the graph; a fixed batch size is filled with repetitions of the last image."""
@@ -104,15 +105,9 @@ class OnnxDetector:
         boxes, scores = output
         if self._outputs == HEADS:
             boxes, scores = boxes_and_scores(
-                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._constants.clips_boxes
+                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._rules.clips_boxes
             )
-        return select_detections(
-            boxes,
-            scores,
-            self.score_threshold,
-            self.nms_iou,
-            self._constants.candidates_per_class,
-        )
+        return select_detections(boxes, scores, self._rules)
 
     def _above_threshold(
         self, boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor, count: Tensor

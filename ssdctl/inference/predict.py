@@ -15,13 +15,12 @@ from typing import Any, overload
 
 from PIL import Image
 
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint import file as checkpoint_file
-from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, read_model
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, open_device
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
 from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, DetectorConfig

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ssdctl.boxes.ops import Matcher, pairwise_iou
+from ssdctl.boxes import Matcher, pairwise_iou
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.ssd300 import SSD300

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL, IMAGE_SIZE
+from ssdctl.boxes import BOXES_PER_CELL, IMAGE_SIZE
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.boxes.ops import decode, encode
+from ssdctl.boxes import decode, encode
 
 CENTRES = st.floats(-1, 2)
 SIZES = st.floats(1e-3, 2)

@@ -7,8 +7,7 @@ import pytest
 import reference
 import torch
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb
+from ssdctl.boxes import box_cxcywh_to_ltrb, default_boxes_cxcywh
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.boxes.ops import Matcher
+from ssdctl.boxes import Matcher
 
 Truth = tuple[reference.Box, int]  # ltrb, label
 

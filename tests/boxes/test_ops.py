@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
+from ssdctl.boxes import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
 
 
 def eighths(low: int, high: int) -> st.SearchStrategy[float]:

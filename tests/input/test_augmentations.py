@@ -24,6 +24,7 @@ from PIL import Image
 import ssdctl
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
+from ssdctl.input import LoaderConfig
 from ssdctl.input.augmentations import (
     STREAMS,
     Boxes,
@@ -36,7 +37,6 @@ from ssdctl.input.augmentations import (
     whole,
 )
 from ssdctl.input.loader import FILL_RGB, TrainLoader, resize_crop
-from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 
 WHOLE = [0.0, 0.0, 1.0, 1.0]
 SCENES: dict[str, list[reference.Box]] = {
@@ -223,12 +223,11 @@ def test_a_crop_that_leaves_the_image_is_a_crop_of_the_canvas() -> None:
 
 
 def test_half_of_the_samples_are_zoomed_out_and_filled(split: Split) -> None:
-    stream = SampleStream(split.trainable, ZOOM.seed)
-    rect = draw_samples(split, stream, ZOOM, 0, ZOOM.batch_size).view.rect
+    rect = TrainLoader(split, ZOOM).draw(0).view.rect
     leaves = ((rect[:, :2] < 0) | (rect[:, 2:] > 1)).any(axis=1)
     assert 0.3 < leaves.mean() < 0.55  # half are on a canvas; some crops then stay inside
     assert (rect[:, 2:] - rect[:, :2]).max() <= 4.05
-    loader = TrainLoader(split, stream, ZOOM._replace(batch_size=16))
+    loader = TrainLoader(split, ZOOM._replace(batch_size=16))
     images = next(iter(loader.batches(0, 1))).images.numpy()
     filled = (images == np.array(FILL_RGB, np.uint8)).all(axis=3).mean(axis=(1, 2))
     assert (filled > 0.2).any()
@@ -240,13 +239,13 @@ import sys
 from pathlib import Path
 from ssdctl.config.resolve import ASSIGNMENT, Override, resolve
 from ssdctl.data.open_dataset import open_dataset
-from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+from ssdctl.input import LoaderConfig
+from ssdctl.input.loader import TrainLoader
 split = open_dataset(Path(sys.argv[1]), Path(sys.argv[2]))["train"]
-stream = SampleStream(split.trainable, 0)
 for augment in sys.argv[3:]:
     resolve(overrides=[Override("train.augment", augment, ASSIGNMENT)])
     config = LoaderConfig(seed=0, batch_size=64, threads=1, max_boxes=9, augment=augment)
-    print(*draw_samples(split, stream, config, 0, 64).view.flip.astype(int))
+    print(*TrainLoader(split, config).draw(0).view.flip.astype(int))
 """
 
 

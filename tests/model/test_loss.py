@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb
+from ssdctl.boxes import box_cxcywh_to_ltrb
 from ssdctl.model.loss import Losses, MultiboxLoss
 
 FAR = (0.1, 0.1, 0.4, 0.5)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.model.constants import RESNET
+from ssdctl.model.backbones import RESNET
 from ssdctl.model.normalize import ColorMap, Normalize
 
 MEAN, STD = RESNET.mean, RESNET.std

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.boxes import default_boxes_cxcywh
+from ssdctl.model.backbones import RESNET, ModelConstants
 from ssdctl.model.postprocess import (
     DETECTIONS_PER_IMAGE,
     ImageDetections,
@@ -39,7 +40,11 @@ def run(
     score_threshold: float = 0.05,
     nms_iou: float = 0.5,
 ) -> list[ImageDetections]:
-    return detect(offsets, logits, defaults, score_threshold=score_threshold, nms_iou=nms_iou)
+    return detect(offsets, logits, defaults, rules(score_threshold, nms_iou))
+
+
+def rules(score_threshold: float = 0.05, nms_iou: float = 0.5) -> ModelConstants:
+    return RESNET._replace(score_threshold=score_threshold, nms_iou=nms_iou)
 
 
 def arrays(
@@ -179,7 +184,7 @@ def test_static_shapes_equal_the_ragged_way(
 ) -> None:
     outputs = predictions(seed, num_classes, num_boxes, 2.0, batch_size=2)
     ragged = run(*outputs, threshold, nms_iou)
-    boxes, scores, labels = detect_static(*boxes_and_scores(*outputs), threshold, nms_iou)
+    boxes, scores, labels = detect_static(*boxes_and_scores(*outputs), rules(threshold, nms_iou))
     for i, actual in enumerate(ragged):
         count = int((labels[i] > 0).sum())
         assert (labels[i, count:] == 0).all()
@@ -200,6 +205,6 @@ def _by_score(*columns: torch.Tensor) -> list[torch.Tensor]:
 def test_static_detections_are_padded_to_the_declared_length(num_boxes: int) -> None:
     for most in (1, 0):  # with scores up to this
         boxes, scores = torch.rand(1, num_boxes, 4), most * torch.rand(1, 2, num_boxes)
-        labels = detect_static(boxes, scores, 0.05, 0.5)[2]
+        labels = detect_static(boxes, scores, rules())[2]
         assert labels.shape == (1, min(200, 2 * min(200, num_boxes)))
         assert bool(labels.any()) == bool(most) or num_boxes == 1

@@ -18,7 +18,7 @@ from pages import blocks
 from PIL import Image
 
 import ssdctl
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.checkpoint.file import load_checkpoint, load_network
 from ssdctl.device import open_device
 from ssdctl.exporting import graphs

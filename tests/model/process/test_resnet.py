@@ -14,70 +14,41 @@ from torch import nn
 
 import ssdctl
 from ssdctl.model.backbones import find_backbone
-from ssdctl.model.resnet import BasicBlock, Bottleneck, ResNet
 
-NETWORKS = {
-    "resnet18": (BasicBlock, (2, 2, 2, 2)),
-    "resnet34": (BasicBlock, (3, 4, 6, 3)),
-    "resnet50": (Bottleneck, (3, 4, 6, 3)),
-    "resnet101": (Bottleneck, (3, 4, 23, 3)),
-    "resnet152": (Bottleneck, (3, 8, 36, 3)),
-}
+DEEP = [pytest.param(f"resnet{n}", marks=pytest.mark.slow(in_ci=True)) for n in (101, 152)]
 
 
-DEEP = ("resnet101", "resnet152")
-
-
-def torchvision_network(name: str) -> nn.Module:
-    """Return torchvision's network, with batch norms that no two channels share."""
-    from torchvision import models
-
-    network: nn.Module = getattr(models, name)(weights=None)
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight, 0.2, 0.6)
-            nn.init.normal_(module.bias, 0, 0.1)
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 1.5)
-    return network
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n not in DEEP else pytest.param(n, marks=pytest.mark.slow(in_ci=True)) for n in NETWORKS],
-)
-def test_outputs_equal_torchvisions(name: str) -> None:
-    torch.manual_seed(3)
-    expected = torchvision_network(name)
-    network = ResNet(*NETWORKS[name])
-    network.load_state_dict(expected.state_dict(), strict=True)
-    images = torch.randn(2, 3, 64, 64)
-    for training in (False, True):  # with the running statistics, and with the batch's
-        outputs = network.train(training)(images)
-        assert outputs.isfinite().all()
-        assert outputs.std() > 1e-4
-        assert torch.equal(outputs, expected.train(training)(images))
-    assert torch.equal(network.layer4[0].bn1.running_var, expected.layer4[0].bn1.running_var)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["resnet18", "resnet34", "resnet50", *(pytest.param(n, marks=pytest.mark.slow) for n in DEEP)],
-)
-def test_a_seed_gives_torchvisions_weights(name: str) -> None:
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", *DEEP])
+def test_weights_of_a_seed_and_outputs_are_torchvisions(name: str) -> None:
     from torchvision import models
 
     torch.manual_seed(5)
-    expected = getattr(models, name)(weights=None).state_dict()
+    theirs = getattr(models, name)(weights=None)
     random_state = torch.random.get_rng_state()
     torch.manual_seed(5)
-    weights = ResNet(*NETWORKS[name]).state_dict()
-    assert list(weights) == list(expected)
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in weights.items())
+    backbone = find_backbone(name).build()
     assert torch.equal(torch.random.get_rng_state(), random_state)  # so the heads' are the same
-    torch.manual_seed(5)
-    backbone = find_backbone(name).build().state_dict()
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in backbone.items())
+    ((module, expected),) = backbone.pretrained_parts(theirs.state_dict(), nn.ModuleList())
+    assert module is backbone
+    assert list(backbone.state_dict()) == list(expected)
+    assert all(torch.equal(t, expected[key]) for key, t in backbone.state_dict().items())
+
+    for norm in (m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)):
+        nn.init.uniform_(norm.weight, 0.2, 0.6)  # as no other channel's
+        nn.init.normal_(norm.bias, 0, 0.1)
+        norm.running_mean.normal_(0, 0.1)
+        norm.running_var.uniform_(0.5, 1.5)
+    backbone.load_state_dict({k: theirs.state_dict()[k] for k in expected})
+    trunk = nn.Sequential(*list(theirs.children())[:7])
+    first = trunk[6][0]
+    strided = first.conv2 if hasattr(first, "conv3") else first.conv1
+    strided.stride = first.downsample[0].stride = (1, 1)
+    images = torch.randn(2, 3, 64, 64)
+    for training in (False, True):  # with the running statistics, and with the batch's
+        outputs = backbone.train(training)(images)
+        assert outputs.std() > 1e-4
+        assert torch.equal(outputs, trunk.train(training)(images))
+    assert torch.equal(backbone.layer3[0].bn1.running_var, first.bn1.running_var)
 
 
 PACKAGE = Path(ssdctl.__file__).parent

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
+from ssdctl.boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
 from ssdctl.checkpoint.file import load_checkpoint, load_network
 from ssdctl.device.cpu import Cpu
 from ssdctl.inference.detector import Detector, DetectorConfig

@@ -11,7 +11,7 @@ import torch
 from conftest import Cli
 from helpers import assert_same_state, last, records
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.training import setup
 
