@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ class Cpu(Device):
         status = system.read_table(PROC / "self/status")
         resident = system.table_bytes(status, "VmRSS")
         limits = [available + resident]
-        soft, _ = system.resource_limit("AS") or (system.UNLIMITED, 0)
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != system.UNLIMITED:  # it counts addresses; most hold no memory
             limits.append(soft - system.table_bytes(status, "VmSize") + resident)
         return max(min(limits), 0)
