@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ class Cpu(Device):
     is_host = True
     bounds_queue = True
     supports_found_inf = True
-    # Of PyTorch's and oneDNN's allocators.
+    # PyTorch's and oneDNN's allocators raise them.
     memory_errors = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
     def __init__(self, execution: str | None = None) -> None:
@@ -68,7 +69,7 @@ class Cpu(Device):
         status = system.read_table(PROC / "self/status")
         resident = system.table_bytes(status, "VmRSS")
         limits = [available + resident]
-        soft, _ = system.resource_limit("AS") or (system.UNLIMITED, 0)
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != system.UNLIMITED:  # it counts addresses; most hold no memory
             limits.append(soft - system.table_bytes(status, "VmSize") + resident)
         return max(min(limits), 0)

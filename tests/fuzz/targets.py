@@ -52,7 +52,7 @@ from ssdctl.download.fetch import fetch, no_progress
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile, read_manifest
 from ssdctl.evaluation.evaluate import read_detections
-from ssdctl.exporting.formats import export
+from ssdctl.exporting.weights import export_weights
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.reader import read_run
@@ -271,7 +271,7 @@ def safetensors(folder: Path) -> Iterator[Target]:
     pytest.importorskip("safetensors")
     torch.save(payload(), folder / "first.pt")
     path = folder / "x.safetensors"
-    export(load_checkpoint(folder / "first.pt"), "safetensors", path)
+    export_weights(load_checkpoint(folder / "first.pt"), "safetensors", path)
     whole = path.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     words = (b'"dtype":"F64"', b'"shape":[', b'"data_offsets":[0,', b"__metadata__", b"},", b":[]")

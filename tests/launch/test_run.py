@@ -39,7 +39,7 @@ from ssdctl.launch.exit_codes import first_failure, job_exit_code
 def test_exit_code_of_a_job(
     launcher_code: int, exits: list[int], stop_signal: int | None, expected: int
 ) -> None:
-    assert job_exit_code(launcher_code, exits, num_ranks=2, stop_signal=stop_signal) == expected
+    assert job_exit_code(launcher_code, exits, 2, stop_signal) == expected
 
 
 @pytest.mark.parametrize(
