@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import is_alive, wait_for
+from helpers import install_package, is_alive, wait_for
 
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, last_lines, read_exits
 
@@ -189,3 +189,39 @@ def test_torchrun_does_not_log_the_signal_that_ends_it(tmp_path: Path) -> None:
     _, words = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert not re.search(r"^[WE]\d{4} ", words, re.MULTILINE), words
+
+
+PLUGIN = """
+import sys
+from typing import Annotated
+from ssdctl.config.fields import Section, setting
+from ssdctl.launch import LaunchPlan
+
+class Settings(Section, frozen=True):
+    word: Annotated[str, setting("A word")] = "plain"
+
+def require(): print("required")
+
+def plan(request, node):
+    program = "import os, sys; print(*sys.argv[1:]); sys.exit(int(os.environ['CODE']))"
+    argv = (sys.executable, "-c", program, request.table.word, *request.command)
+    return LaunchPlan(argv, {"CODE": "3"}, request.launcher, request.count)
+"""
+
+
+def test_a_launcher_of_another_package(tmp_path: Path) -> None:
+    """`--help`, the config and `launch` find its module."""
+    with pytest.MonkeyPatch.context() as patch:
+        entries = "[ssdctl.launchers]\nmine = my_launcher\n"
+        install_package(tmp_path, patch, "my_launcher", PLUGIN, entries)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+
+    def ssdctl(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "ssdctl", *words]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, cwd=tmp_path)
+
+    assert "mine" in ssdctl("launch", "--help").stdout
+    assert "A word" in ssdctl("config", "schema").stdout
+    done = ssdctl("launch", "--cpus", "2", "--launcher", "mine", "--set", "mine.word=a b", "--bs=2")
+    assert done.stdout.splitlines() == ["required", "a b train --bs=2 --device=cpu"]
+    assert done.returncode == 3
