@@ -28,6 +28,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}
     [
         ({}, (0, 1, 0)),
         (TORCHRUN, (3, 4, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 0)),
         (OPEN_MPI, (2, 4, 0)),
         ({**BATCH, **OPEN_MPI}, (2, 4, 0)),
         (BATCH, (0, 1, 0)),

@@ -1,16 +1,19 @@
 """Commands on other machines: in a container with a CPU quota (here a file tree), without CPU
-affinity as on macOS (hidden in a child process), busy ones, and one whose clock is set back."""
+affinity as on macOS (hidden in a child process), busy ones, one whose clock is set back, one with
+broken shared libraries, and one with too little memory."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Cli
@@ -171,3 +174,46 @@ def test_a_clock_that_is_set_back(
     trained = [line for line in lines if line["kind"] == "train"]
     assert [line["step"] for line in trained] == [1, 2, 3]
     assert all(line["images_per_second"] >= 0 for line in trained)
+
+
+@pytest.mark.parametrize("gigabytes", [1.0, 2.5])
+def test_a_limit_of_virtual_memory_is_named(tmp_path: Path, gigabytes: float) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (int(gigabytes * 1e9),) * 2)
+
+    (tmp_path / "x.pt").write_bytes(b"x")
+    command = [sys.executable, "-m", "ssdctl", "export", "x.pt", "--format", "mlperf"]
+    options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "--out", "y.pt"], preexec_fn=limit, check=False, **options)
+    if done.returncode != 5:  # a build of torch that needs less: the file is no checkpoint
+        assert done.returncode == 2, done.stderr
+        assert "virtual memory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train", "--fake-data", "--steps", "1"], ["evaluate", "x.json"], ["doctor", "--json"]],
+)
+def test_a_wrong_library_path_is_named(tmp_path: Path, command: list[str]) -> None:
+    library = tmp_path / "lib/libstdc++.so.6"
+    library.parent.mkdir()
+    library.touch()
+    (tmp_path / "x.json").write_text("[]")
+    done = subprocess.run(
+        [sys.executable, "-m", "ssdctl", *command],
+        env=os.environ | {"LD_LIBRARY_PATH": str(library.parent)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    words = done.stderr
+    if command[0] == "doctor":  # the other checks are made
+        checks = {check["name"]: check for check in json.loads(done.stdout)}
+        assert checks["memory"]["state"] == "ok"
+        assert checks["torch import"]["state"] == "fail"
+        words = checks["data"]["detail"] + checks["data"]["remedy"]
+    assert str(library) in words
+    assert "LD_LIBRARY_PATH" in words
