@@ -28,13 +28,6 @@ from ssdctl.runtime.threads import map_ahead
 T = TypeVar("T")
 
 
-class Output(NamedTuple):
-    """The output of the network, before it is decoded."""
-
-    offsets: Tensor  # B x 4 x N
-    logits: Tensor  # B x C x N
-
-
 class DetectorConfig(NamedTuple):
     """The settings of a detector.
 
@@ -94,8 +87,11 @@ class Detector:
         """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each."""
         return self.finish(self.forward(images_BHW3))
 
-    def forward(self, images_BHW3: Tensor) -> Output:
-        """Run only the network; returns before an accelerator has finished."""
+    def forward(self, images_BHW3: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the network's offsets (B, 4, N) and logits (B, C, N).
+
+        Returns before an accelerator has finished.
+        """
         # Lazy devices refuse inference tensors, hence no_grad.
         with torch.no_grad(), self._evaluating(), self._out_of_memory_hints(len(images_BHW3)):
             if images_BHW3.device.type == "cpu" and not self.device.is_host:
@@ -103,9 +99,9 @@ class Detector:
                 self.device.wait_for_copies()
             images = self._normalize(images_BHW3)
             with self.device.autocast(self._precision):
-                output = Output(*self.model(images))
+                offsets, logits = self.model(images)
             self.device.mark_step()
-            return output
+            return offsets, logits
 
     def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
         """Decode the output of `forward`; may run in another thread."""

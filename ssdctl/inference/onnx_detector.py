@@ -7,6 +7,7 @@ Shapes: B batch, C classes with background, N default boxes, K detections of an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
 from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES
 from ssdctl.device import Device
-from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
@@ -29,7 +30,7 @@ DETECTIONS = ("boxes", "scores", "labels", "count")
 DECODED = ("all_boxes", "all_scores")
 HEADS = ("offsets", "logits")
 MAX_DETECTIONS = 10_000  # per image in the output of a graph
-CUDA_PROVIDER = "CUDAExecutionProvider"
+CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 class OnnxDetector:
@@ -157,11 +158,8 @@ def filled_batches(images: NDArray[np.uint8], size: int) -> list[NDArray[np.uint
 
 
 def _session(checkpoint: Checkpoint, device: Device) -> Any:
-    try:
-        import onnxruntime
-    except ImportError:
-        raise missing_package("onnxruntime", *PACKAGES) from None
-    providers: list[Any] = ["CPUExecutionProvider"]
+    onnxruntime = import_package("onnxruntime", *PACKAGES)
+    providers: list[Any] = [CPU_PROVIDER]
     if device.torch_device.type == "cuda":
         if CUDA_PROVIDER not in onnxruntime.get_available_providers():
             raise UsageError(
@@ -174,12 +172,19 @@ def _session(checkpoint: Checkpoint, device: Device) -> Any:
             f"{checkpoint.path}: onnxruntime does not compute on device {device.name}",
             hint="use --device cpu, or the checkpoint that it was exported from",
         )
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    options.intra_op_num_threads = quota_cores() or 0  # 0: all cores
     try:
-        return onnxruntime.InferenceSession(checkpoint.graph, options, providers=providers)
+        return open_session(checkpoint.graph, providers)
     except Exception as error:  # onnxruntime's have no common class
         raise IntegrityError(
             f"{checkpoint.path}: onnxruntime cannot read the graph: {error}"
         ) from None
+
+
+def open_session(graph: bytes | None, providers: Sequence[Any] = (CPU_PROVIDER,)) -> Any:
+    """Return onnxruntime's session of a graph, on the cores that this process may use."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = quota_cores() or 0  # 0: all cores
+    return onnxruntime.InferenceSession(graph, options, providers=providers)

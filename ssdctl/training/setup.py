@@ -39,7 +39,7 @@ from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.download.fetch import cached_detector
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
-from ssdctl.inference.model_source import locate_checkpoint, resolve_source
+from ssdctl.inference.locate import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.model.pretrained import check_hash_of_name, fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture

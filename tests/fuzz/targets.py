@@ -279,11 +279,11 @@ def safetensors(folder: Path) -> Iterator[Target]:
     from checkpoint.test_hostile import payload
 
     from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.exporting.formats import export
+    from ssdctl.exporting.weights import export_weights
 
     torch.save(payload(), folder / "first.pt")
     path = folder / "x.safetensors"
-    export(load_checkpoint(folder / "first.pt"), "safetensors", path)
+    export_weights(load_checkpoint(folder / "first.pt"), "safetensors", path)
     whole = path.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     words = (b'"dtype":"F64"', b'"shape":[', b'"data_offsets":[0,', b"__metadata__", b"},", b":[]")
