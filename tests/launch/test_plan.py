@@ -7,6 +7,7 @@ import functools
 import os
 import shlex
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -22,6 +23,7 @@ from ssdctl.errors import UsageError
 from ssdctl.launch import Node, kubernetes, read_node
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.runtime import hardware
+from ssdctl.runtime.system import physical_cores
 
 GAUDI = Node(cores=48, sockets=2)
 TPU_V3 = Node(cores=48, sockets=2, tpus=4, has_two_core_tpus=True)
@@ -350,12 +352,19 @@ def test_host_file(tmp_path: Path) -> None:
             read_hosts(path)
 
 
-def test_hyper_threads_and_forbidden_cpus_do_not_count(tmp_path: Path) -> None:
-    assert read_node(tmp_path, range(3)) == Node(cores=3, sockets=1, has_topology=False)
+def test_hyper_threads_and_forbidden_cpus_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def node_of(cpus: Iterable[int]) -> Node:
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cpus))
+        return read_node()
+
+    monkeypatch.setattr(physical_cores, "__defaults__", (tmp_path,))
+    assert node_of(range(3)) == Node(cores=3, sockets=1, has_topology=False)
     for cpu in range(8):  # 2 sockets x 2 cores x 2 threads
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
         (topology / "physical_package_id").write_text(f"{cpu // 2 % 2}\n")
         (topology / "core_id").write_text(f"{cpu % 2}\n")
-    assert read_node(tmp_path, range(8)) == Node(cores=4, sockets=2)
-    assert read_node(tmp_path, [0, 1, 4]) == Node(cores=2, sockets=1)
+    assert node_of(range(8)) == Node(cores=4, sockets=2)
+    assert node_of([0, 1, 4]) == Node(cores=2, sockets=1)
