@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssdctl.checkpoint.file import load_backbone, load_checkpoint, load_network, same_classes
+from ssdctl.checkpoint.file import (
+    load_backbone,
+    load_checkpoint,
+    load_network,
+    same_classes,
+    with_classes,
+)
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError
 from ssdctl.model.ssd300 import SSD300
@@ -39,6 +45,14 @@ def test_classes_of_a_checkpoint(checkpoint: Path) -> None:
     assert not same_classes(read._replace(classes=[]), read.classes[1:])
     assert not same_classes(read, read.classes[::-1])
     assert not same_classes(read, read.classes[1:])
+    model = read.architecture._replace(num_classes=3).build()
+    others = [ClassName(None, "new"), ClassName(None, "star")]
+    state, kept = with_classes(read, model, others)
+    old, new = (
+        s["class_heads.0.bias"].unflatten(0, (n, -1)) for s, n in ((read.model, 6), (state, 3))
+    )
+    assert kept == ["star"]
+    assert torch.equal(new[[0, 2]], old[[0, 4]])  # the background and the star
 
 
 def test_flipped_bits_are_seen(checkpoint: Path, tmp_path: Path) -> None:

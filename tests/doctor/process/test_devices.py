@@ -166,6 +166,7 @@ def test_a_gaudi_bridge_that_is_broken_or_without_a_card(machine: Machine) -> No
     shutil.rmtree(machine.sys / "bus")
     (machine.bin / "hl-smi").unlink()
     machine.expect("hpu", "fail", "--device auto")
+    expect(machine.doctor("--set", "train.device=hpu", code=2)["hpu"], "fail", "hl-smi must list")
     machine.doctor("--set", "train.device=cpu")
 
 

@@ -136,7 +136,7 @@ def test_launchers(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     expect(checks["kubectl"], "fail")
     machine.program("mpirun", "[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.3'")
     machine.program("sbatch", "[ $1 = --version ] && printf 'slurm \\033[1m23.02.6\\007'")
-    machine.program("kubectl", "echo 'no config' >&2; exit 1")
+    machine.program("kubectl", "echo 'no config' >&2; echo >&2; exit 1")
     checks = machine.doctor()
     expect(checks["mpirun"], "ok", "mpirun (Open MPI) 5.0.3")
     assert checks["sbatch"]["detail"] == "slurm  23.02.6", "no escapes of others"

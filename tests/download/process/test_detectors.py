@@ -88,6 +88,7 @@ def test_a_name_is_fetched_recorded_and_exported(
     assert result.code == 5
     assert digest in result.err
     assert sha256_of(cached) in result.err
+    assert cli("models").code == 5
 
     cached.unlink()
     recorded.unlink()
