@@ -167,7 +167,7 @@ def resumable(folder: Path, optimizer: str) -> tuple[SSD300, torch.optim.Optimiz
     return model, built, {**content, "optimizer": copy.deepcopy(built.state_dict())}
 
 
-Entries = dict[str, Any]  # of the optimizer's state of one parameter
+Entries = dict[str, Any]  # the optimizer's state for one parameter
 OPTIMIZERS: dict[str, Callable[[Entries], object]] = {
     "a smaller tensor": lambda s: s.update(exp_avg=torch.zeros(1)),
     "a larger tensor": lambda s: s.update(momentum_buffer=torch.zeros(9, 9, 9, 9)),

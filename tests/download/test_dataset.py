@@ -163,7 +163,7 @@ def with_field(archive: bytes, position: int, value: int, size: int = 4) -> byte
 
 
 def test_content_lands_in_place(tmp_path: Path) -> None:
-    left = tmp_path / "data" / ".a.zip.unpacking" / "train2017"  # of a killed run
+    left = tmp_path / "data" / ".a.zip.unpacking" / "train2017"  # left by a killed run
     left.mkdir(parents=True)
     (left / "half.jpg").write_bytes(b"")
     more = {"a/": b"", "a/b/": b"", "a/c": b"", "top": b"x"}

@@ -71,7 +71,7 @@ def test_flipped_bits_are_seen(checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(IntegrityError):
             load_checkpoint(path)
     start = content.rindex(b"PK\x01\x02", 0, len(content) - 3000)
-    for offset in range(4, 46, 3):  # of the directory
+    for offset in range(4, 46, 3):  # in the directory
         spoiled = bytearray(content)
         spoiled[start + offset] ^= 0x55
         path.write_bytes(spoiled)
