@@ -352,13 +352,13 @@ def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspec
 def _default_note(setting: Setting) -> str:
     if "[default" in setting.help:
         return ""
-    value, source = setting.default, "default"
+    value, label = setting.default, "default"
     if setting.is_recipe:
-        source = str(all_settings()["train.preset"].default)
-        value = _preset_values(source)[setting.path]
+        label = str(all_settings()["train.preset"].default)
+        value = _preset_values(label)[setting.path]
     elif value is None or value is False or value == ():
         return ""
-    return f" [{source}: {plain_value(value)}]"
+    return f" [{label}: {plain_value(value)}]"
 
 
 @functools.cache
