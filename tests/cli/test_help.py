@@ -51,9 +51,9 @@ def test_a_page_has_a_purpose_examples_and_every_option(cli: Cli, command: str) 
             assert f"\n  {parameter.metavar}\n" in page
         elif not parameter.hidden:
             flag = parameter.opts[-1].removeprefix("--")
-            assert (
-                any(re.search(rf"(--|--\[no-\]){flag}\b", line) for line in flags) or flag == "-h"
-            )
+            value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
+            shown = rf"(--|--\[no-\]|^){flag}{re.escape(value)}(,|$)"
+            assert any(re.search(shown, line) for line in flags), flag
 
 
 def test_a_narrow_terminal_breaks_no_word(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
