@@ -277,7 +277,7 @@ def test_a_checkpoint_may_have_the_key_that_two_settings_replaced() -> None:
 
 def test_an_evaluation_interval_replaces_the_evaluation_epochs_of_a_preset() -> None:
     nvidia, every = ("train.preset", "nvidia-r50"), ("train.eval_every", "10")
-    for given, eval_at in (([every], ()), ([every, ("train.eval_at", "5")], (5,))):
-        train = resolved(nvidia, *given).config.train
+    for options, eval_at in (([every], ()), ([every, ("train.eval_at", "5")], (5,))):
+        train = resolved(nvidia, *options).config.train
         assert (train.eval_every, train.eval_at) == ("10", eval_at)
     assert resolved(nvidia, ("train.eval_at", "5,6")).config.train.eval_at == (5, 6)
