@@ -161,6 +161,7 @@ def test_evaluate_begins_with_the_ap(cli: Cli, tiny_run: Path, monkeypatch: Any)
         assert re.search(rf"^{entry.get('name', '')}", text, re.MULTILINE)
     assert "0.02" in text  # the score threshold
     assert max(map(len, others)) <= 80
+    assert "--report evaluation" in result.err
     quiet = cli("evaluate", tiny_run, "-q", *low)
     assert (quiet.out, quiet.err) == (first + "\n", "")
 
