@@ -22,7 +22,7 @@ NUM_BOXES = sum(n * size * size for n, size in zip(BOXES_PER_CELL, FEATURE_SIZES
 
 CENTER_VARIANCE = 0.1
 SIZE_VARIANCE = 0.2
-IOU_THRESHOLD = 0.5  # of matches
+IOU_THRESHOLD = 0.5  # for a match
 MIN_RATIO = 1e-6  # keeps the logarithm of an empty box finite; real boxes are larger
 # exp(10) default boxes are larger than any image; an unbounded prediction would overflow.
 MAX_LOG_RATIO = 10.0

@@ -20,7 +20,7 @@ class Cpu(Device):
     is_host = True
     bounds_queue = True
     supports_found_inf = True
-    # Of PyTorch's and oneDNN's allocators.
+    # PyTorch's and oneDNN's allocators raise them.
     memory_errors = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
     def __init__(self, execution: str | None = None) -> None:

@@ -25,7 +25,7 @@ class Cuda(Device):
     ddp_bucket_mb = 25  # gradients are 80 MB: several buckets
     supports_found_inf = True
     has_sync_bn = True
-    # Of graph capture and libraries.
+    # Graph capture and libraries raise them.
     memory_errors = ("cuda error: out of memory", "status_alloc_failed")
 
     def __init__(self, local_rank: int, execution: str | None = None) -> None:

@@ -162,8 +162,8 @@ class MatcherWithoutGather(Matcher):
     """XLA's gather is slow, and a comparison and a sum are fused into the operations around."""
 
     def take(self, values_BKG: Tensor, index_BN: Tensor) -> Tensor:
-        place_GN = torch.arange(values_BKG.shape[2], device=index_BN.device).unsqueeze(1)
-        is_chosen_B1GN = (index_BN.unsqueeze(1) == place_GN).unsqueeze(1)
+        number_GN = torch.arange(values_BKG.shape[2], device=index_BN.device).unsqueeze(1)
+        is_chosen_B1GN = (index_BN.unsqueeze(1) == number_GN).unsqueeze(1)
         zero = values_BKG.new_zeros(())
         return torch.where(is_chosen_B1GN, values_BKG.unsqueeze(3), zero).sum(dim=2)
 

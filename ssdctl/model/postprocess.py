@@ -93,9 +93,9 @@ def detect_static(
     candidates = candidates.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 4))
     keep = nms_static(candidates, scores > rules.score_threshold, rules.nms_iou)
     flat = torch.where(keep, scores, 0).flatten(1)
-    best, place = flat.topk(min(DETECTIONS_PER_IMAGE, flat.shape[1]), dim=1)
-    labels = torch.where(best > 0, place // scores.shape[2] + 1, 0)
-    kept = candidates.flatten(1, 2).gather(1, place.unsqueeze(-1).expand(-1, -1, 4))
+    best, index = flat.topk(min(DETECTIONS_PER_IMAGE, flat.shape[1]), dim=1)
+    labels = torch.where(best > 0, index // scores.shape[2] + 1, 0)
+    kept = candidates.flatten(1, 2).gather(1, index.unsqueeze(-1).expand(-1, -1, 4))
     return kept, best, labels
 
 

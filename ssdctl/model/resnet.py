@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ssdctl.model.backbone import EXTRA_WIDTHS, Backbone
 
-CLASSES = 1000  # of ImageNet
+CLASSES = 1000  # ImageNet's
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
@@ -29,7 +29,7 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions; the first one strides."""
 
     expansion = 1
-    strided = 1  # the number of the convolution
+    strided = 1  # conv1 strides
 
     def __init__(
         self, in_channels: int, width: int, stride: int, downsample: nn.Module | None
@@ -54,7 +54,7 @@ class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolution; the 3x3 one strides (known as ResNet v1.5)."""
 
     expansion = 4
-    strided = 2
+    strided = 2  # conv2 strides
 
     def __init__(
         self, in_channels: int, width: int, stride: int, downsample: nn.Module | None
@@ -83,7 +83,7 @@ class ResNetBackbone(Backbone):
 
     Args:
         width: Channels of the stem, 64; all others are proportional to it.
-        last_channels: Of the last feature map, with a stem of 64.
+        last_channels: Channels of the last feature map, with a stem of 64.
     """
 
     stages = (("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",))

@@ -36,7 +36,7 @@ class SSD300(nn.Module):
 
     Attributes:
         num_classes: Classes with background.
-        class_names: Of a checkpoint, without background; that of label 1 is first. Else empty.
+        class_names: The checkpoint's, without background; that of label 1 is first. Else empty.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
@@ -79,7 +79,7 @@ class SSD300(nn.Module):
     def predict(self, level: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         return self.box_heads[level](feature), self.class_heads[level](feature)
 
-    # Of `from_checkpoint`; ssdctl.inference.predict, which is above this module, sets it.
+    # For `from_checkpoint`; ssdctl.inference.predict, which is above this module, sets it.
     open_checkpoint: ClassVar[Callable[[str | os.PathLike[str]], SSD300]]
 
     @classmethod

@@ -330,18 +330,14 @@ def test_any_world_size_sees_every_image_once_an_epoch(
         assert sorted(rows) == list(range(0, 3 * images, 3))
 
 
-def test_epochs_and_seeds_differ() -> None:
-    rows = np.arange(100)
+def test_the_order_depends_on_epoch_and_seed_but_not_on_what_came_before() -> None:
+    rows = np.arange(50)
     (first, epoch), (second, next_epoch) = (
-        SampleStream(rows, 0).samples(start, 100) for start in (0, 100)
+        SampleStream(rows, 3).samples(start, 50) for start in (0, 50)
     )
     assert first.tolist() != second.tolist()
-    assert first.tolist() != SampleStream(rows, 1).samples(0, 100)[0].tolist()
+    assert first.tolist() != SampleStream(rows, 1).samples(0, 50)[0].tolist()
     assert (set(epoch), set(next_epoch)) == ({0}, {1})
-
-
-def test_a_step_is_independent_of_what_came_before() -> None:
-    rows = np.arange(50)
     walked = SampleStream(rows, 3)
     for start in range(0, 700, 7):
         last, _ = walked.samples(start, 7)
