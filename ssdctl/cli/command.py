@@ -235,8 +235,9 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
             hint = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
         return UsageError(f"{text!r}: {problem}", hint=hint)
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
-        doing = "writing" if written else "reading or writing"
-        return disk_error(error, error.filename or written or "a file", doing)
+        if written and not error.filename:
+            return disk_error(error, written, "writing")
+        return disk_error(error, error.filename or "a file", "reading or writing")
     return memory_limit_error(error) or library_error(error)
 
 
