@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast, get_args
 import msgspec
 from torch import Tensor
 
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL
+from ssdctl.boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import MAX_CLASSES, MAX_COUNT, Checkpoint, Count, is_state
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.annotations import ClassName

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from ssdctl.doctor import Check, Doctor, absent, result
 from ssdctl.runtime import hardware, system
 from ssdctl.runtime.hardware import Hardware
 from ssdctl.runtime.packages import dali_extra, package_version
-from ssdctl.runtime.system import UNLIMITED, read_text, resource_limit
+from ssdctl.runtime.system import UNLIMITED, read_text
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
@@ -168,10 +169,8 @@ def check_machine(doctor: Doctor) -> Iterator[Check]:
     yield _cores()
     yield _memory()
     yield _shared_memory(doctor.hardware)
-    if (limits := resource_limit("MEMLOCK")) is not None:
-        yield _locked_memory(limits[0], doctor.hardware)
-    if (limits := resource_limit("NOFILE")) is not None:
-        yield _open_files(*limits)
+    yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], doctor.hardware)
+    yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     ports = {
         f"{port.parts[-3]}:{port.name}": read_text(port / "state").partition(": ")[2] or "unknown"
         for port in sorted((hardware.SYS / "class/infiniband").glob("*/ports/*"))

@@ -22,7 +22,7 @@ from ssdctl.errors import SsdctlError
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
     from ssdctl.distributed.ranks import Ranks
 
 SIZE, BLOCK = 64 * 2**20, 4 * 2**20  # bytes that the disk is tested with
@@ -57,7 +57,8 @@ def probe_torch() -> None:
 
     cpu = Cpu()
     compiles = inductor.resolve_execution("compile")[1]
-    report(cpu={"label": cpu.label, "has_native_bf16": cpu.has_native_bf16, "compile": compiles})
+    has_bf16 = cpu.auto_precision == "bf16"
+    report(cpu={"label": cpu.label, "has_native_bf16": has_bf16, "compile": compiles})
     report(cuda_build=torch.version.cuda)
     gpus, problem = _gpus()
     compiles = inductor.resolve_execution("compile", gpus[0]["capability"])[1] if gpus else ()
@@ -206,7 +207,7 @@ def check_collectives(config: Config) -> list[Check]:
     ranks = find_ranks()
     device = open_device(config.train.device, ranks.local_rank, config.train.execution)
     with process_group(ranks, device, COLLECTIVES_S):
-        flops = matmul_flops(device, "bf16" if device.has_native_bf16 else "fp32")
+        flops = matmul_flops(device, "bf16" if device.auto_precision == "bf16" else "fp32")
         card = Card(socket.gethostname(), ranks.local_rank, device.label, flops)
         num_bytes, seconds = 0, 0.0
         if not ranks.is_single_process:

@@ -26,7 +26,7 @@ from ssdctl.distributed import collectives
 from ssdctl.errors import DataError
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.input.batch import BadImage, Batch
+from ssdctl.input import BadImage, Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment, open_run

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,34 @@ from numpy.typing import NDArray
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.data.annotations import Annotations, SplitFiles
+from ssdctl.data.formats import coco
+from ssdctl.evaluation.coco_ap import Detections, ground_truth
+
+
+def read_truth(path: Path) -> Annotations:
+    """Read the annotations to score against from a file in COCO's format."""
+    return ground_truth(coco.read_files({"val": SplitFiles([path.parent], path)})["val"])
+
 
 Row = tuple[int, int, list[float], float]  # image, category, box, score
+
+
+def write_annotations(
+    folder: Path, objects: Sequence[dict[str, Any]], classes: dict[int, str]
+) -> Path:
+    """Write objects on the images 0 to 3 of 300 x 300 pixels as a file in COCO's format."""
+    entries = [
+        {"id": n, "area": o["bbox"][2] * o["bbox"][3], "iscrowd": 0, **o}
+        for n, o in enumerate(objects, 1)
+    ]
+    images = [{"id": i, "width": 300, "height": 300, "file_name": f"{i}.jpg"} for i in range(4)]
+    categories = [{"id": number, "name": name} for number, name in classes.items()]
+    path = folder / "annotations.json"
+    path.write_text(
+        json.dumps({"images": images, "annotations": entries, "categories": categories})
+    )
+    return path
 
 
 def detections(rows: Sequence[Row]) -> Detections:
