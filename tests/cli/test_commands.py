@@ -265,7 +265,9 @@ def test_tables_fit_80_columns(cli: Cli, command: str, monkeypatch: pytest.Monke
 
 def test_presets_differ_in_each_row(cli: Cli) -> None:
     recipes = json.loads(cli("config", "presets", "--json").out)
-    shown = {line.split()[0] for line in cli("config", "presets").out.splitlines() if line.strip()}
+    lines = [line.split() for line in cli("config", "presets").out.splitlines() if line.strip()]
+    assert min(map(len, lines)) > 1  # no row is empty
+    shown = {words[0] for words in lines}
     for path in recipes["stable-r34"]:
         values = {json.dumps(recipe.get(path)) for recipe in recipes.values()}
         assert (path.partition(".")[2] in shown) == (len(values) > 1)

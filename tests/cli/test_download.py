@@ -276,7 +276,8 @@ def test_weights_by_name_or_those_of_the_config(
 
     assert set(paths().values()) == {None}
     path = cache / f"{STEM}.pth"
-    assert cli("fetch-weights", "tiny-v1")[:2] == (0, f"{path}\n")
+    code, out, err = cli("fetch-weights", "tiny-v1")
+    assert (code, out, "--backbone-weights tiny-v1" in err) == (0, f"{path}\n", True)
     assert path.read_bytes() == WEIGHTS
     assert [found for found in paths().values() if found] == [paths()[STEM]]
     assert "tiny-v1" in cli("fetch-weights", "--list").out
