@@ -238,7 +238,7 @@ def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["is_sufficient"] is False
     stages = ("draw_ms", "read_ms", "decode_ms", "crop_resize_ms")
     for name in ("images_per_second", "images_per_second_full", *stages):
-        assert figures[name] > 0
+        assert 0 < figures[name] < 1e5
 
 
 def test_ctrl_c_that_python_wraps_is_an_interrupt(
