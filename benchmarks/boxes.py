@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import batched_nms
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.ops import (
+from ssdctl.boxes import (
     Matcher,
     box_cxcywh_to_ltrb,
     box_ltrb_to_cxcywh,
     decode,
+    default_boxes_cxcywh,
     encode,
     pairwise_iou,
 )
@@ -134,7 +134,7 @@ def main() -> None:
     detection = {
         "third-party loop": lambda: mlperf_detect(offsets, logits, defaults),
         "torchvision": lambda: torchvision_detect(offsets, logits, defaults),
-        "ssdctl": lambda: detect(offsets, logits, defaults, score_threshold=0.05, nms_iou=0.5),
+        "ssdctl": lambda: detect(offsets, logits, defaults),
     }
     for name, median in median_seconds(detection, seconds).items():
         print(f"  {name:<34}{BATCH / median:8.1f} img/s")

@@ -17,7 +17,7 @@ from typing import Any
 import codegen
 from torch import nn
 
-from ssdctl.boxes.ops import Matcher
+from ssdctl.boxes import Matcher
 from ssdctl.device import inductor
 from ssdctl.model import fused
 from ssdctl.model.loss import MultiboxLoss

@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from ssdctl.benchmark.evaluate import make_split
-from ssdctl.evaluation.coco_ap import read_ground_truth, run_scoring
+from ssdctl.data.coco_json import document_of
+from ssdctl.evaluation.coco_ap import run_scoring
 from ssdctl.evaluation.evaluate import read_detections
 
 PYCOCOTOOLS = """
@@ -54,13 +55,15 @@ def score_both(folder: Path, *, skip: bool) -> None:
     (folder / "val2017").mkdir()
     annotations = folder / "annotations" / "instances_val2017.json"
     results = folder / "detections.json"
-    results.write_bytes(msgspec.json.encode(make_split(annotations).to_coco()))
+    truth, found = make_split()
+    annotations.write_bytes(msgspec.json.encode(document_of(truth)))
+    results.write_bytes(msgspec.json.encode(found.to_coco()))
 
     detections = read_detections(results)
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        scoring = run_scoring(read_ground_truth(annotations), detections)
+        scoring = run_scoring(truth, detections)
         times.append(time.perf_counter() - start)
         del scoring
     print(f"ssdctl: scoring {min(times):.2f} s, best of 5 ({len(detections.scores)} detections)")

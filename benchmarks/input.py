@@ -34,15 +34,21 @@ import torch
 from PIL import Image, ImageEnhance
 
 from ssdctl.benchmark.data import full_chain, stage_times
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.ops import Matcher, box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, encode, pairwise_iou
+from ssdctl.boxes import (
+    Matcher,
+    box_cxcywh_to_ltrb,
+    box_ltrb_to_cxcywh,
+    default_boxes_cxcywh,
+    encode,
+    pairwise_iou,
+)
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
-from ssdctl.input.sampler import LoaderConfig
-from ssdctl.model.constants import RESNET
+from ssdctl.input import LoaderConfig
+from ssdctl.model.backbones import RESNET
 from ssdctl.runtime.system import tune_process
 from ssdctl.training.step_input import open_input
 

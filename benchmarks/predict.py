@@ -31,8 +31,8 @@ from PIL import Image
 import ssdctl
 from ssdctl.checkpoint import third_party
 from ssdctl.checkpoint.file import load_checkpoint
-from ssdctl.exporting import onnx
-from ssdctl.exporting.deployed import ExportOptions
+from ssdctl.exporting import graphs
+from ssdctl.exporting.deployed import Deployment
 from ssdctl.exporting.int8 import quantize
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runtime.system import usable_cores
@@ -176,13 +176,13 @@ def export_graphs(checkpoint: Path, folder: Path) -> None:
     """Write the network with NMS as ONNX, as int8 ONNX, and as OpenVINO's IR."""
     import openvino
 
-    source, options = load_checkpoint(checkpoint), ExportOptions()
-    graph = onnx.network_graph(source, options)
+    deployment = Deployment(load_checkpoint(checkpoint))
+    graph = graphs.network_graph(deployment)
     for name, network in (
         ("ssd", graph),
         ("int8", quantize(graph, random_images(8), None, keep_heads=False)),
     ):
-        content = onnx.with_metadata(onnx.with_nms(network, source, options), source, options)
+        content = graphs.with_metadata(graphs.with_nms(network, deployment), deployment)
         (folder / f"{name}.onnx").write_bytes(content)
     model = openvino.convert_model(folder / "ssd.onnx")
     openvino.save_model(model, folder / "ssd.xml", compress_to_fp16=False)

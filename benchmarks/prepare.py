@@ -41,17 +41,17 @@ def lap(name):
 begun = time.perf_counter()
 from pathlib import Path
 from ssdctl.data.open_dataset import open_dataset
+from ssdctl.input import LoaderConfig
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.sampler import LoaderConfig, SampleStream
 lap("imports")
 root, step = Path(sys.argv[1]), int(sys.argv[2])
 split = open_dataset(root, root / "prepared")["train"]
 lap("open, files compared")
-stream = SampleStream(split.trainable, 0)
-stream.samples(32 * step, 1)
-lap("an epoch's permutation")
 config = LoaderConfig(seed=0, batch_size=32, threads=2, max_boxes=split.most_boxes)
-next(TrainLoader(split, stream, config).batches(step, step + 2))
+loader = TrainLoader(split, config)
+loader.draw(32 * step, 1)
+lap("an epoch's permutation")
+next(loader.batches(step, step + 2))
 lap("first batch")
 print(json.dumps(times))
 """

@@ -27,8 +27,8 @@ from torch import distributed, multiprocessing
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
+from ssdctl.input import LoaderConfig
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.sampler import LoaderConfig, SampleStream
 from ssdctl.runtime.system import tune_process
 
 BATCH = 32
@@ -64,7 +64,6 @@ def serve(rank: int, options: argparse.Namespace, folder: Path) -> None:
         timeout=timedelta(minutes=10),
     )
     split = open_dataset(folder / "data", folder / "store")["train"]
-    stream = SampleStream(split.trainable, 0)
     config = LoaderConfig(
         seed=0,
         batch_size=BATCH,
@@ -73,8 +72,8 @@ def serve(rank: int, options: argparse.Namespace, folder: Path) -> None:
         rank=rank,
         world_size=options.ranks,
     )
-    batches = TrainLoader(split, stream, config).batches(0, 1 << 40)
-    epoch = -(-len(stream) // config.global_batch)
+    batches = TrainLoader(split, config).batches(0, 1 << 40)
+    epoch = -(-len(split.trainable) // (BATCH * options.ranks))
     for _ in range(max(epoch, 4)):  # every rank has read most of the store once
         next(batches)
     early = memory(folder / "store")

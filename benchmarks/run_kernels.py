@@ -36,11 +36,10 @@ import torch
 from interpreter import Interpreted, Program, interpret_kernels
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.ops import Matcher, box_cxcywh_to_ltrb, encode
+from ssdctl.boxes import Matcher, box_cxcywh_to_ltrb, default_boxes_cxcywh, encode
 from ssdctl.device.cpu import Cpu
 from ssdctl.model import fused
-from ssdctl.model.constants import RESNET
+from ssdctl.model.backbones import RESNET
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores

@@ -2,8 +2,9 @@
 
     python benchmarks/small_data.py --out DIR [--images 20,50,100,300] [--samples 1600] [--json]
 
-Two styles of generated images with different classes (ssdctl/data/shapes.py). A detector is
-trained on `solid` by the demo's recipe. Then, for each number of `hatched` images and with the
+Two styles of generated images: `solid` (ssdctl/data/shapes.py), and `hatched` with other classes,
+one with the same name, and striped objects of any hue on dark images. A detector is trained on
+`solid` by the demo's recipe. Then, for each number of `hatched` images and with the
 same number of samples: from that detector, and from random weights, both by the default rules; and
 from random weights by the recipe for COCO (`--preset stable-r34`). ResNet-18, no pretrained
 backbone. Each run has a folder in DIR, so the same command continues after an interruption.
@@ -19,14 +20,34 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ssdctl.data.shapes import generate
+import numpy as np
 
+from ssdctl.data.shapes import OUTLINES, STYLES, Pixels, ShapeClass, Style, generate
+
+HATCHED_CLASSES = ("diamond", "cross", "moon", "star")
+STYLES["hatched"] = Style(
+    tuple(ShapeClass(n, name, 0.0) for n, name in enumerate(HATCHED_CLASSES, 1)),
+    (0.05, 0.4),
+    stray_hue_share=1.0,
+    stripes=0.5,
+)
 SEED = 1
 NETWORK = ("--backbone", "resnet18", "--backbone-weights", "none")
 DEMO = (
     "--augment none --optimizer adamw --weight-decay 0.01 --clip-grad 10 --bs 4 --lr 8e-3 "
     "--warmup 20st --lr-decay cosine --decay-epochs 0.2,1 --steps 260"
 )
+
+
+def cross(u: Pixels, v: Pixels) -> Pixels:
+    bars = np.minimum(np.abs(u), np.abs(v)), np.maximum(np.abs(u), np.abs(v))
+    return np.minimum(0.35 - bars[0], 1 - bars[1])
+
+
+OUTLINES["diamond"] = lambda u, v: 1 - np.abs(u) - np.abs(v)
+OUTLINES["cross"] = cross
+# A disc without another disc.
+OUTLINES["moon"] = lambda u, v: np.minimum(1 - np.hypot(u, v), np.hypot(u - 0.55, v) - 0.75)
 
 
 def main() -> None:

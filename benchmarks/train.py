@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
     from ssdctl.model.ssd300 import Architecture
 
 COLUMNS = (
@@ -201,7 +201,7 @@ def other_step(
     from boxes import mlperf_loss
 
     from ssdctl.benchmark.train import DTYPES
-    from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+    from ssdctl.boxes import default_boxes_cxcywh
     from ssdctl.input.fake import random_batch
 
     place = device.torch_device

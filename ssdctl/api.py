@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from ssdctl.config.fields import DeviceName, Precision
-    from ssdctl.data.prepare import Outcome
+    from ssdctl.data.check import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
 
@@ -259,7 +259,7 @@ def evaluate(
     resolved = resolve_call(config, overrides_of("evaluate", locals()))
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
-    from ssdctl.inference.model_source import locate_checkpoint
+    from ssdctl.inference.locate import locate_checkpoint
 
     path = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     (evaluation,) = evaluate_files(
@@ -326,7 +326,7 @@ def export(
         ssdctl.errors.DiskError: The file cannot be written.
     """
     resolved = resolve_call(config, overrides_of("evaluate", locals()))
-    from ssdctl.exporting.request import ExportRequest, export_checkpoint
+    from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(
         os.fspath(checkpoint),
@@ -370,7 +370,7 @@ def default_boxes(dtype: torch.dtype | None = None) -> torch.Tensor:
     """
     import torch
 
-    from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+    from ssdctl.boxes import default_boxes_cxcywh
 
     return default_boxes_cxcywh(torch.float32 if dtype is None else dtype)
 

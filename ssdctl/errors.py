@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
+from typing import Any
 
 
 class ExitCode(enum.IntEnum):
@@ -68,6 +70,18 @@ def missing_package(name: str | None, *packages: str) -> UsageError:
     return UsageError(
         f"the package {name} is not installed", hint=f"pip install {' '.join(packages)}"
     )
+
+
+def import_package(name: str, *packages: str) -> Any:
+    """Import a module of an optional package; `packages` are to be installed for it, else `name`.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise missing_package(error.name, *(packages or [name])) from None
 
 
 class DataError(SsdctlError):

@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.call_config import overrides_of, resolve_call
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.errors import DataError, UsageError, hints_in_messages
+from ssdctl.input import LoaderConfig
 from ssdctl.input.loader import as_batch, decode_sample
-from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+from ssdctl.input.sampler import draw_samples
 from ssdctl.model.normalize import Normalize
 
 Item = tuple[Tensor, dict[str, Tensor]]
@@ -128,7 +128,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
             augment=self._augment,
             hue_degrees=HUE_DEGREES,
         )
-        samples = draw_samples(split, _OneSample(row, epoch), config, 0, 1)
+        samples = draw_samples(split, config, np.array([row]), np.array([epoch]))
         pixels = np.empty((1, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
         if problem := decode_sample(split, samples, 0, pixels[0]):
             raise DataError(f"{split.location(row)}: {problem}")
@@ -140,14 +140,3 @@ class Dataset(torch.utils.data.Dataset[Item]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Open the store again in another process: its files are mapped into memory."""
         return functools.partial(Dataset, **self._options), self._arguments
-
-
-class _OneSample(SampleStream):
-    """A stream that repeats one image of one epoch."""
-
-    def __init__(self, row: int, epoch: int) -> None:
-        super().__init__(np.array([row]), seed=0)
-        self._sample = np.array([row]), np.array([epoch])
-
-    def samples(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return self._sample

@@ -22,7 +22,7 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.cli.main import main
 from ssdctl.distributed.ranks import free_port

@@ -1,4 +1,4 @@
-"""Files are written atomically; untrusted names cannot leave their folder."""
+"""Files are written atomically and read as what they are; names cannot leave their folder."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl import files
-from ssdctl.config.resolve import Override, of_call, resolve
+from ssdctl.config.resolve import Override, of_call, read_toml, resolve
+from ssdctl.data.formats import coco
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
+from ssdctl.download.pinned_files import read_manifest
+from ssdctl.errors import DataError, DiskError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
     disk_errors,
     free_bytes,
     link_or_copy,
     lock,
+    read_text,
     remove_stale_temporaries,
     safe_join,
     write_text,
@@ -204,11 +207,19 @@ def test_pipes_devices_and_folders_are_no_data_files(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / "absent"):
         with pytest.raises(DataError, match=re.escape(str(path))), files.read_errors(path):
             files.read_limited(path, 1 << 20)
+    with pytest.raises(UsageError, match="pipe"):  # without waiting for a reader
+        hold(tmp_path / "pipe")
 
 
 def test_a_reader_that_has_ended_is_no_disk_error(tmp_path: Path) -> None:
     with pytest.raises(BrokenPipeError), disk_errors(tmp_path, "writing"):
         refuse(errno.EPIPE)
+
+
+def test_bad_names_are_refused() -> None:
+    for name in ("", "/etc/passwd", "..", "a/../../b", "a\\b", "a\0b"):
+        with pytest.raises(IntegrityError):
+            safe_join(Path("/root"), name)
 
 
 @given(st.text("ab./\\\0"))
@@ -217,12 +228,6 @@ def test_joined_names_stay_below_the_root(name: str) -> None:
         joined = safe_join(Path("/some/root"), name)
         assert os.path.normpath(joined).startswith("/some/root")
         assert "\0" not in str(joined)
-
-
-@pytest.mark.parametrize("name", ["", "/etc/passwd", "..", "a/../../b", "a\\b", "a\0b"])
-def test_bad_names_are_refused(name: str) -> None:
-    with pytest.raises(IntegrityError):
-        safe_join(Path("/root"), name)
 
 
 def hold(path: Path) -> None:
@@ -270,11 +275,8 @@ def test_a_lock_on_a_deleted_file_is_none(tmp_path: Path, monkeypatch: pytest.Mo
     assert files.try_lock(path) is None
 
 
-def test_free_space_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    assert free_bytes(tmp_path / "not" / "yet") > 0
-
-
 def test_an_error_names_the_target_file(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "not" / "yet") > 0
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "file" / "below"):  # a folder; through a file
         with pytest.raises(DiskError, match=f"while writing {tmp_path}") as caught:
@@ -339,12 +341,6 @@ def test_a_link_as_metrics_is_replaced_or_refused(victim: Path, tmp_path: Path) 
     assert victim.read_text() == "precious"
 
 
-def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "lock")
-    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "lock"))):
-        hold(tmp_path / "lock")
-
-
 def test_names_of_temporaries_cannot_be_planted(victim: Path, tmp_path: Path) -> None:
     (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)
     names = set()
@@ -358,3 +354,46 @@ def test_names_of_temporaries_cannot_be_planted(victim: Path, tmp_path: Path) ->
     assert victim.read_text() == "precious"
     link_or_copy(tmp_path / "file", tmp_path / "file2")
     assert victim.read_text() == "precious"
+
+
+DEEP = 100_000
+NESTED = f"a = {'[' * DEEP}{']' * DEEP}"
+UTF16 = ("utf-16-le", "utf-16-be")
+TOML = "[train]\nlr = 0.5\n"
+JSON = '{"images": [], "annotations": [], "categories": []}'
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("\ufeff" + TOML, encoding="utf-8")
+    assert [o.value for o in read_toml(path)] == [0.5]
+    path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert read_text(path, 100) == "a\nb\nc\n"
+    path.write_text("\ufeff" + JSON, encoding="utf-8")
+    assert not coco.read(path)["train"].file_names
+
+
+@pytest.mark.parametrize(
+    ("reader", "content", "kind"),
+    [
+        *((read_toml, f"\ufeff{TOML}".encode(code), UsageError) for code in UTF16),
+        *((read_manifest, f"\ufeff{TOML}".encode(code), UsageError) for code in UTF16),
+        *((coco.read, f"\ufeff{JSON}".encode(code), DataError) for code in UTF16),
+        (read_toml, NESTED.encode(), UsageError),
+        (read_manifest, NESTED.encode(), UsageError),
+        (coco.read, b'{"images": [], "x": ' + b"[" * DEEP + b"]" * DEEP + b"}", DataError),
+        (coco.read, b"[" * DEEP, DataError),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_utf16_and_deep_nesting_are_one_error(
+    reader: Callable[[Path], object], content: bytes, kind: type[SsdctlError], tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(kind) as caught:
+        reader(path)
+    assert str(path) in str(caught.value)
+    if b"\0" in content:
+        assert "UTF-16" in str(caught.value)
+        assert "UTF-8" in str(caught.value)

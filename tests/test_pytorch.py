@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import ssdctl
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import DataError, UsageError
-from ssdctl.model.constants import RESNET
+from ssdctl.model.backbones import RESNET
 from ssdctl.model.normalize import Normalize
 
 

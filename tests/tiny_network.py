@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import NUM_BOXES
+from ssdctl.boxes import NUM_BOXES
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override, of_call
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch
 from ssdctl.training.step import TrainStep, build_step
 
 NUM_CLASSES = 4

@@ -19,16 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.store import Split
-from ssdctl.device import inductor, open_device
-from ssdctl.device.base import Device
-from ssdctl.input.batch import Batch, trim_padding
+from ssdctl.device import Device, inductor, open_device
+from ssdctl.input import Batch, LoaderConfig, trim_padding
 from ssdctl.input.loader import TrainLoader, crop_edges, decode_sample
-from ssdctl.input.sampler import LoaderConfig, SampleStream
 from ssdctl.model import fused
-from ssdctl.model.constants import RESNET
+from ssdctl.model.backbones import RESNET
 from ssdctl.model.loss import Targets
 from ssdctl.model.normalize import Normalize
 from ssdctl.runtime.system import usable_cores
@@ -143,7 +141,7 @@ def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, 
     `draw` is the image's share of drawing a batch's samples, crops and colors. The loader decodes
     what it reads and resizes what it decodes, so two stages are differences of its own calls.
     """
-    loader = TrainLoader(split, SampleStream(split.trainable, plan.seed), plan)
+    loader = TrainLoader(split, plan)
     out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
     spent: dict[str, list[float]] = {"draw": [], "read": [], "decode": [], "crop_resize": []}
     for start in range(0, num_images, plan.batch_size):

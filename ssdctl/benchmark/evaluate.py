@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ssdctl.benchmark.data import Figures
 from ssdctl.benchmark.train import timed
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL, default_boxes_cxcywh
+from ssdctl.boxes import BOXES_PER_CELL, default_boxes_cxcywh
 from ssdctl.config import Config
-from ssdctl.data.coco_json import coco_document
+from ssdctl.data.annotations import Annotations, ClassName
 from ssdctl.data.store import Split
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
-from ssdctl.evaluation.coco_ap import Detections, read_ground_truth, run_scoring
+from ssdctl.device import Device, open_device
+from ssdctl.evaluation.coco_ap import Detections, run_scoring
 from ssdctl.evaluation.detect import detect as detect_split
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.input.loader import evaluation_batches
@@ -63,7 +60,7 @@ def benchmark_evaluate(
     size = settings.batch_size
     rows = np.resize(np.nonzero(split.usable)[0], size)
     pixels = next(iter(evaluation_batches(split, rows, size, threads))).images.clone()
-    _suppress_objects(model, detector.forward(pixels).logits.clone())
+    _suppress_objects(model, detector.forward(pixels)[1].clone())
     forward_s = _seconds_each(lambda: detector.forward(pixels), seconds, device)
     num_batches = max(int(seconds / forward_s), MIN_BATCHES)  # full ones
     rows = np.resize(np.nonzero(split.usable)[0], num_batches * size)
@@ -109,7 +106,7 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
     defaults = default_boxes_cxcywh().to(device.torch_device)
 
     def once() -> Any:
-        return detect(offsets, logits, defaults, score_threshold=0.05, nms_iou=0.5)
+        return detect(offsets, logits, defaults)
 
     return DETECT_BATCH / _seconds_each(once, seconds, device)
 
@@ -138,19 +135,13 @@ def _latencies(split: Split, detector: Detector, seconds: float, device: Device)
 def _scoring(num_images: int) -> Figures:
     """Measure the scoring of a synthetic split."""
     share = num_images / NUM_IMAGES
-    with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as folder:
-        path = Path(folder) / "annotations.json"
-        detections = make_split(
-            path,
-            num_images=num_images,
-            num_boxes=max(int(NUM_BOXES * share), 1),
-            num_detections=max(int(NUM_DETECTIONS * share), 3),
-        )
-        start = time.perf_counter()
-        run_scoring(read_ground_truth(path), detections)
-        spent = time.perf_counter() - start
+    truth, detections = make_split(
+        num_images, max(int(NUM_BOXES * share), 1), max(int(NUM_DETECTIONS * share), 3)
+    )
+    start = time.perf_counter()
+    run_scoring(truth, detections)
     return {
-        "score_s": round(spent, 4),
+        "score_s": round(time.perf_counter() - start, 4),
         "score_images": num_images,
         "score_detections": len(detections.scores),
     }
@@ -163,13 +154,9 @@ def _seconds_each(work: Callable[[], Any], seconds: float, device: Device) -> fl
 
 
 def make_split(
-    path: Path,
-    *,
-    num_images: int = NUM_IMAGES,
-    num_boxes: int = NUM_BOXES,
-    num_detections: int = NUM_DETECTIONS,
-) -> Detections:
-    """Write annotations to `path` and return detections of them.
+    num_images: int = NUM_IMAGES, num_boxes: int = NUM_BOXES, num_detections: int = NUM_DETECTIONS
+) -> tuple[Annotations, Detections]:
+    """Return synthetic annotations and detections of them.
 
     A third of the detections are near an object, at different distances, most of them of its class;
     the others are anywhere, with low scores, like a detector's.
@@ -179,35 +166,40 @@ def make_split(
     def boxes(count: int) -> np.ndarray:
         size = np.exp(rng.uniform(np.log(8), np.log(400), (count, 2)))
         size = np.minimum(size, [WIDTH, HEIGHT])
-        place = rng.uniform(0, 1, (count, 2)) * ([WIDTH, HEIGHT] - size)
-        return np.concatenate([place, size], axis=1).round(2)
+        corner = rng.uniform(0, 1, (count, 2)) * ([WIDTH, HEIGHT] - size)
+        return np.concatenate([corner, size], axis=1).round(2)
 
-    image_ids = rng.integers(0, num_images, num_boxes)
-    category_ids = rng.integers(1, NUM_CLASSES + 1, num_boxes)
-    truth = boxes(num_boxes)
-    areas = truth[:, 2] * truth[:, 3]
-    is_crowd = (np.arange(1, num_boxes + 1) % 100 == 0).astype(int)
-    columns = (image_ids, category_ids, truth, areas, is_crowd)
-    document = coco_document(
-        [(i, f"{i}.jpg", WIDTH, HEIGHT) for i in range(num_images)],
-        [(c, f"class {c}") for c in range(1, NUM_CLASSES + 1)],
-        zip(*(column.tolist() for column in columns), strict=True),
+    rows = rng.integers(0, num_images, num_boxes)
+    labels = rng.integers(1, NUM_CLASSES + 1, num_boxes)
+    objects = boxes(num_boxes)
+    truth = Annotations(
+        folder=Path(),
+        origin=Path("synthetic"),
+        image_ids=np.arange(num_images),
+        file_names=[f"{i}.jpg" for i in range(num_images)],
+        sizes=np.tile([WIDTH, HEIGHT], (num_images, 1)),
+        classes=[ClassName(c, f"class {c}") for c in range(1, NUM_CLASSES + 1)],
+        ids=np.arange(1, num_boxes + 1),
+        rows=rows.astype(np.int32),
+        labels=labels.astype(np.int32),
+        boxes=objects,
+        areas=objects[:, 2] * objects[:, 3],
+        is_crowd=np.arange(1, num_boxes + 1) % 100 == 0,
     )
-    path.write_bytes(msgspec.json.encode(document))
-
     num_near = num_detections // 3
     num_far = num_detections - num_near
     source = rng.integers(0, num_boxes, num_near)
     spread = rng.choice([0.05, 0.15, 0.4], num_near)
-    noise = rng.normal(0, 1, (num_near, 4)) * (truth[source][:, [2, 3, 2, 3]] * spread[:, None])
-    near = truth[source] + noise
+    noise = rng.normal(0, 1, (num_near, 4)) * (objects[source][:, [2, 3, 2, 3]] * spread[:, None])
+    near = objects[source] + noise
     near[:, 2:] = np.maximum(near[:, 2:], 1)
     is_right = rng.random(num_near) < 0.7
     wrong = rng.integers(1, NUM_CLASSES + 1, num_near)
-    ids = np.concatenate([image_ids[source], rng.integers(0, num_images, num_far)])
+    ids = np.concatenate([rows[source], rng.integers(0, num_images, num_far)])
     order = np.argsort(ids, kind="stable")
     everything = np.concatenate([near.round(2), boxes(num_far)])
     scores = np.concatenate([rng.beta(1, 2, num_near), rng.beta(0.5, 8, num_far)])
-    classes = np.where(is_right, category_ids[source], wrong)
+    classes = np.where(is_right, labels[source], wrong)
     classes = np.concatenate([classes, rng.integers(1, NUM_CLASSES + 1, num_far)])
-    return Detections(ids[order], everything[order], scores[order] * 0.95 + 0.05, classes[order])
+    scores = scores * 0.95 + 0.05
+    return truth, Detections(ids[order], everything[order], scores[order], classes[order])

@@ -18,12 +18,11 @@ from ssdctl.benchmark.data import Figures, endless_batches
 from ssdctl.config import Resolved
 from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.collectives import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch
 from ssdctl.input.fake import random_batch
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.system import usable_cores

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from ssdctl.checkpoint.contents import (
+from ssdctl.checkpoint import (
     MAX_CLASSES,
     MAX_COUNT,
     ArchitectureFields,

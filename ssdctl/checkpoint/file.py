@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint.contents import (
+from ssdctl.checkpoint import (
     FORMAT,
     Checkpoint,
     check_zip,
@@ -105,13 +105,9 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
         if (system := third_party.source_of(payload)) is not None:
             return third_party.checkpoint_of(path, payload, system)
         raise _not_readable(path, payload, number)
-    try:
-        facts = read_fields(payload)
-        trained = payload.get("trained")
-        if not (is_state(payload["model"]) and (trained is None or is_state(trained))):
-            raise TypeError("model")
-    except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r:.300}") from None
+    facts, trained = read_fields(payload), payload.get("trained")
+    if not (is_state(payload["model"]) and (trained is None or is_state(trained))):
+        raise TypeError("model")
     return Checkpoint(
         path=path,
         model=payload["model"],

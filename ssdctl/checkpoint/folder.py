@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, save_checkpoint
 from ssdctl.errors import IntegrityError
 from ssdctl.files import (

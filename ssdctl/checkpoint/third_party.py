@@ -15,8 +15,8 @@ from typing import Annotated, Any, cast, get_args
 import msgspec
 from torch import Tensor
 
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.checkpoint.contents import MAX_CLASSES, MAX_COUNT, Checkpoint, Count, is_state
+from ssdctl.boxes import BOXES_PER_CELL
+from ssdctl.checkpoint import MAX_CLASSES, MAX_COUNT, Checkpoint, Count, is_state
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES, UNUSED

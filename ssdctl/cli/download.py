@@ -7,6 +7,7 @@ import datetime
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -175,7 +176,7 @@ def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
 
 
 def _completed(incomplete: str) -> list[str]:
-    from ssdctl.download.detectors import DETECTORS
+    from ssdctl.download.pinned_files import DETECTORS
     from ssdctl.model.pretrained import all_weights
 
     names = [name for w in all_weights() for name in (w.alias, w.name)]
@@ -218,8 +219,8 @@ def fetch_weights(
             raise UsageError("--list does not take a NAME")
         _list(call, dest)
         return
-    from ssdctl.download.detectors import cached_path, fetch_detector, find_detector
-    from ssdctl.download.fetch import sha256_of
+    from ssdctl.download.fetch import cached_detector, fetch_detector, sha256_of
+    from ssdctl.download.pinned_files import find_detector
     from ssdctl.model.pretrained import fetch_weights, weights_named, weights_of
 
     name = name or weights_of(call.config.model)
@@ -229,11 +230,11 @@ def fetch_weights(
             hint="give a NAME that `ssdctl fetch-weights --list` shows",
         )
     detector = find_detector(name)
-    fetch = fetch_weights if detector is None else fetch_detector
+    fetch = partial(fetch_weights, name) if detector is None else partial(fetch_detector, detector)
     config = call.config.download
     policy = retry_policy(config.timeout)
     with fetching(call.console) as progress:
-        path = fetch(name, dest, mirror=config.mirror, retry_policy=policy, progress=progress)
+        path = fetch(dest, mirror=config.mirror, retry_policy=policy, progress=progress)
     num_bytes = path.stat().st_size
     data: dict[str, object] = {"name": name, "alias": None, "path": str(path), "bytes": num_bytes}
     if detector is None:
@@ -241,8 +242,8 @@ def fetch_weights(
         data |= {"name": weights.name, "alias": _alias(weights), "sha256": weights.file.sha256}
         command = f"ssdctl train --data DIR --backbone-weights {name}"
     else:
-        if cached_path(detector, dest) is None:  # its contents are checked instead of a checksum
-            from ssdctl.inference.model_source import trust_first_use
+        if cached_detector(detector, dest) is None:  # no checksum yet: its contents are checked
+            from ssdctl.inference.locate import trust_first_use
 
             trust_first_use(name, path)
         data |= {"sha256": sha256_of(path, path.name), "trust": detector.trust}
@@ -281,12 +282,13 @@ def _list(call: Call, dest: Path | None) -> None:
 )
 def models(call: Call) -> None:
     """List detectors that can be used by name."""
-    from ssdctl.download.detectors import DETECTORS, cached_path
+    from ssdctl.download.fetch import cached_detector
+    from ssdctl.download.pinned_files import DETECTORS
 
     width = max(len(detector.name) for detector in DETECTORS)
     rows, lines = list[dict[str, object]](), list[str]()
     for detector in DETECTORS:
-        path, file = cached_path(detector), detector.file
+        path, file = cached_detector(detector), detector.file
         num_bytes = path.stat().st_size if path else file.bytes
         rows.append(
             {

@@ -13,7 +13,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.help import completer
 from ssdctl.cli.results import newest_run
 from ssdctl.errors import UsageError
-from ssdctl.exporting.request import (
+from ssdctl.exporting import (
     CALIBRATION_IMAGES,
     FORMATS,
     MAX_AP_LOSS,
@@ -179,7 +179,7 @@ def push(
         hub_package()
     from ssdctl.checkpoint.file import load_checkpoint, load_network
     from ssdctl.exporting.hub import upload_folder, write_model_folder
-    from ssdctl.inference.model_source import locate_checkpoint
+    from ssdctl.inference.locate import locate_checkpoint
 
     content = load_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
     load_network(content)

@@ -231,7 +231,7 @@ def _values(kinds: set[str], word: str) -> Sequence[str]:
         return [f"{key}=" for key in all_settings()]
     values: list[str] = []
     if "CKPT" in kinds and word:  # an empty word may become any file
-        from ssdctl.download.detectors import DETECTORS
+        from ssdctl.download.pinned_files import DETECTORS
 
         values += [detector.name for detector in DETECTORS]
     return values + (_run_folders() if "RUN" in kinds else [])

@@ -62,7 +62,7 @@ def doctor(
     Exits with 2 if a check fails. Nothing is changed; --self-test briefly writes a temporary file.
     Output contains no secrets; safe to paste into an issue.
     """
-    from ssdctl.doctor.check import FAIL, Check
+    from ssdctl.doctor import FAIL, Check
     from ssdctl.doctor.run_checks import ASCII_MARKS, MARKS, examine, problems, to_text
 
     checks: list[Check]

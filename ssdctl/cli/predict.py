@@ -7,24 +7,25 @@ import io
 import itertools
 import json
 import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import newest_run
-from ssdctl.errors import DataError, NetworkError, UsageError
+from ssdctl.errors import DataError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, make_dir, refuse_replacing, remove_stale_temporaries
 from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.safe_text import listed, printable_line
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.inference.drawing import DrawingStyle
-    from ssdctl.inference.image_detector import ImageDetector, Prediction
-    from ssdctl.inference.image_sources import ImageSource
+    from ssdctl.inference.image_detector import ImageDetector
+    from ssdctl.inference.locate import ImageSource
+    from ssdctl.inference.results import Detection
 
 MAX_NAMED = 3  # failed images in the error
 
@@ -81,8 +82,7 @@ def predict(
     Results are counted, drawn (--out), or saved for labeling tools (--save); -v prints the boxes.
     An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
     """
-    from ssdctl.inference.drawing import DrawingStyle
-    from ssdctl.inference.image_sources import find_sources, looks_like_image, split_videos
+    from ssdctl.inference.locate import find_sources, looks_like_image, split_videos
 
     settings = call.config.predict
     if settings.save is not None and out is None:
@@ -97,7 +97,7 @@ def predict(
     if folder is not None:
         for written in (folder, folder / "labels", folder / "images"):
             remove_stale_temporaries(written)
-    style = DrawingStyle(line_width, not hide_labels, not hide_scores)
+    style = {"line_width": line_width, "labels": not hide_labels, "scores": not hide_scores}
     if videos := split_videos(images):
         _check_videos(videos, folder, settings.save)
         _predict_videos(call, _load(call, checkpoint), videos, folder, style)
@@ -142,15 +142,11 @@ def _predict(
     sources: list[ImageSource],
     out: Path | None,
     targets: list[Path],
-    style: DrawingStyle,
+    style: dict[str, Any],
 ) -> None:
     """Print, draw and save the detections; an image that cannot be read fails only at the end."""
-    from ssdctl.inference.image_detector import (
-        PreparedImage,
-        UnreadableImage,
-        detect_ahead,
-        open_image,
-    )
+    from ssdctl.inference.image_detector import PreparedImage, detect_ahead, open_image
+    from ssdctl.inference.results import counted
     from ssdctl.inference.save import WRITERS, image_record
 
     settings, console = call.config.predict, call.console
@@ -166,26 +162,27 @@ def _predict(
     results = detect_ahead(
         detector, sources, prepare, batch_size=settings.batch_size, threads=usable_cores()
     )
-    records, failures, objects = [], list[UnreadableImage](), 0
+    records, failures, objects = [], list[tuple[str, SsdctlError]](), 0
     shown = console.progress(results, total=len(sources), label="predicting", unit="img")
     for found, target in itertools.zip_longest(shown, targets):
-        if isinstance(found, UnreadableImage):
-            if not isinstance(found.error, DataError | NetworkError):
-                raise found.error
-            console.warning(str(found.error))
-            failures.append(found)
-            continue
         result = found.result
+        if isinstance(result, SsdctlError):
+            if not isinstance(result, DataError | NetworkError):
+                raise result
+            console.warning(str(result))
+            failures.append((printable_line(found.item.label), result))
+            continue
         objects += len(result)
         if console.as_json:
             records.append(image_record(found.item.name, result))
         else:
-            console.result(None, _text(found, with_boxes=console.verbose))
+            about = f"{found.item.label}  {counted(result)}  ({1000 * found.seconds:.0f} ms)"
+            console.result(None, _text(about, result if console.verbose else ()))
         if target is not None:
             if isinstance(result.image, io.BytesIO):
                 result.image.seek(0)
             # Opened a second time: to keep every image until it is drawn would take gigabytes.
-            result.save(target, **style._asdict())
+            result.save(target, **style)
         if writer is not None:
             writer.add(found.item, result)
     written = [f"{out}/"] if targets else []
@@ -195,8 +192,8 @@ def _predict(
     total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
     console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
     if failures:
-        is_network = any(isinstance(failure.error, NetworkError) for failure in failures)
-        names = listed([printable_line(f.item.label) for f in failures], MAX_NAMED)
+        is_network = any(isinstance(error, NetworkError) for _, error in failures)
+        names = listed([name for name, _ in failures], MAX_NAMED)
         raise (NetworkError if is_network else DataError)(
             f"{len(failures)} of {len(sources)} images failed: {names}",
             hint="the warnings name the reasons",
@@ -205,7 +202,7 @@ def _predict(
 
 def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
     """Check before the network is loaded that all videos exist and that the options fit."""
-    from ssdctl.inference.image_sources import is_camera
+    from ssdctl.inference.locate import is_camera
 
     if save not in (None, "json"):
         raise UsageError(
@@ -224,7 +221,7 @@ def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None
 
 
 def _predict_videos(
-    call: Call, detector: ImageDetector, videos: list[str], out: Path | None, style: DrawingStyle
+    call: Call, detector: ImageDetector, videos: list[str], out: Path | None, style: dict[str, Any]
 ) -> None:
     """Predict on videos; a damaged one does not stop the others."""
     failures = 0
@@ -248,14 +245,14 @@ def _predict_video(
     name: str,
     out: Path | None,
     lines: IO[bytes] | None,
-    style: DrawingStyle,
+    style: dict[str, Any],
 ) -> None:
     """Print the detections of each frame as they come, and write an annotated video.
 
     Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames. The frames
     before a damaged one are written.
     """
-    from ssdctl.inference.image_sources import is_camera
+    from ssdctl.inference.locate import is_camera
     from ssdctl.inference.results import counted
     from ssdctl.inference.save import image_record
     from ssdctl.inference.video import VideoWriter, open_video, predict_frames
@@ -304,11 +301,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def _text(found: Prediction, *, with_boxes: bool) -> str:
-    from ssdctl.inference.results import counted
-
-    line = f"{found.item.label}  {counted(found.result)}  ({1000 * found.seconds:.0f} ms)"
-    boxes = [
-        f"  {d.name} {d.score:.2f}  {[round(v) for v in d.box]}" for d in found.result if with_boxes
-    ]
-    return "\n".join(map(printable_line, [line, *boxes]))
+def _text(about: str, detections: Iterable[Detection]) -> str:
+    boxes = [f"  {d.name} {d.score:.2f}  {[round(v) for v in d.box]}" for d in detections]
+    return "\n".join(map(printable_line, [about, *boxes]))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from ssdctl.data.annotations import Finding
-    from ssdctl.data.prepare import Outcome
+    from ssdctl.data.check import Outcome
 
 group = command_group("dataset", "Data", "Export a dataset in another format.")
 MAX_EXAMPLES = 5  # per kind of finding in the table
@@ -49,9 +49,9 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
+    from ssdctl.data.check import NO_BOXES, NO_BOXES_NOT_TRAINED
     from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
-    from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED
     from ssdctl.data.store_folder import dataset_folders
 
     if preview is not None:
@@ -97,7 +97,7 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 def _tables(outcome: Outcome) -> Group:
     from rich.console import Group
 
-    from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED
+    from ssdctl.data.check import NO_BOXES, NO_BOXES_NOT_TRAINED
 
     rows, lines, issues = [], [], []
     for report in outcome.splits:

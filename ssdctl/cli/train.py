@@ -123,7 +123,7 @@ def _print_summary(call: Call, summary: Summary) -> None:
 def _show_plan(call: Call) -> None:
     from ssdctl.data.coco_json import COCO_NUM_CLASSES
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
-    from ssdctl.inference.model_source import check_weight_sources
+    from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
     from ssdctl.training.run import finalize
 

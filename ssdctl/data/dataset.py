@@ -143,17 +143,14 @@ def label_version(root: Path, format_name: str, *, content: bool = False) -> Lab
 
 
 def labels_changed(root: Path, made: index.Made) -> bool:
-    """Return whether label files changed since they were read; not if all are gone."""
-    recorded = made.labels
-    try:
+    """Return whether label files changed since they were read; not if all are gone, or unknown."""
+    state, content = made.labels.state, made.labels.content
+    with contextlib.suppress(SsdctlError, OSError):  # reported by the command that reads them
         _refuse_both(root, made.conversion.source)
-        if label_version(root, made.format).state in ("", recorded.state):
-            return False
-        if not recorded.content:
-            return True
-        return label_version(root, made.format, content=True).content != recorded.content
-    except (SsdctlError, OSError):  # reported by the command that reads them
-        return False
+        if state and label_version(root, made.format).state not in ("", state):
+            current = label_version(root, made.format, content=bool(content))
+            return not content or current.content != content
+    return False
 
 
 def is_prepared(root: Path, folder: Path) -> bool:
@@ -185,8 +182,11 @@ def _hash(paths: list[Path]) -> str:
 
 def datasets_in(folder: Path) -> list[Path]:
     """Return the folders in a folder, of the first ones, that are datasets."""
-    folders = sorted(p for p in folder.glob("[!.]*") if p.is_dir())[:MAX_FOLDERS]
-    return [path for path in folders if _is_dataset(path)]
+    found = []
+    for path in sorted(p for p in folder.glob("[!.]*") if p.is_dir())[:MAX_FOLDERS]:
+        with contextlib.suppress(DataError):
+            found += [path] if any(_recognized(path)) else []
+    return found
 
 
 def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
@@ -209,12 +209,6 @@ def _describe(path: Path, name: str, by: Path | bool) -> str:
     return f"{name} ({by.relative_to(path) if by.is_relative_to(path) else by})"
 
 
-def _is_dataset(folder: Path) -> bool:
-    with contextlib.suppress(DataError):
-        return (folder / coco.TOML).is_file() or any(_recognized(folder))
-    return False
-
-
 def _has_labels(folder: Path) -> bool:
     """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
     with contextlib.suppress(DataError):
@@ -224,7 +218,7 @@ def _has_labels(folder: Path) -> bool:
             usual = labels.name in ANNOTATION_FOLDERS or labels.name.lower() in SPLIT_WORDS
             if labels == folder or (labels.parent == folder and usual):
                 return True
-    return (folder / coco.TOML).is_file()
+    return False
 
 
 def _no_dataset(path: Path) -> DataError:

@@ -136,21 +136,18 @@ def _inspect(
                 raise ImageError(DAMAGED)
             note = "; ".join(filter(None, (note, DAMAGED)))
         is_raw = config.pack and config.encoding == "raw"
+        # 8-bit JPEG and PNG, which most readers support, are stored as they are.
+        is_common = header.format in END_MARKERS and header.mode != "CMYK" and not header.is_deep
         if config.pack and config.shrink is not None and min(size) > config.shrink:
             small = _shrunk(image, content, size, config.shrink)
             packed = small.tobytes() if is_raw else encode(small, "JPEG", quality=JPEG_QUALITY)
         elif is_raw:
             packed = decode(content, size).tobytes()
-        elif config.pack and not _is_packed_unchanged(header):
+        elif config.pack and not is_common:
             packed = encode(decode(content, size), "PNG")
         elif not _has_end(header, content):
             decode(content, size)  # finds damage
     return packed, note
-
-
-def _is_packed_unchanged(header: Header) -> bool:
-    """Return whether the file itself is stored: 8-bit JPEG and PNG, which most readers support."""
-    return header.format in END_MARKERS and header.mode != "CMYK" and not header.is_deep
 
 
 def _note(header: Header, size: tuple[int, int]) -> str | None:
@@ -194,7 +191,7 @@ def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: 
 class Job(NamedTuple):
     split: str
     key: str  # hex digits that identify the images and the options
-    annotations: Annotations  # of N images, without their objects
+    annotations: Annotations  # the N images, without their objects
     target: Path  # the store's folder
     config: PrepareConfig
 

@@ -9,6 +9,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import zlib
@@ -130,7 +131,7 @@ def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | No
     """
     notes, folder = list(annotations.notes), annotations.folder
     names, sizes = list(annotations.file_names), annotations.sizes
-    num_bytes = _sizes_of_plain(folder, names)
+    num_bytes = file_sizes(folder, names)
     rows = [row for row, size in enumerate(num_bytes) if size is None]
     if rows and folder.is_dir() and (replaced := _replace_names(names, rows, folder)):
         old, new = replaced[0]
@@ -138,8 +139,7 @@ def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | No
             f"{len(replaced):,} file names are not paths below the image folder and were "
             f"matched to the files there, such as {old!r}: {new}"
         )
-        found = _sizes_of_plain(folder, [names[row] for row in rows])
-        for row, size in zip(rows, found, strict=True):
+        for row, size in zip(rows, file_sizes(folder, [names[r] for r in rows]), strict=True):
             num_bytes[row] = size
     unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]
     if unsized:
@@ -149,10 +149,6 @@ def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | No
             notes.append(f"{num_sized:,} images without width and height: taken from the files")
         sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
     return annotations._replace(file_names=names, sizes=sizes, notes=notes), num_bytes
-
-
-def _sizes_of_plain(folder: Path, names: Sequence[str]) -> list[int | None]:
-    return file_sizes(folder, [name if is_plain_name(name) else "" for name in names])
 
 
 def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[tuple[str, str]]:
@@ -234,15 +230,15 @@ def _sketch(path: str, num_bytes: int) -> int:
 
 
 def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
-    """Return the size of each file in bytes; None if it does not exist."""
+    """Return the size of each file in bytes; None if it does not exist, or is not in the folder."""
     base = str(folder)
 
     def size(name: str) -> int | None:
-        try:
-            status = os.stat(f"{base}/{name}")  # noqa: PTH116 - a hundred thousand of them
-        except (OSError, ValueError):
-            return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+        if is_plain_name(name):
+            with contextlib.suppress(OSError):
+                status = os.stat(f"{base}/{name}")  # noqa: PTH116 - a hundred thousand of them
+                return status.st_size if stat.S_ISREG(status.st_mode) else None
+        return None
 
     return in_threads(size, names)
 

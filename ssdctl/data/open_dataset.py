@@ -18,7 +18,7 @@ from ssdctl.data.annotations import (
     Conversion,
     root_folder,
 )
-from ssdctl.data.check import check
+from ssdctl.data.check import Outcome, check
 from ssdctl.data.dataset import (
     is_prepared,
     labels_changed,
@@ -27,7 +27,7 @@ from ssdctl.data.dataset import (
     require_split,
 )
 from ssdctl.data.image_files import changed_images, require_image_folder, resolve_images
-from ssdctl.data.prepare import Outcome, prepare
+from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
 from ssdctl.errors import DataError, UsageError
@@ -116,9 +116,8 @@ def _prepare_again(root: Path, folder: Path, progress: Progress) -> None:
 
 def _warn_of_changed_labels(root: Path, folder: Path) -> None:
     made = index.read_made(folder)
-    if made is None or made.labels.content or not made.labels.state:
-        return  # the content was compared when the index was chosen
-    if labels_changed(root, made):
+    # If the content is known, it was compared when the index was chosen.
+    if made is not None and not made.labels.content and labels_changed(root, made):
         log.warning(
             "labels in %s changed, or were copied, since they were read, and are used as read: "
             "`ssdctl prepare --data %s` reads them",
@@ -131,11 +130,12 @@ def _refuse_changed(root: Path, folder: Path, split: str) -> None:
     metadata = index.read_metadata(folder, split)
     if metadata is None or metadata.packed:
         return
-    source, images = image_folder(root, metadata), index.read_images(folder, split, MAX_CHECKED)
-    require_image_folder(source, split, Path(metadata.origin))
-    if changed := changed_images(source, images.names, images.fingerprints):
+    images_dir = image_folder(root, metadata)
+    require_image_folder(images_dir, split, Path(metadata.origin))
+    images = index.read_images(folder, split, MAX_CHECKED)
+    if changed := changed_images(images_dir, images.names, images.fingerprints):
         raise DataError(
-            f"{source}: {len(changed)} images are missing or changed since {folder} was "
+            f"{images_dir}: {len(changed)} images are missing or changed since {folder} was "
             f"prepared: {', '.join(changed[:MAX_NAMED])}",
             hint="put them back, or run ssdctl prepare again with the same options",
         )

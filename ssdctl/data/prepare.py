@@ -14,8 +14,6 @@ import hashlib
 import logging
 import os
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -34,7 +32,11 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.check import (
     DROPPED_IMAGE,
+    NO_BOXES,
+    NO_BOXES_NOT_TRAINED,
     NOTED_IMAGE,
+    Outcome,
+    SplitReport,
     check,
     duplicate_names,
     refuse_dropped,
@@ -61,48 +63,13 @@ from ssdctl.files import (
     write_bytes,
 )
 from ssdctl.runtime.progress import Progress, without_progress
-from ssdctl.runtime.safe_text import html_table
 
 log = logging.getLogger(__name__)
-NO_BOXES = "no boxes (skipped in training)"
-NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
 REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
 PACKED = PrepareConfig()
 CHUNKS_FORMAT = 4  # the files in which an interrupted check continues
 Resolved = tuple[Annotations, list[int | None]]  # see `resolve_images`
-
-
-class SplitReport(msgspec.Struct, frozen=True):
-    split: str
-    images: int
-    boxes: int
-    classes: int
-    trainable: int
-    findings: list[Finding]
-    key: str  # identifies the job that wrote the index
-    warnings: list[str] = []  # for the user
-    notes: list[str] = []  # how the files were read
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of findings of each kind."""
-        return dict(Counter(f.kind for f in self.findings).most_common())
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    root: str
-    store: str
-    packed: bool
-    unchanged: bool
-    splits: list[SplitReport]
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: each split, and what was dropped or repaired."""
-        rows = []
-        for s in self.splits:
-            found = ", ".join(f"{count} x {kind}" for kind, count in s.counts().items())
-            rows.append((s.split, s.images, s.boxes, s.classes, found or "none"))
-        return html_table(("split", "images", "boxes", "classes", "findings"), rows, self.store)
 
 
 def prepare(
@@ -151,12 +118,10 @@ def prepare(
 
 
 def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], index.Made]:
-    """Read a dataset, and the version of its label files meanwhile; find its images."""
+    """Read a dataset, and the version of its label files; find its images."""
     name, module = find(root, conversion.source)
-    with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
-        version = pool.submit(label_version, root, name, content=True)
-        splits = read_dataset(root, conversion, module)
-        labels = version.result()
+    labels = label_version(root, name, content=True)
+    splits = read_dataset(root, conversion, module)
     if label_version(root, name).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
     made = index.Made(name, conversion, labels, list(splits), __version__)
@@ -189,7 +154,7 @@ def _unchanged_outcome(
     outcome, made = _read_report(folder), index.read_made(folder)
     if outcome is None or made is None or made.conversion != conversion:
         return None
-    if made.labels.state and labels_changed(root, made):
+    if labels_changed(root, made):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split in made.splits:
@@ -199,10 +164,10 @@ def _unchanged_outcome(
         if not _fits(metadata, folder, config):
             return None
         # With a packed store the images may be gone; those that exist must be unchanged.
-        source = image_folder(root, metadata)
-        if source.is_dir() or not config.pack:
+        images_dir = image_folder(root, metadata)
+        if images_dir.is_dir() or not config.pack:
             images = index.read_images(folder, split)
-            if changed_images(source, images.names, images.fingerprints):
+            if changed_images(images_dir, images.names, images.fingerprints):
                 return None
     return msgspec.structs.replace(outcome, unchanged=True)
 
@@ -263,14 +228,7 @@ def _prepare_split(
         notes=[*annotations.notes],
     )
     if not config.allow_dropped:
-        refuse_dropped(
-            split,
-            annotations.origin,
-            findings,
-            boxes=num_boxes,
-            images=report.images,
-            trainable=report.trainable,
-        )
+        refuse_dropped(report, annotations.origin, num_boxes)
     metadata = index.Metadata(
         format=4,
         packed=config.pack,

@@ -2,15 +2,14 @@
 
 Objects of 10 to 50% of the shorter side, at many aspect ratios and angles, with overlaps, a few
 crowds and empty images; category ids have gaps, and each class has a typical hue. Every image is a
-function of only (style, seed, split, index). The style `hatched` (other classes, one with the same
-name; striped objects of any hue on dark images) is there to measure fine-tuning.
+function of only (style, seed, split, index). benchmarks/small_data.py adds a style.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,15 +55,16 @@ CLASSES = (
     ShapeClass(7, "star", 0.62),
     ShapeClass(8, "ring", 0.82),
 )
-HATCHED_CLASSES = (
-    ShapeClass(1, "diamond", 0.0),
-    ShapeClass(2, "cross", 0.0),
-    ShapeClass(3, "moon", 0.0),
-    ShapeClass(4, "star", 0.0),
-)
-STYLES = {
-    "solid": Style(CLASSES, (0.25, 0.9), stray_hue_share=0.15, stripes=0.0),
-    "hatched": Style(HATCHED_CLASSES, (0.05, 0.4), stray_hue_share=1.0, stripes=0.5),
+STYLES = {"solid": Style(CLASSES, (0.25, 0.9), stray_hue_share=0.15, stripes=0.0)}
+# How far the points (u, v) are inside a shape of half size 1; negative: outside.
+OUTLINES: dict[str, Callable[[Pixels, Pixels], Pixels]] = {
+    "ball": lambda u, v: 1 - np.hypot(u, v),
+    "brick": lambda u, v: 1 - np.maximum(np.abs(u), np.abs(v)),
+    "ring": lambda u, v: 0.25 - np.abs(np.hypot(u, v) - 0.75),
+    # A triangle: apex at (0, -1), base at v = 1.
+    "cone": lambda u, v: np.minimum(1 - v, (1 + v) * 0.45 - np.abs(u) * 0.9),
+    # Five soft points.
+    "star": lambda u, v: 0.72 + 0.28 * np.cos(5 * np.arctan2(v, u)) - np.hypot(u, v),
 }
 SIZES = ((400, 300), (300, 400), (360, 360), (448, 320))  # width, height
 EMPTY_SHARE = 0.03  # images without an object
@@ -186,7 +186,7 @@ def _draw_object(
     y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1].astype(np.float32)
     u = (x * math.cos(angle) + y * math.sin(angle)) / half_w
     v = (y * math.cos(angle) - x * math.sin(angle)) / half_h
-    inside = _outline(kind.name, u, v)  # positive inside, in units of the half size
+    inside = OUTLINES[kind.name](u, v)
     alpha = (inside * min(half_w, half_h) + 0.5).clip(0, 1)
     rows, columns = np.nonzero(alpha.max(1) > 0.5)[0], np.nonzero(alpha.max(0) > 0.5)[0]
     if not len(rows) or rows.size >= height or columns.size >= width:
@@ -226,32 +226,10 @@ def _draw_crowd(rng: np.random.Generator, canvas: Pixels, style: Style) -> Label
         radius = rng.uniform(3, 6)
         u = (x - rng.uniform(radius, side_w - radius)) / radius
         v = (y - rng.uniform(radius, side_h - radius)) / radius
-        alpha = (_outline(kind.name, u, v) * radius + 0.5).clip(0, 1)[..., None]
+        alpha = (OUTLINES[kind.name](u, v) * radius + 0.5).clip(0, 1)[..., None]
         color = _rgb(np.array([kind.hue]), np.array([0.9]), rng.uniform(0.5, 1.0, 1))[0]
         region += alpha * (color - region)
     return LabeledBox(kind.name, left, top, side_w, side_h, True, area=side_w * side_h / 2)
-
-
-def _outline(name: str, u: Pixels, v: Pixels) -> Pixels:
-    """Return how far a point is inside the shape of half size 1 (negative: outside)."""
-    radius = np.hypot(u, v)
-    if name == "ball":
-        return 1 - radius
-    if name == "brick":
-        return 1 - np.maximum(np.abs(u), np.abs(v))
-    if name == "ring":
-        return 0.25 - np.abs(radius - 0.75)
-    if name == "diamond":
-        return 1 - np.abs(u) - np.abs(v)
-    if name == "cross":
-        bars = np.minimum(np.abs(u), np.abs(v)), np.maximum(np.abs(u), np.abs(v))
-        return np.minimum(0.35 - bars[0], 1 - bars[1])
-    if name == "moon":  # a disc without another disc
-        return np.minimum(1 - radius, np.hypot(u - 0.55, v) - 0.75)
-    if name == "cone":  # a triangle: apex at (0, -1), base at v = 1
-        return np.minimum(1 - v, (1 + v) * 0.45 - np.abs(u) * 0.9)
-    edge = 0.72 + 0.28 * np.cos(5 * np.arctan2(v, u))  # a star of five soft points
-    return edge - radius
 
 
 def _covered(box: LabeledBox, other: LabeledBox) -> float:

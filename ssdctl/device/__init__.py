@@ -1,17 +1,171 @@
-"""One module per device, each with a subclass of base.py's `Device`.
+"""One file per device, each with a subclass of `Device`; other packages use devices through it.
 
 There is no silent fallback to another device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor, nn
 
-from ssdctl.device import hpu
-from ssdctl.device.base import Device
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import bind_to_card
+
+Module = TypeVar("Module", bound=nn.Module)
+ParameterGroups = list[dict[str, Any]]
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Decoder(NamedTuple):
+    """Lets a library decode images on the device itself."""
+
+    ordinal: int  # index among the devices of this type
+    # A uint8 tensor of that shape, which `fill(tensor, stream)` fills on that stream, as a copy.
+    receive: Callable[[tuple[int, ...], Callable[[Tensor, Any], object]], Tensor]
+
+
+class Device(ABC):
+    """An open device of this process.
+
+    A value or a body here is that of a device which does not have the feature.
+    """
+
+    name: str  # as in --device
+    label: str  # the model of the card or processor, for messages
+    torch_device: torch.device
+    backend: str  # torch.distributed's name for it
+    auto_precision: str  # the fastest precision that trains well on this hardware
+    execution: str  # eager, compile or lazy: how a step runs
+    notices: tuple[str, ...] = ()  # for the user, such as why a requested feature is not used
+    num_cores: int = 1  # that share every batch; batches are multiples of it
+    is_host: bool = False  # it computes on tensors of the host: nothing is copied
+    bounds_queue: bool = False  # `wait_for_copies` keeps the host at most a few steps ahead
+    # Bucket size of DistributedDataParallel; None: `sum_over_ranks` after the backward pass.
+    ddp_bucket_mb: int | None
+    has_sync_bn: bool = False  # PyTorch's SyncBatchNorm supports it, in eager steps
+    # Its optimizers are fused: they read `found_inf` on the device and skip the step.
+    supports_found_inf: bool = False
+    decoder: Decoder | None = None  # for nvidia-dali; None: it decodes on the host
+    # Parts of the messages, in lower case, of errors that mean that its memory is full.
+    memory_errors: tuple[str, ...]
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Return the precisions that it can compute in."""
+        return DEVICE_TYPES[self.name].precisions
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Return the forms of `model/fused.py` in which its steps compute."""
+        return ()
+
+    def place(self, model: Module) -> Module:
+        """Move a network to the device, in the device's fastest memory layout."""
+        return model.to(self.torch_device)
+
+    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the network runs in that precision."""
+        dtype = AUTOCAST_DTYPES.get(precision)
+        return torch.autocast(self.torch_device.type, dtype, enabled=dtype is not None)
+
+    def set_tf32(self, wanted: bool) -> None:
+        """Allow or forbid rounding the factors of fp32 products to TF32, if the hardware can."""
+        return
+
+    def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
+        """Compile a module's calls in place if `execution` is compile; else do nothing.
+
+        Args:
+            module: A pure function of tensors.
+            overlap: Exchange gradients during the backward pass, which splits its graph.
+        """
+        return
+
+    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        """Return uninitialized uint8 host memory that `copy` reads without a copy on the host."""
+        return pageable_buffer(shape)
+
+    @abstractmethod
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copy a host tensor to the device without waiting.
+
+        The host tensor may be overwritten immediately; a host buffer, after `wait_for_reads`.
+        """
+
+    def wait_for_reads(self) -> None:
+        """Wait until the copies so far have read their host buffers."""
+        return
+
+    def wait_for_copies(self) -> None:
+        """Make later work of the device wait for the copies so far.
+
+        The host continues, unless it is several steps ahead of the device.
+        """
+        return
+
+    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
+        if self.supports_found_inf:
+            return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
+        rate = torch.tensor(lr, device=self.torch_device)  # see adamw
+        return torch.optim.SGD(groups, lr=rate, momentum=momentum, foreach=False)
+
+    def adamw(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        if self.supports_found_inf:
+            return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        # With its step count and rate as tensors on the device: a skipped step can then be undone
+        # there, including its count, and a rate is an input of a compiled graph, not a constant.
+        rate = torch.tensor(lr, device=self.torch_device)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)
+
+    def register_backend(self) -> None:
+        """Register `backend` with torch.distributed; the rank variables must be set."""
+        return
+
+    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
+        """Add up each tensor over the ranks, in place, without waiting."""
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+
+    def mark_step(self) -> None:
+        """Mark the end of a step's graph on a lazy device; else do nothing."""
+        return
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has finished all queued work."""
+
+    @abstractmethod
+    def peak_memory_bytes(self) -> int:
+        """Return the peak memory that this process held on the device."""
+
+    @abstractmethod
+    def memory_bytes(self) -> int | None:
+        """Return the total memory that this process may use; None if it is unknown."""
+
+    def release_memory(self) -> None:
+        """Release cached memory and reset the peak."""
+        return
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether an error means that the device's memory is full."""
+        message = str(error).lower()
+        return isinstance(error, torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and any(w in message for w in self.memory_errors)
+        )
+
+    def counters(self) -> dict[str, int]:
+        """Return a lazy device's counts of compiled graphs (`compiles`) and fetches (`pulls`)."""
+        return {}
 
 
 def open_device(name: str, local_rank: int = 0, execution: str | None = None) -> Device:
@@ -24,10 +178,32 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
         UsageError: The machine does not have it, or it does not support that execution.
     """
     if name == "auto":
-        accelerator = "hpu" if hpu.is_available() else "cpu"
+        has_bridge = importlib.util.find_spec("habana_frameworks") is not None
+        accelerator = "hpu" if has_bridge else "cpu"
         name = "cuda" if torch.cuda.is_available() else accelerator
     bind_to_card(name, local_rank)
-    device: Device = importlib.import_module(f"{__name__}.{name}").open_device(
-        local_rank, execution
-    )
+    module = importlib.import_module(f"{__name__}.{name}")
+    device: Device = module.open_device(local_rank, execution)
     return device
+
+
+def choose_execution(device: str, requested: str | None) -> str:
+    """Return the requested execution, or by default the first that the device type supports.
+
+    Raises:
+        UsageError: The device does not support it.
+    """
+    supported = DEVICE_TYPES[device].executions
+    if requested is None:
+        return supported[0]
+    if requested not in supported:
+        raise UsageError(
+            f"device {device} does not support {requested} execution",
+            hint=f"--execution {' or '.join(supported)}",
+        )
+    return requested
+
+
+def pageable_buffer(shape: tuple[int, ...]) -> Tensor:
+    """Return `Device.host_buffer` of devices without a use for pinned memory."""
+    return torch.empty(shape, dtype=torch.uint8)

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.device import inductor
-from ssdctl.device.base import Device, Module, choose_execution
+from ssdctl.device import Device, Module, choose_execution, inductor
 from ssdctl.runtime import system
 
 PROC = Path("/proc")
-# Parts of the messages of PyTorch's and oneDNN's allocators when memory is full.
-ALLOCATION_FAILED = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
 
 class Cpu(Device):
     name = "cpu"
     backend = "gloo"
-    precisions = DEVICE_TYPES["cpu"].precisions
     is_host = True
     bounds_queue = True
     supports_found_inf = True
+    # PyTorch's and oneDNN's allocators raise them.
+    memory_errors = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
         wanted = choose_execution("cpu", execution)
         self.execution, self.notices = inductor.resolve_execution(wanted)
-        name, self.has_native_bf16 = system.processor()
+        name, has_native_bf16 = system.processor()
         self.label = name or "CPU"
-        self.auto_precision = "bf16" if self.has_native_bf16 else "fp32"
+        self.auto_precision = "bf16" if has_native_bf16 else "fp32"
         # Eager steps use `sum_over_ranks`: DistributedDataParallel imports the compiler, which
         # takes 8 seconds of CPU time in each rank.
         self.ddp_bucket_mb = 100 if self.execution == "compile" else None
@@ -71,15 +69,13 @@ class Cpu(Device):
         status = system.read_table(PROC / "self/status")
         resident = system.table_bytes(status, "VmRSS")
         limits = [available + resident]
-        soft, _ = system.resource_limit("AS") or (system.UNLIMITED, 0)
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != system.UNLIMITED:  # it counts addresses; most hold no memory
             limits.append(soft - system.table_bytes(status, "VmSize") + resident)
         return max(min(limits), 0)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, MemoryError) or (
-            isinstance(error, RuntimeError) and any(w in str(error) for w in ALLOCATION_FAILED)
-        )
+        return isinstance(error, MemoryError) or super().is_out_of_memory(error)
 
 
 def open_device(local_rank: int, execution: str | None) -> Cpu:

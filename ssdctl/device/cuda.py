@@ -10,35 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.device import inductor
-from ssdctl.device.base import Decoder, Device, Module, choose_execution
+from ssdctl.device import Decoder, Device, Module, choose_execution, inductor
 from ssdctl.errors import UsageError
 from ssdctl.runtime.packages import without_tf32_warnings
 
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)  # compute capabilities
 STEPS_IN_FLIGHT = 2
-OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Cuda(Device):
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"  # ranks exchange everything but gradients over gloo
-    precisions = DEVICE_TYPES["cuda"].precisions
     bounds_queue = True
     ddp_bucket_mb = 25  # gradients are 80 MB: several buckets
     supports_found_inf = True
     has_sync_bn = True
+    # Graph capture and libraries raise them.
+    memory_errors = ("cuda error: out of memory", "status_alloc_failed")
 
     def __init__(self, local_rank: int, execution: str | None = None) -> None:
         self.torch_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.torch_device)
         self.label = torch.cuda.get_device_name(self.torch_device)
         capability = torch.cuda.get_device_capability(self.torch_device)
-        self.has_native_bf16 = capability >= NATIVE_BF16
         # fp16 with loss scaling on older tensor cores.
         older = "fp16" if capability >= TENSOR_CORES else "fp32"
-        self.auto_precision = "bf16" if self.has_native_bf16 else older
+        self.auto_precision = "bf16" if capability >= NATIVE_BF16 else older
         wanted = choose_execution("cuda", execution)
         self.execution, self.notices = inductor.resolve_execution(wanted, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: each kernel is searched for once
@@ -114,12 +111,6 @@ class Cuda(Device):
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        # Libraries and graph capture raise other errors.
-        return isinstance(error, torch.OutOfMemoryError) or (
-            isinstance(error, RuntimeError) and any(w in str(error) for w in OUT_OF_MEMORY)
-        )
 
 
 def open_device(local_rank: int, execution: str | None) -> Cuda:

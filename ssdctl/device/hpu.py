@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.device.base import Device, Module, choose_execution
+from ssdctl.device import Device, Module, choose_execution
 from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
 from ssdctl.runtime.packages import package_release
@@ -38,10 +37,9 @@ class Hpu(Device):
     name = "hpu"
     label = "Intel Gaudi"
     backend = "cpu:gloo,hpu:hccl"  # ranks exchange everything but gradients over gloo
-    has_native_bf16 = True
-    precisions = DEVICE_TYPES["hpu"].precisions
     auto_precision = "bf16"
     ddp_bucket_mb = 100  # Habana's recommendation
+    memory_errors = ("out of memory", "allocation failed")
 
     def __init__(self, execution: str) -> None:
         self.execution = execution
@@ -59,7 +57,7 @@ class Hpu(Device):
 
     def place(self, model: Module) -> Module:
         with _clear_errors():  # the first tensor acquires the card
-            return model.to(self.torch_device)
+            return super().place(model)
 
     def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":
@@ -92,12 +90,6 @@ class Hpu(Device):
 
     def release_memory(self) -> None:
         self._hpu.reset_peak_memory_stats()
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        message = str(error).lower()
-        return isinstance(error, RuntimeError) and (
-            "out of memory" in message or "allocation failed" in message
-        )
 
 
 def _set_recipe_cache() -> tuple[str, ...]:
@@ -163,17 +155,13 @@ def _clear_errors() -> Iterator[None]:
         raise UsageError(f"device hpu: {what}", hint=hint) from error
 
 
-def is_available() -> bool:
-    return importlib.util.find_spec(BRIDGE) is not None
-
-
 def open_device(local_rank: int, execution: str | None) -> Hpu:
     """Open this process's Gaudi card.
 
     Raises:
         UsageError: The bridge is absent, or it finds no card.
     """
-    if not is_available():
+    if importlib.util.find_spec(BRIDGE) is None:
         raise UsageError(
             f"device hpu: the Gaudi bridge ({BRIDGE}) is not installed here",
             hint="run inside the vendor's PyTorch image for Gaudi, and install ssdctl there with "

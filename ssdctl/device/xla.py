@@ -21,8 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.device.base import Device, Module, choose_execution
+from ssdctl.device import Device, choose_execution
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import private_cache_dir
 
@@ -32,11 +31,10 @@ PACKAGE = "torch_xla"
 class Xla(Device):
     name = "xla"
     backend = "cpu:gloo,xla:xla"  # ranks exchange everything but gradients over gloo
-    has_native_bf16 = True
-    precisions = DEVICE_TYPES["xla"].precisions
     auto_precision = "bf16"
     execution = "lazy"
     ddp_bucket_mb = None  # one reduction in the step's own graph, not per bucket
+    memory_errors = ("resource_exhausted",)
 
     def __init__(self, local_rank: int) -> None:
         # Otherwise a learning rate of 0 or 1 becomes part of the graph, which is compiled again.
@@ -55,7 +53,12 @@ class Xla(Device):
         self._split_batch: Any = None
         if self.num_cores > 1:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise _several_processes(self.num_cores)
+                raise UsageError(
+                    f"device xla: each of several processes drives {self.num_cores} cores, which "
+                    "is not supported: only a single process can",
+                    hint="on TPU v2 and v3 run ssdctl launch on the TPU host itself, which starts "
+                    "one process for all its chips; slices of several such hosts are not supported",
+                )
             runtime.use_spmd()
             self._split_batch = _batch_splitter(self.num_cores)
         # It warns at each change of precision.
@@ -69,9 +72,6 @@ class Xla(Device):
     @property
     def forms(self) -> tuple[str, ...]:
         return ("no_scatter", "no_gather")
-
-    def place(self, model: Module) -> Module:
-        return model.to(self.torch_device)  # the compiler chooses the layout
 
     def set_tf32(self, wanted: bool) -> None:
         # A TPU's own default rounds the factors of fp32 products to bf16.
@@ -117,9 +117,6 @@ class Xla(Device):
         except RuntimeError:  # PJRT's CPU client has no memory statistics
             return {}
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-
     def counters(self) -> dict[str, int]:
         def count(metric: str) -> int:
             data = self._metrics.metric_data(metric)
@@ -142,15 +139,6 @@ def _claim_chips(local_rank: int, runtime: Any) -> None:
         pjrt.initialize_multiprocess(local_rank, local_ranks)
     elif runtime.device_type() == "TPU":
         importlib.import_module(f"{PACKAGE}._internal.tpu").configure_one_chip_topology()
-
-
-def _several_processes(num_cores: int) -> UsageError:
-    return UsageError(
-        f"device xla: each of several processes drives {num_cores} cores, which is not supported: "
-        "only a single process can",
-        hint="on TPU v2 and v3 run ssdctl launch on the TPU host itself, which starts one process "
-        "for all its chips; slices of several such hosts are not supported",
-    )
 
 
 def _batch_splitter(num_cores: int) -> Callable[[int], Any]:

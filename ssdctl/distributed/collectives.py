@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.distributed.ranks import Ranks, interface_for_peers
 from ssdctl.errors import DistributedError, SsdctlError, Stopped, UsageError
 from ssdctl.runtime import signals
@@ -102,10 +102,9 @@ def process_group(
 
 
 def wait_for_main(ranks: Ranks, task: str) -> None:
-    """Wait without a time limit until the first rank calls this too; it returns at once.
+    """Wait without a time limit until the first rank calls this too; signals interrupt the wait.
 
-    For work that one rank does for all, such as preparing a dataset. Signals interrupt the wait.
-    Each `task` is used once in a run.
+    For work that one rank does for all, once in a run, such as preparing a dataset.
     """
     if ranks.is_single_process:
         return
@@ -118,7 +117,7 @@ def wait_for_main(ranks: Ranks, task: str) -> None:
 def open_on_all_ranks(
     root: Path, folder: Path, ranks: Ranks, progress: Progress
 ) -> dict[str, Split]:
-    """Return the splits. The other ranks wait for the first one however long it prepares."""
+    """Return the splits; the other ranks wait for the first one however long it prepares."""
     from ssdctl.data.open_dataset import open_dataset  # late: a run without ranks needs neither
     from ssdctl.data.store import open_splits
 

@@ -1,14 +1,10 @@
 """What a rank leaves for `ssdctl launch`: its process id, its exit code, and its log. Torch-free.
 
 torchrun exits with 1 whatever the codes of its ranks, and mpirun and srun return one of them. So
-each rank records its code in a folder that the launch created and named in the environment:
+each rank records its code in a folder that the launch created and named in the environment. The
+kernel kills a rank of a local launch together with the launcher that started it.
 
-    with recorded_exit():       # in ssdctl/__main__.py, around main()
-        main()
-
-The kernel kills a rank of a local launch together with the launcher that started it. The output of
-each rank is in RUN/logs/rank-N.log, that of rank 0 on the terminal too; `ssdctl launch` prints the
-end of the log of the rank that failed.
+The output of each rank is in RUN/logs/rank-N.log, that of rank 0 on the terminal too.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ EXITS_VARIABLE = "_SSDCTL_RANK_EXITS"
 LAUNCHER_VARIABLE = "_SSDCTL_LOCAL_LAUNCHER"  # names the file with its process id
 # Codes that come from ssdctl, never from a launcher itself.
 PASSED_ON = frozenset(ExitCode) - {ExitCode.OK, ExitCode.BUG}
-MAX_LINES = 15  # of a log
 HEADER = "--- rank "
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -85,7 +80,7 @@ def die_with_parent() -> None:
 
 
 def _has_ended(launcher: Path) -> bool:
-    """Return whether the launcher has ended before this process asked to die with it."""
+    """Return whether the launcher ended before this process asked to die with it."""
     try:
         status = Path(f"/proc/{int(launcher.read_text())}/stat").read_text()
     except (OSError, ValueError):
@@ -94,7 +89,7 @@ def _has_ended(launcher: Path) -> bool:
 
 
 def _write(path: Path, text: str) -> bool:
-    """Write a file for the launch; return whether that was possible."""
+    """Write a file for the launch; return whether that succeeded."""
     with contextlib.suppress(OSError):  # the launch is gone, or on another node
         temporary = path.with_name(f"{path.name}.tmp")
         temporary.unlink(missing_ok=True)
@@ -122,10 +117,7 @@ def read_processes(folder: Path) -> dict[int, int]:
 
 
 def start_rank_log(path: Path, rank: int) -> None:
-    """Redirect the output of this process to its log until it ends.
-
-    If the log cannot be written, the output stays on the terminal.
-    """
+    """Redirect this process's output to its log; if that cannot be written, it stays as it is."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         log = open(  # noqa: SIM115 - until the process ends
@@ -141,7 +133,7 @@ def start_rank_log(path: Path, rank: int) -> None:
             os.dup2(log.fileno(), number)
 
 
-def last_lines(path: Path, count: int = MAX_LINES) -> list[str]:
+def last_lines(path: Path, count: int = 15) -> list[str]:
     """Return the last lines of the last process in a log; an empty list if there is none."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 20_000))

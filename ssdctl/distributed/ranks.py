@@ -80,7 +80,7 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
 def own_addresses() -> dict[str, str]:
     """Return the IPv4 address of each interface that has one."""
     addresses = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
@@ -103,13 +103,10 @@ def free_port() -> int:
 
 
 def interface_for_peers(leader: str, world_size: int) -> str | None:
-    """Return the interface that other machines reach, if gloo would choose another one.
+    """Return the interface that other machines reach; None if gloo chooses it or none is needed.
 
     gloo listens at the address of the machine's own name; on many machines that is 127.0.1.1, which
     other machines cannot reach.
-
-    Returns:
-        Its name; None if gloo chooses it anyway, or all ranks are on this machine.
     """
     is_one_machine = any(os.environ.get(name) == str(world_size) for name in LOCAL_SIZES)
     if is_one_machine or leader == "localhost" or leader.startswith("127."):
@@ -127,13 +124,10 @@ def address_for_peers(leader: str) -> str | None:
     On the leader its own name may resolve to the loopback: then the address of the default route
     is returned.
     """
-    candidates = (_address_towards(leader), _address_towards(OUTSIDE))
-    return next((a for a in candidates if a and not a.startswith("127.")), None)
-
-
-def _address_towards(host: str) -> str:
-    """Return the source address of packets to a host, or nothing; no packet is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
-    return ""
+    for host in (leader, OUTSIDE):
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends no packet
+            address = str(probe.getsockname()[0])
+            if not address.startswith("127."):
+                return address
+    return None

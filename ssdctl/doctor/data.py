@@ -19,7 +19,7 @@ from ssdctl.data.formats.coco import TOML
 from ssdctl.data.index import index_path, read_made, read_metadata
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.doctor.check import ABSENT, OK, Check, bad, ok
+from ssdctl.doctor import ABSENT, OK, Check, Doctor, result
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import COCO2017, PinnedFile
@@ -36,20 +36,16 @@ CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 REMEDY = "set HTTPS_PROXY and HTTP_PROXY, or fetch from elsewhere with --mirror URL"
 
 
-def check_data(config: Config) -> Iterator[Check]:
+def check_data(doctor: Doctor) -> Iterator[Check]:
     """Yield the results for the dataset, the store, the disk and the weights of a config."""
+    config = doctor.config
     root, folder = dataset_folders(config.data)
-    dataset = _dataset(root, folder)
-    if config.data.root is None and not root.exists():
-        remedy = "give --data DIR; `ssdctl download` fetches COCO"
-        dataset = Check("dataset", ABSENT, f"none given, and no {root}", remedy)
+    dataset = _dataset(root, folder, is_given=config.data.root is not None)
     yield dataset
-    has_dataset, is_prepared = dataset.state == OK, False
-    if has_dataset:
-        store = _store(root, folder)
-        is_prepared = store.state == OK
+    store = _store(root, folder) if dataset.state == OK else None
+    if store is not None:
         yield store
-    yield _space(root, folder, has_dataset, is_prepared)
+    yield _space(root, folder, store)
     yield _weights(config)
 
 
@@ -61,19 +57,22 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-def _dataset(root: Path, folder: Path) -> Check:
+def _dataset(root: Path, folder: Path, *, is_given: bool) -> Check:
+    if not is_given and not root.exists():
+        remedy = "give --data DIR; `ssdctl download` fetches COCO"
+        return Check("dataset", ABSENT, f"none given, and no {root}", remedy)
     made = read_made(folder)
     if made is None or not root.exists():
         try:
-            return ok("dataset", f"{root}: {find(root)[0]}")
+            return result("dataset", f"{root}: {find(root)[0]}")
         except SsdctlError as error:
             is_broken = (root / TOML).is_file()  # else there is no dataset yet
-            return bad("dataset", str(error), error.hint or "", is_wanted=is_broken)
+            return result("dataset", str(error), error.hint or "", is_wanted=is_broken)
     images = [image_folder(root, m) for s in made.splits if (m := read_metadata(folder, s))]
     detail = f"{root}: {' and '.join(made.splits)}"
     if missing := [str(path) for path in images if not path.is_dir()]:
         detail += f"; no image folder {', '.join(missing)}: only a packed store works"
-    return ok("dataset", detail)
+    return result("dataset", detail)
 
 
 def _store(root: Path, folder: Path) -> Check:
@@ -83,62 +82,66 @@ def _store(root: Path, folder: Path) -> Check:
     if made is None:
         has_index = any(index_path(folder, split).is_file() for split in SPLITS)
         state = "incomplete, unreadable, or of another version" if has_index else "not prepared"
-        return bad("store", f"{folder}: {state}", again)
+        return result("store", f"{folder}: {state}", again)
     metadata = [m for split in made.splits if (m := read_metadata(folder, split))]
     if not all((folder / shard.file).is_file() for m in metadata for shard in m.shards):
-        return bad("store", f"{folder}: incomplete (a shard is missing)", again)
+        return result("store", f"{folder}: incomplete (a shard is missing)", again)
     if labels_changed(root, made):
-        return bad("store", f"{folder}: stale (its labels changed since)", again)
+        return result("store", f"{folder}: stale (its labels changed since)", again)
     packed = ", packed" if any(m.packed for m in metadata) else ""
-    return ok("store", f"{folder}: prepared{packed}")
+    return result("store", f"{folder}: prepared{packed}")
 
 
-def _space(root: Path, folder: Path, has_dataset: bool, is_prepared: bool) -> Check:
+def _space(root: Path, folder: Path, store: Check | None) -> Check:
+    """Check the free space; `store` is the result for the store, None without a dataset."""
     free = free_bytes(root.absolute())
     detail = f"{free / 1e9:,.0f} GB free at {root}"
     where = nearest_folder(folder)
+    is_prepared = store is not None and store.state == OK
     if not is_prepared and not os.access(where, os.W_OK):
-        return bad("disk", f"{detail}; {where} is read-only", "give --store DIR elsewhere")
-    if has_dataset and free < SPARE_BYTES:
-        return bad("disk", detail, "a packed store takes as much as its images")
-    if not has_dataset and free < COCO_BYTES:
-        return bad("disk", detail, f"COCO 2017 needs {COCO_BYTES / 1e9:.0f} GB with its archives")
-    return ok("disk", detail)
+        return result("disk", f"{detail}; {where} is read-only", "give --store DIR elsewhere")
+    if store is not None and free < SPARE_BYTES:
+        return result("disk", detail, "a packed store takes as much as its images")
+    if store is None and free < COCO_BYTES:
+        remedy = f"COCO 2017 needs {COCO_BYTES / 1e9:.0f} GB with its archives"
+        return result("disk", detail, remedy)
+    return result("disk", detail)
 
 
 def _weights(config: Config) -> Check:
     name = weights_of(config.model)
     if config.train.init is not None or name is None:
-        return ok("weights", "not needed: the config trains without them")
+        return result("weights", "not needed: the config trains without them")
     if Path(name).is_file():
-        return ok("weights", f"{name}, {Path(name).stat().st_size:,} bytes")
+        return result("weights", f"{name}, {Path(name).stat().st_size:,} bytes")
     try:
         file = weights_named(name).file
         path = find_weights(name)
     except SsdctlError as error:
-        return bad("weights", str(error), error.hint or "", is_wanted=True)
+        return result("weights", str(error), error.hint or "", is_wanted=True)
     cached = torch_cache_dir() / file.name
     if path is not None:
-        return ok("weights", f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified")
+        return result("weights", f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified")
     remedy = f"ssdctl fetch-weights {name}"
     if cached.is_file():
         detail = f"{cached}: its size or SHA-256 is not that of the published file"
-        return bad("weights", detail, f"{remedy} replaces it")
+        return result("weights", detail, f"{remedy} replaces it")
     if not os.access(nearest_folder(cached.parent), os.W_OK):
         remedy += ", with TORCH_HOME set to a folder that can be written"
-        return bad("weights", f"{name}: not in {cached.parent}", remedy)
+        return result("weights", f"{name}: not in {cached.parent}", remedy)
     detail = f"{name}: not in {cached.parent} yet; the first training downloads it"
     return Check("weights", ABSENT, detail, remedy)
 
 
-def check_network(config: Config) -> Iterator[Check]:
+def check_network(doctor: Doctor) -> Iterator[Check]:
     """Request one byte of each file, as `download` and `fetch-weights` do, in parallel."""
+    config = doctor.config
     files = dict(COCO2017)
     name = weights_of(config.model)
     if name is not None:
         with contextlib.suppress(UsageError):  # a file of the user: checked by `check_data`
             files["weights"] = weights_named(name).file
-    results = [
+    answers = [
         run_in_daemon_thread(partial(_check_file, part, file, config.download.mirror))
         for part, file in files.items()
     ]
@@ -146,9 +149,9 @@ def check_network(config: Config) -> Iterator[Check]:
     values = {name: os.environ.get(name.lower()) or os.environ.get(name) for name in names}
     user = re.compile("^([^:/]+://)?.*@")  # and password; the address may have no scheme
     shown = [f"{name}=" + user.sub(r"\1***@", value) for name, value in values.items() if value]
-    yield ok("proxies", ", ".join(shown) or "none set")
-    for result in results:
-        yield result.result()
+    yield result("proxies", ", ".join(shown) or "none set")
+    for answer in answers:
+        yield answer.result()
 
 
 def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
@@ -164,11 +167,11 @@ def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
                 if url == urls[-1]:
                     raise
     except SsdctlError as error:
-        return bad(part, str(error), error.hint or REMEDY, is_wanted=True)
+        return result(part, str(error), error.hint or REMEDY, is_wanted=True)
     host = urlsplit(url).netloc.rpartition("@")[2]
     if file.bytes is not None and num_bytes != file.bytes:
         detail = f"{file.name}: {host} has {num_bytes:,} bytes, expected are {file.bytes:,}"
         remedy = "the host serves a different file: try --mirror"
-        return bad(part, detail, remedy, is_wanted=True)
-    spent = time.perf_counter() - start
-    return ok(part, f"{file.name}: {host} has its {num_bytes:,} bytes, answered in {spent:.2f} s")
+        return result(part, detail, remedy, is_wanted=True)
+    spent = f"answered in {time.perf_counter() - start:.2f} s"
+    return result(part, f"{file.name}: {host} has its {num_bytes:,} bytes, {spent}")

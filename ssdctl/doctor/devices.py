@@ -6,15 +6,13 @@ import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 from xml.etree import ElementTree as Xml
 
-from ssdctl.config import Config
-from ssdctl.doctor.check import DRIVER_S, Check, ProgramOutput, Programs, absent, bad, ok, ok_unless
+from ssdctl.doctor import DRIVER_S, IMPORT_S, OK, Check, Doctor, ProgramOutput, absent, result
 from ssdctl.runtime import hardware
-from ssdctl.runtime.hardware import TPU_V2_OR_V3, TPUS, Hardware
+from ssdctl.runtime.hardware import TPU_V2_OR_V3, TPUS
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.system import read_table, read_text
 from ssdctl.runtime.threads import run_in_daemon_thread
@@ -38,71 +36,72 @@ COUNT_TPUS = (
 SUCCESSOR = "TorchTPU, Google's announced successor of torch_xla, is not supported yet"
 
 
-def check_cpu(torch: Future[ProgramOutput]) -> Iterator[Check]:
+def check_cpu(doctor: Doctor) -> Iterator[Check]:
     """Yield the results of the torch probe for the CPU."""
-    if (cpu := torch.result().facts().get("cpu")) is None:
+    if (cpu := doctor.torch.result().facts().get("cpu")) is None:
         return
     native = "bf16 native" if cpu["has_native_bf16"] else "bf16 works but slowly: prefer --fp32"
-    yield ok("cpu", f"{cpu['label']}; fp32, {native}; no fp16")
+    yield result("cpu", f"{cpu['label']}; fp32, {native}; no fp16")
     if cpu["compile"]:
         remedy = "apt-get install g++ python3-dev, for --execution compile"
-        yield bad("cpu compile", cpu["compile"][0], remedy)
+        yield result("cpu compile", cpu["compile"][0], remedy)
     else:
-        yield ok("cpu compile", "torch.compile has its C++ compiler and Python's headers")
+        yield result("cpu compile", "torch.compile has its C++ compiler and Python's headers")
 
 
-def check_gpus(
-    config: Config, programs: Programs, pci: Hardware, torch: Future[ProgramOutput]
-) -> Iterator[Check]:
+def check_gpus(doctor: Doctor) -> Iterator[Check]:
     """Query NVIDIA's driver while torch is being imported, then check what torch detects."""
-    answer = programs.run(["nvidia-smi", "-q", "-x"], DRIVER_S)
-    problem, state = answer.problem, Xml.Element("none")
-    try:
-        state = state if problem else Xml.fromstring(answer.out)
-    except Xml.ParseError as error:
-        problem = str(error)
-    facts, is_wanted = torch.result().facts(), config.train.device == "cuda"
-    driver = state.findtext("driver_version", "")
-    cuda: Any = facts.get("cuda_build")
+    smi, state = doctor.run(["nvidia-smi", "-q", "-x"], DRIVER_S), Xml.Element("none")
+    if not smi.problem:
+        try:
+            state = Xml.fromstring(smi.out)
+        except Xml.ParseError as error:
+            smi = ProgramOutput("", str(error))
+    driver, torch = state.findtext("driver_version", ""), doctor.torch.result()
+    facts = torch.facts()
     if facts.get("gpus"):
-        yield from _usable_gpus(facts["gpus"], facts.get("gpu_compile") or (), cuda, driver)
-        yield from _gpu_states(state)
-        yield from _xids(programs)
+        yield from _usable_gpus(facts, driver)
+        yield from _gpu_states(state.findall("gpu"))
+        if found := Counter(XID.findall(doctor.run(["dmesg"], DRIVER_S).out)):
+            detail = ", ".join(f"{text} ({count} times)" for text, count in found.items())
+            remedy = "docs.nvidia.com/deploy/xid-errors says what each code means"
+            yield result("cuda xid", detail, remedy)
         return
+    is_wanted = doctor.config.train.device == "cuda"
     reason = facts.get("gpu_problem") or "torch could not be queried"
-    died = "cuda_build" in facts and torch.result().problem  # while it looked for GPUs
+    died = "cuda_build" in facts and torch.problem  # while it looked for GPUs
     if died:
         reason = f"looking for GPUs: {died}"
-    if not pci.num_nvidia and not driver and not died:
+    num_gpus = doctor.hardware.num_nvidia
+    if not num_gpus and not driver and not died:
         detail = f"no GPU: {reason}" if is_wanted else "no GPU"
         yield absent("cuda", detail, CPU_REMEDY, is_wanted=is_wanted)
         return
     # A card that torch cannot use: `--device auto` would silently train on the CPU.
-    num_gpus = pci.num_nvidia or len(state.findall("gpu"))
+    num_gpus = num_gpus or len(state.findall("gpu"))
     detail = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
     detail += f", not usable by torch: {reason}; "
-    detail += f"driver {driver}" if driver else f"nvidia-smi: {problem}"
+    detail += f"driver {driver}" if driver else f"nvidia-smi: {smi.problem}"
     remedy = "nvidia-smi must list the card: install or reload NVIDIA's driver"
-    if "cuda_build" in facts and cuda is None:
+    if "cuda_build" in facts and facts["cuda_build"] is None:
         remedy = "install a torch that is built for CUDA: pip install --force-reinstall torch"
     elif driver:
         remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for torch's CUDA"
-        remedy = _too_old(driver, cuda) or remedy
-    yield bad("cuda", detail, remedy, is_wanted=is_wanted)
+        remedy = _too_old(driver, facts.get("cuda_build")) or remedy
+    yield result("cuda", detail, remedy, is_wanted=is_wanted)
 
 
-def _too_old(driver: str, cuda: str | None) -> str:
-    """Return what to do about a driver that is older than torch's CUDA needs; else nothing."""
+def _too_old(driver: str, cuda: str | None) -> str | None:
+    """Return what to do about a driver that is older than torch's CUDA needs; else None."""
     needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0])) if cuda else None
     numbers = re.match(r"(\d+)\.(\d+)", driver)
     if needed is None or numbers is None or (int(numbers[1]), int(numbers[2])) >= needed:
-        return ""
+        return None
     return f"torch's CUDA {cuda} needs driver {needed[0]}.{needed[1]} or newer: update it"
 
 
-def _usable_gpus(
-    gpus: list[dict[str, Any]], not_compiled: Sequence[str], cuda: str, driver: str
-) -> Iterator[Check]:
+def _usable_gpus(facts: dict[str, Any], driver: str) -> Iterator[Check]:
+    gpus, cuda = facts["gpus"], facts["cuda_build"]
     names = Counter(
         f"{g['name']} ({g['memory_bytes'] / 2**30:.0f} GiB, compute "
         f"{g['capability'][0]}.{g['capability'][1]})"
@@ -111,33 +110,33 @@ def _usable_gpus(
     detail = ", ".join(f"{count} x {name}" for name, count in names.items())
     detail += f"; torch's CUDA {cuda}" + (f", driver {driver}" if driver else "")
     if all(g["has_kernels"] for g in gpus):
-        yield ok_unless("cuda", detail, _too_old(driver, cuda))
+        yield result("cuda", detail, _too_old(driver, cuda))
     else:
+        detail += "; this torch has no kernels for them"
         remedy = f"install a torch built for them (an older one for old cards); {CPU_REMEDY}"
-        yield bad("cuda", f"{detail}; this torch has no kernels for them", remedy, is_wanted=True)
+        yield result("cuda", detail, remedy, is_wanted=True)
     least = min(tuple(g["capability"]) for g in gpus)
     precision = "fp32, fp16 and bf16 native"
-    if least < NATIVE_BF16:
-        precision = "fp32, fp16; no native bf16 below compute 8.0"
     if least < TENSOR_CORES:
         precision = "fp32; fp16 only saves memory: no tensor cores below compute 7.0"
-    yield ok("cuda precision", precision)
-    if not_compiled:
+    elif least < NATIVE_BF16:
+        precision = "fp32, fp16; no native bf16 below compute 8.0"
+    yield result("cuda precision", precision)
+    if not_compiled := facts.get("gpu_compile"):
         remedy = "pip install triton; apt-get install g++ python3-dev"
-        yield bad("cuda compile", not_compiled[0], remedy)
+        yield result("cuda compile", not_compiled[0], remedy)
 
 
-def _gpu_states(state: Xml.Element) -> Iterator[Check]:
+def _gpu_states(gpus: Sequence[Xml.Element]) -> Iterator[Check]:
     """Yield what is wrong with the GPUs by NVIDIA's driver: memory, partitions, NVSwitch."""
     wrong: dict[tuple[str, str], list[str]] = {}
-    gpus = state.findall("gpu")
     for number, gpu in enumerate(gpus):
         for what, remedy, note in _gpu_problems(gpu):
             wrong.setdefault((what, remedy), []).append(f"{number}{note}")
     for (what, remedy), numbers in wrong.items():
-        yield bad("cuda state", f"GPU {', '.join(numbers)}: {what}", remedy)
+        yield result("cuda state", f"GPU {', '.join(numbers)}: {what}", remedy)
     if gpus and not wrong:
-        yield ok("cuda state", "no ECC error, nothing else uses them")
+        yield result("cuda state", "no ECC error, nothing else uses them")
 
 
 def _gpu_problems(gpu: Xml.Element) -> Iterator[tuple[str, str, str]]:
@@ -167,60 +166,47 @@ def _gpu_problems(gpu: Xml.Element) -> Iterator[tuple[str, str, str]]:
         yield "memory used by other programs", remedy, f" ({used:,} MiB)"
 
 
-def _xids(programs: Programs) -> Iterator[Check]:
-    """Yield the errors that the driver wrote into the kernel's log, if that can be read."""
-    if found := Counter(XID.findall(programs.run(["dmesg"], DRIVER_S).out)):
-        detail = ", ".join(f"{text} ({count} times)" for text, count in found.items())
-        yield bad("cuda xid", detail, "docs.nvidia.com/deploy/xid-errors says what each code means")
-
-
-def check_gaudi(config: Config, programs: Programs, pci: Hardware) -> Iterator[Check]:
+def check_gaudi(doctor: Doctor) -> Iterator[Check]:
     """Query hl-smi, then import the bridge in a subprocess."""
-    cards, problem = _gaudi_cards(programs)
-    wants_hpu = config.train.device == "hpu"
-    release = cards[0][1] if cards else read_text(hardware.SYS / "module/habanalabs/version")
+    smi = doctor.run(["hl-smi", "-Q", "name,driver_version,bus_id", "-f", "csv,noheader"], DRIVER_S)
+    lines = [line.split(",") for line in smi.out.splitlines() if line.count(",") == 2]
+    cards = [[field.strip() for field in line] for line in lines if not smi.problem]
+    problem = "" if cards else f"hl-smi: {smi.problem or 'it lists no card'}"
+    num_cards, device = len(cards) or doctor.hardware.num_gaudi, doctor.config.train.device
+    is_wanted = device == "hpu"
+    driver = cards[0][1] if cards else read_text(hardware.SYS / "module/habanalabs/version")
     has_bridge = importlib.util.find_spec(BRIDGE) is not None
     bridge = (package_version(BRIDGE_PACKAGE) or "unknown") if has_bridge else "absent"
-    num_cards = len(cards) or pci.num_gaudi
     names = Counter(name for name, *_ in cards) or {"Gaudi": num_cards}
     detail = ", ".join(f"{number} x {name}" for name, number in names.items())
-    detail += f", driver {release or 'unknown'}, bridge {bridge}"
+    detail += f", driver {driver or 'unknown'}, bridge {bridge}"
     if not num_cards and not has_bridge:
-        yield absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=wants_hpu)
+        yield absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=is_wanted)
     elif not num_cards:
         detail = f"bridge {bridge}, but no card: {problem}"
-        is_auto = config.train.device == "auto"  # chosen by the bridge
+        is_auto = device == "auto"  # chosen by the bridge
         detail += "; --device auto would choose it and fail" if is_auto else ""
         remedy = "hl-smi must list the cards: load the driver habanalabs; or --device cpu"
-        yield bad("hpu", detail, remedy, is_wanted=is_auto or wants_hpu)
+        yield result("hpu", detail, remedy, is_wanted=is_auto or is_wanted)
     elif not has_bridge:
-        yield bad("hpu", detail, IMAGE, is_wanted=wants_hpu)
+        yield result("hpu", detail, IMAGE, is_wanted=is_wanted)
     else:
-        yield _releases(detail, release, bridge, problem)
-        answer = programs.run_python("-c", f"import {BRIDGE}.torch.core")
-        if answer.problem:
-            detail = f"cannot be imported: {answer.problem}"
-            yield bad("hpu bridge", detail, IMAGE, is_wanted=wants_hpu)
-        yield ok("hpu precision", "fp32, bf16 native; no fp16")
-        size = config.train.batch_size
+        yield _releases(detail, driver, bridge, problem)
+        imported = doctor.run_python("-c", f"import {BRIDGE}.torch.core", timeout_s=IMPORT_S)
+        if imported.problem:
+            detail = f"cannot be imported: {imported.problem}"
+            yield result("hpu bridge", detail, IMAGE, is_wanted=is_wanted)
+        yield result("hpu precision", "fp32, bf16 native; no fp16")
+        size = doctor.config.train.batch_size
         if size != "auto" and size % GAUDI2_BATCH and any(GAUDI2.match(name) for name in names):
             below = size - size % GAUDI2_BATCH
             hint = " or ".join(f"--bs {n}" for n in (below, below + GAUDI2_BATCH) if n)
-            yield ok("hpu batch", f"{size} a device; Gaudi2 is faster at multiples of 24", hint)
+            detail = f"{size} a device; Gaudi2 is faster at multiples of 24"
+            yield Check("hpu batch", OK, detail, hint)
     if num_cards:
-        yield from _ports(programs, [address for *_, address in cards])
+        yield from _ports(doctor, [address for *_, address in cards])
         yield from _numa_map()
     yield _huge_pages(num_cards)
-
-
-def _gaudi_cards(programs: Programs) -> tuple[list[list[str]], str]:
-    """Return name, driver version and PCI address of each card; else why there is none."""
-    fields = "name,driver_version,bus_id"
-    answer = programs.run(["hl-smi", "-Q", fields, "-f", "csv,noheader"], DRIVER_S)
-    lines = [line.split(",") for line in answer.out.splitlines() if line.count(",") == 2]
-    if answer.problem or not lines:
-        return [], f"hl-smi: {answer.problem or 'it lists no card'}"
-    return [[field.strip() for field in line] for line in lines], ""
 
 
 def _releases(detail: str, driver: str, bridge: str, problem: str) -> Check:
@@ -228,17 +214,17 @@ def _releases(detail: str, driver: str, bridge: str, problem: str) -> Check:
     has, needs = (re.match(r"\d+\.\d+", version) for version in (driver, bridge))
     if has and needs and has[0] != needs[0]:
         remedy = f"use the vendor's image of release {has[0]}, or update the driver to {needs[0]}"
-        return bad("hpu", f"{detail}: the releases do not match", remedy)
+        return result("hpu", f"{detail}: the releases do not match", remedy)
     if problem:
         remedy = "hl-smi comes with the vendor's driver; in a container, mount it or use its image"
-        return bad("hpu", f"{detail}; {problem}", remedy)
-    return ok("hpu", detail)
+        return result("hpu", f"{detail}; {problem}", remedy)
+    return result("hpu", detail)
 
 
-def _ports(programs: Programs, addresses: list[str]) -> Iterator[Check]:
+def _ports(doctor: Doctor, addresses: list[str]) -> Iterator[Check]:
     """Check the links between the cards, which all-reduces of several cards use."""
     commands = [["hl-smi", "-n", "link", "-i", address] for address in addresses]
-    futures = [run_in_daemon_thread(partial(programs.run, argv, DRIVER_S)) for argv in commands]
+    futures = [run_in_daemon_thread(partial(doctor.run, argv, DRIVER_S)) for argv in commands]
     down, num_ports = [], 0
     for address, future in zip(addresses, futures, strict=True):
         states = re.findall(r"port\s+(\d+)\s*:\s*(UP|DOWN)", future.result().out, re.IGNORECASE)
@@ -249,9 +235,9 @@ def _ports(programs: Programs, addresses: list[str]) -> Iterator[Check]:
         remedy = (
             "needed for several cards: see dmesg, reload the driver; unused external ones are fine"
         )
-        yield bad("hpu ports", f"down: {'; '.join(down)}", remedy)
+        yield result("hpu ports", f"down: {'; '.join(down)}", remedy)
     elif num_ports:
-        yield ok("hpu ports", f"{num_ports} up")
+        yield result("hpu ports", f"{num_ports} up")
 
 
 def _numa_map() -> Iterator[Check]:
@@ -264,7 +250,7 @@ def _numa_map() -> Iterator[Check]:
         cpus = read_text(hardware.SYS / f"devices/system/node/node{node}/cpulist")
         texts.append(f"card {','.join(modules)}: NUMA node {node} (CPU {cpus})")
     if texts:
-        yield ok("hpu cores", "; ".join(texts))
+        yield result("hpu cores", "; ".join(texts))
 
 
 def _huge_pages(num_cards: int) -> Check:
@@ -275,39 +261,40 @@ def _huge_pages(num_cards: int) -> Check:
         return absent("huge pages", f"{detail}; not needed without Gaudi cards")
     advised = HUGE_PAGES_PER_CARD * num_cards
     if pages >= advised:
-        return ok("huge pages", detail)
+        return result("huge pages", detail)
     remedy = (
         "sudo cp /etc/sysctl.conf /etc/sysctl.conf.bak; set vm.nr_hugepages = "
         f"{advised} in /etc/sysctl.conf; sudo sysctl -p; after training: sudo mv "
         "/etc/sysctl.conf.bak /etc/sysctl.conf; sudo sysctl -p. Too few end in 'Error mapping "
         f"memory'. Kubernetes pods request hugepages-2Mi={2 * advised}Mi instead"
     )
-    return bad("huge pages", f"{detail}; {advised:,} are recommended (Voyager's number)", remedy)
+    return result("huge pages", f"{detail}; {advised:,} are recommended (Voyager's number)", remedy)
 
 
-def check_tpus(config: Config, programs: Programs, pci: Hardware) -> Check:
+def check_tpus(doctor: Doctor) -> Iterator[Check]:
     """Check the chips, that torch_xla matches torch, and which devices it detects."""
-    is_wanted = config.train.device == "xla"
-    chips = ", ".join(f"{n} x {TPUS[model]}" for model, n in Counter(pci.tpus).items())
+    wanted = {"is_wanted": doctor.config.train.device == "xla"}
+    chips = ", ".join(f"{n} x {TPUS[model]}" for model, n in Counter(doctor.hardware.tpus).items())
     found = f"{chips} on the PCI bus; " if chips else ""
-    if TPU_V2_OR_V3 in pci.tpus:
+    if TPU_V2_OR_V3 in doctor.hardware.tpus:
         found = found.replace(";", " (two cores a chip);")
     if importlib.util.find_spec("torch_xla") is None:
         remedy = f"pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'. {SUCCESSOR}"
-        if chips:
-            return bad("tpu", f"{found}no torch_xla", remedy, is_wanted=is_wanted)
-        return absent("tpu", "no torch_xla", remedy, is_wanted=is_wanted)
+        state = result if chips else absent
+        yield state("tpu", f"{found}no torch_xla", remedy, **wanted)
+        return
     torch, xla = (
         ".".join((package_version(name) or "unknown").split(".")[:2])
         for name in ("torch", "torch_xla")
     )
     detail = f"{found}torch_xla {xla} with torch {torch}"
     if torch != xla:
-        remedy = f"pip install 'torch=={xla}.*'"
-        return bad("tpu", f"{detail}: no match", remedy, is_wanted=is_wanted)
-    answer = programs.run_python("-c", COUNT_TPUS)
-    if answer.problem:
+        yield result("tpu", f"{detail}: no match", f"pip install 'torch=={xla}.*'", **wanted)
+        return
+    counted = doctor.run_python("-c", COUNT_TPUS, timeout_s=IMPORT_S)
+    if counted.problem:
         remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
-        return bad("tpu", f"{detail}: {answer.problem}", remedy, is_wanted=is_wanted)
-    devices = (answer.out.strip().splitlines() or ["?"])[-1]
-    return ok("tpu", f"{devices}, {detail}; fp32, bf16 native. {SUCCESSOR}")
+        yield result("tpu", f"{detail}: {counted.problem}", remedy, **wanted)
+        return
+    devices = (counted.out.strip().splitlines() or ["?"])[-1]
+    yield result("tpu", f"{devices}, {detail}; fp32, bf16 native. {SUCCESSOR}")

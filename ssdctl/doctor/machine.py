@@ -7,10 +7,10 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -19,12 +19,11 @@ from packaging.requirements import Requirement
 
 from ssdctl._version import __version__
 from ssdctl.config import Config
-from ssdctl.doctor.check import Check, ProgramOutput, Programs, absent, bad, ok, ok_unless
-from ssdctl.launch import read_node
+from ssdctl.doctor import Check, Doctor, absent, result
 from ssdctl.runtime import hardware, system
 from ssdctl.runtime.hardware import Hardware
 from ssdctl.runtime.packages import dali_extra, package_version
-from ssdctl.runtime.system import UNLIMITED, cpu_quota, memory_limit, read_text, resource_limit
+from ssdctl.runtime.system import UNLIMITED, read_text
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
@@ -55,69 +54,66 @@ FILES_WANTED = 4096  # shards, connections, logs; a connection or two per rank
 FILES_NEEDED = 1024
 VERSION_S = 15.0
 LOGIN = "log in to a node of the cluster, or write the script there: launch --write FILE"
+KUBECTL = "install kubectl and log in to the cluster; launch --write FILE needs neither"
 # Program and the arguments that print its version, the launcher that needs it, its use, a remedy.
 TOOLS = (
     ("mpirun --version", "mpirun", "launch --hpus", "apt-get install openmpi-bin"),
     ("sbatch --version", "slurm", "launch --launcher slurm", LOGIN),
     ("srun --version", "slurm", "jobs of Slurm", "it comes with sbatch"),
-    (
-        "kubectl version --client",
-        "kubernetes",
-        "launch --launcher kubernetes",
-        "install kubectl and log in to the cluster; launch --write FILE needs neither",
-    ),
+    ("kubectl version --client", "kubernetes", "launch --launcher kubernetes", KUBECTL),
 )
 
 
-def check_software(config: Config, torch: Future[ProgramOutput]) -> Iterator[Check]:
+def check_software(doctor: Doctor) -> Iterator[Check]:
     """Yield the results for Python, the packages and the import of torch."""
-    yield ok("ssdctl", f"{__version__} on {platform.platform()}")
-    python, remedy = f"{platform.python_version()} ({sys.executable})", ""
+    yield result("ssdctl", f"{__version__} on {platform.platform()}")
+    python = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info[:2] > NEWEST_PYTHON:
-        python += ": newer than tested"
         remedy = f"use Python {'.'.join(map(str, NEWEST_PYTHON))}"
-    yield ok_unless("python", python, remedy)
+        yield result("python", f"{python}: newer than tested", remedy)
+    else:
+        yield result("python", python)
     try:
         requirements = [Requirement(text) for text in metadata.requires("ssdctl") or []]
     except metadata.PackageNotFoundError:
         remedy = "install it: pip install -e . in its folder, or pip install of its wheel"
-        yield bad("packages", "ssdctl runs without being installed", remedy)
+        yield result("packages", "ssdctl runs without being installed", remedy)
     else:
-        yield from _packages(config, requirements)
-    facts = torch.result().facts()
+        yield from _packages(doctor.config, requirements)
+    torch = doctor.torch.result()
+    facts = torch.facts()
     if "cpu" not in facts:
         remedy = "pip install --force-reinstall torch torchvision"
-        yield bad("torch import", f"fails: {torch.result().problem}", remedy, is_wanted=True)
-        return
-    detail, remedy = f"{facts['import_s']:.1f} s", ""
-    if not facts["has_gloo"]:
-        detail += "; built without gloo"
+        yield result("torch import", f"fails: {torch.problem}", remedy, is_wanted=True)
+    elif facts["has_gloo"]:
+        yield result("torch import", f"{facts['import_s']:.1f} s")
+    else:
         remedy = "several ranks need it: install PyTorch's own build"
-    yield ok_unless("torch import", detail, remedy)
+        yield result("torch import", f"{facts['import_s']:.1f} s; built without gloo", remedy)
 
 
 def _packages(config: Config, requirements: list[Requirement]) -> Iterator[Check]:
     needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
-    results = [_check_requirement(requirement) for requirement in needed]
+    results = [_requirement(requirement) for requirement in needed]
     separate = [c for c in results if c.remedy or c.name in OWN_LINE]
     yield from sorted(separate, key=lambda check: bool(check.remedy))
     if rest := ", ".join(f"{c.name} {c.detail}" for c in results if c not in separate):
-        yield ok("packages", rest)
+        yield result("packages", rest)
     yield from _torchvision()
     optional = [r for r in requirements if r not in needed]
     yield from _extras(config, optional, {r.name for r in needed})
 
 
-def _check_requirement(requirement: Requirement) -> Check:
+def _requirement(requirement: Requirement) -> Check:
     name, specifier = requirement.name, str(requirement.specifier)
     version = package_version(name)
     if version is not None and requirement.specifier.contains(version, prereleases=True):
-        return ok(name, version)
+        return result(name, version)
     remedy = f"pip install '{name}{specifier}'"
     if name in OWN_LINE and importlib.util.find_spec("habana_frameworks") is not None:
         remedy = "it is part of the vendor's image: use a newer image"
     detail = f"{version or 'not installed'}; ssdctl needs {specifier}"
-    return bad(name, detail, remedy, is_wanted=True)
+    return result(name, detail, remedy, is_wanted=True)
 
 
 def _torchvision() -> Iterator[Check]:
@@ -130,7 +126,7 @@ def _torchvision() -> Iterator[Check]:
         if requirement.name == "torch" and not specifier.contains(version, prereleases=True):
             detail = f"built for torch {specifier}, installed is {version}"
             remedy = "pip install --upgrade torch torchvision, both at once"
-            yield bad("torchvision", detail, remedy)
+            yield result("torchvision", detail, remedy)
 
 
 def _extras(
@@ -146,7 +142,7 @@ def _extras(
     installed, missing = [], []
     for extra, purpose in PURPOSES.items():
         members = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
-        checks = [_check_requirement(r) for r in members if r.name != "ssdctl"]
+        checks = [_requirement(r) for r in members if r.name != "ssdctl"]
         if not checks:  # unknown to the metadata
             continue
         wrong = [c for c in checks if c.remedy]
@@ -159,24 +155,22 @@ def _extras(
             detail = "; ".join(f"{c.name}: {c.detail}" for c in wrong)
             packages = " ".join(c.remedy.removeprefix("pip install ") for c in wrong)
             remedy = f"pip install {packages}, for {purpose}"
-            yield bad(f"extra {extra}", detail, remedy, is_wanted=extra in wanted)
+            yield result(f"extra {extra}", detail, remedy, is_wanted=extra in wanted)
         else:
             missing.append(f"{extra} ({purpose})")
     if installed:
-        yield ok("extras", ", ".join(installed))
+        yield result("extras", ", ".join(installed))
     if missing:
         yield absent("other extras", f"not installed: {', '.join(missing)}")
 
 
-def check_machine(pci: Hardware) -> Iterator[Check]:
+def check_machine(doctor: Doctor) -> Iterator[Check]:
     """Yield the results for cores, memory, limits of this process, and InfiniBand."""
     yield _cores()
     yield _memory()
-    yield _shared_memory(pci)
-    if (limits := resource_limit("MEMLOCK")) is not None:
-        yield _locked_memory(limits[0], pci)
-    if (limits := resource_limit("NOFILE")) is not None:
-        yield _open_files(*limits)
+    yield _shared_memory(doctor.hardware)
+    yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], doctor.hardware)
+    yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     ports = {
         f"{port.parts[-3]}:{port.name}": read_text(port / "state").partition(": ")[2] or "unknown"
         for port in sorted((hardware.SYS / "class/infiniband").glob("*/ports/*"))
@@ -184,90 +178,91 @@ def check_machine(pci: Hardware) -> Iterator[Check]:
     if ports:
         remedy = "several nodes would use TCP: check cables and the subnet manager (ibstat)"
         detail = ", ".join(f"{name} {state}" for name, state in ports.items())
-        yield ok_unless("infiniband", detail, "" if "ACTIVE" in ports.values() else remedy)
+        yield result("infiniband", detail, None if "ACTIVE" in ports.values() else remedy)
 
 
 def _cores() -> Check:
-    cpus = len(system.usable_cpus())
-    node = read_node(hardware.SYS / "devices/system/cpu")
-    numa = len(list((hardware.SYS / "devices/system/node").glob("node[0-9]*"))) or 1
-    detail = f"{cpus} usable of {os.cpu_count()}"
-    if node.has_topology:
-        detail += f": {node.cores} physical on {node.sockets} socket(s), {numa} NUMA node(s)"
+    cpus = system.usable_cpus()
+    cores, has_topology = system.physical_cores(cpus, hardware.SYS / "devices/system/cpu")
+    detail = f"{len(cpus)} usable of {os.cpu_count()}"
+    if has_topology:
+        sockets = len({socket for socket, _ in cores})
+        numa = len(list((hardware.SYS / "devices/system/node").glob("node[0-9]*"))) or 1
+        detail += f": {len(cores)} physical on {sockets} socket(s), {numa} NUMA node(s)"
     else:
         detail += ", without topology (a VM): mpirun maps ranks by slot"
-    quota = cpu_quota(hardware.PROC, hardware.SYS)
-    if quota is not None and quota < cpus:
+    quota = system.cpu_quota(hardware.PROC, hardware.SYS)
+    if quota is not None and quota < len(cpus):
         detail += f"; the cgroup grants {quota:g}"
         threads = os.environ.get("OMP_NUM_THREADS", "")
         if threads.isdigit() and int(threads) > math.ceil(quota):
             remedy = "threads beyond it are throttled: unset it, or raise the container's limit"
-            return bad("cores", f"{detail}, OMP_NUM_THREADS is {threads}", remedy)
-    return ok("cores", detail)
+            return result("cores", f"{detail}, OMP_NUM_THREADS is {threads}", remedy)
+    return result("cores", detail)
 
 
 def _memory() -> Check:
     table = system.read_table(hardware.PROC / "meminfo")
     total, available = (system.table_bytes(table, name) for name in ("MemTotal", "MemAvailable"))
-    limit = memory_limit(hardware.PROC, hardware.SYS)
+    limit = system.memory_limit(hardware.PROC, hardware.SYS)
     detail = f"{available / 2**30:.0f} GiB available of {total / 2**30:.0f}"
     if limit is not None and limit < total:
         detail += f"; the cgroup grants {limit / 2**30:.1f} GiB"
         available = min(available, limit)
     remedy = "end other programs or raise the limit; a smaller --bs needs less"
-    return ok_unless("memory", detail, remedy if available < LITTLE_MEMORY else "")
+    return result("memory", detail, remedy if available < LITTLE_MEMORY else None)
 
 
 def _shared_memory(pci: Hardware) -> Check:
     try:
         disk = os.statvfs(SHM)
     except OSError as error:
-        return bad("/dev/shm", f"absent: {error.strerror}", "mount -t tmpfs tmpfs /dev/shm")
+        return result("/dev/shm", f"absent: {error.strerror}", "mount -t tmpfs tmpfs /dev/shm")
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     detail = f"{free / 2**30:.1f} GiB free of {size / 2**30:.1f}"
     is_too_small = free < SHM_WANTED and pci.has_cards
-    return ok_unless("/dev/shm", detail, SHM_REMEDY if is_too_small else "")
+    return result("/dev/shm", detail, SHM_REMEDY if is_too_small else None)
 
 
 def _locked_memory(soft: int, pci: Hardware) -> Check:
     if soft == UNLIMITED:
-        return ok("locked memory", "unlimited")
+        return result("locked memory", "unlimited")
     detail = f"limit {soft / 2**20:,.1f} MiB"
     if pci.has_rdma or pci.num_gaudi:
-        return bad("locked memory", detail, MEMLOCK_REMEDY)
-    return ok("locked memory", f"{detail}; it matters only for RDMA and Gaudi")
+        return result("locked memory", detail, MEMLOCK_REMEDY)
+    return result("locked memory", f"{detail}; it matters only for RDMA and Gaudi")
 
 
 def _open_files(soft: int, hard: int) -> Check:
     if soft == UNLIMITED or soft >= FILES_NEEDED:
-        return ok("open files", "unlimited" if soft == UNLIMITED else f"limit {soft:,}")
+        return result("open files", "unlimited" if soft == UNLIMITED else f"limit {soft:,}")
     remedy = f"ulimit -n {FILES_WANTED if hard == UNLIMITED else min(hard, FILES_WANTED)}"
     if hard != UNLIMITED and hard < FILES_NEEDED:
         remedy = f"raise the hard limit of {hard:,} (nofile in /etc/security/limits.conf)"
-    return bad("open files", f"limit {soft:,}", remedy)
+    return result("open files", f"limit {soft:,}", remedy)
 
 
-def check_launchers(config: Config, programs: Programs, pci: Hardware) -> Iterator[Check]:
+def check_launchers(doctor: Doctor) -> Iterator[Check]:
     """Run every installed program in parallel."""
     outputs = {
-        words: run_in_daemon_thread(partial(programs.run, words.split(), VERSION_S))
+        words: run_in_daemon_thread(partial(doctor.run, words.split(), VERSION_S))
         for words, *_ in TOOLS
         if shutil.which(words.split()[0])
     }
     for words, launcher, use, remedy in TOOLS:
-        name, is_wanted = words.split()[0], config.launch.launcher == launcher
+        name, is_wanted = words.split()[0], doctor.config.launch.launcher == launcher
         if words not in outputs:
-            if name == "mpirun" and pci.num_gaudi and not is_wanted:
-                yield bad(name, f"not found; {use} runs it", remedy)
+            if name == "mpirun" and doctor.hardware.num_gaudi and not is_wanted:
+                yield result(name, f"not found; {use} runs it", remedy)
             else:
                 yield absent(name, f"not found; for {use}", remedy, is_wanted=is_wanted)
             continue
         output = outputs[words].result()
         version = output.out.strip().partition("\n")[0].strip()
         if output.problem:
-            yield bad(name, f"does not answer: {output.problem}", remedy, is_wanted=is_wanted)
+            yield result(name, f"does not answer: {output.problem}", remedy, is_wanted=is_wanted)
         elif name == "mpirun" and not re.search("open ?mpi|openrte|prrte", version, re.IGNORECASE):
             remedy = f"ssdctl writes Open MPI's options; put its mpirun first on PATH ({remedy})"
-            yield bad(name, f"{version}: not Open MPI's", remedy, is_wanted=is_wanted)
+            yield result(name, f"{version}: not Open MPI's", remedy, is_wanted=is_wanted)
         else:
-            yield ok(name, version or "found")
+            yield result(name, version or "found")

@@ -17,12 +17,12 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.doctor.check import Check, ok, ok_unless
+from ssdctl.doctor import OK, Check, result
 from ssdctl.errors import SsdctlError
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
     from ssdctl.distributed.ranks import Ranks
 
 SIZE, BLOCK = 64 * 2**20, 4 * 2**20  # bytes that the disk is tested with
@@ -57,7 +57,8 @@ def probe_torch() -> None:
 
     cpu = Cpu()
     compiles = inductor.resolve_execution("compile")[1]
-    report(cpu={"label": cpu.label, "has_native_bf16": cpu.has_native_bf16, "compile": compiles})
+    has_bf16 = cpu.auto_precision == "bf16"
+    report(cpu={"label": cpu.label, "has_native_bf16": has_bf16, "compile": compiles})
     report(cuda_build=torch.version.cuda)
     gpus, problem = _gpus()
     compiles = inductor.resolve_execution("compile", gpus[0]["capability"])[1] if gpus else ()
@@ -206,7 +207,7 @@ def check_collectives(config: Config) -> list[Check]:
     ranks = find_ranks()
     device = open_device(config.train.device, ranks.local_rank, config.train.execution)
     with process_group(ranks, device, COLLECTIVES_S):
-        flops = matmul_flops(device, "bf16" if device.has_native_bf16 else "fp32")
+        flops = matmul_flops(device, "bf16" if device.auto_precision == "bf16" else "fp32")
         card = Card(socket.gethostname(), ranks.local_rank, device.label, flops)
         num_bytes, seconds = 0, 0.0
         if not ranks.is_single_process:
@@ -244,19 +245,19 @@ def _cards(cards: list[Card]) -> Check:
         f"slowest is rank {slowest} (device {card.local_rank} of {card.host})"
     )
     remedy = f"the others wait for it in each step: check its clocks, cores and load on {card.host}"
-    return ok_unless("matrix product", detail, remedy if min(rates) < SLOW * max(rates) else "")
+    return result("matrix product", detail, remedy if min(rates) < SLOW * max(rates) else None)
 
 
 def _network(num_bytes: int, seconds: float, cards: list[Card]) -> Check:
     count = len(cards)
     if count == 1:
         remedy = "ssdctl launch --gpus N -- doctor --collectives measures several devices"
-        return ok("all-reduce", "a single process has no network to test", remedy)
+        return Check("all-reduce", OK, "a single process has no network to test", remedy)
     hosts = len({card.host for card in cards})
     # The bytes that each rank sends and receives, as NVIDIA's nccl-tests count them.
     rate = 2 * (count - 1) / count * num_bytes / seconds
     detail = f"{num_bytes / 1e6:.0f} MB over {count} ranks on {hosts} host(s): "
-    return ok("all-reduce", f"{detail}{1000 * seconds:.1f} ms, {rate / 1e9:.2f} GB/s per rank")
+    return result("all-reduce", f"{detail}{1000 * seconds:.1f} ms, {rate / 1e9:.2f} GB/s per rank")
 
 
 if __name__ == "__main__":

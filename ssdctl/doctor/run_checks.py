@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import logging
 import os
+import re
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as Late
 from functools import partial
 from itertools import groupby
+from pathlib import Path
+from types import ModuleType
 
 import msgspec
 
 from ssdctl.config import Config, Resolved
 from ssdctl.config.resolve import sources_of
 from ssdctl.distributed.ranks import free_port
-from ssdctl.doctor.check import (
-    ABSENT,
-    FAIL,
-    IMPORT_S,
-    OK,
-    PROBES,
-    WARN,
-    Check,
-    ProgramOutput,
-    Programs,
-    bad,
-    ok,
-    ok_unless,
-    without_secrets,
-)
+from ssdctl.doctor import ABSENT, FAIL, IMPORT_S, OK, WARN, Check, Doctor, ProgramOutput, result
 from ssdctl.doctor.devices import check_cpu, check_gaudi, check_gpus, check_tpus
 from ssdctl.doctor.machine import check_launchers, check_machine, check_software
 from ssdctl.files import free_bytes
-from ssdctl.runtime.hardware import find_hardware
 from ssdctl.runtime.packages import library_error
+from ssdctl.runtime.safe_text import redact_urls
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -54,6 +45,26 @@ SLOW_DISK = 50e6  # bytes/s: a slower disk cannot supply two cores
 JOB_PREFIXES = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
 JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 Paint = Callable[[str, str], str]
+Checks = Callable[[Doctor], Iterable[Check]]
+
+
+def _data() -> ModuleType:
+    from ssdctl.doctor import data  # imports numpy, whose libraries may be broken
+
+    return data
+
+
+CHECKS: tuple[tuple[str, Checks], ...] = (
+    ("Python", check_software),
+    ("Devices", check_cpu),
+    ("Devices", check_gpus),
+    ("Devices", check_gaudi),
+    ("Devices", check_tpus),
+    ("Machine", check_machine),
+    ("Launchers", check_launchers),
+    ("Data", lambda doctor: _data().check_data(doctor)),
+)
+NETWORK: tuple[str, Checks] = ("Network", lambda doctor: _data().check_network(doctor))
 
 
 def examine(config: Config, *, network: bool = False, self_test: bool = False) -> list[Check]:
@@ -63,110 +74,92 @@ def examine(config: Config, *, network: bool = False, self_test: bool = False) -
         network: Also check the download hosts.
         self_test: Also write to the disk, join two ranks and train a step.
     """
-    programs = Programs()
+    doctor = Doctor(config)
     try:
-        results = _check_all(config, programs, network)
+        checks = (*CHECKS, NETWORK) if network else CHECKS
+        started = [(n, run_in_daemon_thread(partial(_run, n, c, doctor))) for n, c in checks]
+        results = []
+        for group, future in started:
+            try:
+                answers = future.result(PATIENCE_S)
+            except Late:
+                remedy = "a file system or a driver hangs: see dmesg"
+                answers = [result(group.lower(), f"no answer within {PATIENCE_S:g} s", remedy)]
+            results += [check._replace(group=group) for check in answers]
         if self_test:
-            results += [c._replace(group="Self-test") for c in _self_test(config, programs)]
+            for text, test in SELF_TESTS:
+                log.info("self-test: %s", text.format(config.train.device))
+                results.append(test(doctor)._replace(group="Self-test"))
     finally:
-        programs.stop()
+        doctor.stop()
     clean = without_secrets
     return [c._replace(detail=clean(c.detail), remedy=clean(c.remedy)) for c in results]
 
 
-def _check_all(config: Config, programs: Programs, network: bool) -> list[Check]:
-    pci = find_hardware()
-    torch = run_in_daemon_thread(
-        partial(programs.run_python, "-m", PROBES, "torch", timeout_s=IMPORT_S)
-    )
-    checks: list[tuple[str, Callable[[], Iterable[Check]]]] = [
-        ("Python", partial(check_software, config, torch)),
-        ("Devices", partial(check_cpu, torch)),
-        ("Devices", partial(check_gpus, config, programs, pci, torch)),
-        ("Devices", partial(check_gaudi, config, programs, pci)),
-        ("Devices", lambda: [check_tpus(config, programs, pci)]),
-        ("Machine", partial(check_machine, pci)),
-        ("Launchers", partial(check_launchers, config, programs, pci)),
-        ("Data", partial(_check_data, "check_data", config)),
-    ]
-    if network:
-        checks.append(("Network", partial(_check_data, "check_network", config)))
-    started = [(group, run_in_daemon_thread(partial(_run, group, run))) for group, run in checks]
-    results = []
-    for group, future in started:
-        try:
-            answers = future.result(PATIENCE_S)
-        except Late:
-            remedy = "a file system or a driver hangs: see dmesg"
-            answers = [bad(group.lower(), f"no answer within {PATIENCE_S:g} s", remedy)]
-        results += [check._replace(group=group) for check in answers]
-    return results
+def without_secrets(text: str) -> str:
+    """Return the text without passwords and queries of URLs, the home folder and the user's name.
+
+    Paths stay usable in a shell: ~/coco, /scratch/$USER/coco.
+    """
+    # Colors of other programs, and control characters.
+    text = re.sub(r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text).strip()
+    text = redact_urls(text)
+    with contextlib.suppress(RuntimeError):  # an id without a home, as in some containers
+        home = str(Path("~").expanduser())
+        if len(home) > 1:
+            text = re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
+    with contextlib.suppress(OSError, KeyError):  # an id without a name
+        user = re.escape(getpass.getuser())
+        text = re.sub(rf"(?<=/){user}(?=/|$|[\s:,;)'\"])", "$USER", text)
+    return text
 
 
-def _check_data(name: str, config: Config) -> Iterable[Check]:
-    from ssdctl.doctor import data  # imports numpy, whose libraries may be broken
-
-    return getattr(data, name)(config)
-
-
-def _run(group: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
+def _run(group: str, check: Checks, doctor: Doctor) -> list[Check]:
     """Run a check; add a problem if it cannot load a package or read a file."""
     results: list[Check] = []
     try:
-        results.extend(check())
+        results.extend(check(doctor))
     except (ImportError, OSError) as error:
         if (problem := library_error(error)) is not None:
-            results.append(bad(group.lower(), str(problem), problem.hint or "", is_wanted=True))
+            results.append(result(group.lower(), str(problem), problem.hint or "", is_wanted=True))
         elif isinstance(error, OSError):
             detail = f"cannot be read: {error.strerror or error}: {error.filename or ''}"
-            results.append(bad(group.lower(), detail.rstrip(": "), "check its permissions"))
+            results.append(result(group.lower(), detail.rstrip(": "), "check its permissions"))
         else:
             raise
     return results
 
 
-def _self_test(config: Config, programs: Programs) -> Iterator[Check]:
-    """Test the disk's rate, an all-reduce of two ranks and a training step, one after the other."""
-    log.info("self-test: the disk's rate at the data folder")
-    yield _disk(config, programs)
-    log.info("self-test: two ranks average a tensor")
-    yield _ranks(programs)
-    log.info("self-test: a training step on --device %s", config.train.device)
-    yield _step(config, programs)
-
-
-def _disk(config: Config, programs: Programs) -> Check:
+def _disk(doctor: Doctor) -> Check:
     from ssdctl.data.store_folder import dataset_folders
     from ssdctl.doctor.data import nearest_folder
 
-    _, store = dataset_folders(config.data)
+    _, store = dataset_folders(doctor.config.data)
     folder = nearest_folder(store)
     if free_bytes(folder) < DISK_NEEDS:
-        return bad("disk rate", f"{folder}: too full to write 64 MB", "free some space")
-    answer = programs.run_python("-m", PROBES, "disk", str(folder), timeout_s=DISK_S)
+        return result("disk rate", f"{folder}: too full to write 64 MB", "free some space")
+    answer = doctor.run_probe("disk", str(folder), timeout_s=DISK_S)
     rates = answer.facts()
     if "write" not in rates:
         remedy = "--data only needs to be readable; put --store DIR and --out RUN on another disk"
-        return bad("disk rate", f"{folder}: {answer.problem}", remedy)
+        return result("disk rate", f"{folder}: {answer.problem}", remedy)
     detail = f"{folder}: write {rates['write'] / 1e6:,.0f} MB/s"
     if answer.problem or "read" not in rates:
-        return bad("disk rate", f"{detail}, read: {answer.problem}", "check the disk's log")
+        return result("disk rate", f"{detail}, read: {answer.problem}", "check the disk's log")
     images = rates["read"] / IMAGE_BYTES
     detail += f", read {rates['read'] / 1e6:,.0f} MB/s (about {images:,.0f} images/s)"
     remedy = "copy the data to a local disk, or shrink the store: ssdctl prepare --shrink 512"
-    return ok_unless("disk rate", detail, remedy if rates["read"] < SLOW_DISK else "")
+    return result("disk rate", detail, remedy if rates["read"] < SLOW_DISK else None)
 
 
-def _ranks(programs: Programs) -> Check:
+def _ranks(doctor: Doctor) -> Check:
     """Start two ranks, without the variables of a job that this process belongs to."""
     start, common = time.perf_counter(), _without_job()
     common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def run(rank: str) -> ProgramOutput:
         environment = {**common, "RANK": rank, "LOCAL_RANK": rank}
-        return programs.run_python(
-            "-m", PROBES, "ranks", timeout_s=RANKS_S, environment=environment
-        )
+        return doctor.run_probe("ranks", timeout_s=RANKS_S, environment=environment)
 
     started = [run_in_daemon_thread(partial(run, rank)) for rank in "01"]
     answers = [future.result() for future in started]
@@ -175,10 +168,27 @@ def _ranks(programs: Programs) -> Check:
             "the machine's own name must resolve (/etc/hosts) and loopback must be open; "
             "GLOO_SOCKET_IFNAME=lo restricts gloo to loopback"
         )
-        return bad("all-reduce", "; ".join(problems), remedy, is_wanted=True)
+        return result("all-reduce", "; ".join(problems), remedy, is_wanted=True)
     facts, spent = answers[0].facts(), time.perf_counter() - start
     what = f"{facts['bytes'] / 1e6:.0f} MB in {1000 * facts['all_reduce_s']:.1f} ms"
-    return ok("all-reduce", f"two ranks over gloo: {what}; {spent:.1f} s in all")
+    return result("all-reduce", f"two ranks over gloo: {what}; {spent:.1f} s in all")
+
+
+def _step(doctor: Doctor) -> Check:
+    start, config = time.perf_counter(), doctor.config
+    text = msgspec.json.encode(Resolved(config, sources_of(config))).decode()
+    answer = doctor.run_probe("step", timeout_s=STEP_S, text=text, environment=_without_job())
+    facts = answer.facts()
+    where = f"--device {config.train.device}"
+    if "device" in facts:
+        how = f"{facts['precision']}, {facts['execution']}"
+        where += f" is {facts['device']}: {facts['label']}, {how}"
+    if answer.problem or "loss" not in facts:
+        remedy = "the results above list what is missing; --device cpu tests without the card"
+        return result("train step", f"{where}: {answer.problem}", remedy, is_wanted=True)
+    times = f"first {facts['first_s']:.1f} s, then {facts['step_s']:.2f} s"
+    spent = time.perf_counter() - start
+    return result("train step", f"{where}; ResNet-18, 1 image: {times}; {spent:.1f} s in all")
 
 
 def _without_job() -> dict[str, str]:
@@ -189,23 +199,11 @@ def _without_job() -> dict[str, str]:
     }
 
 
-def _step(config: Config, programs: Programs) -> Check:
-    start = time.perf_counter()
-    text = msgspec.json.encode(Resolved(config, sources_of(config))).decode()
-    answer = programs.run_python(
-        "-m", PROBES, "step", timeout_s=STEP_S, text=text, environment=_without_job()
-    )
-    facts = answer.facts()
-    where = f"--device {config.train.device}"
-    if "device" in facts:
-        how = f"{facts['precision']}, {facts['execution']}"
-        where += f" is {facts['device']}: {facts['label']}, {how}"
-    if answer.problem or "loss" not in facts:
-        remedy = "the results above list what is missing; --device cpu tests without the card"
-        return bad("train step", f"{where}: {answer.problem}", remedy, is_wanted=True)
-    times = f"first {facts['first_s']:.1f} s, then {facts['step_s']:.2f} s"
-    spent = time.perf_counter() - start
-    return ok("train step", f"{where}; ResNet-18, 1 image: {times}; {spent:.1f} s in all")
+SELF_TESTS = (
+    ("the disk's rate at the data folder", _disk),
+    ("two ranks average a tensor", _ranks),
+    ("a training step on --device {}", _step),
+)
 
 
 def to_text(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.download.http import NotFound, RetryPolicy, length_of
-from ssdctl.download.pinned_files import PinnedFile
+from ssdctl.download.pinned_files import DetectorSource, PinnedFile
 from ssdctl.download.transfer import PartialFile, Progress, partial_path, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
-from ssdctl.files import free_bytes, lock, safe_join
+from ssdctl.files import free_bytes, lock, safe_join, write_text
 from ssdctl.runtime.safe_text import redact_url
 
 WEIGHTS_CONNECTIONS = 4
@@ -89,6 +89,65 @@ def fetch_one(name: str, file: PinnedFile, folder: Path, **how: Any) -> Path:
             hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
             f"{(folder / file.name).absolute()}; or --set download.mirror=URL",
         ) from error
+
+
+def cached_detector(detector: DetectorSource, dest: Path | None = None) -> Path | None:
+    """Return the detector's verified file in `dest` (default: torch.hub's cache), or None.
+
+    Raises:
+        IntegrityError: A file without published checksum has changed since its first use.
+    """
+    path = (dest or torch_cache_dir()) / detector.file.name
+    if detector.trust == "prefix":
+        return path if is_whole(path, detector.file) else None
+    if not path.is_file() or not _checksum_path(path).is_file():
+        return None
+    remember_checksum(path)
+    return path
+
+
+def fetch_detector(detector: DetectorSource, dest: Path | None = None, **how: Any) -> Path:
+    """Return the file of a detector, fetched if `dest` (default: the cache) has none.
+
+    A file without published checksum still has to pass `remember_checksum` once it has been read.
+    `how` are the options `mirror`, `retry_policy` and `progress` of `fetch`.
+
+    Raises:
+        NetworkError: It cannot be fetched; the hint names the file and its folder.
+        IntegrityError: The server's file is another one, or a file changed since its first use.
+        DiskError: No space or no permission.
+    """
+    folder = dest or torch_cache_dir()
+    found = cached_detector(detector, folder)
+    return found or fetch_one(detector.name, detector.file, folder, **how)
+
+
+def remember_checksum(path: Path) -> str:
+    """Return the SHA-256 of a file that was read; write it next to the file at the first use.
+
+    For NVIDIA's detector no checksum is published: it is fetched over HTTPS, its contents are
+    checked by the reader of checkpoints, and later changes by this record.
+
+    Raises:
+        IntegrityError: Another one is written there already.
+        DiskError: The folder cannot be written.
+    """
+    record, digest = _checksum_path(path), sha256_of(path, "")
+    if not record.is_file():
+        write_text(record, f"{digest}  {path.name}\n")
+        return digest
+    with record.open(encoding="utf-8", errors="replace") as file:
+        recorded = file.read(len(digest))
+    if digest != recorded:
+        raise IntegrityError(
+            f"{path}: changed since its first use: SHA-256 was {recorded}, is {digest}",
+            hint=f"if you trust the new file, delete {record}; else delete both",
+        )
+    return digest
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
 
 
 def claim(target: Path) -> contextlib.AbstractContextManager[None]:

@@ -78,13 +78,12 @@ for _name in ("connection", "connectionpool"):
 class _Session(requests.Session):
     """Refuses redirects from HTTPS to HTTP."""
 
-    def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
-        was_sending = getattr(_thread, "is_sending", False)  # a redirect is sent from within
+    def request(self, *what: Any, **how: Any) -> requests.Response:
         _thread.is_sending = True
         try:
-            return super().send(request, **how)
+            return super().request(*what, **how)
         finally:
-            _thread.is_sending = was_sending
+            _thread.is_sending = False
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         try:

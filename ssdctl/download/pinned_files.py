@@ -1,13 +1,14 @@
-"""Pinned files to fetch: COCO 2017, torchvision's weights, and users' own manifests.
+"""Pinned files to fetch: COCO 2017, torchvision's weights, detectors, and users' own manifests.
 
 Sizes and hashes are those of the publishers' files. If only the start of a SHA-256 is known
-(torchvision puts its first 8 digits into the file name), that start is pinned and checked.
+(torchvision puts its first 8 digits into the file name), that start is pinned and checked. Of
+NVIDIA's detector nothing is known: fetch.py has what is checked instead.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -82,12 +83,58 @@ COCO2017 = {
 }
 
 
+class DetectorSource(NamedTuple):
+    """A published detector."""
+
+    name: str  # what the user types
+    file: PinnedFile  # an empty `sha256` if the publisher gives none
+    network: str
+    ap: float | None  # on COCO val2017 as published; None if the publisher gives none for this file
+    license: str  # the weights', as their publisher states it
+    page: str  # where the publisher describes it
+
+    @property
+    def trust(self) -> Literal["prefix", "first use"]:
+        """Whether the first digits of the SHA-256 are known, or none of it."""
+        return "prefix" if self.file.sha256 else "first use"
+
+
 def torchvision_weights(
-    stem: str, note: str, sha256: str | None = None, num_bytes: int | None = None
+    stem: str, note: str = "", sha256: str | None = None, num_bytes: int | None = None
 ) -> PinnedFile:
     """Return a file of torchvision's weights; its name ends with the start of its SHA-256."""
     pin = sha256 or stem.rpartition("-")[2]
     return PinnedFile(f"{stem}.pth", f"{WEIGHTS_URL}/{stem}.pth", pin, num_bytes, note=note)
+
+
+DETECTORS = (
+    DetectorSource(
+        "ssd300-vgg16-coco",
+        torchvision_weights("ssd300_vgg16_coco-b556d3b4"),
+        network="SSD300, VGG16",
+        ap=0.251,
+        license="BSD-3-Clause",
+        page="https://docs.pytorch.org/vision/stable/models/ssd.html",
+    ),
+    DetectorSource(
+        "nvidia-ssd300-coco",
+        PinnedFile(
+            "nvidia_ssdpyt_amp_200703.pt",
+            "https://api.ngc.nvidia.com/v2/models/nvidia/ssd_pyt_ckpt_amp/versions/20.06.0/files/"
+            "nvidia_ssdpyt_amp_200703.pt",
+            "",
+        ),
+        network="SSD300 v1.1, ResNet-50",
+        ap=None,
+        license="see its page",
+        page="https://catalog.ngc.nvidia.com/orgs/nvidia/models/ssd_pyt_ckpt_amp",
+    ),
+)
+
+
+def find_detector(name: str) -> DetectorSource | None:
+    """Return the detector called `name`, or None."""
+    return next((d for d in DETECTORS if d.name == name), None)
 
 
 def check_url(url: str, where: str) -> str:

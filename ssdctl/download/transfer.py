@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -52,22 +53,23 @@ RECORD_S = 0.02  # between two records of the state: what a kill loses
 Progress = Callable[[str, int, int], None]
 
 
-class Piece:
+class Piece(msgspec.Struct, array_like=True, eq=False):
     """A range of missing bytes for one connection; `start` moves with the bytes that arrive."""
 
-    def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.is_taken = False
+    start: int
+    stop: int
 
     @property
     def missing(self) -> range:
         return range(self.start, self.stop)
 
 
-class _State(msgspec.Struct):
+class State(msgspec.Struct):
+    """The line of JSON after the bytes of a partial file."""
+
     validator: str  # the server's name of this version of the file
     source: str  # a hash of the URL
-    missing: list[tuple[int, int]]  # starts and stops
+    missing: list[Piece]
 
 
 class PartialFile:
@@ -81,14 +83,15 @@ class PartialFile:
         self.path, self.num_bytes = partial_path(target), num_bytes
         size = -(-num_bytes // (4 * connections))
         self.piece_bytes = min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-        self._source = hashlib.sha256(source.encode()).hexdigest()[:16]
+        self._taken: set[Piece] = set()  # by a connection
+        digest = hashlib.sha256(source.encode()).hexdigest()[:16]
         with disk_errors(self.path, "writing"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = no_follow(self.path, os.O_RDWR | os.O_CREAT)
         try:
             state = self._read_state()
-            self.validator = state.validator if state.source == self._source else ""
-            self.pieces = [Piece(*span) for span in state.missing]
+            validator = state.validator if state.source == digest else ""
+            self.state = State(validator, digest, state.missing)
             self._record()
         except BaseException:
             os.close(self._file)
@@ -102,37 +105,37 @@ class PartialFile:
 
     def adopt(self, validator: str) -> None:
         """Store the server's name of the file version, to detect a later change."""
-        self.validator = validator
+        self.state.validator = validator
         self._record()
 
     def take(self) -> Piece | None:
         """Return the first missing bytes that no connection fetches, or None."""
-        index = next((i for i, piece in enumerate(self.pieces) if not piece.is_taken), None)
-        if index is None:
-            return None
-        piece = self.pieces[index]
-        if len(piece.missing) > self.piece_bytes:
-            self.pieces.insert(index + 1, Piece(piece.start + self.piece_bytes, piece.stop))
-            piece.stop = piece.start + self.piece_bytes
-        piece.is_taken = True
-        return piece
+        pieces = self.state.missing
+        for index, piece in enumerate(pieces):
+            if piece not in self._taken:
+                if len(piece.missing) > self.piece_bytes:
+                    pieces.insert(index + 1, Piece(piece.start + self.piece_bytes, piece.stop))
+                    piece.stop = piece.start + self.piece_bytes
+                self._taken.add(piece)
+                return piece
+        return None
 
     def widen(self, piece: Piece, validator: str) -> None:
         """Make the piece the whole file: the server sends all of it."""
         piece.start, piece.stop = 0, self.num_bytes
-        self.pieces = [piece]
+        self.state.missing = [piece]
         self.adopt(validator)
 
     @property
     def arrived_bytes(self) -> int:
-        return self.num_bytes - sum(len(piece.missing) for piece in self.pieces)
+        return self.num_bytes - sum(len(piece.missing) for piece in self.state.missing)
 
     def write(self, piece: Piece, data: bytes) -> None:
         """Store the next bytes of a piece."""
         self._write(data, piece.start)
         piece.start += len(data)
         if not piece.missing:
-            self.pieces.remove(piece)
+            self.state.missing.remove(piece)
         if time.monotonic() - self._recorded_s > RECORD_S:
             self._record()
 
@@ -154,8 +157,7 @@ class PartialFile:
             os.close(self._file)
 
     def _record(self) -> None:
-        missing = [(piece.start, piece.stop) for piece in self.pieces]
-        line = msgspec.json.encode(_State(self.validator, self._source, missing)) + b"\n"
+        line = msgspec.json.encode(self.state) + b"\n"
         self._write(line, self.num_bytes)  # a longer earlier line may stay behind it
         self._recorded_s = time.monotonic()
 
@@ -165,17 +167,17 @@ class PartialFile:
                 count = os.pwrite(self._file, data, position)
                 data, position = data[count:], position + count
 
-    def _read_state(self) -> _State:
+    def _read_state(self) -> State:
         """Return what an earlier download received; a file without a state may be complete."""
-        nothing = _State("", "", [(0, self.num_bytes)])
+        nothing = State("", "", [Piece(0, self.num_bytes)])
         if os.fstat(self._file).st_size < self.num_bytes:
             return nothing
         line = os.pread(self._file, MAX_STATE_BYTES, self.num_bytes).partition(b"\n")[0]
         try:
-            state = msgspec.json.decode(line, type=_State)
+            state = msgspec.json.decode(line, type=State)
         except DECODE_ERRORS:
-            return _State("", "", [])  # the hash decides
-        edges = [0, *(edge for span in state.missing for edge in span), self.num_bytes]
+            return State("", "", [])  # the hash decides
+        edges = [0, *(edge for p in state.missing for edge in (p.start, p.stop)), self.num_bytes]
         return state if edges == sorted(edges) else nothing
 
 
@@ -276,17 +278,13 @@ class _Attempt:
 
     def _work(self) -> None:
         with contextlib.suppress(_Halted):
-            while True:
-                with self.lock:
-                    piece = None if self.over.is_set() else self.partial.take()
-                if piece is None:
-                    return
-                self._fetch(piece)
+            while (piece := self._take()) is not None:
+                while piece.missing:
+                    retry(partial(self._request, piece), self.policy, self._pause)
 
-    def _fetch(self, piece: Piece) -> None:
-        """Request a piece until it is complete."""
-        while piece.missing:
-            retry(lambda: self._request(piece), self.policy, self._pause)
+    def _take(self) -> Piece | None:
+        with self.lock:
+            return None if self.over.is_set() else self.partial.take()
 
     def _pause(self, seconds: float, is_asked: bool) -> None:
         """Wait, or until the transfer ends; a wait that the server asked for is not a stall."""
@@ -300,7 +298,7 @@ class _Attempt:
     def _request(self, piece: Piece) -> None:
         """Send one request for what the piece lacks, and write what is received."""
         wanted, problem = piece.missing, "the server closed the connection without a byte"
-        known = self.partial.validator if self.watch_version else ""
+        known = self.partial.state.validator if self.watch_version else ""
         reply = get(self.session, self.url, wanted if self.ranges else None, known, self.policy)
         with reply:
             span = self._accepted(reply, piece, wanted)
@@ -341,7 +339,7 @@ class _Attempt:
                     f"{reply.headers.get('Content-Range')!r}",
                     hint="the server is unreliable: try --mirror",
                 )
-            known = self.partial.validator
+            known = self.partial.state.validator
             if known and version and version != known and self.watch_version:
                 raise _Restart(version)
             if version and not known:

@@ -1,6 +1,6 @@
-"""COCO AP of detections: pycocotools' definition, computed by hotcoco. Torch-free.
+"""Score detections: pycocotools' definition of AP, computed by hotcoco. Torch-free.
 
-    truth = read_ground_truth(Path("prepared/index-val.arrow"))     # or instances_val2017.json
+    truth = read_ground_truth(Path("prepared/index-val.arrow"))
     ap = run_scoring(truth, detections).figures["AP"]
 
 Detections are scored against the annotations as this package's reader parsed them. The user's file
@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, SplitFiles
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations
 from ssdctl.data.coco_json import coco_document
-from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco import positions
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.runtime.safe_text import listed
@@ -93,16 +92,14 @@ class Scoring(NamedTuple):
 
 
 def read_ground_truth(path: Path) -> Annotations:
-    """Read the annotations to score against: an index of a store, or a file in COCO's format.
+    """Read the annotations to score against from the index of a store.
 
     Raises:
-        DataError: It cannot be read, or its ids are not unique or refer to nothing.
+        DataError: It cannot be read, or is damaged.
     """
-    if path.suffix == ".arrow":
-        from ssdctl.data.index import read_annotations  # late: pyarrow
+    from ssdctl.data.index import read_annotations  # late: pyarrow
 
-        return ground_truth(read_annotations(path))
-    return ground_truth(coco.read_files({"val": SplitFiles([path.parent], path)})["val"])
+    return ground_truth(read_annotations(path))
 
 
 def ground_truth(annotations: Annotations) -> Annotations:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssdctl.data.store import Split
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.distributed.collectives import run_and_gather
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model import fused
-from ssdctl.model.constants import constants_of_model
+from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.postprocess import ImageDetections
 from ssdctl.runtime.progress import Progress

@@ -27,17 +27,17 @@ from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.evaluation.analysis import score
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
-from ssdctl.evaluation.score import score
 from ssdctl.files import DECODE_ERRORS, write_bytes
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.contents import Checkpoint
+    from ssdctl.checkpoint import Checkpoint
     from ssdctl.data.store import Split
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
 
 log = logging.getLogger(__name__)
 
@@ -234,12 +234,8 @@ def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: D
         precision = trained if is_computed else "fp32"
     if precision != trained and checkpoint.is_of_run:
         reason = "" if is_computed else f", which {device.label} does not compute"
-        log.info(
-            "computing in %s; training computed its AP in %s%s: the last digits differ",
-            precision,
-            trained,
-            reason,
-        )
+        text = "computing in %s; training computed its AP in %s%s: the last digits differ"
+        log.info(text, precision, trained, reason)
     return precision
 
 
@@ -271,12 +267,7 @@ def dataset_category_ids(
     )
 
 
-def data_of(checkpoint: Checkpoint) -> tuple[Path, Path]:
-    """Return the dataset and store folders that a checkpoint was trained on."""
-    return dataset_folders(_trained_on(checkpoint))
-
-
-def _trained_on(checkpoint: Checkpoint) -> DataConfig:
+def trained_on(checkpoint: Checkpoint) -> DataConfig:
     config = checkpoint.config
     return DataConfig(root=config.get("data.root"), store=config.get("data.store"))
 
@@ -286,19 +277,18 @@ def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> Da
     if "data.root" in given or not checkpoint.is_of_run:
         return data
     if "data.store" in given:
-        return msgspec.structs.replace(_trained_on(checkpoint), store=data.store)
-    root, folder = data_of(checkpoint)
-    fallback, own_folder = dataset_folders(data)
+        return msgspec.structs.replace(trained_on(checkpoint), store=data.store)
+    root, folder = dataset_folders(trained_on(checkpoint))
+    fallback = dataset_folders(data)
     if root.exists():
         # A checkpoint is an untrusted file: only the user chooses folders that are written to.
-        is_chosen = (root, folder) == (fallback, own_folder)
+        is_chosen = (root, folder) == fallback
         if not (is_chosen or is_prepared(root, folder) or earlier_packing(folder)):
             raise DataError(
                 f"{checkpoint.path} was trained on {root}, which has no store in {folder} any more",
                 hint=f"--data {root} prepares it again",
             )
-        return _trained_on(checkpoint)
-    log.info(
-        "the dataset of %s (%s) does not exist any more: using %s", checkpoint.path, root, fallback
-    )
+        return trained_on(checkpoint)
+    text = "the dataset of %s (%s) does not exist any more: using %s"
+    log.info(text, checkpoint.path, root, fallback[0])
     return data

@@ -1,1 +1,115 @@
-"""Write checkpoints in the formats of other programs."""
+"""Export a checkpoint as a call requests: `ssdctl export`, `ssdctl.export`. Imports torch late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import msgspec
+
+from ssdctl.config import Resolved
+from ssdctl.data.store_folder import dataset_folders
+from ssdctl.errors import UsageError
+from ssdctl.files import remove_stale_temporaries
+from ssdctl.runtime.packages import check_memory_limit
+from ssdctl.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from ssdctl.exporting.deployed import Outputs
+
+GRAPH_FORMATS = ("onnx", "openvino", "pt2")
+FORMATS = (*GRAPH_FORMATS, "safetensors", "mlperf", "nvidia")
+GRAPH_OPTIONS = ("raw", "nms", "batch", "fp16")
+NMS = ("onnx", "efficientnms", "none")
+ALLOWED_NMS = {"openvino": ("onnx", "none"), "pt2": ("none",)}  # other formats: all; default first
+MAX_BATCH = 4096
+CALIBRATION_IMAGES = 128
+MAX_AP_LOSS = 0.01
+
+
+class ExportRequest(NamedTuple):
+    """What to write; the options of `ssdctl export`."""
+
+    format: str
+    out: Path
+    nms: str | None = None  # None: the format's default
+    raw: bool = False
+    batch: int | None = None  # images of a call; None: any number
+    fp16: bool = False
+    int8: bool = False
+    calibrate: int | None = None  # images; None: CALIBRATION_IMAGES
+    max_ap_loss: float | None = None  # None: MAX_AP_LOSS
+
+
+def export_checkpoint(
+    checkpoint: str, request: ExportRequest, resolved: Resolved, *, progress: Progress
+) -> dict[str, Any]:
+    """Write a checkpoint in another format; return the file, its source, and what was compared.
+
+    Raises:
+        UsageError: The options do not fit the format, or the network, or a package is missing.
+        IntegrityError: The checkpoint is damaged, or the outputs differ from PyTorch's.
+    """
+    outputs = _check(request)
+    from ssdctl.inference.locate import locate_checkpoint
+
+    source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
+    if request.out.exists() and request.out.samefile(source):
+        raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
+    check_memory_limit()
+    from ssdctl.checkpoint.file import load_checkpoint  # imports torch
+    from ssdctl.evaluation.evaluate import choose_data
+    from ssdctl.exporting import graphs, int8, weights
+    from ssdctl.exporting.deployed import Deployment
+
+    names = request.out.name, request.out.with_suffix(".bin").name
+    remove_stale_temporaries(request.out.parent, *names)
+    content = load_checkpoint(source)
+    result: dict[str, Any] = {
+        "file": str(request.out),
+        "format": request.format,
+        "source": str(source),
+    }
+    if request.format not in GRAPH_FORMATS:
+        weights.export_weights(content, request.format, request.out)
+        return result
+    thresholds = resolved.config.evaluate.score_threshold, resolved.config.evaluate.nms_iou
+    deployment = Deployment(content, outputs, request.batch, request.fp16, *thresholds)
+    data = choose_data(content, resolved.config.data, resolved.explicit_settings())
+    result |= {"nms": outputs, "batch": request.batch or "dynamic"}
+    if not request.int8:
+        folders = dataset_folders(data)
+        return result | graphs.export_graph(deployment, request.format, request.out, folders)
+    return result | int8.write_int8(
+        deployment,
+        request.out,
+        msgspec.structs.replace(resolved.config, data=data),
+        num_images=CALIBRATION_IMAGES if request.calibrate is None else request.calibrate,
+        max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
+        progress=progress,
+    )
+
+
+def _check(request: ExportRequest) -> Outputs:
+    """Check that the options fit the format; return the outputs of a graph."""
+    kind, nms, batch = request.format, request.nms, request.batch
+    if kind not in FORMATS:
+        raise UsageError(f"format: {kind!r} is not one of {', '.join(FORMATS)}")
+    if request.out.is_dir():
+        raise UsageError(f"{request.out}: is a folder", hint="give the name of a file in it")
+    defaults = ExportRequest._field_defaults
+    given = [name for name in GRAPH_OPTIONS if getattr(request, name) != defaults[name]]
+    if given and kind not in GRAPH_FORMATS:
+        raise UsageError(f"{', '.join(given)}: for {', '.join(GRAPH_FORMATS)}, not for {kind}")
+    if batch is not None and not 1 <= batch <= MAX_BATCH:
+        raise UsageError(f"batch {batch}: expected a number from 1 to {MAX_BATCH}")
+    if request.int8 and (kind != "onnx" or request.fp16):
+        raise UsageError("int8 is for the format onnx, and not together with fp16")
+    if not request.int8 and (request.calibrate is not None or request.max_ap_loss is not None):
+        raise UsageError("calibrate and max-ap-loss are for int8")
+    if request.raw and nms is not None:
+        raise UsageError("raw leaves out NMS: give either raw or nms")
+    allowed = ALLOWED_NMS.get(kind, NMS)
+    if nms is not None and nms not in allowed:
+        raise UsageError(f"nms {nms}: for {kind}, choose {' or '.join(allowed)}")
+    return cast("Outputs", "raw" if request.raw else nms or allowed[0])

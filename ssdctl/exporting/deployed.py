@@ -1,6 +1,6 @@
 """The network as other runtimes run it, and its comparison with PyTorch before a file is written.
 
-Input `images`: (B, 300, 300, 3) uint8 RGB images; normalization is inside. Outputs by `nms`:
+Input `images`: (B, 300, 300, 3) uint8 RGB images; normalization is inside. By `outputs`:
 
 - `onnx`: `boxes` (B, 200, 4) ltrb in fractions of the image, `scores` and `labels` (B, 200), the
   best first and padded with label 0, `count` (B)
@@ -11,21 +11,32 @@ Input `images`: (B, 300, 300, 3) uint8 RGB images; normalization is inside. Outp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.boxes import default_boxes_cxcywh
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_network
+from ssdctl.data import shapes
+from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
-from ssdctl.errors import IntegrityError
+from ssdctl.errors import DataError, IntegrityError
 from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
+from ssdctl.inference.image_detector import open_image, resized
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
+from ssdctl.model.backbones import ModelConstants, find_backbone
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores
 
@@ -34,49 +45,62 @@ TOLERANCE_FP16 = 1e-2
 # Share of detections: at an overlap of almost exactly the threshold, rounding decides.
 MAX_DIFFERENT = 0.01
 MAX_DIFFERENT_FP16 = 0.05
+NUM_IMAGES = 5  # that a file is compared on
+MAX_TRIED = 10  # images of the dataset that are opened for each that is needed
 
-Nms = Literal["onnx", "none", "efficientnms", "raw"]
+Outputs = Literal["onnx", "none", "efficientnms", "raw"]
 Images = NDArray[np.uint8]
 Runner = Callable[[Images], list[NDArray[Any]]]
 # The largest `box_difference`, in fractions of the image, and `score_difference` to PyTorch.
 Differences = dict[str, Any]
 
 
-class ExportOptions(NamedTuple):
-    """What an exported file computes.
+class Deployment(NamedTuple):
+    """A network, and what a file of it computes."""
 
-    `nms` are the outputs (see the module), `batch` the images of a call (None: any number).
-    `is_fp16` stores the weights of convolutions in half precision; the network computes in fp32.
-    Thresholds of None are the network's own.
-    """
-
-    nms: Nms = "onnx"
-    batch: int | None = None
-    is_fp16: bool = False
-    score_threshold: float | None = None
+    checkpoint: Checkpoint
+    outputs: Outputs = "onnx"
+    batch: int | None = None  # images of a call; None: any number
+    is_fp16: bool = False  # the weights of convolutions; the network computes in fp32
+    score_threshold: float | None = None  # None: the network's own
     nms_iou: float | None = None
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        return HEADS if self.nms == "raw" else DECODED
+        """The names of the outputs before NMS."""
+        return HEADS if self.outputs == "raw" else DECODED
 
     @property
     def has_nms(self) -> bool:
-        return self.nms in ("onnx", "efficientnms")
+        return self.outputs in ("onnx", "efficientnms")
+
+    @property
+    def constants(self) -> ModelConstants:
+        return find_backbone(self.checkpoint.architecture.backbone).CONSTANTS
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """The score threshold and the IoU of NMS."""
+        return self.constants.thresholds(self.score_threshold, self.nms_iou)
+
+    def decoded(self, offsets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return boxes_and_scores(
+            offsets, logits, default_boxes_cxcywh(), clips_boxes=self.constants.clips_boxes
+        )
 
 
 class Deployed(nn.Module):
     """Compute boxes and scores, or the raw heads, from uint8 images."""
 
-    def __init__(self, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    def __init__(self, deployment: Deployment) -> None:
         super().__init__()
-        self.network = load_network(checkpoint).eval().requires_grad_(False)
-        if options.is_fp16:
+        self.network = load_network(deployment.checkpoint).eval().requires_grad_(False)
+        if deployment.is_fp16:
             for module in self.network.modules():
                 if isinstance(module, nn.Conv2d):
                     module.weight.data = module.weight.data.half()
                     module.__class__ = HalfConv2d
-        self.is_decoded = options.nms != "raw"
+        self.is_decoded = deployment.outputs != "raw"
         self.normalize = Normalize(self.network.constants.mean, self.network.constants.std)
         self.register_buffer("defaults", default_boxes_cxcywh())
         for module in self.modules():  # torch.export warns of buffers with other strides
@@ -99,28 +123,20 @@ class HalfConv2d(nn.Conv2d):
         return self._conv_forward(input, self.weight.float(), self.bias)
 
 
-def example(options: ExportOptions) -> Tensor:
-    """Return images to trace with; an exporter treats a batch of 1 as a constant."""
-    return torch.zeros(options.batch or 2, IMAGE_SIZE, IMAGE_SIZE, 3, dtype=torch.uint8)
-
-
 class Reference:
     """PyTorch's results on images, to compare another runtime's with.
 
     The images are (P, 300, 300, 3) RGB; at least 2, to check that the batch varies.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, images: Images, options: ExportOptions, runtime: str
-    ) -> None:
-        network = load_network(checkpoint)
-        self._clips_boxes = network.constants.clips_boxes
-        config = DetectorConfig("fp32", options.score_threshold, options.nms_iou)
+    def __init__(self, deployment: Deployment, images: Images, runtime: str) -> None:
+        config = DetectorConfig("fp32", deployment.score_threshold, deployment.nms_iou)
+        network = load_network(deployment.checkpoint)
         self._detector = Detector(network, open_device("cpu"), config)
         self._output = self._detector.forward(torch.from_numpy(images))
         refuse_non_finite(self._output)
-        self._images, self._options, self._runtime = images, options, runtime
-        self._tolerance = TOLERANCE_FP16 if options.is_fp16 else TOLERANCE
+        self._deployment, self._images, self._runtime = deployment, images, runtime
+        self._tolerance = TOLERANCE_FP16 if deployment.is_fp16 else TOLERANCE
 
     def check_outputs(self, run: Runner) -> Differences:
         """Compare all boxes and scores before NMS; IntegrityError if they differ."""
@@ -136,9 +152,9 @@ class Reference:
         """Return the differences of all boxes and scores; NaN if the shapes differ."""
         outputs = self._run(run)
         exported = torch.from_numpy(outputs[0]), torch.from_numpy(outputs[1])
-        if self._options.nms == "raw":
-            exported = self._decoded(*exported)
-        expected = self._decoded(*self._output)
+        if self._deployment.outputs == "raw":
+            exported = self._deployment.decoded(*exported)
+        expected = self._deployment.decoded(*self._output)
         names = "box_difference", "score_difference"
         return {
             name: float((a - b).abs().max()) if a.shape == b.shape else float("nan")
@@ -153,25 +169,21 @@ class Reference:
         for reference, boxes, scores, labels, count in zip(expected, *exported, strict=True):
             n = int(count)
             a = (boxes[:n], scores[:n], labels[:n])
-            b = (reference.boxes.numpy(), reference.scores.numpy(), reference.labels.numpy())
+            b = tuple(tensor.numpy() for tensor in reference)
             wrong += self._unmatched(a, b) + self._unmatched(b, a)
             total += n + len(reference.scores)
-        if wrong > (MAX_DIFFERENT_FP16 if self._options.is_fp16 else MAX_DIFFERENT) * total:
+        most = MAX_DIFFERENT_FP16 if self._deployment.is_fp16 else MAX_DIFFERENT
+        if wrong > most * total:
             raise self._error(
                 f"{wrong} of {total} detections differ between {self._runtime} and PyTorch"
             )
 
     def _run(self, run: Runner) -> list[NDArray[Any]]:
         """Run a model on the images in batches of its size, or of 1 and of the others."""
-        images, batch = self._images, self._options.batch
+        images, batch = self._images, self._deployment.batch
         batches = [images[:1], images[1:]] if batch is None else filled_batches(images, batch)
         outputs = zip(*map(run, batches), strict=True)
         return [np.concatenate(arrays)[: len(images)] for arrays in outputs]
-
-    def _decoded(self, offsets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return boxes_and_scores(
-            offsets, logits, default_boxes_cxcywh(), clips_boxes=self._clips_boxes
-        )
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
         """Return how many detections of `a` have no counterpart in `b`."""
@@ -187,3 +199,44 @@ class Reference:
             f"{message}; nothing was written",
             hint=f"another version of {self._runtime} or torch may agree",
         )
+
+
+def images_of(root: Path, store: Path) -> tuple[Images, str]:
+    """Return images to compare two programs on, and their source."""
+    images = list(dataset_images(root, store, NUM_IMAGES))
+    if len(images) == NUM_IMAGES:
+        return np.stack([resized(image) for image in images]), str(root)
+    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+        generated = Path(folder)
+        shapes.generate(generated, num_train=1, num_val=NUM_IMAGES)
+        files = sorted((generated / "val2017").iterdir())
+        return np.stack([resized(open_image(file)) for file in files]), "generated shapes"
+
+
+def dataset_images(
+    root: Path, store: Path, count: int, names: tuple[str, ...] = ("val", "train")
+) -> Iterator[Image.Image]:
+    """Return `count` images, or fewer, that open: of the store, evenly spaced, else of the files.
+
+    They are of the first split in `names` that the dataset has.
+    """
+    return itertools.islice(_readable_images(root, store, count, names), count)
+
+
+def _readable_images(
+    root: Path, store: Path, count: int, names: tuple[str, ...]
+) -> Iterator[Image.Image]:
+    with contextlib.suppress(DataError, OSError, StopIteration):
+        try:
+            splits = open_splits(root, store)
+        except DataError:
+            read = annotations_of(root, store)
+            own = next(read[name] for name in names if name in read)
+            sources: Iterator[Any] = (own.folder / name for name in sorted(own.file_names))
+        else:
+            split = next(splits[name] for name in names if name in splits)
+            rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))
+            sources = (io.BytesIO(split.read(row)) for row in rows)
+        for source in itertools.islice(sources, MAX_TRIED * count):
+            with contextlib.suppress(DataError):
+                yield open_image(source)

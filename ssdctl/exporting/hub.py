@@ -9,19 +9,20 @@ samples/1.jpg ...    images of the dataset with detections
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
 
 from ssdctl._version import __version__
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.checkpoint.contents import FORMAT, Checkpoint
+from ssdctl.boxes import IMAGE_SIZE
+from ssdctl.checkpoint import FORMAT, Checkpoint
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
 from ssdctl.download.hub import (
     CONFIG,
@@ -34,10 +35,10 @@ from ssdctl.download.hub import (
 )
 from ssdctl.errors import NetworkError, SsdctlError
 from ssdctl.evaluation.coco_ap import FIGURES
-from ssdctl.evaluation.evaluate import data_of
-from ssdctl.exporting.deployed import ExportOptions
-from ssdctl.exporting.formats import dataset_images, images_of, safetensors_bytes
-from ssdctl.exporting.onnx import onnx_model, require_onnx
+from ssdctl.evaluation.evaluate import trained_on
+from ssdctl.exporting.deployed import Deployment, dataset_images, images_of
+from ssdctl.exporting.graphs import onnx_model, require_onnx
+from ssdctl.exporting.weights import safetensors_bytes
 from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.drawing import one_line
@@ -72,10 +73,11 @@ def write_model_folder(
     """
     config = model_config(checkpoint)
     require_onnx()
-    images = _draw(checkpoint, folder, samples)
+    dataset = dataset_folders(trained_on(checkpoint))
+    images = _draw(checkpoint, folder, dataset_images(*dataset, MAX_TRIED), samples)
     write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=True) + "\n")
-    graph, _ = onnx_model(checkpoint, images_of(*data_of(checkpoint))[0], ExportOptions())
+    graph, _ = onnx_model(Deployment(checkpoint), images_of(*dataset)[0])
     write_bytes(folder / ONNX, graph)
     licenses = {"license": license_id, "data_license": data_license}
     write_text(folder / CARD, model_card(checkpoint, repo=repo, samples=images, **licenses))
@@ -154,16 +156,17 @@ def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]
     return (dict(records[-1]), run.class_ap) if records else ({}, {})
 
 
-def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> list[str]:
-    """Draw detections on images of the dataset; return the names of the files."""
+def _draw(
+    checkpoint: Checkpoint, folder: Path, images: Iterator[Image.Image], count: int
+) -> list[str]:
+    """Draw detections on the first images that have any; return the names of the files."""
     if not count or not checkpoint.is_of_run:
         return []
     config = DetectorConfig(score_threshold=SAMPLE_SCORE)
     detector = open_detector(checkpoint, open_device("cpu"), config)
     predictor = Predictor(ImageDetector(detector, class_names(checkpoint)), checkpoint.path.name)
     names: list[str] = []
-    images = dataset_images(*data_of(checkpoint), MAX_TRIED)
-    for found in map(predictor.predict, itertools.islice(images, MAX_TRIED)):
+    for found in map(predictor.predict, images):
         if found:
             names.append(f"samples/{len(names) + 1}.jpg")
             image = found.plot()

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.config import Config
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.evaluate import evaluate_checkpoint
-from ssdctl.exporting import onnx
-from ssdctl.exporting.deployed import ExportOptions, Images, Runner
+from ssdctl.exporting import graphs
+from ssdctl.exporting.deployed import Deployment, Images, Runner, dataset_images
 from ssdctl.files import write_bytes
+from ssdctl.inference.image_detector import resized
 from ssdctl.inference.onnx_detector import filled_batches
 from ssdctl.runtime.progress import Progress
 
@@ -41,39 +42,41 @@ class Cost(NamedTuple):
 
 
 def write_int8(
-    checkpoint: Checkpoint,
+    deployment: Deployment,
     target: Path,
-    calibration: Images,
-    options: ExportOptions,
     config: Config,
     *,
+    num_images: int,
     max_ap_loss: float,
     progress: Progress,
 ) -> dict[str, Any]:
     """Write an int8 file that loses at most `max_ap_loss`, with heads in fp32 if necessary.
 
-    The calibration images, (P, 300, 300, 3), give the ranges of the activations. Return what it
-    costs, `before` and `after`.
+    `num_images` of the training split give the ranges of the activations. Return what it costs,
+    `before` and `after`.
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
-        DataError: The dataset cannot be evaluated on, or has no objects.
+        DataError: The dataset has no images, cannot be evaluated on, or has no objects.
         IntegrityError: The AP falls by more.
     """
-    onnx.require_onnx()
-    graph = onnx.network_graph(checkpoint, options)
-    measured = options._replace(nms="raw" if options.nms == "raw" else "none")
+    calibration = _training_images(*dataset_folders(config.data), num_images)
+    graphs.require_onnx()
+    graph = graphs.network_graph(deployment)
+    measured = deployment._replace(outputs="raw" if deployment.outputs == "raw" else "none")
 
     def cost(graph: Any) -> Cost:
         with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
             path = Path(folder) / "model.onnx"
-            path.write_bytes(onnx.with_metadata(graph, checkpoint, measured))
+            path.write_bytes(graphs.with_metadata(graph, measured))
             evaluation = evaluate_checkpoint(
                 path, config, open_device("cpu"), given={"data.root"}, progress=progress
             )
             assert evaluation is not None  # a single process
             size = path.stat().st_size
-        return Cost(evaluation.figures["AP"], size, _latency_ms(onnx.runner(graph), options.batch))
+        return Cost(
+            evaluation.figures["AP"], size, _latency_ms(graphs.runner(graph), measured.batch)
+        )
 
     before = cost(graph)
     if before.ap < 0:
@@ -82,12 +85,12 @@ def write_int8(
             hint="name a dataset with annotated images: --data DIR",
         )
     for heads in ("int8", "fp32"):
-        quantized = quantize(graph, calibration, options.batch, keep_heads=heads == "fp32")
+        quantized = quantize(graph, calibration, deployment.batch, keep_heads=heads == "fp32")
         after = cost(quantized)
         if before.ap - after.ap <= max_ap_loss:
-            if options.has_nms:
-                quantized = onnx.with_nms(quantized, checkpoint, options)
-            write_bytes(target, onnx.with_metadata(quantized, checkpoint, options))
+            if deployment.has_nms:
+                quantized = graphs.with_nms(quantized, deployment)
+            write_bytes(target, graphs.with_metadata(quantized, deployment))
             break
     else:
         raise IntegrityError(
@@ -102,9 +105,20 @@ def write_int8(
     return {"heads": heads, "pictures": len(calibration), **costs}
 
 
+def _training_images(root: Path, store: Path, count: int) -> Images:
+    """Return (P, 300, 300, 3) images, evenly spaced; at most `count`."""
+    images = [resized(image) for image in dataset_images(root, store, count, ("train", "val"))]
+    if not images:
+        raise DataError(
+            f"{root}: no images for the calibration of int8",
+            hint="name the dataset: --data DIR; `ssdctl prepare` checks it",
+        )
+    return np.stack(images)
+
+
 def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: bool) -> Any:
     """Return a graph with int8 convolutions; `keep_heads` leaves the heads in fp32."""
-    import onnx as package
+    import onnx
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -123,12 +137,12 @@ def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: 
             # 7 bits: with 8, the sums of processors without VNNI overflow.
             reduce_range=True,
             op_types_to_quantize=list(QUANTIZED),
-            nodes_to_exclude=_fp32_nodes(package.load(prepared), keep_heads),
+            nodes_to_exclude=_fp32_nodes(onnx.load(prepared), keep_heads),
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
         )
-        quantized = package.load(target)
-    onnx.clean_opsets(quantized)
+        quantized = onnx.load(target)
+    graphs.clean_opsets(quantized)
     return quantized
 
 

@@ -17,22 +17,15 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.device.base import Device
+from ssdctl.boxes import default_boxes_cxcywh
+from ssdctl.device import Device
 from ssdctl.errors import NonFiniteError, UsageError
-from ssdctl.model.constants import constants_of_model
+from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import ImageDetections, detect
 from ssdctl.runtime.threads import map_ahead
 
 T = TypeVar("T")
-
-
-class Output(NamedTuple):
-    """The output of the network, before it is decoded."""
-
-    offsets: Tensor  # B x 4 x N
-    logits: Tensor  # B x C x N
 
 
 class DetectorConfig(NamedTuple):
@@ -83,19 +76,22 @@ class Detector:
         self.device = device
         self._precision = config.precision
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
-        self._constants = constants_of_model(model)
-        self.score_threshold, self.nms_iou = self._constants.thresholds(
+        constants = constants_of_model(model)
+        self.score_threshold, self.nms_iou = constants.thresholds(
             config.score_threshold, config.nms_iou
         )
-        normalize = Normalize(self._constants.mean, self._constants.std)
-        self._normalize = normalize.to(device.torch_device)
+        self._rules = constants._replace(score_threshold=self.score_threshold, nms_iou=self.nms_iou)
+        self._normalize = Normalize(constants.mean, constants.std).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
         """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each."""
         return self.finish(self.forward(images_BHW3))
 
-    def forward(self, images_BHW3: Tensor) -> Output:
-        """Run only the network; returns before an accelerator has finished."""
+    def forward(self, images_BHW3: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the network's offsets (B, 4, N) and logits (B, C, N).
+
+        Returns before an accelerator has finished.
+        """
         # Lazy devices refuse inference tensors, hence no_grad.
         with torch.no_grad(), self._evaluating(), self._out_of_memory_hints(len(images_BHW3)):
             if images_BHW3.device.type == "cpu" and not self.device.is_host:
@@ -103,24 +99,16 @@ class Detector:
                 self.device.wait_for_copies()
             images = self._normalize(images_BHW3)
             with self.device.autocast(self._precision):
-                output = Output(*self.model(images))
+                offsets, logits = self.model(images)
             self.device.mark_step()
-            return output
+            return offsets, logits
 
     def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
         """Decode the output of `forward`; may run in another thread."""
         offsets, logits = output
         with torch.no_grad(), self._out_of_memory_hints(len(offsets)):
             refuse_non_finite(output)
-            return detect(
-                offsets,
-                logits,
-                self._defaults,
-                score_threshold=self.score_threshold,
-                nms_iou=self.nms_iou,
-                candidates=self._constants.candidates_per_class,
-                clips_boxes=self._constants.clips_boxes,
-            )
+            return detect(offsets, logits, self._defaults, self._rules)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import functools
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,17 +49,6 @@ SAVE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 Rectangle = tuple[float, float, float, float]  # left, top, right, bottom in pixels
-
-
-class DrawingStyle(NamedTuple):
-    """What is drawn; the size of the text follows the width of the lines, in pixels."""
-
-    line_width: int | None = None
-    labels: bool = True
-    scores: bool = True
-
-
-DEFAULT_STYLE = DrawingStyle()
 
 
 def class_color(label: int) -> str:
@@ -100,21 +89,23 @@ def draw(
     image: Image.Image,
     boxes: ArrayLike,
     labels: Sequence[int] | NDArray[Any],
-    names: Sequence[str] | NDArray[np.str_],
+    names: Sequence[str] | NDArray[np.str_] | None,
     scores: Sequence[float] | NDArray[Any] | None = None,
-    style: DrawingStyle = DEFAULT_STYLE,
+    *,
+    line_width: int | None = None,
 ) -> Image.Image:
-    """Return a copy of the image in RGB with N boxes and their labels.
+    """Return a copy of the image in RGB with N boxes and their names and scores, if given.
 
     Boxes are (N, 4): left, top, right, bottom in pixels, the most important first: it is drawn on
-    top, and its label is placed first. Labels, 1 and up, select the colors.
+    top, and its label is placed first. Labels, 1 and up, select the colors. The text follows the
+    width of the lines, in pixels; None: from the size of the image.
     """
     result = image.convert("RGB")
     pen = ImageDraw.Draw(result)
     scale = (image.width * image.height) ** 0.5
-    line = style.line_width or max(round(LINE_WIDTH * scale), 2)
-    automatic = TEXT_SIZE * scale if style.line_width is None else line * TEXT_SIZE / LINE_WIDTH
-    font = label_font(max(round(automatic), MIN_TEXT_SIZE))
+    line = line_width or max(round(LINE_WIDTH * scale), 2)
+    text_size = TEXT_SIZE * scale if line_width is None else line * TEXT_SIZE / LINE_WIDTH
+    font = label_font(max(round(text_size), MIN_TEXT_SIZE))
     corners: list[Any] = np.asarray(boxes, np.float64).reshape(-1, 4).tolist()
     colors = [class_color(int(label)) for label in labels]
     halo = max(line // 3, 1)
@@ -122,8 +113,8 @@ def draw(
     for box, outline, color in reversed(list(zip(corners, drawn, colors, strict=True))):
         pen.rectangle(outline, outline=OUTLINE, width=line + 2 * halo)
         pen.rectangle(_grown(box, line // 2), outline=color, width=line)
-    texts = [one_line(str(name)) if style.labels else "" for name in names]
-    if scores is not None and style.scores:
+    texts = [""] * len(corners) if names is None else [one_line(str(name)) for name in names]
+    if scores is not None:
         pairs = zip(texts, scores, strict=True)
         texts = [f"{text} {score:.2f}".strip() for text, score in pairs]
     height = font.getbbox("Ag|")[3] + line  # of all labels

@@ -25,14 +25,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.inference.image_sources import source_of
+from ssdctl.inference.locate import source_of
 from ssdctl.inference.results import Result
 from ssdctl.model.postprocess import ImageDetections
 from ssdctl.runtime.safe_text import listed
@@ -68,18 +68,11 @@ class PreparedImage(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The detections on one image of a stream."""
+    """The detections on one image of a stream, or the reason why it cannot be fetched or read."""
 
     item: Any
-    result: Result
-    seconds: float  # in the network and NMS; its share of the batch
-
-
-class UnreadableImage(NamedTuple):
-    """An image of a stream that could not be fetched or read."""
-
-    item: Any
-    error: SsdctlError
+    result: Result | SsdctlError
+    seconds: float = 0.0  # in the network and NMS; its share of the batch
 
 
 class ImageDetector:
@@ -107,16 +100,15 @@ class ImageDetector:
 
     def prepare(self, item: Any, source: Any, image: Image.Image) -> PreparedImage:
         """Return what `detect` needs of an RGB image."""
-        size, tile = image.size, self.options.tile
-        if tile is None:
-            return PreparedImage(item, source, size, [(Window(0, 0, *size), resized(image))])
-        windows = tile_windows(*size, tile, self.options.tile_overlap)
-        return PreparedImage(item, source, size, ((w, resized(image, w)) for w in windows))
+        tile = self.options.tile
+        windows = tile_windows(*image.size, tile, self.options.tile_overlap)
+        views = ((window, resized(image, window)) for window in windows)
+        return PreparedImage(item, source, image.size, list(views) if tile is None else views)
 
     def detect(
-        self, images: Iterable[PreparedImage | UnreadableImage], batch_size: int
-    ) -> Iterator[Prediction | UnreadableImage]:
-        """Yield the objects on each image, in their order; the time is its share of the batch's.
+        self, images: Iterable[PreparedImage | Prediction], batch_size: int
+    ) -> Iterator[Prediction]:
+        """Yield the objects on each image, in their order; predictions are passed on.
 
         Images are taken a batch at a time, or one by one with tiles.
         """
@@ -127,10 +119,9 @@ class ImageDetector:
             results = iter(self._results(good, batch_size))
             seconds = (time.perf_counter() - start) / max(len(good), 1)
             for image in batch:
-                if isinstance(image, UnreadableImage):
-                    yield image
-                else:
-                    yield Prediction(image.item, next(results), seconds)
+                if isinstance(image, PreparedImage):
+                    image = Prediction(image.item, next(results), seconds)
+                yield image
 
     def _results(self, images: Sequence[PreparedImage], batch_size: int) -> list[Result]:
         views = ((n, view) for n, image in enumerate(images) for view in image.views)
@@ -173,7 +164,7 @@ def detect_ahead(
     *,
     batch_size: int,
     threads: int,
-) -> Generator[Prediction | UnreadableImage, None, None]:
+) -> Generator[Prediction, None, None]:
     """Yield the objects on each of many images, in their order; the iterable may be endless.
 
     Threads open the images of the next batches and keep only what the network gets. With tiles,
@@ -189,11 +180,11 @@ def detect_ahead(
         threads = ahead = 1
     cancelled = threading.Event()
 
-    def prepared(item: Any) -> PreparedImage | UnreadableImage | None:
+    def prepared(item: Any) -> PreparedImage | Prediction | None:
         try:
             return prepare(item, cancelled)
         except SsdctlError as error:
-            return UnreadableImage(item, error)
+            return Prediction(item, error)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="open")
     try:
@@ -246,18 +237,19 @@ def open_image(image: OneImage, cancelled: threading.Event | None = None) -> Ima
 
 def resized(image: Image.Image, window: Window | None = None) -> NDArray[np.uint8]:
     """Resize an image, or a part of it, as evaluation does: antialiased bilinear, in uint8."""
-    if window is not None and window != (0, 0, *image.size):
+    if window not in (None, (0, 0, *image.size)):
         image = image.crop(window)
     return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))
 
 
-def tile_windows(width: int, height: int, size: int, overlap: float) -> list[Window]:
+def tile_windows(width: int, height: int, size: int | None, overlap: float) -> list[Window]:
     """Return the whole image, and tiles that cover it if it is larger than one.
 
-    Tiles have `size` pixels; neighbors overlap by at least `overlap`, a fraction of the tile.
+    Tiles have `size` pixels (None: no tiles); neighbors overlap by at least `overlap`, a fraction
+    of the tile.
     """
     windows = [Window(0, 0, width, height)]
-    if width > size or height > size:
+    if size is not None and (width > size or height > size):
         windows += [
             Window(left, top, min(left + size, width), min(top + size, height))
             for top in _starts(height, size, overlap)

@@ -7,6 +7,7 @@ Shapes: B batch, C classes with background, N default boxes, K detections of an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES
-from ssdctl.device.base import Device
-from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.device import Device
+from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
@@ -29,7 +30,7 @@ DETECTIONS = ("boxes", "scores", "labels", "count")
 DECODED = ("all_boxes", "all_scores")
 HEADS = ("offsets", "logits")
 MAX_DETECTIONS = 10_000  # per image in the output of a graph
-CUDA_PROVIDER = "CUDAExecutionProvider"
+CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 class OnnxDetector:
@@ -60,7 +61,7 @@ class OnnxDetector:
         self._num_classes = checkpoint.architecture.num_classes
         self._session = _session(checkpoint, device)
         self._outputs, self._batch = self._check_signature()
-        self._constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
+        constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
         self._has_nms = self._outputs == DETECTIONS
         least, iou = checkpoint.nms if self._has_nms else (None, None)
         if self._has_nms and (least is None or iou is None):
@@ -75,10 +76,11 @@ class OnnxDetector:
                 f"{self._path}: its NMS has the IoU threshold {iou}, not {nms_iou}",
                 hint=f"export with --nms-iou {nms_iou}, or with --nms none",
             )
-        self.score_threshold, self.nms_iou = self._constants.thresholds(
+        self.score_threshold, self.nms_iou = constants.thresholds(
             least if score_threshold is None else score_threshold,
             iou if nms_iou is None else nms_iou,
         )
+        self._rules = constants._replace(score_threshold=self.score_threshold, nms_iou=self.nms_iou)
 
     def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
         """Run the graph; a fixed batch size is filled with repetitions of the last image."""
@@ -103,15 +105,9 @@ class OnnxDetector:
         boxes, scores = output
         if self._outputs == HEADS:
             boxes, scores = boxes_and_scores(
-                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._constants.clips_boxes
+                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._rules.clips_boxes
             )
-        return select_detections(
-            boxes,
-            scores,
-            self.score_threshold,
-            self.nms_iou,
-            self._constants.candidates_per_class,
-        )
+        return select_detections(boxes, scores, self._rules)
 
     def _above_threshold(
         self, boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor, count: Tensor
@@ -162,11 +158,8 @@ def filled_batches(images: NDArray[np.uint8], size: int) -> list[NDArray[np.uint
 
 
 def _session(checkpoint: Checkpoint, device: Device) -> Any:
-    try:
-        import onnxruntime
-    except ImportError:
-        raise missing_package("onnxruntime", *PACKAGES) from None
-    providers: list[Any] = ["CPUExecutionProvider"]
+    onnxruntime = import_package("onnxruntime", *PACKAGES)
+    providers: list[Any] = [CPU_PROVIDER]
     if device.torch_device.type == "cuda":
         if CUDA_PROVIDER not in onnxruntime.get_available_providers():
             raise UsageError(
@@ -179,12 +172,19 @@ def _session(checkpoint: Checkpoint, device: Device) -> Any:
             f"{checkpoint.path}: onnxruntime does not compute on device {device.name}",
             hint="use --device cpu, or the checkpoint that it was exported from",
         )
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    options.intra_op_num_threads = quota_cores() or 0  # 0: all cores
     try:
-        return onnxruntime.InferenceSession(checkpoint.graph, options, providers=providers)
+        return open_session(checkpoint.graph, providers)
     except Exception as error:  # onnxruntime's have no common class
         raise IntegrityError(
             f"{checkpoint.path}: onnxruntime cannot read the graph: {error}"
         ) from None
+
+
+def open_session(graph: bytes | None, providers: Sequence[Any] = (CPU_PROVIDER,)) -> Any:
+    """Return onnxruntime's session of a graph, on the cores that this process may use."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = quota_cores() or 0  # 0: all cores
+    return onnxruntime.InferenceSession(graph, options, providers=providers)

@@ -15,27 +15,23 @@ from typing import Any, overload
 
 from PIL import Image
 
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint import file as checkpoint_file
-from ssdctl.checkpoint.contents import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, read_model
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, open_device
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import UsageError, hints_in_messages
+from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
 from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, DetectorConfig
 from ssdctl.inference.image_detector import (
     ImageDetector,
     OneImage,
-    Prediction,
     PreparedImage,
-    UnreadableImage,
     detect_ahead,
     open_image,
 )
-from ssdctl.inference.image_sources import source_of
-from ssdctl.inference.model_source import locate_checkpoint
+from ssdctl.inference.locate import locate_checkpoint, source_of
 from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.results import Result
 from ssdctl.model.ssd300 import SSD300
@@ -99,7 +95,7 @@ class Predictor:
         prepared = map(self._prepare, images)
         batch_size = TILES_PER_PASS if self._detector.options.tile else max(len(images), 1)
         found = self._detector.detect(prepared, batch_size)
-        results = [entry.result for entry in found if isinstance(entry, Prediction)]
+        results = [result for _, result, _ in found if isinstance(result, Result)]
         return results if isinstance(image, list | tuple) else results[0]
 
     __call__ = predict
@@ -129,10 +125,10 @@ class Predictor:
             stream = detect_ahead(
                 self._detector, images, self._prepare, batch_size=batch_size, threads=usable_cores()
             )
-            for found in stack.enter_context(contextlib.closing(stream)):
-                if isinstance(found, UnreadableImage):
-                    raise found.error
-                yield found.result
+            for _, result, _ in stack.enter_context(contextlib.closing(stream)):
+                if isinstance(result, SsdctlError):
+                    raise result
+                yield result
 
     def _prepare(self, image: OneImage, cancelled: threading.Event | None = None) -> PreparedImage:
         opened = open_image(image, cancelled)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.data.annotations import ClassName
-from ssdctl.errors import SsdctlError, hints_in_messages, missing_package
-from ssdctl.inference.drawing import DrawingStyle, Rectangle, draw, save_image
+from ssdctl.errors import SsdctlError, hints_in_messages, import_package
+from ssdctl.inference.drawing import Rectangle, draw, save_image
 from ssdctl.runtime.safe_text import html_table
 
 if TYPE_CHECKING:
@@ -138,9 +138,14 @@ class Result:
         Raises:
             DataError: The file does not exist any more.
         """
-        style = DrawingStyle(line_width, labels, scores)
-        image = self._open_image(self.image)
-        return draw(image, self.boxes, self.labels, self.names, self.scores, style)
+        return draw(
+            self._open_image(self.image),
+            self.boxes,
+            self.labels,
+            self.names if labels else None,
+            self.scores if scores else None,
+            line_width=line_width,
+        )
 
     @hints_in_messages()
     def save(
@@ -210,16 +215,13 @@ class Result:
         Raises:
             UsageError: supervision is not installed.
         """
-        try:
-            from supervision import Detections
-        except ImportError:
-            raise missing_package("supervision", "supervision") from None
-        return Detections(
+        detections: supervision.Detections = import_package("supervision").Detections(
             xyxy=self.boxes.astype(np.float32),
             confidence=self.scores.astype(np.float32),
             class_id=self.labels - 1,
             data={"class_name": self.names},
         )
+        return detections
 
     @hints_in_messages()
     def to_pandas(self) -> pandas.DataFrame:
@@ -228,13 +230,11 @@ class Result:
         Raises:
             UsageError: pandas is not installed.
         """
-        try:
-            from pandas import DataFrame
-        except ImportError:
-            raise missing_package("pandas", "pandas") from None
+        frame = import_package("pandas").DataFrame
         sides = dict(zip(("left", "top", "right", "bottom"), self.boxes.T, strict=True))
         columns = {"name": self.names.tolist(), "label": self.labels, "score": self.scores}
-        return DataFrame({**columns, **sides})
+        table: pandas.DataFrame = frame({**columns, **sides})
+        return table
 
 
 def counted(result: Result) -> str:

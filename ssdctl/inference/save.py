@@ -30,7 +30,7 @@ from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import coco_document
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
-from ssdctl.inference.image_sources import ImageSource
+from ssdctl.inference.locate import ImageSource
 from ssdctl.inference.results import Result
 
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file below its document root

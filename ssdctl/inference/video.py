@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -23,15 +23,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.data.image_decode import MAX_PIXELS
-from ssdctl.errors import DataError, UsageError, missing_package
-from ssdctl.inference.drawing import DEFAULT_STYLE, DrawingStyle
-from ssdctl.inference.image_detector import (
-    ImageDetector,
-    PreparedImage,
-    UnreadableImage,
-    detect_ahead,
-)
-from ssdctl.inference.image_sources import is_camera
+from ssdctl.errors import DataError, SsdctlError, import_package
+from ssdctl.inference.image_detector import ImageDetector, PreparedImage, detect_ahead
+from ssdctl.inference.locate import is_camera
 from ssdctl.inference.results import Result
 
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg"
@@ -98,12 +92,10 @@ def open_video(name: str) -> Iterator[Video]:
     """Open a video file or a camera.
 
     Raises:
-        UsageError: PyAV is not installed, or there is no such file or camera.
-        DataError: It is not a video.
+        UsageError: PyAV is not installed.
+        DataError: It cannot be opened, or is not a video.
     """
-    av = _package()
-    if not Path(name).exists():
-        raise UsageError(f"{name}: no such {'camera' if is_camera(name) else 'file'}")
+    av = import_package("av")
     with contextlib.ExitStack() as stack:
         try:
             if is_camera(name):
@@ -130,27 +122,28 @@ def predict_frames(
         detector, itertools.repeat(None), prepare, batch_size=batch_size, threads=1
     )
     with contextlib.closing(stream):
-        for found in stream:
-            if isinstance(found, UnreadableImage):
-                raise found.error
-            yield found.item, found.result
+        for frame, result, _ in stream:
+            if isinstance(result, SsdctlError):
+                raise result
+            yield frame, result
 
 
 class VideoWriter:
     """Write frames with their detections as an MP4 file, which must be seekable.
 
-    The rate is a hint for the encoder; times are those of the frames.
+    The rate is a hint for the encoder; times are those of the frames. The style is keywords of
+    `Result.plot`.
     """
 
-    def __init__(self, file: IO[bytes], rate: float, style: DrawingStyle = DEFAULT_STYLE) -> None:
-        self._av, self._style = _package(), style
+    def __init__(self, file: IO[bytes], rate: float, style: Mapping[str, Any]) -> None:
+        self._av, self._style = import_package("av"), style
         self._container = self._av.open(file, "w", format="mp4")
         self._rate = max(round(rate), 1)
         self._stream: Any = None
         self._last = -1
 
     def add(self, frame: Frame, found: Result) -> None:
-        image = found.plot(**self._style._asdict())
+        image = found.plot(**self._style)
         # The usual pixel format stores colors for squares of 2 x 2 pixels.
         even = image.crop((0, 0, max(image.width // 2 * 2, 2), max(image.height // 2 * 2, 2)))
         if self._stream is None:
@@ -175,15 +168,6 @@ class VideoWriter:
         if name == "libx264":
             stream.options = {"preset": "veryfast", "crf": "23"}
         return stream
-
-
-def _package() -> ModuleType:
-    try:
-        import av
-        import av.error
-    except ImportError as error:
-        raise missing_package(error.name, "av") from None
-    return av
 
 
 def _reason(error: Exception) -> str:

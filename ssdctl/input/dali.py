@@ -19,32 +19,26 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, encode, plain_jpeg_size
 from ssdctl.data.store import Split
-from ssdctl.device.base import Decoder
+from ssdctl.device import Decoder
 from ssdctl.errors import DataError, DiskError
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch, LoaderConfig
 from ssdctl.input.loader import BATCHES_AHEAD, TrainLoader, as_batch
-from ssdctl.input.sampler import LoaderConfig, Samples, SampleStream
+from ssdctl.input.sampler import Samples
 
 
 class DaliLoader:
     """Training batches of one rank, decoded by DALI."""
 
-    def __init__(
-        self,
-        split: Split,
-        stream: SampleStream,
-        config: LoaderConfig,
-        decoder: Decoder | None = None,
-    ) -> None:
+    def __init__(self, split: Split, config: LoaderConfig, decoder: Decoder | None = None) -> None:
         self._split = split
         self._config = config
-        self._native = TrainLoader(split, stream, config)
+        self._native = TrainLoader(split, config)
         self._decoder = decoder
-        self._open = _opener(config, decoder)
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """Yield the micro-batches of steps start to end, as `TrainLoader.batches`."""
@@ -53,13 +47,50 @@ class DaliLoader:
         pipeline = self._open(feed)
         for _ in positions:
             try:
-                images = _run(pipeline, self._decoder)
+                images = self._run(pipeline)
             except RuntimeError:  # DALI cannot continue after a bad image
                 yield from self._native.decode([feed.fed.popleft()])
                 feed.start_again()
                 pipeline = self._open(feed)
             else:
                 yield as_batch(feed.fed.popleft(), images)
+
+    def _open(self, feed: _Feed) -> Any:
+        from nvidia.dali import Pipeline, fn, types
+
+        pipeline = Pipeline(
+            batch_size=self._config.batch_size,
+            num_threads=self._config.threads,
+            device_id=None if self._decoder is None else self._decoder.ordinal,
+            prefetch_queue_depth=BATCHES_AHEAD + 1,
+        )
+        with pipeline:
+            encoded, start, shape, flip = fn.external_source(source=feed, num_outputs=4)
+            images = fn.decoders.image_slice(
+                encoded,
+                device="cpu" if self._decoder is None else "mixed",
+                start=start,
+                shape=shape,
+                axis_names="WH",
+                output_type=types.RGB,
+                adjust_orientation=False,  # boxes refer to the pixels as they are stored
+            )
+            images = fn.resize(images, size=[IMAGE_SIZE, IMAGE_SIZE], antialias=True)
+            pipeline.set_outputs(fn.flip(images, horizontal=flip))
+        pipeline.build()
+        return pipeline
+
+    def _run(self, pipeline: Any) -> Tensor:
+        (images,) = pipeline.run()
+        dense = images.as_tensor()
+        if self._decoder is None:
+            return torch.from_numpy(np.array(dense))
+        from nvidia.dali.plugin.pytorch import feed_ndarray
+
+        return self._decoder.receive(
+            tuple(dense.shape()),
+            lambda pixels, stream: feed_ndarray(dense, pixels, cuda_stream=stream),
+        )
 
 
 class _Feed:
@@ -99,48 +130,3 @@ class _Feed:
             return np.frombuffer(encode(self._split.decode(row), "BMP"), np.uint8)
         except (DataError, DiskError, ImageError):  # DALI fails on it as on any bad image
             return np.zeros(1, np.uint8)
-
-
-def _opener(config: LoaderConfig, decoder: Decoder | None) -> Any:
-    from nvidia.dali import fn, pipeline_def, types
-
-    # DALI's decorator has no types.
-    @pipeline_def(  # type: ignore[untyped-decorator]
-        batch_size=config.batch_size,
-        num_threads=config.threads,
-        device_id=None if decoder is None else decoder.ordinal,
-        prefetch_queue_depth=BATCHES_AHEAD + 1,
-    )
-    def build(feed: _Feed) -> Any:
-        encoded, start, shape, flip = fn.external_source(source=feed, num_outputs=4)
-        images = fn.decoders.image_slice(
-            encoded,
-            device="cpu" if decoder is None else "mixed",
-            start=start,
-            shape=shape,
-            axis_names="WH",
-            output_type=types.RGB,
-            adjust_orientation=False,  # boxes refer to the pixels as they are stored
-        )
-        images = fn.resize(images, size=[IMAGE_SIZE, IMAGE_SIZE], antialias=True)
-        return fn.flip(images, horizontal=flip)
-
-    def opened(feed: _Feed) -> Any:
-        pipeline = build(feed)
-        pipeline.build()
-        return pipeline
-
-    return opened
-
-
-def _run(pipeline: Any, decoder: Decoder | None) -> torch.Tensor:
-    (images,) = pipeline.run()
-    dense = images.as_tensor()
-    if decoder is None:
-        return torch.from_numpy(np.array(dense))
-    from nvidia.dali.plugin.pytorch import feed_ndarray
-
-    return decoder.receive(
-        tuple(dense.shape()),
-        lambda pixels, stream: feed_ndarray(dense, pixels, cuda_stream=stream),
-    )

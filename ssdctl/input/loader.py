@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, Pixels, thread_buffer
 from ssdctl.data.store import ImageFiles, Split
-from ssdctl.device.base import pageable_buffer
+from ssdctl.device import pageable_buffer
 from ssdctl.errors import DataError, DiskError
-from ssdctl.input.batch import BadImage, Batch
-from ssdctl.input.sampler import LoaderConfig, Samples, SampleStream, draw_samples, whole_samples
+from ssdctl.input import BadImage, Batch, LoaderConfig
+from ssdctl.input.sampler import Samples, SampleStream, draw_samples, whole_samples
 from ssdctl.runtime.threads import take_ahead
 
 BATCHES_AHEAD = 2
@@ -44,15 +44,13 @@ Replace = Callable[[Samples, int, str, Pixels], BadImage]
 
 
 class TrainLoader:
+    """Training batches of one rank, from the stream of a split's trainable images."""
+
     def __init__(
-        self,
-        split: Split,
-        stream: SampleStream,
-        config: LoaderConfig,
-        buffer: Buffer = pageable_buffer,
+        self, split: Split, config: LoaderConfig, buffer: Buffer = pageable_buffer
     ) -> None:
         self._split = split
-        self._stream = stream
+        self._stream = SampleStream(split.trainable, config.seed)
         self._config = config
         self._buffer = buffer
 
@@ -64,26 +62,26 @@ class TrainLoader:
         Raises:
             DataError: Too many images in a row cannot be decoded.
         """
-        positions = self._config.positions(start_step, end_step)
-        return self.decode(map(self.draw, positions))
+        return self.decode(map(self.draw, self._config.positions(start_step, end_step)))
 
     def decode(self, work: Iterable[Samples]) -> Iterator[Batch]:
         config = self._config
         size, threads, held = config.batch_size, config.threads, config.accumulate
         return _decoded(self._split, work, size, threads, held, self._replace, self._buffer)
 
-    def draw(self, start: int) -> Samples:
-        config = self._config
-        return draw_samples(self._split, self._stream, config, start, config.batch_size)
+    def draw(self, start: int, count: int | None = None) -> Samples:
+        """Draw a micro-batch, or `count` samples, from the stream's sample `start` on."""
+        rows, epochs = self._stream.samples(start, count or self._config.batch_size)
+        return draw_samples(self._split, self._config, rows, epochs, start)
 
     def _replace(self, samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
         """Put the next good sample of the stream into a slot of a micro-batch and its pixels."""
-        split, position = self._split, int(samples.positions[slot])
+        split, position = self._split, samples.start + slot
         bad = int(samples.rows[slot])
         tried, step = {bad}, 0
         while len(tried) < min(MAX_BAD_IN_A_ROW, len(self._stream)):
             step += 1
-            other = draw_samples(split, self._stream, self._config, position + step, 1)
+            other = self.draw(position + step, 1)
             row = int(other.rows[0])
             if row not in tried and decode_sample(split, other, 0, pixels[slot]) is None:
                 _put(other, samples, slot)

@@ -9,60 +9,16 @@ boxes (padded).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.store import Split
+from ssdctl.input import LoaderConfig
 from ssdctl.input.augmentations import Boxes, Keys, View, hashed, load, whole
 
-if TYPE_CHECKING:
-    from ssdctl.config import TrainConfig
-
 ORDER_STREAM = 1  # separates these random numbers from those of augmentations
-
-
-class LoaderConfig(NamedTuple):
-    """Which part of the stream a rank loads, and how."""
-
-    seed: int
-    batch_size: int  # per rank and micro-batch
-    threads: int
-    max_boxes: int  # G: the same for every batch, so that shapes are static
-    augment: str = "ssd"
-    hue_degrees: float = 18.0
-    accumulate: int = 1
-    first_sample: int = 0  # position in the stream at step 0 of `TrainLoader.batches`
-    rank: int = 0
-    world_size: int = 1
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, split: Split, *, batch_size: int, threads: int, **others: Any
-    ) -> LoaderConfig:
-        return cls(
-            seed=config.seed,
-            batch_size=batch_size,
-            threads=threads,
-            max_boxes=max(split.most_boxes, 1),
-            augment=config.augment,
-            hue_degrees=config.hue_degrees,
-        )._replace(**others)
-
-    @property
-    def global_batch(self) -> int:
-        return self.batch_size * self.world_size * self.accumulate
-
-    def positions(self, start_step: int, end_step: int) -> range:
-        """Return the position in the stream at which each micro-batch of this rank begins.
-
-        Steps count from `first_sample`; each has `accumulate` micro-batches.
-        """
-        stride = self.batch_size * self.world_size
-        first = self.first_sample + self.rank * self.batch_size
-        start, end = (first + step * self.accumulate * stride for step in (start_step, end_step))
-        return range(start, end, stride)
 
 
 class SampleStream:
@@ -99,17 +55,20 @@ class SampleStream:
 class Samples(NamedTuple):
     """A micro-batch without its pixels."""
 
-    positions: NDArray[np.int64]  # B, in the stream
     rows: NDArray[np.int64]  # B, which images
     view: View
+    start: int = 0  # position in the stream of the first one
     is_whole: bool = True  # not augmented: the images are resized exactly as by Pillow
 
 
 def draw_samples(
-    split: Split, stream: SampleStream, config: LoaderConfig, start: int, count: int
+    split: Split,
+    config: LoaderConfig,
+    rows: NDArray[np.int64],
+    epochs: NDArray[np.int64],
+    start: int = 0,
 ) -> Samples:
-    """Draw the stream's samples start to start + count: all but their pixels."""
-    rows, epochs = stream.samples(start, count)
+    """Draw the views of images, each in an epoch: (B,) rows and (B,) epochs."""
     # Only as wide as these images need, because crops cost as much for padding as for boxes.
     most = max(int((split.starts[rows + 1] - split.starts[rows]).max()), 1)
     boxes = padded_boxes(split, rows, min(most, config.max_boxes))
@@ -119,13 +78,13 @@ def draw_samples(
         keys = Keys(augmentation.stream, config, epochs, rows)
         view = augmentation.apply(view, augmentation.draw(keys, view.boxes, view.sizes))
     view = view._replace(boxes=_finished(view.boxes, config.max_boxes))
-    return Samples(np.arange(start, start + count), rows, view, is_whole=not augmentations)
+    return Samples(rows, view, start, is_whole=not augmentations)
 
 
 def whole_samples(split: Split, rows: NDArray[np.int64], max_boxes: int = 1) -> Samples:
     """Return whole images, for evaluation, with at most `max_boxes` boxes each."""
     boxes = _finished(padded_boxes(split, rows, max_boxes), max_boxes)
-    return Samples(rows, rows, whole(boxes, split.pixel_sizes[rows]))
+    return Samples(rows, whole(boxes, split.pixel_sizes[rows]))
 
 
 def padded_boxes(split: Split, rows: NDArray[np.int64], max_boxes: int) -> Boxes:

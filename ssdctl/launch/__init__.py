@@ -30,16 +30,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.runtime.hardware import TPU_V2_OR_V3, find_hardware
 from ssdctl.runtime.packages import OLDEST_TORCH, load_plugin
 from ssdctl.runtime.safe_text import redact_arguments
-from ssdctl.runtime.system import SYSFS, physical_cores, quota_cores, usable_cpus
+from ssdctl.runtime.system import physical_cores, quota_cores, usable_cpus
 
 if TYPE_CHECKING:
     from ssdctl.config.sections import LaunchConfig
@@ -48,6 +47,7 @@ Write = Callable[[str], object]
 POLL_S = 2.0
 UNREACHABLE_S = 120.0  # how long a batch engine may be unreachable
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # text to every reader of YAML
+PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(;[A-Za-z0-9._-]*)?")
 
 
@@ -64,12 +64,12 @@ class LaunchRequest:
     table: Any = None  # the settings of the launcher's own table
     environment: Mapping[str, str] = field(default_factory=dict)  # the caller's
     variables: Mapping[str, str] = field(default_factory=dict)  # additional ones for the ranks
-    hosts: tuple[str, ...] = ()  # of the host file, in order
-    own_names: tuple[str, ...] = ()  # of this machine; what other machines use comes first
+    hosts: tuple[str, ...] = ()  # in the order of the host file
+    own_names: tuple[str, ...] = ()  # this machine's; what other machines use comes first
     free_port: int = 29500
     job_name: str = "ssdctl"  # a unique one
-    run_folder: str | None = None  # of `train`
-    paths: Mapping[str, str] = field(default_factory=dict)  # that `train` uses, by their options
+    run_folder: str | None = None  # a training writes it
+    paths: Mapping[str, str] = field(default_factory=dict)  # a training's, by their options
     is_dry_run: bool = False  # only shown: what is missing is a warning, not an error
     is_planned: bool = False  # shown or written, not run: it may be for another machine
     # This machine's address that leads to the rendezvous host; None: all ranks are on one machine,
@@ -91,7 +91,7 @@ class LaunchPlan:
     argv: tuple[str, ...]  # run without a shell
     environment: Mapping[str, str]  # added to the caller's
     launcher: str
-    num_ranks: int  # that run on this machine, or report to it
+    num_ranks: int  # ranks that run on this machine, or report to it
     nodes: int = 1  # only if it is 1, all ranks record their exit codes here
     # The signal that the launcher forwards to all ranks, repeated while they run: mpirun forwards
     # it to those it has started so far. None: the ranks here are signaled themselves.
@@ -136,9 +136,9 @@ class Node:
         return min(self.cores, self.quota or self.cores)
 
 
-def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
-    """Return the part of this machine that this process may use: the logical CPUs in `allowed`."""
-    cores, has_topology = physical_cores(usable_cpus() if allowed is None else allowed, sysfs)
+def read_node() -> Node:
+    """Return the part of this machine that this process may use."""
+    cores, has_topology = physical_cores(usable_cpus())
     sockets, tpus = {socket for socket, _ in cores}, find_hardware().tpus
     return Node(
         max(1, len(cores)),
@@ -179,6 +179,15 @@ def check_text(argument: str) -> None:
     """Refuse an argument that no command line can contain."""
     if "\0" in argument or any("\ud800" <= letter <= "\udfff" for letter in argument):
         raise UsageError(f"argument {argument!r} is not UTF-8 text")
+
+
+def check_form(engine: str, name: str, value: str, form: str, max_length: int = 1 << 20) -> str:
+    """Return the value of a setting in the engine's table; refuse one without the form."""
+    if not re.fullmatch(form, value, re.ASCII | re.DOTALL) or len(value) > max_length:
+        raise UsageError(
+            f"{engine.lower()}.{name}: {value!r} is not a value that {engine} accepts there"
+        )
+    return value
 
 
 def require_program(program: str, hint: str) -> None:

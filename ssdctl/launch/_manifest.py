@@ -17,15 +17,14 @@ import posixpath
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.errors import UsageError
-from ssdctl.launch import LaunchRequest
+from ssdctl.launch import LaunchRequest, check_form
 from ssdctl.launch.torchrun import RENDEZVOUS_PORT
 
 Manifest = dict[str, Any]
-T = TypeVar("T", bound="str | None")
 Resources = dict[str, dict[str, str]]
 API_VERSIONS = {
     "Job": "batch/v1",
@@ -74,16 +73,16 @@ FORMS = {
 
 
 def build(request: LaunchRequest) -> Manifest:
-    """Return the manifest; of an Indexed Job, a list with its Service."""
+    """Return the manifest; for an Indexed Job, a list with its Service."""
     config, kind = request.table, _kind(request)
     name = checked("name", config.name or request.job_name)
-    metadata: Manifest = {"name": name, "labels": {"app": "ssdctl", **pairs("labels", config)}}
-    metadata |= _given(
-        annotations=pairs("annotations", config),
-        namespace=checked("namespace", config.namespace),
-    )
-    make_spec = {"MPIJob": _mpi_job, "TrainJob": _train_job, "Job": _job}[kind]
-    spec = make_spec(request, name)
+    metadata: Manifest = {
+        "name": name,
+        "labels": {"app": "ssdctl", **pairs("labels", config)},
+        **_given(annotations=pairs("annotations", config)),
+        **_given(namespace=checked("namespace", config.namespace)),
+    }
+    spec = {"MPIJob": _mpi_job, "TrainJob": _train_job, "Job": _job}[kind](request, name)
     # The fields that a user may add to a Job are in the runPolicy of an MPIJob.
     patched = spec["runPolicy"] if kind == "MPIJob" else spec
     patched.update(merge(patched, request.patch.get("job", {})))
@@ -126,11 +125,13 @@ def _job(request: LaunchRequest, name: str) -> Manifest:
     restarts, nodes = request.config.restarts, request.config.nodes
     # Commands such as a download need no more resources than a launcher.
     has_devices = request.device != "cpu" or request.command[0] == "train"
-    program = _program(request, rendezvous=f"{name}-0.{name}" if nodes > 1 else None)  # pod 0
+    pod_0 = f"{name}-0.{name}"
+    rendezvous = [f"--rdzv-endpoint={pod_0}:{RENDEZVOUS_PORT}"] if nodes > 1 else []
+    program = _program(request, "mpirun" if request.device == "hpu" else "torchrun", *rendezvous)
     template, spec = _pod(request, "main", program, has_devices=has_devices), Manifest()
     template["spec"].setdefault("restartPolicy", "Never")
     if nodes > 1:
-        template["spec"]["subdomain"] = name  # for the name of pod 0
+        template["spec"]["subdomain"] = name  # gives pod 0 its name
         spec |= {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
     spec["backoffLimit"] = restarts * nodes  # all pods fail with one
     if restarts:
@@ -146,7 +147,11 @@ def _job(request: LaunchRequest, name: str) -> Manifest:
 
 def _mpi_job(request: LaunchRequest, name: str) -> Manifest:
     config = request.config
-    launcher = _pod(request, "launcher", _program(request), has_devices=False)
+    arguments = [f"--hostfile={HOSTFILE}"]
+    if exported := [*config.export_env, *(e.partition("=")[0] for e in request.table.env)]:
+        arguments += [f"--export-env={','.join(exported)}"]
+    program = _program(request, "mpirun", *arguments)
+    launcher = _pod(request, "launcher", program, has_devices=False)
     worker = _pod(request, "worker", ["/bin/sh", "-c", SSHD], has_devices=True)
     container = worker["spec"]["containers"][0]  # a patch may add others
     container["ports"] = [{"containerPort": 22, "name": "ssh"}]
@@ -170,7 +175,7 @@ def _train_job(request: LaunchRequest, name: str) -> Manifest:
     Its operator starts a pod per node and tells torchrun its number by PET_* variables. It accepts
     no init container: the command installs ssdctl first.
     """
-    pod = _pod(request, "node", _program(request), has_devices=True)
+    pod = _pod(request, "node", _program(request, "torchrun"), has_devices=True)
     container, spec = pod["spec"]["containers"][0], pod["spec"]
     install = spec.pop("initContainers", [{"command": []}])[0]["command"]
     trainer: Manifest = {
@@ -192,7 +197,7 @@ def _train_job(request: LaunchRequest, name: str) -> Manifest:
     }
 
 
-def _program(request: LaunchRequest, rendezvous: str | None = None) -> list[str]:
+def _program(request: LaunchRequest, launcher: str, *options: str) -> list[str]:
     """Return the command of a pod; for several ranks it is wrapped in `ssdctl launch`."""
     config, table = request.config, request.table
     python = table.python if table.install == "image" else f"{INSTALLED}/bin/python"
@@ -200,22 +205,15 @@ def _program(request: LaunchRequest, rendezvous: str | None = None) -> list[str]
     command = [escape_k8s(word) for word in request.command]
     if request.count == 1:
         return [*start, *command]
-    arguments = ["launch", f"{DEVICE_TYPES[request.device].count_option}={request.count}"]
-    is_mpi_job = _kind(request) == "MPIJob"
-    if is_mpi_job or request.device == "hpu":
+    count = f"{DEVICE_TYPES[request.device].count_option}={request.count}"
+    arguments = ["launch", count, f"--launcher={launcher}"]
+    if launcher == "mpirun":
         # The launcher's number of cores is not that of the workers.
         bind_to = config.bind_to if config.cores_per_node else "none"
-        arguments += ["--launcher=mpirun", f"--rank-by={config.rank_by}", f"--bind-to={bind_to}"]
-    else:
-        arguments += ["--launcher=torchrun"]
+        arguments += [f"--rank-by={config.rank_by}", f"--bind-to={bind_to}"]
     if config.nodes > 1:
         arguments += [f"--nodes={config.nodes}"]
-    if is_mpi_job:
-        arguments += [f"--hostfile={HOSTFILE}"]
-        if names := [*config.export_env, *(entry.partition("=")[0] for entry in table.env)]:
-            arguments += [f"--export-env={','.join(names)}"]
-    if rendezvous is not None:
-        arguments += [f"--rdzv-endpoint={rendezvous}:{RENDEZVOUS_PORT}"]
+    arguments += options
     if config.cores_per_node:
         arguments += [f"--cores-per-node={config.cores_per_node}"]
     if config.devices_per_node:
@@ -276,7 +274,7 @@ def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: 
 
 
 def _resources(request: LaunchRequest, container: str, *, has_devices: bool) -> Resources:
-    """Return a container's resources; requests equal limits, as devices and huge pages require."""
+    """Return limits and equal requests, as devices and huge pages require."""
     amounts = pairs("resources" if has_devices else "launcher_resources", request.table)
     if has_devices and (device := DEVICE_TYPES[request.device].kubernetes_resource):
         amounts = {device: str(request.ranks_per_node), **amounts}
@@ -292,21 +290,17 @@ def _given(**fields: Any) -> Manifest:
     return {name: value for name, value in fields.items() if value}
 
 
-def checked(name: str, value: T) -> T:
-    """Return the value of a setting, if any, that has a form which Kubernetes accepts."""
-    if value is None:
-        return value
-    if not re.fullmatch(FORMS[name], value, re.ASCII | re.DOTALL) or len(value) > 4000:
-        raise UsageError(
-            f"kubernetes.{name}: {value!r} is not a value that Kubernetes accepts there"
-        )
-    return value
+def checked(name: str, value: str | None) -> str:
+    """Return the value of a setting, empty if it is not set; refuse what Kubernetes would."""
+    return "" if value is None else check_form("Kubernetes", name, value, FORMS[name], 4000)
 
 
 def pairs(name: str, config: Any) -> dict[str, str]:
     """Return the `KEY=VALUE` entries of a setting as a dict."""
-    entries = [checked(name, entry).partition("=") for entry in getattr(config, name)]
-    return {key: value for key, _, value in entries}
+    entries = getattr(config, name)
+    for entry in entries:
+        checked(name, entry)
+    return dict(entry.split("=", 1) for entry in entries)
 
 
 def escape_k8s(text: str) -> str:
@@ -335,7 +329,7 @@ def read_volumes(entries: Iterable[str]) -> tuple[list[Manifest], list[Manifest]
 
 
 def merge(base: Any, patch: Any) -> Any:
-    """Return a document with a patch: mappings are merged, lists extended (by `name`, if any)."""
+    """Merge mappings and extend lists (entries of one `name` are merged); else return the patch."""
     if isinstance(base, dict) and isinstance(patch, dict):
         return {**base, **{k: merge(base.get(k), value) for k, value in patch.items()}}
     if not (isinstance(base, list) and isinstance(patch, list)):

@@ -1,4 +1,4 @@
-"""Follow a Kubernetes job by the answers of `kubectl get -o json`, to its exit code."""
+"""Cancel a Kubernetes job, or follow it by the answers of `kubectl get -o json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from ssdctl.distributed.rank_process import PASSED_ON
 from ssdctl.errors import DistributedError, ExitCode
-from ssdctl.launch import POLL_S, Write, query
+from ssdctl.launch import POLL_S, LaunchPlan, Write, query
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]  # an object of Kubernetes
@@ -19,23 +19,39 @@ INSTALLATIONS = 4  # starts of a worker's installation, about two minutes with t
 POD_0 = "batch.kubernetes.io/job-completion-index=0"
 
 
-class PodFollower:
-    """Copies the output of a job's first rank; reports each state of a pod once.
+def cancel(job: str, plan: LaunchPlan) -> str:
+    service = [f"service/{job.rpartition('/')[2]}"] if _is_indexed(plan) else []
+    return " ".join(["kubectl", "delete", *service, job, *_namespace(plan)])
 
-    Args:
-        job: Its kind and name, as kubectl prints them.
-        namespace: None for kubectl's own.
-        is_indexed: Whether it is an Indexed Job: the output of pod 0 is followed.
-        cancel: The command that ends the job.
-        write: Called with each line of output.
+
+def follow(job: str, plan: LaunchPlan, write: Write) -> int:
+    """Write the output of the first rank until the job ends; return the job's exit code.
+
+    Raises:
+        DistributedError: kubectl no longer answers; or a worker cannot be installed, for which
+            the operator would wait without end.
     """
+    return _Follower(job, plan, write).follow()
 
-    def __init__(
-        self, job: str, namespace: str | None, is_indexed: bool, cancel: str, write: Write
-    ) -> None:
-        self.job, self.cancel, self.write = job, cancel, write
-        self.space = ["-n", namespace] if namespace else []
-        name = job.rpartition("/")[2]
+
+def _is_indexed(plan: LaunchPlan) -> bool:
+    """Return whether the manifest is a list of a Service and an Indexed Job."""
+    return plan.manifest is not None and "items" in plan.manifest
+
+
+def _namespace(plan: LaunchPlan) -> list[str]:
+    manifest = plan.manifest or {"metadata": {}}
+    job = manifest["items"][-1] if _is_indexed(plan) else manifest
+    return ["-n", job["metadata"]["namespace"]] if "namespace" in job["metadata"] else []
+
+
+class _Follower:
+    """Copies the output of a job's first rank; reports each state of a pod once."""
+
+    def __init__(self, job: str, plan: LaunchPlan, write: Write) -> None:
+        self.job, self.write = job, write  # its kind and name, as kubectl prints them
+        self.cancel, self.namespace = cancel(job, plan), _namespace(plan)
+        name, is_indexed = job.rpartition("/")[2], _is_indexed(plan)
         # The labels of the pod whose output is followed, and of those that it waits for.
         self.first, self.workers = f"job-name={name}", ""
         if job.startswith("mpijob"):
@@ -50,12 +66,6 @@ class PodFollower:
         self.reported: dict[str, str] = {}
 
     def follow(self) -> int:
-        """Return the job's exit code at its end.
-
-        Raises:
-            DistributedError: kubectl no longer answers; or a worker cannot be installed, for which
-                the operator would wait without end.
-        """
         while True:
             for pod in self._pods(self.workers) if self.workers else []:
                 container, code = self._report(pod)
@@ -88,7 +98,7 @@ class PodFollower:
         return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
     def _get(self, what: str, *words: str) -> Json:
-        answer = query("kubectl", "get", what, *self.space, *words, "-o", "json")
+        answer = query("kubectl", "get", what, *self.namespace, *words, "-o", "json")
         try:
             return msgspec.json.decode(answer, type=Json)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -114,7 +124,7 @@ class PodFollower:
         return container, code
 
     def _copy_log(self, *words: str) -> None:
-        argv, pipe = ["kubectl", "logs", *self.space, *words], subprocess.PIPE
+        argv, pipe = ["kubectl", "logs", *self.namespace, *words], subprocess.PIPE
         with subprocess.Popen(argv, stdout=pipe, encoding="utf-8", errors="replace") as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -136,7 +146,7 @@ def _waiting(container: Json) -> Json:
 
 
 def _installation_failure(pod: Json) -> tuple[Json, int]:
-    """Return the first failed init container that is not running again, and its exit code or 0."""
+    """Return the failed init container that is not running again, and its exit code; else 0."""
     for container in _status(pod).get("initContainerStatuses") or []:
         is_between_starts = bool(_waiting(container))
         code = _end(container) or (is_between_starts and _end(container, "lastState"))

@@ -49,20 +49,15 @@ OUTER_JOB = re.compile(
 
 
 class JobOutcome(NamedTuple):
-    """How a job ended."""
-
     code: int
     failure: tuple[list[int], str] | None = None  # the ranks that failed first, and why
 
 
 def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
-    """Run the plan to its end (see exit_codes.py for its code).
+    """Run a plan to its end (see exit_codes.py for its code).
 
     SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the job save and stop; a second SIGINT ends it.
-
-    Args:
-        plan: A complete plan.
-        stdout_to_stderr: Redirect the job's stdout, so that stdout has only the caller's output.
+    `stdout_to_stderr` redirects the job's output, so that stdout has only the caller's.
 
     Raises:
         UsageError: The launcher cannot be started.
@@ -83,12 +78,10 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     killed_before = memory_kills()
     try:
         job = _Job(plan, folder, stdout=2 if stdout_to_stderr else None)
-        code = job.wait(received)
+        code, exits = job.wait(received), read_exits(folder)
         num_ranks = plan.num_ranks if plan.nodes == 1 else None
         is_out_of_memory = memory_kills() > killed_before
-        return JobOutcome(
-            code, first_failure(code, read_exits(folder), num_ranks, job.lost, is_out_of_memory)
-        )
+        return JobOutcome(code, first_failure(code, exits, num_ranks, job.lost, is_out_of_memory))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for number, handler in old.items():
@@ -140,12 +133,9 @@ class _Job:
         self._end()
         if interrupted:
             return ExitCode.INTERRUPTED
-        return job_exit_code(
-            ExitCode.DISTRIBUTED if hung else self.launcher.returncode,
-            list(read_exits(self.folder).values()),
-            num_ranks=self.plan.num_ranks,
-            stop_signal=received[0] if is_early else None,
-        )
+        code = ExitCode.DISTRIBUTED if hung else self.launcher.returncode
+        exits = list(read_exits(self.folder).values())
+        return job_exit_code(code, exits, self.plan.num_ranks, received[0] if is_early else None)
 
     def _watch(self) -> None:
         """Wait for a moment; note the first rank that ends without an exit code.

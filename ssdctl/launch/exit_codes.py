@@ -1,6 +1,6 @@
-"""Derive the job's exit code and the rank that failed first.
+"""Derive a job's exit code and the rank that failed first from what its ranks recorded.
 
-A batch script reads the job's exit code by `python -m ssdctl.launch.exit_codes DIR CODE RANKS`.
+Batch scripts do that by `python -m ssdctl.launch.exit_codes DIR LAUNCHER_CODE RANKS`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from ssdctl.errors import ExitCode
 
 
 def job_exit_code(
-    launcher_code: int, exits: list[int], *, num_ranks: int, stop_signal: int | None
+    launcher_code: int, exits: list[int], num_ranks: int, stop_signal: int | None = None
 ) -> int:
-    """Return the exit code of the job.
+    """Return the exit code of a job, from the launcher's (negative for a signal) and its ranks'.
 
     Args:
-        launcher_code: The launcher's exit code, negative for a signal.
         exits: The recorded codes of the ranks, in the order in which they ended.
         num_ranks: The number of ranks that could record one.
         stop_signal: The signal that was sent to the job shortly before, if any.
@@ -50,10 +49,9 @@ def first_failure(
     lost: int | None = None,
     is_out_of_memory: bool = False,
 ) -> tuple[list[int], str] | None:
-    """Return the ranks that made a job fail, and a description of their failure.
+    """Return the ranks that made a job fail with a code, and a description of their failure.
 
     Args:
-        code: The exit code of the job.
         exits: The recorded codes of the ranks, in the order in which they ended.
         num_ranks: The number of ranks; None if not all could record a code here.
         lost: The first rank that ended without recording a code.
@@ -78,8 +76,7 @@ def first_failure(
 def main(folder: str, launcher_code: str, num_ranks: str) -> int:
     """Return the job's exit code at the end of a batch script; print the failed ranks to stderr."""
     exits, count = read_exits(Path(folder)), int(num_ranks)
-    codes = list(exits.values())
-    code = job_exit_code(int(launcher_code), codes, num_ranks=count, stop_signal=None)
+    code = job_exit_code(int(launcher_code), list(exits.values()), count)
     if failure := first_failure(code, exits, count):
         ranks, reason = failure
         sys.stderr.write(f"error: rank {', '.join(map(str, ranks))} {reason}\n")

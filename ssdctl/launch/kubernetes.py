@@ -1,6 +1,6 @@
 """Kubernetes: the settings of a job and its pods, what a job lacks, and kubectl.
 
-_manifest.py builds the manifest, _pods.py follows the job.
+_manifest.py builds the manifest, _pods.py cancels and follows the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ssdctl.launch import (
     LaunchPlan,
     LaunchRequest,
     Node,
-    Write,
+    _pods,
     check_text,
     require_program,
     submit_text,
@@ -112,24 +112,29 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
             "runs the same command",
             hint="leave one of them out",
         )
-    missing, warnings = list(_missing(request)), tuple(_warnings(request))
+    missing, warnings = list(_missing(request)), list(_warnings(request))
+    if missing and not request.is_dry_run:
+        raise missing[0]
     if missing:
-        if not request.is_dry_run:
-            raise missing[0]
-        warnings = (*(f"{error}; {error.hint}" for error in missing), *warnings)
         filled = {"image": config.image or "IMAGE", "install": config.install or "image"}
         request = dataclasses.replace(request, table=msgspec.structs.replace(config, **filled))
-    manifest, ranks, nodes = build(request), request.count, request.config.nodes
-    text = to_yaml(manifest)
+    manifest = build(request)
     return LaunchPlan(
-        ARGV, {}, "kubernetes", ranks, nodes, text=text, manifest=manifest, warnings=warnings
+        ARGV,
+        {},
+        "kubernetes",
+        request.count,
+        request.config.nodes,
+        text=to_yaml(manifest),
+        manifest=manifest,
+        warnings=(*(f"{error}; {error.hint}" for error in missing), *warnings),
     )
 
 
 def _missing(request: LaunchRequest) -> Iterator[UsageError]:
     """Yield an error for each thing without which pods cannot run or keep their results."""
     config, command = request.table, request.command
-    folders, writable = _mounted(config), _mounted(config, writable=True)
+    folders, writable = _mounted(config)
     if config.image is None:
         hint = "name the image of the pods, or give --cluster"
         yield UsageError("kubernetes.image is not set", hint=hint)
@@ -156,15 +161,14 @@ def _missing(request: LaunchRequest) -> Iterator[UsageError]:
         paths["kubernetes.install"] = config.install
     for option, path in paths.items():
         is_name = option in NAMED and ("://" in path or not FILE.search(path))
-        is_log = option == "--mllog"
         # An image that has ssdctl may have the data too.
-        is_in_image = config.install == "image" and not is_log
-        if not is_name and not is_in_image and not _is_in(path, writable if is_log else folders):
-            yield _not_mounted(option, path, writable if is_log else folders)
+        is_in_image = config.install == "image" and option != "--mllog"
+        needed = writable if option == "--mllog" else folders
+        if not is_name and not is_in_image and not _is_in(path, needed):
+            yield _not_mounted(option, path, needed)
 
 
 def _not_mounted(option: str, path: str, folders: list[str]) -> UsageError:
-    """Return the error for a file that is not in any of the folders of volumes."""
     folder = path if option in ("--data", "--store") else posixpath.dirname(path)
     folder, equals = posixpath.normpath(folder), "=" if option.startswith("kubernetes.") else " "
     hints = []
@@ -179,10 +183,10 @@ def _not_mounted(option: str, path: str, folders: list[str]) -> UsageError:
     )
 
 
-def _mounted(config: Settings, *, writable: bool = False) -> list[str]:
-    """Return the folders at which volumes are mounted."""
+def _mounted(config: Settings) -> tuple[list[str], list[str]]:
+    """Return the folders at which volumes are mounted: all, and those that are writable."""
     mounts, _ = read_volumes(config.volumes)
-    return [m["mountPath"] for m in mounts if not (writable and m.get("readOnly"))]
+    return [m["mountPath"] for m in mounts], [m["mountPath"] for m in mounts if "readOnly" not in m]
 
 
 def _is_in(path: str, folders: list[str]) -> bool:
@@ -217,10 +221,8 @@ def _warnings(request: LaunchRequest) -> Iterator[str]:
     if request.device == "xla" and missing:
         named = " and ".join(missing)
         yield f"kubernetes.node_selector does not name {named}: GKE needs it to start TPU pods"
-    data = request.paths.get("--data", "")
-    is_read_only = _is_in(data, _mounted(config)) and not _is_in(
-        data, _mounted(config, writable=True)
-    )
+    data, (folders, writable) = request.paths.get("--data", ""), _mounted(config)
+    is_read_only = _is_in(data, folders) and not _is_in(data, writable)
     if is_read_only and "--store" not in request.paths:
         yield (
             f"{data} is on a read-only volume, and every job would index it again: prepare it once "
@@ -257,27 +259,4 @@ def submit(plan: LaunchPlan) -> str:
     return submit_text(plan, "kubectl get jobs")  # such as mpijob.kubeflow.org/ssdctl-3f2a1c
 
 
-def cancel(job: str, plan: LaunchPlan) -> str:
-    service = f"service/{job.rpartition('/')[2]} " if _is_indexed(plan) else ""
-    space = f" -n {name}" if (name := _namespace(plan)) else ""
-    return f"kubectl delete {service}{job}{space}"
-
-
-def follow(job: str, plan: LaunchPlan, write: Write) -> int:
-    """Write the output of the first rank until the job ends; return the job's exit code."""
-    from ssdctl.launch._pods import PodFollower
-
-    end, is_indexed = cancel(job, plan), _is_indexed(plan)
-    return PodFollower(job, _namespace(plan), is_indexed, end, write).follow()
-
-
-def _is_indexed(plan: LaunchPlan) -> bool:
-    """Return whether the manifest is a list of a Service and an Indexed Job."""
-    return plan.manifest is not None and "items" in plan.manifest
-
-
-def _namespace(plan: LaunchPlan) -> str | None:
-    job = plan.manifest or {"metadata": {}}
-    job = job["items"][-1] if "items" in job else job
-    name: str | None = job["metadata"].get("namespace")
-    return name
+cancel, follow = _pods.cancel, _pods.follow

@@ -12,11 +12,12 @@ import dataclasses
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch import LaunchPlan, LaunchRequest, Node, require_program
+from ssdctl.launch import PLACEHOLDER, LaunchPlan, LaunchRequest, Node, require_program
 from ssdctl.runtime.hardware import BINDING_VARIABLE
 
 # On SIGTERM and SIGINT mpirun kills its ranks two seconds later, even while they save. It
@@ -28,8 +29,7 @@ MAX_HOSTFILE_BYTES = 16 << 20
 HOST = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,252}|(?=.*:.*:)[0-9A-Fa-f:.]{2,45}")
 SLOTS = re.compile(r"(?:slots|count|cpus?)\s*=\s*(\S*)", re.IGNORECASE)
 MAX_SLOTS = 65_536  # far more than a machine has, and far fewer than mpirun has memory for
-UNKNOWN_SOCKETS = 2  # of another machine: Gaudi nodes have two
-PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
+UNKNOWN_SOCKETS = 2  # assumed for other machines: Gaudi nodes have two
 # Variables that ranks on other nodes need; mpirun does not export any by default.
 EXPORTED = re.compile(
     r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
@@ -121,29 +121,28 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         config.nodes if is_local else max(config.nodes, 2),
         stop_signal=None if is_local else STOP_SIGNAL,
         missing=missing,
-        warnings=_warnings(request),
+        warnings=tuple(_warnings(request)),
     )
 
 
-def _warnings(request: LaunchRequest) -> tuple[str, ...]:
-    """Return what was assumed about the version of Open MPI and about the nodes."""
-    config, version, texts = request.config, request.open_mpi, []
+def _warnings(request: LaunchRequest) -> Iterator[str]:
+    """Yield what was assumed about the version of Open MPI and about the nodes."""
+    config, version = request.config, request.open_mpi
     if config.rank_by == "core" and version != 4:
         which = "an unknown version of Open MPI" if version is None else f"Open MPI {version}"
-        texts.append(f"--rank-by core is not an option of {which}: ranks are ordered by slot")
+        yield f"--rank-by core is not an option of {which}: ranks are ordered by slot"
     if version is None and len(request.hosts) > 1:
-        texts.append(
+        yield (
             f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI 4 "
             "starts rank 0 on the launching host, version 5 on the first one"
         )
     is_listed = not request.hosts or set(request.hosts) & set(request.own_names)
     is_other_machine = request.is_planned or version is None or not is_listed
     if is_other_machine and config.cores_per_node is None and config.bind_to == "core":
-        texts.append(
+        yield (
             "core binding is computed from the cores of this machine; if the nodes have another "
             "number of cores, give --cores-per-node N"
         )
-    return tuple(texts)
 
 
 def _first_rank(request: LaunchRequest) -> str:

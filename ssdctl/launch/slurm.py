@@ -24,6 +24,7 @@ from ssdctl.launch import (
     LaunchRequest,
     Node,
     Write,
+    check_form,
     query,
     require_program,
     submit_text,
@@ -195,9 +196,7 @@ def _check_time(slurm: Settings) -> None:
 
 
 def _checked(name: str, value: str) -> str:
-    if not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII):
-        raise UsageError(f"slurm.{name}: {value!r} is not a value that Slurm accepts there")
-    return value
+    return check_form("Slurm", name, value, FORMS.get(name, WORD))
 
 
 def require() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from ssdctl._version import __version__
 from ssdctl.distributed.ranks import address_for_peers
 from ssdctl.errors import UsageError
-from ssdctl.launch import LaunchPlan, LaunchRequest, Node, make_plan, to_yaml
+from ssdctl.launch import PLACEHOLDER, LaunchPlan, LaunchRequest, Node, make_plan, to_yaml
 from ssdctl.runtime.packages import torch_release
 
 MODULE = "torch.distributed.run"
@@ -22,20 +22,19 @@ NUMA_BINDING = (2, 9)  # PyTorch; torchrun has --numa-binding from here on
 # How long torchrun waits for ranks to stop; its default of 30 s can interrupt a save.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
-# How libtpu names a part of a host's chips, by their number.
+# libtpu's names for some chips of a host, by their number.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 # Variables of a pod with its number: of Kubeflow's torchrun runtime, and of an Indexed Job.
 NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
 POD_START_S = 1800
-PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 SKY_SUFFIXES = (".sky.yaml", ".sky.yml")
 FIRST_NODE, NODE_RANK = "ssdctl-first-node", "ssdctl-node-rank"  # replaced by a shell's words
 
 
 def require() -> None:
     spec = importlib.util.find_spec("torch")  # does not import it, unlike torch.distributed
-    places = (spec.submodule_search_locations if spec else None) or []
-    if not any(Path(place, "distributed", "run.py").is_file() for place in places):
+    folders = (spec.submodule_search_locations if spec else None) or []
+    if not any(Path(folder, "distributed", "run.py").is_file() for folder in folders):
         raise UsageError(
             f"{MODULE} is absent from {sys.executable}",
             hint="install PyTorch there (pip install torch), or use --launcher mpirun",
@@ -44,9 +43,9 @@ def require() -> None:
 
 def inspect(request: LaunchRequest) -> LaunchRequest:
     """Add PyTorch's version, and the address at which the other nodes reach this one."""
-    host, address = _endpoint(request).rpartition(":")[0].strip("[]"), None
+    (host, _), address = _endpoint(request), None
     if request.config.nodes > 1 and host != PLACEHOLDER:
-        address = address_for_peers(host)
+        address = address_for_peers(host.strip("[]"))
     return dataclasses.replace(request, torch_version=torch_release(), local_address=address)
 
 
@@ -64,8 +63,8 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         # loopback is used because some machines cannot resolve their own name.
         rendezvous = ["--standalone", "--local-addr=127.0.0.1"]
     else:
-        endpoint = _endpoint(request)
-        if endpoint.startswith(f"{PLACEHOLDER}:"):
+        host, port = _endpoint(request)
+        if host == PLACEHOLDER:
             missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
         rendezvous = [f"--nnodes={config.nodes}", "--rdzv-id=ssdctl"]
         node_rank = next((n for v in NODE_RANKS if (n := request.environment.get(v))), None)
@@ -73,11 +72,10 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
             # In the order of the pods, so that rank 0 is in pod 0, whose output is followed. Pods
             # start at different times: images are pulled, ssdctl is installed.
             rendezvous += ["--rdzv-backend=static", f"--node-rank={node_rank}"]
-            host, _, port = endpoint.rpartition(":")
             rendezvous += [f"--master-addr={host}", f"--master-port={port}"]
             rendezvous += [f"--rdzv-conf=timeout={POD_START_S}"]
         else:
-            rendezvous += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+            rendezvous += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
         if request.local_address is not None:
             # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
             rendezvous.append(f"--local-addr={request.local_address}")
@@ -98,7 +96,7 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
 
 
 def _chips(request: LaunchRequest, node: Node) -> dict[str, str]:
-    """Return the variables that restrict a process to some chips of its host; none: to all.
+    """Return the variables that restrict a process to some chips of its host, if any.
 
     torch_xla divides a host of TPU v4 or later into all of its chips or, by these variables, into
     one. The chips are unknown (0) if the plan is for another machine.
@@ -135,8 +133,8 @@ def _escaped(argument: str) -> str:
     return argument.replace("$", "$$")
 
 
-def _endpoint(request: LaunchRequest) -> str:
-    """Return the HOST:PORT of torchrun's rendezvous."""
+def _endpoint(request: LaunchRequest) -> tuple[str, str]:
+    """Return host and port of torchrun's rendezvous."""
     given, port = request.environment, str(RENDEZVOUS_PORT)
     if request.hosts:
         host = request.hosts[0]
@@ -148,7 +146,8 @@ def _endpoint(request: LaunchRequest) -> str:
     endpoint = request.config.rdzv_endpoint or f"{host}:{port}"
     if not re.fullmatch(r"(?!-)([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}", endpoint):
         raise UsageError(f"rendezvous endpoint {endpoint!r} is not of the form HOST:PORT")
-    return endpoint
+    host, _, port = endpoint.rpartition(":")
+    return host, port
 
 
 def to_sky_task(request: LaunchRequest, node: Node) -> str:

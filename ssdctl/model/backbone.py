@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # 1x1 convolutions
+EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # channels of 1x1 convolutions
 
 
 class Backbone(nn.Sequential):
@@ -22,10 +22,10 @@ class Backbone(nn.Sequential):
     It runs its modules in order, unless `forward` is overridden.
 
     Attributes:
-        channels: Of the six feature maps.
+        channels: Channels of the six feature maps.
         stages: Names of its modules by stage, for `--freeze`.
         stem: Names of the modules that `--freeze-stem` stops training.
-        extra_widths: Of the 1x1 convolutions of the extra blocks.
+        extra_widths: Channels of the 1x1 convolutions of the extra blocks.
     """
 
     channels: tuple[int, ...]
@@ -43,11 +43,26 @@ class Backbone(nn.Sequential):
         Args:
             norm: `none` (biased convolutions) or `batch` (batch norm).
         """
-        outer, widths = self.channels, self.extra_widths
-        return [
-            extra_block(outer[i], widths[i], outer[i + 1], strided=i < 3, norm=norm)
-            for i in range(5)
-        ]
+        return [self.extra_block(number, norm) for number in range(5)]
+
+    def extra_block(self, number: int, norm: str) -> nn.Sequential:
+        """Return a 1x1 and a 3x3 convolution with ReLUs.
+
+        The first three blocks halve the rows and columns, the others take two off.
+        """
+        in_channels, out_channels = self.channels[number : number + 2]
+        width, has_norm = self.extra_widths[number], norm == "batch"
+        stride, padding = (2, 1) if number < 3 else (1, 0)
+        layers: list[nn.Module] = []
+        for convolution in (
+            nn.Conv2d(in_channels, width, 1, bias=not has_norm),
+            nn.Conv2d(width, out_channels, 3, stride, padding, bias=not has_norm),
+        ):
+            layers.append(convolution)
+            if has_norm:
+                layers.append(nn.BatchNorm2d(convolution.out_channels))
+            layers.append(nn.ReLU(inplace=True))
+        return nn.Sequential(*layers)
 
     def pretrained_parts(
         self, state: Mapping[str, Tensor], extra: nn.ModuleList
@@ -77,21 +92,3 @@ class _NoRandomNumbers(TorchFunctionMode):
         if func in (Tensor.normal_, Tensor.uniform_):
             return args[0]
         return func(*args, **(kwargs or {}))
-
-
-def extra_block(
-    in_channels: int, width: int, out_channels: int, *, strided: bool, norm: str = "none"
-) -> nn.Sequential:
-    """Return a 1x1 and a 3x3 convolution with ReLUs; half the rows and columns, or two less."""
-    stride, padding = (2, 1) if strided else (1, 0)
-    has_norm = norm == "batch"
-    layers: list[nn.Module] = []
-    for convolution in (
-        nn.Conv2d(in_channels, width, 1, bias=not has_norm),
-        nn.Conv2d(width, out_channels, 3, stride, padding, bias=not has_norm),
-    ):
-        layers.append(convolution)
-        if has_norm:
-            layers.append(nn.BatchNorm2d(convolution.out_channels))
-        layers.append(nn.ReLU(inplace=True))
-    return nn.Sequential(*layers)

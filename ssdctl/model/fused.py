@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ssdctl.boxes.ops import Matcher, pairwise_iou
+from ssdctl.boxes import Matcher, pairwise_iou
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.ssd300 import SSD300
@@ -162,8 +162,8 @@ class MatcherWithoutGather(Matcher):
     """XLA's gather is slow, and a comparison and a sum are fused into the operations around."""
 
     def take(self, values_BKG: Tensor, index_BN: Tensor) -> Tensor:
-        place_GN = torch.arange(values_BKG.shape[2], device=index_BN.device).unsqueeze(1)
-        is_chosen_B1GN = (index_BN.unsqueeze(1) == place_GN).unsqueeze(1)
+        number_GN = torch.arange(values_BKG.shape[2], device=index_BN.device).unsqueeze(1)
+        is_chosen_B1GN = (index_BN.unsqueeze(1) == number_GN).unsqueeze(1)
         zero = values_BKG.new_zeros(())
         return torch.where(is_chosen_B1GN, values_BKG.unsqueeze(3), zero).sum(dim=2)
 

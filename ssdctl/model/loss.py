@@ -16,9 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.ops import Matcher, box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, column_major, encode
-from ssdctl.model.constants import RESNET, ModelConstants
+from ssdctl.boxes import (
+    Matcher,
+    box_cxcywh_to_ltrb,
+    box_ltrb_to_cxcywh,
+    column_major,
+    default_boxes_cxcywh,
+    encode,
+)
+from ssdctl.model.backbones import RESNET, ModelConstants
 
 NEGATIVES_PER_POSITIVE = 3
 

@@ -8,15 +8,19 @@ Shapes: B batch, C classes with background, N default boxes, K detections of an 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ssdctl.boxes.nms import batched_nms, nms_static
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, decode
+from ssdctl.boxes import box_cxcywh_to_ltrb, decode
+from ssdctl.model.backbones import RESNET, ModelConstants
 
-CANDIDATES_PER_CLASS = 200
 DETECTIONS_PER_IMAGE = 200
 
 
@@ -32,38 +36,27 @@ def detect(
     offsets_B4N: Tensor,
     logits_BCN: Tensor,
     defaults_cxcywh: Tensor,
-    *,
-    score_threshold: float,
-    nms_iou: float,
-    candidates: int = CANDIDATES_PER_CLASS,
-    clips_boxes: bool = False,
+    rules: ModelConstants = RESNET,
 ) -> list[ImageDetections]:
     """Decode a batch in fp32 and return the detections of each image, on the CPU.
 
     Args:
-        score_threshold: Candidates have a higher score.
-        nms_iou: A box with a higher IoU with a better box of its class is dropped.
-        candidates: The best of each class before NMS.
-        clips_boxes: Clip boxes to the image before NMS.
+        rules: Candidates score more than `score_threshold`; a box with a higher IoU than `nms_iou`
+            with a better box of its class is dropped.
     """
     outputs = (offsets_B4N, logits_BCN, defaults_cxcywh)
     with torch.autocast(offsets_B4N.device.type, enabled=False):
-        boxes, scores = boxes_and_scores(*outputs, clips_boxes=clips_boxes)
-        return select_detections(boxes, scores, score_threshold, nms_iou, candidates)
+        boxes, scores = boxes_and_scores(*outputs, clips_boxes=rules.clips_boxes)
+        return select_detections(boxes, scores, rules)
 
 
 def select_detections(
-    boxes_BN4: Tensor,
-    scores_BCN: Tensor,
-    score_threshold: float,
-    nms_iou: float,
-    candidates: int = CANDIDATES_PER_CLASS,
+    boxes_BN4: Tensor, scores_BCN: Tensor, rules: ModelConstants
 ) -> list[ImageDetections]:
     """Return the detections in decoded fp32 boxes and scores, on the CPU; see `detect`."""
-    rules = (score_threshold, nms_iou, candidates)
     if boxes_BN4.device.type == "cpu":
-        return [_detect_one(b, s, *rules) for b, s in zip(boxes_BN4, scores_BCN, strict=True)]
-    padded = [t.cpu() for t in detect_static(boxes_BN4, scores_BCN, *rules)]
+        return [_detect_one(b, s, rules) for b, s in zip(boxes_BN4, scores_BCN, strict=True)]
+    padded = [t.cpu() for t in detect_static(boxes_BN4, scores_BCN, rules)]
     return [
         ImageDetections(b[real], s[real], label[real])
         for b, s, label in zip(*padded, strict=True)
@@ -86,11 +79,7 @@ def boxes_and_scores(
 
 
 def detect_static(
-    boxes_BN4: Tensor,
-    scores_BCN: Tensor,
-    threshold: float,
-    nms_iou: float,
-    candidates_per_class: int = CANDIDATES_PER_CLASS,
+    boxes_BN4: Tensor, scores_BCN: Tensor, rules: ModelConstants
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same detections in static shapes, best first, padded with label 0.
 
@@ -98,26 +87,25 @@ def detect_static(
         (B, K, 4) boxes, (B, K) scores, (B, K) labels, where K = 200.
     """
     num_classes = scores_BCN.shape[1]
-    scores, index = scores_BCN.topk(min(candidates_per_class, scores_BCN.shape[2]), dim=2)
+    count = min(rules.candidates_per_class, scores_BCN.shape[2])
+    scores, index = scores_BCN.topk(count, dim=2)
     candidates = boxes_BN4.unsqueeze(1).expand(-1, num_classes, -1, -1)
     candidates = candidates.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 4))
-    keep = nms_static(candidates, scores > threshold, nms_iou)
+    keep = nms_static(candidates, scores > rules.score_threshold, rules.nms_iou)
     flat = torch.where(keep, scores, 0).flatten(1)
-    best, place = flat.topk(min(DETECTIONS_PER_IMAGE, flat.shape[1]), dim=1)
-    labels = torch.where(best > 0, place // scores.shape[2] + 1, 0)
-    kept = candidates.flatten(1, 2).gather(1, place.unsqueeze(-1).expand(-1, -1, 4))
+    best, index = flat.topk(min(DETECTIONS_PER_IMAGE, flat.shape[1]), dim=1)
+    labels = torch.where(best > 0, index // scores.shape[2] + 1, 0)
+    kept = candidates.flatten(1, 2).gather(1, index.unsqueeze(-1).expand(-1, -1, 4))
     return kept, best, labels
 
 
-def _detect_one(
-    boxes_N4: Tensor, scores_CN: Tensor, threshold: float, nms_iou: float, candidates: int
-) -> ImageDetections:
-    row, index = (scores_CN > threshold).nonzero(as_tuple=True)
+def _detect_one(boxes_N4: Tensor, scores_CN: Tensor, rules: ModelConstants) -> ImageDetections:
+    row, index = (scores_CN > rules.score_threshold).nonzero(as_tuple=True)
     scores, boxes, labels = scores_CN[row, index], boxes_N4[index], row + 1
-    if len(scores) > candidates:
-        best = _best_per_class(scores, labels, candidates)
+    if len(scores) > rules.candidates_per_class:
+        best = _best_per_class(scores, labels, rules.candidates_per_class)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
-    keep = batched_nms(boxes, scores, labels, nms_iou)[:DETECTIONS_PER_IMAGE]
+    keep = batched_nms(boxes, scores, labels, rules.nms_iou)[:DETECTIONS_PER_IMAGE]
     return ImageDetections(boxes[keep], scores[keep], labels[keep])
 
 
@@ -129,3 +117,70 @@ def _best_per_class(scores_K: Tensor, labels_K: Tensor, count: int) -> Tensor:
     first_of_class = torch.searchsorted(ranked, ranked)
     rank = torch.arange(len(order), device=order.device) - first_of_class
     return order[rank < count]
+
+
+def batched_nms(boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor, nms_iou: float) -> Tensor:
+    """Return the indices of the boxes that are kept, best first, on the CPU.
+
+    A box with an IoU over `nms_iou` with a better box of its class is dropped. Scores are compared
+    in fp64.
+    """
+    return _nms_kernel()(_offset_by_class(boxes_K4, labels_K), scores_K.double(), nms_iou)
+
+
+def nms_static(boxes_BCK4: Tensor, keep_BCK: Tensor, nms_iou: float) -> Tensor:
+    """Return (B, C, K) flags of the boxes that are kept, in static shapes.
+
+    Args:
+        boxes_BCK4: Candidates in ltrb, best first in each class.
+        keep_BCK: The candidates that take part.
+        nms_iou: A box with a higher IoU with a better box of its class is dropped.
+    """
+    # The overlaps of one image at a time: those of a batch would take gigabytes.
+    over = torch.stack([_overlaps(boxes_CK4, nms_iou) for boxes_CK4 in boxes_BCK4])
+    for i in range(boxes_BCK4.shape[2]):  # greedy: a removed box removes no other
+        keep_BCK = keep_BCK & ~(over[:, :, i] & keep_BCK[:, :, i : i + 1])
+    return keep_BCK
+
+
+def _overlaps(boxes_CK4: Tensor, nms_iou: float) -> Tensor:
+    """Return (C, K, K) flags: box i has an IoU over `nms_iou` with a worse box j of its class."""
+    a, b = boxes_CK4.unsqueeze(2), boxes_CK4.unsqueeze(1)
+    size = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
+    overlap = size.clamp(min=0).prod(dim=-1)
+    area = (boxes_CK4[..., 2:] - boxes_CK4[..., :2]).prod(dim=-1)
+    union = area.unsqueeze(2) + area.unsqueeze(1) - overlap
+    return (overlap > nms_iou * union).triu(diagonal=1)
+
+
+@functools.cache
+def _nms_kernel() -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Return torchvision's NMS kernel, loaded without the Python package if possible.
+
+    The package takes 9 seconds of CPU time to import, its compiled library a few milliseconds.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for library in Path(folder).glob("_C*.so"):
+            with contextlib.suppress(OSError):
+                torch.ops.load_library(library)
+    if hasattr(torch.ops.torchvision, "nms"):
+        kernel: Callable[[Tensor, Tensor, float], Tensor] = torch.ops.torchvision.nms
+        return kernel
+    from torchvision.ops import nms
+
+    return nms
+
+
+def _offset_by_class(boxes_K4: Tensor, labels_K: Tensor) -> Tensor:
+    """Shift the boxes of each class so that classes never overlap and one NMS serves all.
+
+    In fp64 and relative to the leftmost box. torchvision's batched_nms shifts in fp32 relative to
+    0: boxes left of the image overlap another class, and a huge box rounds the others away.
+    """
+    boxes = boxes_K4.double()
+    if not len(boxes):
+        return boxes
+    low = boxes.min()
+    extent = boxes.max() - low + 1
+    return boxes - low + (labels_K * extent).unsqueeze(1)

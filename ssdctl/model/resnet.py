@@ -1,4 +1,4 @@
-"""ResNet (He et al. 2015) for image classification, equal to torchvision's in names and numbers.
+"""ResNet (He et al. 2015), equal to torchvision's in names and numbers.
 
 The modules have torchvision's names, so its state dicts load as they are, and they draw their
 random initial weights in torchvision's order, so a seed gives the same weights. It is defined here
@@ -11,13 +11,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssdctl.model.backbone import EXTRA_WIDTHS, Backbone
 
-CLASSES = 1000  # ImageNet classes
+CLASSES = 1000  # ImageNet's
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
@@ -30,6 +29,7 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions; the first one strides."""
 
     expansion = 1
+    strided = 1  # conv1 strides
 
     def __init__(
         self, in_channels: int, width: int, stride: int, downsample: nn.Module | None
@@ -54,6 +54,7 @@ class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolution; the 3x3 one strides (known as ResNet v1.5)."""
 
     expansion = 4
+    strided = 2  # conv2 strides
 
     def __init__(
         self, in_channels: int, width: int, stride: int, downsample: nn.Module | None
@@ -77,40 +78,12 @@ class Bottleneck(nn.Module):
         return F.relu(out, inplace=True)
 
 
-class ResNet(nn.Module):
-    """The network from (B, 3, H, W) images to (B, 1000) logits."""
-
-    def __init__(
-        self, block: type[BasicBlock | Bottleneck], depths: tuple[int, ...], width: int = 64
-    ) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        outer = [width, *(width * 2**n * block.expansion for n in range(4))]
-        self.layer1 = _layer(block, outer[0], width, depths[0], stride=1)
-        self.layer2 = _layer(block, outer[1], width * 2, depths[1], stride=2)
-        self.layer3 = _layer(block, outer[2], width * 4, depths[2], stride=2)
-        self.layer4 = _layer(block, outer[3], width * 8, depths[3], stride=2)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(outer[4], CLASSES)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, images_B3HW: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(images_B3HW))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
-
-
 class ResNetBackbone(Backbone):
     """A ResNet up to layer3, with stride 1 in layer3 (38 x 38 cells instead of 19 x 19).
 
     Args:
         width: Channels of the stem, 64; all others are proportional to it.
-        last_channels: Of the last feature map, with a stem of 64.
+        last_channels: Channels of the last feature map, with a stem of 64.
     """
 
     stages = (("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",))
@@ -123,21 +96,16 @@ class ResNetBackbone(Backbone):
         width: int = 64,
         last_channels: int = 256,
     ) -> None:
-        network = ResNet(block, depths, width)
-        first: Any = network.layer3[0]
-        strided = first.conv2 if block is Bottleneck else first.conv1
+        super().__init__(_layers(block, depths, width))
+        first: Any = self.get_submodule("layer3.0")
+        strided = getattr(first, f"conv{block.strided}")
         strided.stride = first.downsample[0].stride = (1, 1)
-        names = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3")
-        super().__init__(OrderedDict((name, getattr(network, name)) for name in names))
-        others = (512, 512, 256, 256, last_channels)
-        self.channels = (
-            4 * width * block.expansion,
-            *(channels * width // 64 for channels in others),
-        )
-        self.extra_widths = tuple(channels * width // 64 for channels in EXTRA_WIDTHS)
+        others = [c * width // 64 for c in (512, 512, 256, 256, last_channels)]
+        self.channels = (4 * width * block.expansion, *others)
+        self.extra_widths = tuple(c * width // 64 for c in EXTRA_WIDTHS)
         # Up to the first 3x3 convolution of layer1, as in Habana-TF.
-        number = 2 if block is Bottleneck else 1
-        inner = [f"layer1.0.{part}{n}" for n in range(1, number + 1) for part in ("conv", "bn")]
+        numbers = range(1, block.strided + 1)
+        inner = [f"layer1.0.{part}{n}" for n in numbers for part in ("conv", "bn")]
         self.stem = ("conv1", "bn1", *inner)
 
     def pretrained_parts(
@@ -146,6 +114,29 @@ class ResNetBackbone(Backbone):
         """Return torchvision's weights without the layers behind layer3."""
         unused = ("layer4.", "fc.")
         return [(self, {k: v for k, v in state.items() if not k.startswith(unused)})]
+
+
+def _layers(
+    block: type[BasicBlock | Bottleneck], depths: tuple[int, ...], width: int
+) -> OrderedDict[str, nn.Module]:
+    """Return the layers up to layer3; the classifier's last layers only draw their weights."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+        bn1=nn.BatchNorm2d(width),
+        relu=nn.ReLU(inplace=True),
+        maxpool=nn.MaxPool2d(3, stride=2, padding=1),
+    )
+    in_channels = width
+    for number, depth in enumerate(depths, 1):
+        inner, stride = width * 2 ** (number - 1), 1 if number == 1 else 2
+        layers[f"layer{number}"] = _layer(block, in_channels, inner, depth, stride)
+        in_channels = inner * block.expansion
+    nn.Linear(in_channels, CLASSES)
+    for module in nn.Sequential(layers).modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    del layers["layer4"]
+    return layers
 
 
 def _layer(

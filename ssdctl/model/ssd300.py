@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL, IMAGE_SIZE
+from ssdctl.boxes import BOXES_PER_CELL, IMAGE_SIZE
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
@@ -36,7 +36,7 @@ class SSD300(nn.Module):
 
     Attributes:
         num_classes: Classes with background.
-        class_names: Of a checkpoint, without background; that of label 1 is first. Else empty.
+        class_names: The checkpoint's, without background; that of label 1 is first. Else empty.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
@@ -79,7 +79,7 @@ class SSD300(nn.Module):
     def predict(self, level: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         return self.box_heads[level](feature), self.class_heads[level](feature)
 
-    # Of `from_checkpoint`; ssdctl.inference.predict, which is above this module, sets it.
+    # For `from_checkpoint`; ssdctl.inference.predict, which is above this module, sets it.
     open_checkpoint: ClassVar[Callable[[str | os.PathLike[str]], SSD300]]
 
     @classmethod

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssdctl.model.backbone import Backbone, extra_block
+from ssdctl.model.backbone import Backbone
 
 BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions
 CONV4_3, CONV5_3 = 23, 30  # number of layers, conv1_1 to the ReLU behind it
@@ -53,6 +53,7 @@ class VGG16(Backbone):
         return L2Norm(self.channels[0])
 
     def extra_blocks(self, norm: str) -> list[nn.Sequential]:
+        """Return five blocks without batch norm, whatever `norm` is."""
         fully_connected = nn.Sequential(
             nn.MaxPool2d(3, stride=1, padding=1),
             nn.Conv2d(512, 1024, 3, padding=6, dilation=6),
@@ -62,10 +63,7 @@ class VGG16(Backbone):
         )
         return [
             nn.Sequential(*_features()[CONV4_3:CONV5_3], fully_connected),
-            extra_block(1024, 256, 512, strided=True),
-            extra_block(512, 128, 256, strided=True),
-            extra_block(256, 128, 256, strided=False),
-            extra_block(256, 128, 256, strided=False),
+            *(self.extra_block(number, "none") for number in range(1, 5)),
         ]
 
     def pretrained_parts(

@@ -1,16 +1,15 @@
-"""Draw charts as inline SVG in the page's colors: training curves, PR, F1, calibration. Torch-free.
+"""The charts of the report: training curves, PR, F1, calibration. Torch-free.
 
-The page's script shows the values under the pointer; they are in `Chart.hover`.
+`page.html` draws them as inline SVG. Its script shows the values under the pointer: `as_json`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from ssdctl.evaluation.analysis import best_threshold, f1_curve
@@ -20,7 +19,7 @@ from ssdctl.runs.metrics import Record, is_number
 from ssdctl.runs.reader import RunData
 
 WIDTH, HEIGHT = 420, 240  # pixels of the drawing, which the page scales
-LEFT, TOP, RIGHT, BOTTOM = 46, 10, 12, 36  # margins
+LEFT, TOP, RIGHT, BOTTOM = 46, 10, 408, 204  # edges of the plot in it
 NUM_COLORS = 6  # --c1 ... --c6 of the page's style
 DASHES = ("", "6 4", "2 3", "8 3 2 3")
 MOST_POINTS, LEAST_POINTS = 600, 100  # all lines, a run's line; more are averaged
@@ -39,6 +38,16 @@ class Line(NamedTuple):
     dash: str = ""
     is_faint: bool = False  # shown clearly only if its class is selected
     number: int = -1  # class index
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "color": self.color,
+            "faint": self.is_faint,
+            "number": self.number,
+            "x": [_short(v) for v in self.x.tolist()],
+            "y": [_short(v) for v in self.y.tolist()],
+        }
 
 
 class Metric(NamedTuple):
@@ -76,16 +85,6 @@ TRAINING = [
 ]
 
 
-class Chart(NamedTuple):
-    """A chart, and what the page's script needs to show its values."""
-
-    title: str
-    svg: Markup
-    legend: list[Line]
-    hover: dict[str, Any]
-    number: int = 0  # in the page
-
-
 class Scale(NamedTuple):
     """Maps data to pixels of the drawing."""
 
@@ -95,10 +94,51 @@ class Scale(NamedTuple):
     y1: float
 
     def x(self, value: Any) -> Any:
-        return LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (value - self.x0) / (self.x1 - self.x0) * (RIGHT - LEFT)
 
     def y(self, value: Any) -> Any:
-        return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
+        return BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (BOTTOM - TOP)
+
+    def points(self, line: Line) -> list[tuple[str, str]]:
+        pixels = np.stack([self.x(line.x), self.y(line.y)], axis=1)
+        return [(f"{x:.1f}", f"{y:.1f}") for x, y in pixels.tolist()]
+
+
+UNIT = Scale(0, 1, 0, 1)
+
+
+class Chart(NamedTuple):
+    """A chart with the texts of its axes."""
+
+    title: str
+    x_label: str
+    lines: Sequence[Line]
+    scale: Scale = UNIT
+    y_label: str = ""
+    bars: Sequence[tuple[float, float, float]] = ()  # low and high x, and y
+    mark: tuple[float, str] | None = None  # a vertical line at x, with a text
+    hover: Line | None = None  # whose values the script shows; None: those of all lines
+
+    @property
+    def legend(self) -> list[Line]:
+        legend = [line for line in self.lines if not line.is_faint]
+        return legend if len(legend) > 1 else []
+
+    @property
+    def ticks(self) -> tuple[list[float], list[float]]:
+        """The values at ticks of the x and y axes."""
+        x0, x1, y0, y1 = self.scale
+        return _ticks(x0, x1, 6), _ticks(y0, y1, 5)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the page's script needs to show the values."""
+        lines = [self.hover] if self.hover else self.lines
+        return {
+            "x": self.x_label,
+            "area": [LEFT, TOP, RIGHT - LEFT, BOTTOM - TOP],
+            "scale": list(self.scale),
+            "lines": [line.as_json() for line in lines],
+        }
 
 
 def training_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -124,7 +164,7 @@ def training_charts(runs: Sequence[RunData]) -> list[Chart]:
         ]
         if any(len(line.x) > 1 for line in lines):
             top = max(float(line.y.max()) for line in lines)
-            charts.append(_chart(title, "step", lines, Scale(0, last, 0, top * 1.05 or 1)))
+            charts.append(Chart(title, "step", lines, Scale(0, last, 0, top * 1.05 or 1)))
     return charts
 
 
@@ -138,7 +178,8 @@ def precision_recall(evaluation: Evaluation) -> Chart | None:
     classes = _class_lines(evaluation, [entry.precision for entry in evaluation.per_class])
     if not means:
         return None
-    return _chart("Precision and recall", "recall", [*classes, *means], UNIT, "precision")
+    lines = [*classes, *means]
+    return Chart("Precision and recall", "recall", lines, y_label="precision")
 
 
 def f1_over_score(evaluation: Evaluation) -> Chart | None:
@@ -150,7 +191,7 @@ def f1_over_score(evaluation: Evaluation) -> Chart | None:
     mean = np.mean([curve for curve in curves if curve], axis=0)
     lines = [*_class_lines(evaluation, curves), Line("mean", _shares(mean), mean, "currentColor")]
     mark = (best[0], f"best: {best[0]:.2f}")
-    return _chart("F1 and score threshold", "score threshold", lines, UNIT, "F1", mark=mark)
+    return Chart("F1 and score threshold", "score threshold", lines, y_label="F1", mark=mark)
 
 
 def calibration(evaluation: Evaluation) -> Chart | None:
@@ -163,8 +204,7 @@ def calibration(evaluation: Evaluation) -> Chart | None:
     bars = [(b.low, b.high, b.fraction_right) for b in bins]
     middle = np.array([(b.low + b.high) / 2 for b in bins])
     right = Line("precision", middle, np.array([b.fraction_right for b in bins]), _color(0))
-    chart = _chart("Calibration", "score", [ideal], UNIT, "precision", bars=bars)
-    return chart._replace(hover={**chart.hover, "lines": [_hover(right)]})
+    return Chart("Calibration", "score", [ideal], UNIT, "precision", bars, hover=right)
 
 
 def runs_precision_recall(runs: Sequence[RunData]) -> Chart | None:
@@ -176,10 +216,7 @@ def runs_precision_recall(runs: Sequence[RunData]) -> Chart | None:
     ]
     if not lines:
         return None
-    return _chart("Precision and recall at IoU 0.5", "recall", lines, UNIT, "precision")
-
-
-UNIT = Scale(0, 1, 0, 1)
+    return Chart("Precision and recall at IoU 0.5", "recall", lines, y_label="precision")
 
 
 def _class_lines(evaluation: Evaluation, curves: Sequence[list[float]]) -> list[Line]:
@@ -217,102 +254,6 @@ def _points(records: Sequence[Record], key: str, num_runs: int) -> tuple[Values,
     return points[:, 0], points[:, 1]
 
 
-def _chart(
-    title: str,
-    x_label: str,
-    lines: Sequence[Line],
-    scale: Scale,
-    y_label: str = "",
-    *,
-    bars: Iterable[tuple[float, float, float]] = (),
-    mark: tuple[float, str] | None = None,
-) -> Chart:
-    parts = [_axes(scale, x_label, y_label)]
-    for low, high, value in bars:
-        left, right = scale.x(low) + 1, scale.x(high) - 1
-        top = scale.y(value)
-        parts.append(
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
-            f'height="{scale.y(0) - top:.1f}" class="fill"/>'
-        )
-    if mark is not None:
-        at, text = scale.x(mark[0]), mark[1]
-        anchor, gap = ("start", 4) if mark[0] < 0.6 else ("end", -4)
-        parts.append(
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="mark"/>'
-            f'<text x="{at + gap:.1f}" y="{HEIGHT - BOTTOM - 6}" text-anchor="{anchor}" '
-            f'class="mark">{text}</text>'
-        )
-    parts += [_polyline(line, scale) for line in lines]
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true">{"".join(parts)}</svg>'
-    hover = {
-        "x": x_label,
-        "area": [LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM],
-        "scale": list(scale),
-        "lines": [_hover(line) for line in lines],
-    }
-    legend = [line for line in lines if not line.is_faint]
-    # Made of numbers, and of texts of this module.
-    return Chart(title, Markup(svg), legend if len(legend) > 1 else [], hover)
-
-
-def _hover(line: Line) -> dict[str, Any]:
-    return {
-        "name": line.name,
-        "color": line.color,
-        "faint": line.is_faint,
-        "number": line.number,
-        "x": [_short(v) for v in line.x.tolist()],
-        "y": [_short(v) for v in line.y.tolist()],
-    }
-
-
-def _polyline(line: Line, scale: Scale) -> str:
-    points = np.stack([scale.x(line.x), scale.y(line.y)], axis=1)
-    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points.tolist())
-    faint = " faint" if line.is_faint else ""
-    number = f' data-class="{line.number}"' if line.number >= 0 else ""
-    result = (
-        f'<polyline points="{text}" class="line{faint}"{number} style="stroke:{line.color}" '
-        f'stroke-dasharray="{line.dash}"/>'
-    )
-    if len(points) < 20:
-        result += "".join(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" style="fill:{line.color}"/>'
-            for x, y in points.tolist()
-        )
-    return result
-
-
-def _axes(scale: Scale, x_label: str, y_label: str) -> str:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = []
-    for value in _ticks(scale.y0, scale.y1, 5):
-        y = scale.y(value)
-        parts.append(
-            f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>'
-        )
-    for value in _ticks(scale.x0, scale.x1, 6):
-        x = scale.x(value)
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}" class="axis"/>'
-            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{_tick(value)}</text>'
-        )
-    parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}" class="axis"/>')
-    middle = (LEFT + right) / 2
-    parts.append(
-        f'<text x="{middle:.1f}" y="{HEIGHT - 4}" text-anchor="middle" class="label">'
-        f"{x_label}</text>"
-    )
-    if y_label:
-        parts.append(
-            f'<text transform="translate(12 {(TOP + bottom) / 2:.0f}) rotate(-90)" '
-            f'text-anchor="middle" class="label">{y_label}</text>'
-        )
-    return "".join(parts)
-
-
 def _ticks(low: float, high: float, most: int) -> list[float]:
     """Return at most `most` + 1 round values between two."""
     rough = (high - low) / most
@@ -322,7 +263,8 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _tick(value: float) -> str:
+def tick(value: float) -> str:
+    """Return the text of a tick."""
     if abs(value) >= 10_000:
         return f"{value / 1000:.6g}k"
     return f"{value:.4g}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import itertools
 import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -50,10 +51,7 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
     curves = charts.training_charts(runs)
     if len(runs) > 1 and (compared := charts.runs_precision_recall(runs)):
         curves.append(compared)
-    drawn: list[Chart] = []
-    for part in [*(analysis["charts"] for analysis in analyses), curves]:
-        part[:] = [chart._replace(number=len(drawn) + n) for n, chart in enumerate(part)]
-        drawn += part
+    drawn = [*itertools.chain(*(analysis["charts"] for analysis in analyses)), *curves]
     script = (HERE / "report.js").read_text(encoding="utf-8")
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -62,8 +60,7 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["score"] = _score
-    environment.filters["one_line"] = one_line
+    environment.filters.update(score=_score, one_line=one_line, px="{:.1f}".format)
     names = [run.name for run in runs]
     if len(runs) == 1:  # a folder's name alone may be as plain as "run"
         names = ["/".join(runs[0].path.resolve().parts[-2:])]
@@ -72,6 +69,7 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         heading=" \u00b7 ".join(names),
         facts=[_facts(run) for run in runs],
         curves=curves,
+        frame=charts,
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -198,13 +196,10 @@ def _as_script(analyses: Sequence[dict[str, Any]], drawn: Sequence[Chart]) -> Ma
                 "colors": colors,
                 "inks": [ink_on(color) for color in colors],
                 "confusion": evaluation.confusion if evaluation else [],
-                "images": [
-                    {"truth": i.truth, "detections": i.detections, "worst": i.is_worst}
-                    for i in analysis["images"]
-                ],
+                "images": [image["boxes"] for image in analysis["images"]],
             }
         )
-    content = {"runs": data, "charts": [chart.hover for chart in drawn]}
+    content = {"runs": data, "charts": [chart.as_json() for chart in drawn]}
     text = json.dumps(content, separators=(",", ":"))
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
@@ -219,19 +214,7 @@ def _best(runs: Sequence[RunData], name: str) -> float | None:
     return max(values) if len(values) > 1 else None
 
 
-class EmbeddedImage(NamedTuple):
-    """One sample: the image, its objects and its detections in pixels of the embedded image."""
-
-    name: str
-    url: str
-    width: int
-    height: int
-    is_worst: bool
-    truth: list[list[float]]  # number of the class, left, top, right, bottom, 1 if a crowd
-    detections: list[list[float]]  # the first five and the score, in descending order of it
-
-
-def embed_samples(evaluation: Evaluation | None, limit: int) -> tuple[list[EmbeddedImage], str]:
+def embed_samples(evaluation: Evaluation | None, limit: int) -> tuple[list[dict[str, Any]], str]:
     """Return at most `limit` samples of an evaluation, or the reason why there are none.
 
     Half of the limit is for the worst images, half for random ones.
@@ -279,7 +262,9 @@ def _reader(evaluation: Evaluation) -> Reader:
     return read
 
 
-def _embed(evaluation: Evaluation, sample: SampleImage, read: Reader) -> EmbeddedImage:
+def _embed(evaluation: Evaluation, sample: SampleImage, read: Reader) -> dict[str, Any]:
+    """Return the image of a sample, and its boxes: class number, left, top, right, bottom in pixels
+    of the embedded image; of an object also 1 if it is a crowd, of a detection its score."""
     pixels, original_width = read(sample)
     image = Image.fromarray(pixels)
     image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
@@ -289,15 +274,13 @@ def _embed(evaluation: Evaluation, sample: SampleImage, read: Reader) -> Embedde
     def scaled(category_id: int, box: Box) -> list[float]:
         return [numbers.get(category_id, -1), *_corners(box, scale, image)]
 
-    return EmbeddedImage(
-        name=sample.file_name,
-        url=_url(image),
-        width=image.width,
-        height=image.height,
-        is_worst=sample.is_worst,
-        truth=[[*scaled(t.category_id, t.box), int(t.is_crowd)] for t in sample.truth],
-        detections=[[*scaled(d.category_id, d.box), d.score or 0] for d in sample.found],
-    )
+    boxes = {
+        "truth": [[*scaled(t.category_id, t.box), int(t.is_crowd)] for t in sample.truth],
+        "detections": [[*scaled(d.category_id, d.box), d.score or 0] for d in sample.found],
+        "worst": sample.is_worst,
+    }
+    size = {"width": image.width, "height": image.height}
+    return {"name": sample.file_name, "url": _url(image), **size, "boxes": boxes}
 
 
 def _corners(box: Box, scale: float, image: Image.Image) -> list[float]:

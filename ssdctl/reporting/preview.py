@@ -16,15 +16,16 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write
 from ssdctl.inference.drawing import draw, label_font
+from ssdctl.input import LoaderConfig
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.sampler import LoaderConfig, SampleStream
+from ssdctl.input.sampler import SampleStream
 from ssdctl.model.normalize import Normalize
 
 ROWS = 4
@@ -88,8 +89,9 @@ def _augmented(
 ) -> list[tuple[int, Image.Image]]:
     plan = LoaderConfig.of(config.train, split, batch_size=len(rows), threads=1)
     tiles = []
+    loader = TrainLoader(split._replace(trainable=rows), plan)
     color = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
-    for batch in TrainLoader(split, SampleStream(rows, config.train.seed), plan).batches(0, EPOCHS):
+    for batch in loader.batches(0, EPOCHS):
         pixels = color(batch.images, batch.jitter).permute(0, 2, 3, 1)
         images = (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()
         for place, row in enumerate(batch.rows):

@@ -46,7 +46,6 @@ class Hardware(NamedTuple):
 
 
 def find_hardware() -> Hardware:
-    """Return the hardware that sysfs lists."""
     chips = [read_text(path / "device") for path in _pci_devices(GOOGLE)]
     tpus = tuple(chip for chip in chips if chip in TPUS)
     has_rdma = any((SYS / "class/infiniband").glob("*"))
@@ -104,16 +103,7 @@ def numa_nodes_of_cards(device: str) -> dict[int, int]:
     return {index: nodes[n] for index, n in enumerate(chosen)} if is_known else {}
 
 
-def cpus_of_numa_node(node: int) -> set[int]:
-    """Return the CPUs of a NUMA node, from a list such as `0-23,48-71`; empty if it is unknown."""
-    cpus: set[int] = set()
-    text = read_text(SYS / f"devices/system/node/node{node}/cpulist")
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def bind_to_card(device: str, local_rank: int, sysfs: Path = SYSFS) -> None:
+def bind_to_card(device: str, local_rank: int) -> None:
     """Bind this rank to its part of the cores next to its card, if the driver tells where that is.
 
     The ranks of a node whose cards share a NUMA node get adjacent cores of it. Threads that exist
@@ -126,7 +116,7 @@ def bind_to_card(device: str, local_rank: int, sysfs: Path = SYSFS) -> None:
         return
     if os.environ.get(BINDING_VARIABLE) == "none" or not hasattr(os, "sched_setaffinity"):
         return
-    if not (cpus := cpus_of_rank(numa_nodes_of_cards(device), local_rank, size, sysfs)):
+    if not (cpus := cpus_of_rank(numa_nodes_of_cards(device), local_rank, size)):
         return
     before = set(usable_cpus())
     with contextlib.suppress(OSError):  # none of them is in this process's cgroup
@@ -144,11 +134,14 @@ def cpus_of_rank(
     """
     if not set(range(size)) <= nodes.keys():
         return set()
-    neighbors = [rank for rank in range(size) if nodes[rank] == nodes[local_rank]]
+    node = nodes[local_rank]
+    neighbors = [rank for rank in range(size) if nodes[rank] == node]
     threads: dict[tuple[int, int], list[int]] = {}
-    for cpu in sorted(cpus_of_numa_node(nodes[local_rank])):
-        (core,) = physical_cores([cpu], sysfs)[0]
-        threads.setdefault(core, []).append(cpu)
+    text = read_text(SYS / f"devices/system/node/node{node}/cpulist")  # such as 0-23,48-71
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        for cpu in range(int(first), int(last or first) + 1):
+            (core,) = physical_cores([cpu], sysfs)[0]
+            threads.setdefault(core, []).append(cpu)
     cores, index = list(threads.values()), neighbors.index(local_rank)
     first, last = (len(cores) * n // len(neighbors) for n in (index, index + 1))
     return {cpu for core in cores[first:last] for cpu in core}

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import re
+import resource
 import subprocess
 import sys
 import traceback
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.errors import UsageError
-from ssdctl.runtime.system import UNLIMITED, resource_limit
+from ssdctl.runtime.system import UNLIMITED
 
 OLDEST_TORCH = (2, 6)  # the last that first-generation Gaudi cards have
 NEWEST_CUDA = 13
@@ -128,12 +129,13 @@ def check_memory_limit() -> None:
     Call it before torch is loaded: a child process tries, because where an allocation fails, the
     libraries of torch end the process by a signal or `abort`, without a message.
     """
-    if (limit := _memory_limit()) is None or "torch" in sys.modules:
+    too_low = _memory_limit()
+    if too_low is None or "torch" in sys.modules:
         return
     done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, check=False)
     words = done.stderr.decode(errors="replace")
     if done.returncode < 0 or (done.returncode > 0 and OUT_OF_MEMORY.search(words)):
-        raise _too_low(limit)
+        raise too_low
 
 
 def memory_limit_error(error: BaseException) -> UsageError | None:
@@ -141,17 +143,14 @@ def memory_limit_error(error: BaseException) -> UsageError | None:
     is_refused = isinstance(error, MemoryError) or (
         isinstance(error, (RuntimeError, OSError, ImportError)) and OUT_OF_MEMORY.search(str(error))
     )
-    limit = _memory_limit() if is_refused else None
-    return None if limit is None else _too_low(limit)
+    return _memory_limit() if is_refused else None
 
 
-def _memory_limit() -> int | None:
-    """Return the limit of virtual memory in bytes; None if there is none."""
-    limits = resource_limit("AS")
-    return None if limits is None or limits[0] == UNLIMITED else limits[0]
-
-
-def _too_low(limit: int) -> UsageError:
+def _memory_limit() -> UsageError | None:
+    """Return the error for a limit of virtual memory that is too small, if there is a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == UNLIMITED:
+        return None
     return UsageError(
         f"the limit of virtual memory (ulimit -v), {limit / 2**30:.1f} GiB, is too small for torch",
         hint="raise it (ulimit -v unlimited); limit the memory of a job by its cgroup instead",

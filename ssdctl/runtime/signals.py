@@ -1,12 +1,9 @@
 """Signals set a flag; the training loop acts on it between steps, when all ranks agree. Torch-free.
 
-    signals.install()        # first thing, before torch is imported
-    signals.stop_requested()
-
 SIGTERM, SIGINT, SIGUSR1 (Slurm's warning) and SIGHUP (a lost terminal) request a save and a stop
 with exit 75; under nohup SIGHUP stays ignored. A second SIGINT interrupts at once: exit 130. Before
-the first step there is nothing to save, so the run ends immediately.
-`announced` answers a signal at once, whatever the main thread computes.
+the first step there is nothing to save, so the run ends immediately. `install` comes first, before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ def install() -> None:
 
 
 def restore() -> None:
-    """Restore the default handlers."""
+    """Restore the default handlers, and forget the signals received."""
     global _exit_early
     _received.clear()
     _exit_early = None

@@ -53,8 +53,7 @@ def usable_cpus() -> Collection[int]:
 def usable_cores(world_size: int = 1) -> int:
     """Return how many threads of this process can run at the same time.
 
-    Its affinity mask and its CPU quota, rounded up, shared with the node's ranks if the run has
-    more than one.
+    That is its affinity mask and its CPU quota, rounded up, shared with the ranks of the node.
     """
     cores, quota = len(usable_cpus()), cpu_quota()
     if quota is not None:
@@ -67,7 +66,7 @@ def usable_cores(world_size: int = 1) -> int:
 
 
 def quota_cores() -> int | None:
-    """Return this process's CPU quota, rounded up; None if it has as many physical cores or fewer.
+    """Return this process's CPU quota, rounded up; None if it has no more physical cores.
 
     Libraries start a thread for each physical core of the affinity mask; they ignore the quota.
     """
@@ -95,9 +94,9 @@ def cpu_quota(proc: Path = PROC, sys: Path = SYS) -> float | None:
     """Return how many cores' time the cgroups of this process grant; None means all."""
     quotas = []
     for folder in _cgroups("cpu", proc, sys):
-        text = read_text(folder / "cpu.max")  # version 2: "200000 100000", or "max 100000"
-        version_1 = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-        numbers = text.split() or list(version_1)
+        # Version 2 has "200000 100000", or "max 100000"; version 1 a file for each number.
+        names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+        numbers = [n for name in names for n in read_text(folder / name).split()]
         if len(numbers) == 2 and all(n.isdigit() and int(n) for n in numbers):  # not -1, max
             quotas.append(int(numbers[0]) / int(numbers[1]))
     return min(quotas, default=None)
@@ -133,15 +132,6 @@ def _cgroups(controller: str, proc: Path, sys: Path) -> Iterator[Path]:
             yield base.joinpath(*parts[:depth])
 
 
-def resource_limit(name: str) -> tuple[int, int] | None:
-    """Return the soft and the hard limit of a resource, or `UNLIMITED`; None if it is unknown.
-
-    `name` is one of the module `resource`: `NOFILE`, `MEMLOCK`, `AS`.
-    """
-    number = getattr(resource, f"RLIMIT_{name}", None)
-    return None if number is None else resource.getrlimit(number)
-
-
 def allow_open_files(count: int) -> None:
     """Raise this process's limit of open files, as far as it may, if `count` more need it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -160,10 +150,7 @@ def read_text(path: Path) -> str:
 
 
 def read_table(path: Path) -> dict[str, str]:
-    """Return a kernel table of `name: value` lines; empty if there is none.
-
-    The first value of a name counts, as that of the first processor in /proc/cpuinfo.
-    """
+    """Return a kernel table of `name: value` lines; the first value of a name counts."""
     table: dict[str, str] = {}
     for line in read_text(path).splitlines():
         name, _, value = line.partition(":")
@@ -190,7 +177,7 @@ def peak_memory_bytes() -> int:
 
 
 def is_process_running(process: int) -> bool:
-    """Return whether a process of this machine exists."""
+    """Return whether this machine has a process of that number."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -247,11 +234,10 @@ def limit_threads() -> None:
 def shorten_waiting() -> None:
     """Let libgomp's threads sleep sooner while they wait; call it before torch is loaded.
 
-    After each operation a thread spins for milliseconds until the others are done. On a busy
-    machine the others are not running, and the spinning uses up the process's share of the cores:
-    sleeping sooner made training 2 to 5 times as fast. The shortest time costs some percent of the
-    speed of an idle machine, so only a machine that is busy at the start gets it
-    (benchmarks/RESULTS.md, "A busy machine"). Results do not change.
+    By default a thread spins for milliseconds after each operation until the others are done. On a
+    busy machine those are not running: sleeping sooner made training 2 to 5 times as fast. The
+    shortest time makes an idle machine some percent slower, so only one that is busy at the start
+    gets it (benchmarks/RESULTS.md, "A busy machine"). Results do not change.
     """
     if any(name in os.environ for name in WAITING):
         return
@@ -260,11 +246,7 @@ def shorten_waiting() -> None:
 
 
 def tune_process() -> None:
-    """Keep freed memory and switch threads sooner, process-wide.
-
-    By default a thread that needs the interpreter waits up to 5 ms for another one, in which a
-    decode thread could have decoded an image.
-    """
+    """Keep freed memory; switch threads sooner than after 5 ms, in which an image is decoded."""
     keep_freed_memory()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -272,9 +254,8 @@ def tune_process() -> None:
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Let malloc keep freed memory, process-wide; return whether it does (glibc only).
 
-    By default glibc returns the memory of a freed tensor of some megabytes to the system, and the
-    next step causes a page fault for each 4 KB of it. Every step needs the same memory; the peak
-    grows by some percent (benchmarks/RESULTS.md).
+    By default glibc returns the memory of large tensors to the system, and the next step causes a
+    page fault for each 4 KB of it. The peak grows by some percent (benchmarks/RESULTS.md).
     """
     if any(name in environment for name in USER_SETTINGS):
         return False

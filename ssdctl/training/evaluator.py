@@ -13,9 +13,9 @@ import numpy as np
 
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
+from ssdctl.evaluation.analysis import BackgroundScoring
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.evaluation.detect import ValidationLoss, detect
-from ssdctl.evaluation.score import BackgroundScoring
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runs.layout import RunDir

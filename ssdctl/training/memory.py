@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssdctl.config import TrainConfig
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.files import atomic_write, write_text
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.config.render import values

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.store import Split
-    from ssdctl.device.base import Device
+    from ssdctl.device import Device
     from ssdctl.model.ssd300 import SSD300, Architecture
 
     DeviceFacts = Device | DeviceType  # opened, or only planned

@@ -12,7 +12,7 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.training.schedule import every
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.contents import Checkpoint
+    from ssdctl.checkpoint import Checkpoint
     from ssdctl.training.run import SettledRun
 
 log = logging.getLogger(__name__)

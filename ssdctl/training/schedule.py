@@ -14,7 +14,7 @@ from ssdctl.errors import UsageError
 from ssdctl.model.backbones import find_backbone
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.contents import Checkpoint
+    from ssdctl.checkpoint import Checkpoint
     from ssdctl.config import TrainConfig
 
 COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import (
     load_backbone,
     load_checkpoint,
@@ -32,14 +32,14 @@ from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.collectives import open_on_all_ranks, process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks
-from ssdctl.download.detectors import DetectorSource, cached_path
+from ssdctl.download.fetch import cached_detector
+from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
-from ssdctl.inference.model_source import locate_checkpoint, resolve_source
+from ssdctl.inference.locate import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.model.pretrained import check_hash_of_name, fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
@@ -183,7 +183,7 @@ def planned_network(resolved: Resolved) -> Network | None:
         return None
     if not run_dir(config).step_checkpoints():
         source = resolve_source(str(config.train.init))
-        is_cached = isinstance(source, DetectorSource) and cached_path(source) is not None
+        is_cached = isinstance(source, DetectorSource) and cached_detector(source) is not None
         if not is_cached and not isinstance(source, Path):
             return None
     return _network_of(config, _init_reader(config))

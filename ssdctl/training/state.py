@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint.contents import Checkpoint, compare_shapes
+from ssdctl.checkpoint import Checkpoint, compare_shapes
 from ssdctl.checkpoint.file import check_shapes, load_state
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks

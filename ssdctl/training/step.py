@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device.base import Device
+from ssdctl.device import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import NonFiniteError
-from ssdctl.model.constants import constants_of_model
+from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.normalize import Normalize
 from ssdctl.training.optimizer import (
@@ -37,7 +37,7 @@ from ssdctl.training.optimizer import (
 
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig
-    from ssdctl.input.batch import Batch
+    from ssdctl.input import Batch
 
 MAX_CONSECUTIVE = 20  # bad steps, which end every run
 MAX_ROLLBACKS = 10

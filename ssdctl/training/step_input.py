@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ssdctl.data.store import Split
-from ssdctl.device.base import Decoder, Device, pageable_buffer
+from ssdctl.device import Decoder, Device, pageable_buffer
 from ssdctl.errors import DataError, DiskError, UsageError
-from ssdctl.input.batch import Batch, trim_padding
+from ssdctl.input import Batch, LoaderConfig, trim_padding
 from ssdctl.input.fake import FakeLoader
 from ssdctl.input.loader import Buffer, TrainLoader
-from ssdctl.input.sampler import LoaderConfig, SampleStream
 from ssdctl.runtime.packages import dali_package
 
 if TYPE_CHECKING:
@@ -146,9 +145,8 @@ def open_input(
     if fake:
         return FakeLoader(split, config)
     check_pipeline(pipeline)
-    stream = SampleStream(split.trainable, config.seed)
     if pipeline == "dali":
         from ssdctl.input.dali import DaliLoader
 
-        return DaliLoader(split, stream, config, decoder)
-    return TrainLoader(split, stream, config, buffer)
+        return DaliLoader(split, config, decoder)
+    return TrainLoader(split, config, buffer)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from ssdctl.checkpoint.contents import FORMAT
+from ssdctl.checkpoint import FORMAT
 from ssdctl.config.render import snapshot
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError, Stopped
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
 from ssdctl.training.evaluator import Evaluator
@@ -32,7 +32,7 @@ from ssdctl.training.step import NonFiniteGuard, StepResult, build_step
 from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.contents import Checkpoint
+    from ssdctl.checkpoint import Checkpoint
     from ssdctl.training.run import OpenedRun
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.boxes import BOXES_PER_CELL
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, load_network, read_payload, with_classes
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import DataConfig, resolve

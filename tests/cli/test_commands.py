@@ -1,13 +1,16 @@
-"""Every command: its help, its typical mistakes, its results on stdout."""
+"""Commands as users type them: typical mistakes get a hint that works, results a next command."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import Cli, Result
+from PIL import Image
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,11 @@ from conftest import Cli, Result
         (["export", "text.pt", "--format", "zip", "--out", "x"], 2, "mlperf"),
         (["config", "validate", "none.toml"], 2, "none.toml"),
         (["benchmark", "data", "--gpu-rate", "inf"], 2, "--gpu-rate"),
+        (["train", "--decay-epochs", "2,x"], 2, "--decay-epochs"),
+        (["prepare", "--split", "800"], 2, "--split"),
+        (["prepare", "--split", "80"], 2, "80% is 0.8"),
+        (["prepare", "--split", "87.5%"], 2, "87.5% is 0.875"),
+        (["train", "--target-ap", "35"], 2, "35% is 0.35"),
     ],
 )
 def test_mistakes_get_one_message_and_their_code(
@@ -43,6 +51,7 @@ def test_mistakes_get_one_message_and_their_code(
     assert result.code == code, result.err
     assert named in result.err
     assert "Traceback" not in result.err
+    assert "%" not in result.err or "%" in named
     assert result.out == ""
 
 
@@ -73,6 +82,46 @@ def test_no_permission_is_a_disk_error(cli: Cli, shapes: Path) -> None:
 
 def test_verbose_shows_the_traceback(cli: Cli) -> None:
     assert "Traceback" in cli("evaluate", "none.pt", "-v").err
+
+
+@pytest.mark.parametrize("command", ["train", "prepare"])
+def test_no_dataset_at_all(
+    cli: Cli, shapes: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots = (Path("data/coco"), tmp_path / "absent")
+    monkeypatch.setattr("ssdctl.data.store_folder.DEFAULT_ROOTS", roots)
+    result = cli(command)
+    assert result.code == 3
+    assert "--data" in result.err.splitlines()[0]
+    assert "ssdctl demo" in result.err
+    shutil.copytree(shapes, "bolts", ignore=shutil.ignore_patterns("prepared"))
+    Path("notes").mkdir()
+    result = cli(command)
+    assert result.code == 3
+    assert "--data bolts" in result.err
+    assert "notes" not in result.err
+
+
+def test_the_image_folder_of_a_dataset(cli: Cli) -> None:
+    for folder in ("bolts/images", "bolts/labels"):
+        Path(folder).mkdir(parents=True)
+    Path("bolts/classes.txt").write_text("bolt\n")
+    Path("bolts/labels/a.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    Image.new("RGB", (64, 64)).save("bolts/images/a.jpg")
+    result = cli("prepare", "--data", "bolts/images")
+    assert (result.code, "--data bolts?" in result.err) == (3, True)
+    assert cli("prepare", "--data", "bolts").code == 0
+
+
+def test_a_checkpoint_of_another_program(cli: Cli) -> None:
+    import torch
+
+    torch.save({"epoch": 3, "best_fitness": 0.5, "a\x1b[2J" + "b" * 99: 1}, "other.pt")
+    result = cli("evaluate", "other.pt")
+    assert result.code == 5
+    assert "epoch, best_fitness" in result.err
+    assert "\x1b" not in result.err
+    assert "b" * 41 not in result.err
 
 
 def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
@@ -206,3 +255,48 @@ def test_ctrl_c_that_python_wraps_is_an_interrupt(
 
     monkeypatch.setattr("ssdctl.config.render.values", create_class)
     assert cli("config", "show") == Result(130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "command", ["models", "config presets", "fetch-weights --list", "download --dry-run"]
+)
+def test_tables_fit_80_columns(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = cli(*command.split()).out
+    assert max(len(line) for line in out.splitlines() if " http" not in line) <= 80
+    assert not set(out) & set("\u2502\u2503\u2501\u2500\u2026")
+
+
+def test_presets_differ_in_each_row(cli: Cli) -> None:
+    recipes = json.loads(cli("config", "presets", "--json").out)
+    shown = {line.split()[0] for line in cli("config", "presets").out.splitlines() if line.strip()}
+    for path in recipes["stable-r34"]:
+        values = {json.dumps(recipe.get(path)) for recipe in recipes.values()}
+        assert (path.partition(".")[2] in shown) == (len(values) > 1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "config init mine.toml",
+        "models",
+        "download --dataset shapes --dest shapes --images 2 --val-images 1",
+        "dataset export DATA --to yolo --out yolo",
+    ],
+)
+def test_the_next_command_works(cli: Cli, shapes: Path, command: str) -> None:
+    data = Path("data")
+    shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
+    arguments = command.replace("DATA", str(data)).split()
+    result = cli(*arguments)
+    assert result.code == 0, result.err
+    rows = result.err[result.err.index("next  ") :].splitlines()
+    commands = [shlex.split(row.removeprefix("next").strip()) for row in rows]
+    assert [words[0] for words in commands] == ["ssdctl"] * len(commands)
+    first = [*commands[0][1:], *["--help"] * ("photo.jpg" in commands[0])]
+    assert cli(*first).code == 0
+    for silent in ("-q", "--json"):
+        for made in ("mine.toml", "yolo", "shapes"):
+            path = Path(made)
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        assert "next" not in cli(*arguments, silent).err

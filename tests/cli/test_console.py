@@ -1,72 +1,157 @@
-"""Messages on a terminal: wrapped between words, with links; the closing block of a command."""
+"""What a terminal shows: untrusted text as visible characters, lines wrapped between words."""
 
 from __future__ import annotations
 
 import io
+import json
+import logging
 import re
 import sys
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import Console
+from ssdctl.errors import DataError
+from ssdctl.runtime.safe_text import printable, printable_line
 
+HOSTILE = "\x1b]0;title\x07\x1b[2Jcat\rdog\x9b31m\u202egpj.exe\u2066\u2028\x85[red]bold[/red]\udc80"
+OBEYED = set("\x1b\x07\r\x9b\u202e\u2066\u2028\x85\udc80")
+URL = "http://bob:S3CRET@host/a.zip?X-Amz-Signature=S3CRET"
 ESCAPES = re.compile(r"\033\[[0-9;]*m|\033\]8;[^\033]*\033\\")
 
 
 class Terminal(io.StringIO):
-    """A text stream that is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
-def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Replace stderr by a terminal; not in a fixture, after which pytest replaces stderr again."""
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
+def replace_streams(
+    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO] = io.StringIO
+) -> tuple[io.StringIO, io.StringIO]:
+    """Replace stdout and stderr; not in a fixture, after which pytest replaces stderr again."""
+    out, err = kind(), kind()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "60")
-    return stream
+    monkeypatch.setenv("COLUMNS", "60" if kind is Terminal else "100")
+    return out, err
 
 
-def plain(stream: Terminal) -> str:
-    return ESCAPES.sub("", stream.getvalue())
+def table(text: str) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+
+    table = Table(text, title=text, caption=text)
+    table.add_row(text)
+    return Group(table, text)
+
+
+def test_hostile_text_and_secrets_in_messages_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = replace_streams(monkeypatch)
+    console = Console()
+    console.info(HOSTILE + URL)
+    console.warning(f"{HOSTILE}\nerror: fake")
+    console.error(DataError(HOSTILE, hint=f"{HOSTILE} {URL}"))
+    with console.show_log():
+        logging.getLogger("ssdctl.x").warning("%s", HOSTILE)
+    console.result(None, HOSTILE)
+    console.result(None, lambda: table(HOSTILE))
+    out, err = (stream.getvalue() for stream in streams)
+    assert err.count("cat") == 5
+    assert err.count("\nerror:") == 1  # a newline does not fake a message
+    assert r"\x1b[2J" in err
+    assert out.count("[red]") == 6  # markup is text
+    assert printable_line("a\nb\tc") == r"a\nb\tc"
+    with pytest.raises(SystemExit):
+        exit_after(RuntimeError(URL + HOSTILE), console)
+    err = streams[1].getvalue()
+    assert not OBEYED & {*out, *err}
+    assert "S3CRET" not in err
+    assert err.count("host/a.zip") >= 3
+
+
+@given(st.text(st.characters(codec=None)))
+def test_nothing_that_a_terminal_obeys_stays(text: str) -> None:
+    output = printable(text)
+    assert {unicodedata.category(c) for c in output if c not in "\n\t"}.isdisjoint(
+        {"Cc", "Cs", "Zl", "Zp"}
+    )
+    assert not {unicodedata.bidirectional(c) for c in output} & {"LRO", "RLO", "LRE", "RLE", "PDF",
+                                                               "LRI", "RLI", "FSI", "PDI"}  # fmt: skip
+    assert printable(output) == output
+
+
+def test_a_message_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, err = replace_streams(monkeypatch)
+    Console().error(DataError("x" * 10**8, hint="y" * 10**8))
+    assert len(err.getvalue()) < 50_000
+    assert "more characters" in err.getvalue()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_json_is_exact_and_text_is_escaped_for_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, write_through=True))
+    data = {HOSTILE: [HOSTILE, "\u4e2d\U0001f600"]}
+    Console(as_json=True).result(data)
+    assert json.loads(written.getvalue()) == data
+    Console().result(None, "\u4e2d\U0001f600")
+    Console().result(None, lambda: table("\u4e2d"))
+    assert (rb"\u4e2d" in written.getvalue().splitlines()[-1]) == (encoding == "ascii")
+
+
+@pytest.mark.parametrize(("name", "encoding"), [("a\udc80", "utf-8"), ("\u4e2d", "ascii")])
+def test_a_name_that_cannot_be_written_is_one_message(
+    name: str, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, err = replace_streams(monkeypatch)
+    with pytest.raises(UnicodeEncodeError) as caught:
+        name.encode(encoding)
+    with pytest.raises(SystemExit) as end:
+        exit_after(caught.value, Console())
+    assert end.value.code == 2
+    assert err.getvalue().count("error:") == err.getvalue().count("hint:") == 1
+    assert "bug" not in err.getvalue()
 
 
 @pytest.mark.parametrize("write", ["warning", "info"])
 def test_messages_wrap_between_words(monkeypatch: pytest.MonkeyPatch, write: str) -> None:
-    terminal = open_terminal(monkeypatch)
+    _, terminal = replace_streams(monkeypatch, Terminal)
     path = "/data/" + "a-folder/" * 10 + "x.jpg"
     text = " ".join(["abcdefghi"] * 20)
     getattr(Console(), write)(f"{text} {path} {text}")
-    assert all(len(line) <= 60 for line in plain(terminal).splitlines() if path not in line)
-    assert plain(terminal).removeprefix("warning: ").split() == [*text.split(), path, *text.split()]
+    plain = ESCAPES.sub("", terminal.getvalue())
+    assert all(len(line) <= 60 for line in plain.splitlines() if path not in line)
+    assert plain.removeprefix("warning: ").split() == [*text.split(), path, *text.split()]
 
 
 def test_a_path_is_a_link_only_where_terminals_have_links(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    terminal = open_terminal(monkeypatch)
     page = tmp_path / "a b" / "report.html"
-    Console().closing([("report", page)], [])
-    assert page.as_uri() in terminal.getvalue()
-    monkeypatch.setenv("TERM", "dumb")
-    Console().closing([("best", page)], [])
-    assert terminal.getvalue().count(page.as_uri()) == 1
-    file = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", file)
-    Console().closing([("report", page)], [])
-    assert "\033" not in file.getvalue()
-    assert str(page) in file.getvalue()
+    for kind, name, links in ((Terminal, "xterm", 1), (Terminal, "dumb", 0), (io.StringIO, "", 0)):
+        _, err = replace_streams(monkeypatch, kind)
+        monkeypatch.setenv("TERM", name)
+        Console().closing([("report", page)], [])
+        assert err.getvalue().count(page.as_uri()) == links
+        assert ("\033" in err.getvalue()) == bool(links)
+        assert str(page) in " ".join(err.getvalue().split())
 
 
 def test_the_next_commands_are_those_of_the_outer_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = open_terminal(monkeypatch)
+    _, err = replace_streams(monkeypatch)
     outer, inner = Console(), Console()
     with outer.show_log():
         with inner.show_log():
             inner.closing([("store", "x")], ["ssdctl inner"])
         outer.closing([("store", "x")], ["ssdctl outer"])
-    assert "ssdctl inner" not in plain(terminal)
-    assert "ssdctl outer" in plain(terminal)
+    assert "ssdctl inner" not in err.getvalue()
+    assert "ssdctl outer" in err.getvalue()

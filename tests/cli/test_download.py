@@ -1,4 +1,4 @@
-"""`ssdctl download` as users type it, against a server on the loopback, and its progress."""
+"""`ssdctl download` and `fetch-weights` as users type them, against a server on the loopback."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ from download.zips import tree, zipped
 from ssdctl.cli import download
 from ssdctl.cli.console import Console
 from ssdctl.cli.download import fetching
+from ssdctl.download.pinned_files import PinnedFile
+from ssdctl.model.backbones import resnet34, tiny
 
 CONTENT = {f"val2017/{i:06d}.jpg": random.Random(i).randbytes(500) for i in range(30)}
 ARCHIVE = zipped(CONTENT)
 MB = 1_000_000
+WEIGHTS = bytes(range(256)) * 100
+DIGEST = hashlib.sha256(WEIGHTS).hexdigest()
+STEM = f"tiny-{DIGEST[:8]}"
 
 
 def manifest(url: str, content: bytes = ARCHIVE, name: str = "val.zip", more: str = "") -> str:
@@ -65,9 +70,11 @@ def test_a_manifest_is_fetched_and_unpacked(server: Server, cli: Cli) -> None:
 def test_archives_are_kept_if_requested_and_come_from_a_mirror(server: Server, cli: Cli) -> None:
     server.route("/m/val.zip", file(ARCHIVE))
     file_list = manifest("https://files.invalid/val.zip", more="unpack = true\n")
-    mirror = ("--mirror", server.url + "/m")
-    answer(cli, "--dest", "data", "--manifest", file_list, "--keep-archives", *mirror)
+    options = ["--manifest", file_list, "--mirror", server.url + "/m"]
+    answer(cli, "--dest", "data", *options, "--keep-archives")
     assert Path("data/val.zip").read_bytes() == ARCHIVE
+    Path("taken").touch()
+    assert cli("download", "--dest", "taken", *options).code == 6
 
 
 def test_verify(server: Server, cli: Cli) -> None:
@@ -129,12 +136,6 @@ def test_a_stall_ends_at_the_timeout(server: Server, cli: Cli) -> None:
     code, _, err = cli("download", "--dest", "d", "--manifest", file_list, "--timeout", "1")
     assert (code, "timed out" in err or "stalled" in err) == (4, True), err
     assert time.monotonic() - begun < 5
-
-
-def test_a_file_in_the_way_is_a_disk_error(server: Server, cli: Cli) -> None:
-    Path("data").write_text("")
-    file_list = manifest(server.route("/val.zip", file(ARCHIVE)))
-    assert cli("download", "--dest", "data", "--manifest", file_list).code == 6
 
 
 @pytest.mark.parametrize(
@@ -216,11 +217,15 @@ def test_a_complete_download_in_a_read_only_folder(server: Server, cli: Cli) -> 
 def test_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with fetching(Console(quiet=True)) as progress:
+        progress("a.zip", 1, 2)
+    with fetching(Console()) as progress:
+        for done in range(4):
+            progress("a.zip", done, 100)
+    assert len(capsys.readouterr().err.splitlines()) == 1  # only now and then
     clock = itertools.count(0, 10)  # seconds
     monkeypatch.setattr("rich.console.monotonic", lambda: next(clock))
     monkeypatch.setattr(download, "LINE_INTERVAL_S", 0)
-    with fetching(Console(quiet=True)) as progress:
-        progress("a.zip", 1, 2)
     with fetching(Console(), ["a.zip", "b.zip"]) as progress:
         progress("checking a.zip", 1 * MB, 2 * MB)
         for done in (10, 50, 60):
@@ -231,13 +236,6 @@ def test_lines_without_a_terminal(
     assert lines[:2] == ["checking a.zip: 1.0 of 2.0 MB", "a.zip (1 of 2): 10.0 of 100.0 MB"]
     assert lines[3].startswith("a.zip (1 of 2): 60.0 of 100.0 MB, 0.5 MB/s, 0:01:20 left")
     assert lines[4:] == ["verifying a.zip: 50.0 of 100.0 MB", "b.zip (2 of 2): 0.0 of 100.0 MB"]
-
-
-def test_only_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    with fetching(Console()) as progress:
-        for done in range(100):
-            progress("a.zip", done, 100)
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +256,69 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     output = content.decode()
     for shown in ("b.zip (2 of 2)", "20.0/100.0 MB", "20%"):
         assert shown in output
+
+
+@pytest.fixture
+def cache(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of cached weights; the server has those of `tiny-v1`."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    url = server.route(f"/models/{STEM}.pth", file(WEIGHTS))
+    monkeypatch.setitem(tiny.WEIGHTS, "v1", PinnedFile(f"{STEM}.pth", url, DIGEST))
+    return tmp_path / "torch/hub/checkpoints"
+
+
+def test_weights_by_name_or_those_of_the_config(
+    cache: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def paths() -> dict[str, str | None]:
+        listed = json.loads(cli("fetch-weights", "--list", "--json").out)["weights"]
+        return {row["name"]: row["path"] for row in listed}
+
+    assert set(paths().values()) == {None}
+    path = cache / f"{STEM}.pth"
+    assert cli("fetch-weights", "tiny-v1")[:2] == (0, f"{path}\n")
+    assert path.read_bytes() == WEIGHTS
+    assert [found for found in paths().values() if found] == [paths()[STEM]]
+    assert "tiny-v1" in cli("fetch-weights", "--list").out
+    assert json.loads(cli("fetch-weights", STEM, "--dest", "here", "--json").out) == {
+        "name": STEM,
+        "alias": "tiny-v1",
+        "path": f"here/{STEM}.pth",
+        "bytes": len(WEIGHTS),
+        "sha256": DIGEST,
+    }
+    monkeypatch.setitem(resnet34.WEIGHTS, "imagenet-v1", tiny.WEIGHTS["v1"])
+    own = ("--set", "model.backbone=tiny", "--set", "model.weights=tiny-v1")
+    for options, alias in (((), "resnet34-imagenet-v1"), (own, "tiny-v1")):
+        result = cli("fetch-weights", "--json", *options)
+        assert (result.code, json.loads(result.out)["alias"]) == (0, alias)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["--set", "model.weights=none"], 2, "--list"),
+        (["tinyv1"], 2, "'tiny-v1'"),
+        ([STEM, "--list"], 2, "--list"),
+        ([STEM, "--mirror", "http://127.0.0.1:1"], 4, "without network"),
+        ([STEM, "--mirror", "SERVER"], 5, f"{STEM}.pth"),
+    ],
+)
+@pytest.mark.usefixtures("cache")
+def test_weights_that_cannot_be_fetched(
+    server: Server, cli: Cli, arguments: list[str], code: int, named: str
+) -> None:
+    server.route(f"/{STEM}.pth", file(WEIGHTS[::-1]))
+    result = cli("fetch-weights", *(a.replace("SERVER", server.url) for a in arguments), "--json")
+    assert (result.code, result.out, named in result.err) == (code, "", True), result.err
+
+
+@pytest.mark.usefixtures("cache")
+def test_training_without_network_names_a_remedy(shapes: Path, cli: Cli) -> None:
+    options = "--backbone tiny --backbone-weights tiny-v1 --device cpu --steps 1 --warmup 1st"
+    mirror = ("--set", "download.mirror=http://127.0.0.1:1")
+    code, _, err = cli("train", "--data", shapes, "--out", "run", *options.split(), *mirror)
+    assert code == 4, err
+    assert err.count("fetching http") == 1
+    for named in (f"{STEM}.pth", "--backbone-weights none", "--init"):
+        assert named in err

@@ -69,32 +69,50 @@ def test_options_of_train_are_passed_on_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "named"),
     [
-        [],
-        ["--cpus", "2", "--gpus", "2"],
-        ["--cpus", "0"],
-        ["--cpus", "3", "--nodes", "2"],
-        ["--cpus", "2", "--bs", "x"],
-        ["--cpus", "2", "--set", "train.nonsense=1"],
-        ["--cpus", "2", "--nonsense"],
-        ["--cpus", "2", "--batch-splits", "4"],
-        ["--cpus", "2", "--device", "cuda"],
-        ["--cpus", "2", "--set", "train.device=hpu"],
-        ["--tpus", "4", "--launcher", "slurm"],
-        ["--gpus", "8", "--launcher", "slurm", "--set", "slurm.partition=a b"],
-        ["--gpus", "8", "--launcher", "nonsense"],
-        ["--hpus", "8", "--hostfile", "absent"],
-        ["--cpus", "2", "--", "nonsense"],
-        ["--cpus", "2", "--", "launch", "--cpus", "2"],
-        ["--cpus", "2", "8"],
+        ("", "--cpus"),
+        ("--cpus 2 --gpus 2", "--cpus"),
+        ("--cpus 0", "--cpus"),
+        ("--cpus 3 --nodes 2", "nodes"),
+        ("--cpus 2 --bs x", "--bs"),
+        ("--cpus 2 --set train.nonsense=1", "train.nonsense"),
+        ("--cpus 2 --nonsense", "--nonsense"),
+        ("--cpus 2 --batch-splits 4", "--accumulate"),
+        ("--cpus 2 --device cuda", "--device cuda"),
+        ("--cpus 2 --set train.device=hpu", "--device hpu"),
+        ("--tpus 4 --launcher slurm", "slurm"),
+        ("--gpus 8 --launcher slurm --set slurm.partition=a;b", "slurm.partition"),
+        ("--gpus 8 --launcher nonsense", "--launcher"),
+        ("--hpus 8 --hostfile absent", "absent"),
+        ("--cpus 2 8", "'8'"),
+        # What the ranks would refuse.
+        ("--hpus 8 --fp16", "fp16"),
+        ("--tpus 4 --fp16", "fp16"),
+        ("--tpus 4 --execution compile", "--execution lazy"),
+        ("--gpus 4 --execution lazy", "--execution compile or eager"),
+        ("--gpus 8 --warmup 1200", "--warmup 1200st"),
+        ("--gpus 8 --warmup 20st --steps 10", "--warmup 1st"),
+        ("--tpus 8 --epochs 3 --warmup 3.5", "--warmup 300st"),
+        ("--hpus 8 --cluster voyager --warmup 1200", "--warmup 1200st"),
+        # The command after the dashes.
+        ("--cpus 2 -- nonsense", "'nonsense'"),
+        ("--cpus 2 -- evaluat x.pt", "'evaluate'"),
+        ("--cpus 2 -- launch --cpus 2", "'launch'"),
+        ("--cpus 2 -- train --batch-splits 3", "--accumulate"),
+        ("--cpus 2 -- train --epocs 3", "--epochs"),
+        ("--cpus 2 -- evaluate --splitt val", "--split"),
+        # Options before -- are train's, and train is not what is launched.
+        ("--cpus 2 --bs 4 -- evaluate x", "--bs is an option of train"),
+        ("--cpus 2 train --bs 4", "leave out the word train"),
     ],
-    ids=" ".join,
 )
-def test_usage_errors(arguments: list[str]) -> None:
-    result = launch(*arguments, *([] if "--" in arguments else ["--dry-run"]))
-    assert (result.code, result.out) == (2, "")
+def test_a_wrong_launch_is_refused_before_it_starts(arguments: str, named: str) -> None:
+    words = arguments.split()
+    result = launch(*words, *([] if "--" in words else ["--dry-run"]))
+    assert (result.code, result.out, named in result.err) == (2, "", True), result.err
     assert "Traceback" not in result.err
+    assert "torch.distributed" not in result.err  # nothing was started
 
 
 def test_several_nodes_without_a_host_are_shown_but_not_written() -> None:
@@ -141,26 +159,6 @@ def test_another_command() -> None:
     assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--", "train", "--batch-splits", "3"], "--accumulate"),
-        (["--", "train", "--epocs", "3"], "--epochs"),
-        (["--", "evaluate", "--splitt", "val"], "--split"),
-        # Options before -- are train's, and train is not what is launched.
-        (["--bs", "4", "--", "evaluate", "x"], "--bs is an option of train"),
-        (["train", "--bs", "4"], "leave out the word train"),
-    ],
-    ids=str,
-)
-def test_wrong_commands_after_the_dashes_are_refused_before_the_launch(
-    arguments: list[str], words: str
-) -> None:
-    result = launch("--cpus", "2", *arguments)
-    assert (result.code, words in result.err) == (2, True)
-    assert "torch.distributed" not in result.err  # nothing was started
-
-
 def test_the_end_of_a_failed_ranks_log_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks inherit the terminal; this is what launch itself prints of them."""
     monkeypatch.setattr(_run, "run", lambda plan, **_: _run.JobOutcome(7, ([1], "failed")))
@@ -172,25 +170,6 @@ def test_the_end_of_a_failed_ranks_log_is_printable(monkeypatch: pytest.MonkeyPa
     assert r"lost \x1b]0;title\x07\x1b[2J\u202e" in error_text
     assert not set("\x1b\x07\u202e") & set(error_text)
     assert "\nerror: fake" not in error_text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "subject"),
-    [
-        (["--hpus", "8", "--fp16"], "fp16"),
-        (["--tpus", "4", "--fp16"], "fp16"),
-        (["--tpus", "4", "--execution", "compile"], "--execution lazy"),
-        (["--gpus", "4", "--execution", "lazy"], "--execution compile or eager"),
-        (["--gpus", "8", "--warmup", "1200"], "--warmup 1200st"),
-        (["--gpus", "8", "--warmup", "20st", "--steps", "10"], "--warmup 1st"),
-        (["--tpus", "8", "--epochs", "3", "--warmup", "3.5"], "--warmup 300st"),
-        (["--hpus", "8", "--cluster", "voyager", "--warmup", "1200"], "--warmup 1200st"),
-    ],
-)
-def test_what_the_ranks_would_refuse_is_refused(arguments: list[str], subject: str) -> None:
-    result = launch(*arguments, "--dry-run")
-    assert (result.code, result.out) == (2, "")
-    assert subject in result.err
 
 
 def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused() -> None:
@@ -205,10 +184,10 @@ def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused() -> None
     assert launch(*job, "--preset", "nvidia-r50").code == 0  # the preset's own one is shortened
 
 
-@pytest.mark.parametrize(("device", "is_noted"), [("--hpus", True), ("--gpus", False)])
-def test_a_presets_precision_falls_back_with_a_notice(device: str, is_noted: bool) -> None:
-    result = launch(device, "8", "--preset", "nvidia-r50", "--dry-run")
-    assert (result.code, "fp16" in result.err) == (0, is_noted)
+def test_a_presets_precision_falls_back_with_a_notice() -> None:
+    for device, is_noted in (("--hpus", True), ("--gpus", False)):
+        result = launch(device, "8", "--preset", "nvidia-r50", "--dry-run")
+        assert (result.code, "fp16" in result.err) == (0, is_noted)
 
 
 POD = ["--out", "/runs/x", "--data", "/runs/d", "--set", "kubernetes.volumes=claim:/runs"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import logging
 import random
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,27 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from conftest import Result
+from data.formats.exports import edited
 from PIL import Image
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check
 from ssdctl.data.annotations import AUTOMATIC
+from ssdctl.data.check import NO_BOXES
 from ssdctl.data.dataset import is_prepared, read_dataset
+from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.image_check import DAMAGED
 from ssdctl.data.index import read_annotations, read_metadata
 from ssdctl.data.open_dataset import count_images, open_dataset
-from ssdctl.data.prepare import NO_BOXES, prepare
-from ssdctl.data.store import open_split
+from ssdctl.data.prepare import prepare
+from ssdctl.data.store import Split, open_split
 from ssdctl.errors import DataError, DiskError
 
 PACKED, INDEX_ONLY = PrepareConfig(), PrepareConfig(pack=False)
 BOTH = pytest.mark.parametrize("config", [PACKED, INDEX_ONLY])
 
 
-@contextlib.contextmanager
-def edited(dataset: Path, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Write a split's annotations as the caller changes them."""
-    path = dataset / f"annotations/instances_{split}2017.json"
-    document = json.loads(path.read_text())
-    yield document
-    path.write_text(json.dumps(document))
+TRAIN, VAL = (f"annotations/instances_{split}2017.json" for split in ("train", "val"))
 
 
 @pytest.fixture
@@ -52,10 +49,15 @@ def store(tmp_path: Path) -> Path:
 
 
 @BOTH
-def test_store_contains_the_dataset(dataset: Path, store: Path, config: PrepareConfig) -> None:
+def test_store_contains_the_dataset(
+    dataset: Path, store: Path, tmp_path: Path, config: PrepareConfig
+) -> None:
+    """Image folders may be links."""
+    (dataset / "train2017").rename(tmp_path / "elsewhere")
+    (dataset / "train2017").symlink_to(tmp_path / "elsewhere")
     outcome = prepare(dataset, store, config)
     split = open_split(dataset, store, "train")
-    document = json.loads((dataset / "annotations/instances_train2017.json").read_text())
+    document = json.loads((dataset / TRAIN).read_text())
     assert split.image_ids.tolist() == [i["id"] for i in document["images"]]
     assert [c.id for c in split.classes] == [1, 2, 4, 7, 8]
     for row, image in enumerate(document["images"]):
@@ -112,21 +114,31 @@ def test_a_damaged_store_is_refused_and_written_again(dataset: Path, store: Path
     assert open_split(dataset, store, "train").read(0) == image.read_bytes()
 
 
-def test_second_prepare_notices_that_nothing_changed(dataset: Path, store: Path) -> None:
+def test_24_an_unchanged_dataset_is_not_prepared_again(
+    dataset: Path, store: Path, tmp_path: Path
+) -> None:
     first = prepare(dataset, store)
     (store / ".lock").unlink()
     written = {p: p.stat().st_mtime_ns for p in store.iterdir()}
-    again = prepare(dataset, store)
-    assert again.unchanged
-    assert again.splits == first.splits
+    copied = shutil.copytree(dataset, tmp_path / "copied", copy_function=shutil.copyfile)
+    for folder in (dataset / "train2017", dataset / "val2017"):
+        again = prepare(dataset, store)
+        assert (again.unchanged, again.splits) == (True, first.splits)
+        shutil.rmtree(folder)  # a packed store needs no images
+    assert prepare(dataset, store).unchanged
+    assert len(open_dataset(dataset, store)["train"].read(0)) > 1000
     # Not even a lock: the store may be read-only.
     assert {p: p.stat().st_mtime_ns for p in store.iterdir()} == written
-    assert not prepare(dataset, store, force=True).unchanged
-    assert not prepare(dataset, store, INDEX_ONLY).unchanged
+    # Of a copy, all files have other times.
+    assert not prepare(copied, store, INDEX_ONLY).unchanged
+    shutil.copytree(copied, tmp_path / "again", copy_function=shutil.copyfile)
+    assert prepare(tmp_path / "again", store, INDEX_ONLY).unchanged
+    open_dataset(tmp_path / "again", store)
+    assert not prepare(copied, store, INDEX_ONLY, force=True).unchanged
 
 
 def test_changed_annotations_are_noticed(dataset: Path, store: Path) -> None:
-    path = dataset / "annotations/instances_train2017.json"
+    path = dataset / TRAIN
     prepare(dataset, store, INDEX_ONLY)
     path.touch()
     assert is_prepared(dataset, store)  # touched annotations are the same
@@ -134,7 +146,7 @@ def test_changed_annotations_are_noticed(dataset: Path, store: Path) -> None:
     path.write_text(path.read_text().replace('"ball"', '"bell"'))
     assert path.stat().st_size == size
     assert not is_prepared(dataset, store)
-    with edited(dataset) as document:
+    with edited(dataset / TRAIN) as document:
         document["annotations"].pop()
         document["images"][0]["width"] += 1
     assert not is_prepared(dataset, store)
@@ -210,78 +222,56 @@ def test_a_wrong_folder_is_named(dataset: Path, tmp_path: Path) -> None:
     assert f"--data {dataset}" in str(caught.value.hint)
 
 
-class TestChanges:
-    """What is unchanged is kept, the rest is repeated, and training reports which."""
-
-    def test_a_copied_dataset_is_the_same(self, dataset: Path, tmp_path: Path) -> None:
-        prepare(dataset, dataset / "prepared", INDEX_ONLY)
-        copied = tmp_path / "copied"
-        shutil.copytree(dataset, copied, copy_function=shutil.copyfile)  # other times
-        assert prepare(copied, copied / "prepared", INDEX_ONLY).unchanged
-        open_dataset(copied, copied / "prepared")
-
-    def test_24_training_names_what_changed_of_some_images(
-        self, dataset: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        prepare(dataset, store, INDEX_ONLY)
-        monkeypatch.setattr("ssdctl.data.open_dataset.MAX_CHECKED", 5)
-        images = sorted((dataset / "train2017").iterdir())
-        images[1].unlink()  # not one of the five
+def test_24_training_names_what_changed_of_some_images(
+    dataset: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(dataset, store, INDEX_ONLY)
+    monkeypatch.setattr("ssdctl.data.open_dataset.MAX_CHECKED", 5)
+    images = sorted((dataset / "train2017").iterdir())
+    images[1].unlink()  # not one of the five
+    open_dataset(dataset, store)
+    images[-1].write_bytes(images[-1].read_bytes() + b"?")
+    with pytest.raises(DataError, match=rf"\b1 images.*{images[-1].name}"):
         open_dataset(dataset, store)
-        images[-1].write_bytes(images[-1].read_bytes() + b"?")
-        with pytest.raises(DataError, match=rf"\b1 images.*{images[-1].name}"):
-            open_dataset(dataset, store)
-        with pytest.raises(DataError, match=images[1].name):
-            prepare(dataset, store, INDEX_ONLY)  # compares all
+    with pytest.raises(DataError, match=images[1].name):
+        prepare(dataset, store, INDEX_ONLY)  # compares all
 
-    def test_24_a_packed_store_needs_no_images(self, dataset: Path, store: Path) -> None:
-        first = prepare(dataset, store)
-        shutil.rmtree(dataset / "train2017")
-        shutil.rmtree(dataset / "val2017")
-        assert len(open_dataset(dataset, store)["train"].read(0)) > 1000
-        again = prepare(dataset, store)
-        assert again.unchanged
-        assert again.splits == first.splits
 
-    def test_other_options_write_it_again_without_remains(self, dataset: Path, store: Path) -> None:
-        verified = PrepareConfig(pack=False, verify_images=True)
-        packed = PACKED, PrepareConfig(encoding="raw"), PrepareConfig(shrink=310)
-        for config in (*packed, INDEX_ONLY, verified):
-            assert not prepare(dataset, store, config).unchanged
-            assert prepare(dataset, store, config).unchanged
-            assert pa.ipc.open_file(str(store / "index-train.arrow")).read_all().num_rows == 24
-            assert len(list(store.glob("images-*"))) == (2 if config.pack else 0)
-        assert sorted(p.name for p in store.iterdir()) == [
-            ".lock", "index-train.arrow", "index-val.arrow", "report.json",
-        ]  # fmt: skip
-        assert prepare(dataset, store, INDEX_ONLY).unchanged  # counts as verified from then on
+def test_other_options_write_it_again_without_remains(dataset: Path, store: Path) -> None:
+    verified = PrepareConfig(pack=False, verify_images=True)
+    packed = PACKED, PrepareConfig(encoding="raw"), PrepareConfig(shrink=310)
+    for config in (*packed, INDEX_ONLY, verified):
+        assert not prepare(dataset, store, config).unchanged
+        assert prepare(dataset, store, config).unchanged
+        assert pa.ipc.open_file(str(store / "index-train.arrow")).read_all().num_rows == 24
+        assert len(list(store.glob("images-*"))) == (2 if config.pack else 0)
+    assert sorted(p.name for p in store.iterdir()) == [
+        ".lock", "index-train.arrow", "index-val.arrow", "report.json",
+    ]  # fmt: skip
+    assert prepare(dataset, store, INDEX_ONLY).unchanged  # counts as verified from then on
 
-    def test_images_that_are_decoded_partly_are_dropped_unless_they_are_kept(
-        self, dataset: Path, store: Path, cli: Callable[..., Result]
-    ) -> None:
-        damaged = sorted((dataset / "train2017").iterdir())[3]
-        content = damaged.read_bytes()
-        middle = len(content) // 2
-        damaged.write_bytes(content[:middle] + content[middle + 500 :])
-        command = ["prepare", "--data", dataset, "--store", store, "--json", "--verify-images"]
-        usable = []
-        for more in ([], ["--keep-damaged"], []):
-            result = cli(*command, *more)
-            assert result.code == 0, result.err
-            train = json.loads(result.out)["splits"][0]
-            (finding,) = [f for f in train["findings"] if damaged.name in f["detail"]]
-            assert DAMAGED in finding["detail"]
-            usable.append(int(open_split(dataset, store, "train").usable.sum()))
-        assert usable == [23, 24, 23]
 
-    def test_a_full_disk_is_seen_before_the_first_byte(
-        self, dataset: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ssdctl.data.image_check.free_bytes", lambda _: 1000)
-        with pytest.raises(DiskError, match="train") as error:
-            prepare(dataset, store)
-        assert "--no-pack" in (error.value.hint or "")
-        prepare(dataset, store, INDEX_ONLY)
+def test_images_that_are_decoded_partly_are_dropped_unless_they_are_kept(
+    dataset: Path, store: Path, cli: Callable[..., Result]
+) -> None:
+    damaged = sorted((dataset / "train2017").iterdir())[3]
+    content = damaged.read_bytes()
+    middle = len(content) // 2
+    damaged.write_bytes(content[:middle] + content[middle + 500 :])
+    command = ["prepare", "--data", dataset, "--store", store, "--json", "--verify-images"]
+    usable = []
+    for more in ([], ["--keep-damaged"], []):
+        result = cli(*command, *more)
+        assert result.code == 0, result.err
+        train = json.loads(result.out)["splits"][0]
+        (finding,) = [f for f in train["findings"] if damaged.name in f["detail"]]
+        assert DAMAGED in finding["detail"]
+        usable.append(int(open_split(dataset, store, "train").usable.sum()))
+    assert usable == [23, 24, 23]
+    with edited(dataset / TRAIN) as document:
+        document["annotations"].pop()
+    prepare(dataset, store, PACKED)  # not verified
+    assert open_split(dataset, store, "train").usable.all()
 
 
 PROGRAM = """
@@ -330,131 +320,127 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
     return checked
 
 
-class TestKills:
-    """A killed prepare leaves the old store or none, and the next one continues."""
-
-    @pytest.mark.parametrize(
-        "num_kills",
-        [
-            pytest.param(4, marks=pytest.mark.slow(in_ci=True)),
-            pytest.param(50, marks=pytest.mark.slow),
-        ],
-    )
-    def test_kills(self, dataset: Path, store: Path, num_kills: int) -> None:
-        dice = random.Random(num_kills)
-        image = dataset / "train2017/000000000020.jpg"
-        killed = 0
-        for number in range(num_kills):
-            if dice.random() < 0.3:  # the dataset changes meanwhile
-                with Image.open(image) as opened_image:
-                    turned = opened_image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-                turned.save(image, "JPEG", quality=90 - number % 3)
-            process = start(dataset, store, pack=number % 3 != 0)
-            time.sleep(dice.random() * 0.12)
-            process.kill()
-            killed += process.wait() == -signal.SIGKILL
-            assert process.stdout is not None
-            process.stdout.close()
-            # A store that is there is complete: it opens and fits the dataset; else it is ignored.
-            for split, count in (("train", 24), ("val", 9)):
-                if read_metadata(store, split) is not None:
-                    actual = open_split(dataset, store, split)
-                    assert len(actual.image_ids) == count
-                    for row in range(count):
-                        assert actual.read(row)[:2] == b"\xff\xd8"
-        assert killed > num_kills / 3
-        for pack in (True, False):
-            process = start(dataset, store, pack)
-            output, _ = process.communicate(timeout=60)
-            assert process.returncode == 0, output
-            fresh = store.with_name(f"fresh-{pack}")
-            prepare(dataset, fresh, PrepareConfig(pack=pack, verify_images=True))
-            actual, expected = (open_split(dataset, s, "train") for s in (store, fresh))
-            for row in range(24):
-                assert actual.read(row) == expected.read(row)
-            assert not list(store.glob(".*.tmp"))
-            assert not list(store.glob(".checked-*"))
-
-    def test_finished_chunks_are_not_done_again(
-        self, dataset: Path, store: Path, checked: Checked
-    ) -> None:
-        checked.fails_at = "000000000020.jpg"
-        with pytest.raises(DataError, match="power"):
-            prepare(dataset, store, PrepareConfig(jobs=1))
-        assert len(list(store.glob("images-train-*"))) > 2
-        checked.fails_at = ""
-        checked.clear()
-        (dataset / "train2017/000000000001.jpg").touch()  # a copy has another time
+def interrupt(dataset: Path, store: Path, checked: Checked) -> None:
+    checked.fails_at = "000000000020.jpg"
+    with pytest.raises(DataError, match="power"):
         prepare(dataset, store, PrepareConfig(jobs=1))
-        assert len(checked) < 24 + 9 - 4 * 2
-        split = open_split(dataset, store, "train")
+    checked.fails_at = ""
+    checked.clear()
+
+
+@pytest.mark.parametrize(
+    "num_kills",
+    [
+        pytest.param(4, marks=pytest.mark.slow(in_ci=True)),
+        pytest.param(50, marks=pytest.mark.slow),
+    ],
+)
+def test_kills(dataset: Path, store: Path, num_kills: int) -> None:
+    dice = random.Random(num_kills)
+    image = dataset / "train2017/000000000020.jpg"
+    killed = 0
+    for number in range(num_kills):
+        if dice.random() < 0.3:  # the dataset changes meanwhile
+            with Image.open(image) as opened_image:
+                turned = opened_image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            turned.save(image, "JPEG", quality=90 - number % 3)
+        process = start(dataset, store, pack=number % 3 != 0)
+        time.sleep(dice.random() * 0.12)
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        assert process.stdout is not None
+        process.stdout.close()
+        # A store that is there is complete: it opens and fits the dataset; else it is ignored.
+        for split, count in (("train", 24), ("val", 9)):
+            if read_metadata(store, split) is not None:
+                actual = open_split(dataset, store, split)
+                assert len(actual.image_ids) == count
+                for row in range(count):
+                    assert actual.read(row)[:2] == b"\xff\xd8"
+    assert killed > num_kills / 3
+    for pack in (True, False):
+        process = start(dataset, store, pack)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+        fresh = store.with_name(f"fresh-{pack}")
+        prepare(dataset, fresh, PrepareConfig(pack=pack, verify_images=True))
+        actual, expected = (open_split(dataset, s, "train") for s in (store, fresh))
         for row in range(24):
-            path = dataset / f"train2017/{row + 1:012d}.jpg"
-            assert split.read(row) == path.read_bytes()
-
-    def test_finished_chunks_of_changed_images_are_done_again(
-        self, dataset: Path, store: Path, checked: Checked
-    ) -> None:
-        """An index of the old images is removed before its shards."""
-        prepare(dataset, store)
-        image = dataset / "train2017/000000000001.jpg"
-        image.write_bytes(image.read_bytes() + b"?")
-        checked.fails_at = "000000000020.jpg"
-        with pytest.raises(DataError, match="power"):
-            prepare(dataset, store, PrepareConfig(jobs=1))
-        assert not is_prepared(dataset, store)
-        checked.fails_at = ""
-        image.write_bytes(image.read_bytes() + b"?")
-        prepare(dataset, store, PrepareConfig(jobs=1))
-        assert open_split(dataset, store, "train").read(0) == image.read_bytes()
-
-    def test_force_takes_nothing_over(self, dataset: Path, store: Path, checked: Checked) -> None:
-        for _ in range(2):
-            prepare(dataset, store, force=True)
-        assert len(checked) == 2 * (24 + 9)
-
-    def test_25_two_wait_for_a_dead_holder_and_one_of_them_has_nothing_to_do(
-        self, dataset: Path, store: Path
-    ) -> None:
-        store.mkdir()
-        program = (
-            "import sys, time\nfrom pathlib import Path\nfrom ssdctl.files import lock\n"
-            "with lock(Path(sys.argv[1])):\n print('held', flush=True)\n time.sleep(60)"
-        )
-        command = [sys.executable, "-c", program, str(store / ".lock")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
-            both = [start(dataset, store, pack=True) for _ in range(2)]
-            for process in both:
-                assert process.stdout is not None
-                assert "waiting for another" in process.stdout.readline()
-            holder.kill()
-        outcomes = sorted(p.communicate(timeout=60)[0].splitlines()[-1] for p in both)
-        assert [process.returncode for process in both] == [0, 0]
-        assert outcomes == ["unchanged", "written"]
+            assert actual.read(row) == expected.read(row)
+        assert not list(store.glob(".*.tmp"))
+        assert not list(store.glob(".checked-*"))
 
 
-def test_21_images_without_boxes_and_crowds(dataset: Path, store: Path) -> None:
-    with edited(dataset) as document:
+def test_finished_chunks_are_not_done_again(dataset: Path, store: Path, checked: Checked) -> None:
+    interrupt(dataset, store, checked)
+    assert len(list(store.glob("images-train-*"))) > 2
+    (dataset / "train2017/000000000001.jpg").touch()  # a copy has another time
+    prepare(dataset, store, PrepareConfig(jobs=1))
+    assert len(checked) < 24 + 9 - 4 * 2
+    split = open_split(dataset, store, "train")
+    for row in range(24):
+        path = dataset / f"train2017/{row + 1:012d}.jpg"
+        assert split.read(row) == path.read_bytes()
+
+
+def test_finished_chunks_of_changed_images_are_done_again(
+    dataset: Path, store: Path, checked: Checked
+) -> None:
+    """An index of the old images is removed before its shards."""
+    prepare(dataset, store)
+    image = dataset / "train2017/000000000001.jpg"
+    image.write_bytes(image.read_bytes() + b"?")
+    interrupt(dataset, store, checked)
+    assert not is_prepared(dataset, store)
+    image.write_bytes(image.read_bytes() + b"?")
+    prepare(dataset, store, PrepareConfig(jobs=1))
+    assert open_split(dataset, store, "train").read(0) == image.read_bytes()
+
+
+def test_force_takes_nothing_over(dataset: Path, store: Path, checked: Checked) -> None:
+    for _ in range(2):
+        prepare(dataset, store, force=True)
+    assert len(checked) == 2 * (24 + 9)
+
+
+def test_25_two_wait_for_a_dead_holder_and_one_of_them_has_nothing_to_do(
+    dataset: Path, store: Path
+) -> None:
+    store.mkdir()
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom ssdctl.files import lock\n"
+        "with lock(Path(sys.argv[1])):\n print('held', flush=True)\n time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(store / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        both = [start(dataset, store, pack=True) for _ in range(2)]
+        for process in both:
+            assert process.stdout is not None
+            assert "waiting for another" in process.stdout.readline()
+        holder.kill()
+    outcomes = sorted(p.communicate(timeout=60)[0].splitlines()[-1] for p in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert outcomes == ["unchanged", "written"]
+
+
+@BOTH
+def test_21_images_without_boxes_and_crowds_and_a_split_without_images(
+    dataset: Path, store: Path, config: PrepareConfig
+) -> None:
+    with edited(dataset / VAL) as document:
+        document |= {"images": [], "annotations": []}
+    with edited(dataset / TRAIN) as document:
         kept = [a for a in document["annotations"] if a["image_id"] not in (3, 4)]
         crowd = {"id": 9999, "image_id": 3, "category_id": 1, "bbox": [1, 1, 50, 50], "iscrowd": 1}
         document["annotations"] = [*kept, crowd, {**crowd, "id": 9998, "bbox": [5, 5, 0, 9]}]
-    report = prepare(dataset, store, INDEX_ONLY).splits[0]
+    report = prepare(dataset, store, config).splits[0]
     without = [f.image_id for f in report.findings if f.kind == NO_BOXES]
     assert 4 in without
     assert 3 not in without  # a crowd is trained on
     assert report.trainable == report.images - len(without)
     assert len(open_split(dataset, store, "train").labels) == report.boxes  # not the empty one
-
-
-@BOTH
-def test_a_split_without_images_is_prepared(
-    dataset: Path, store: Path, config: PrepareConfig
-) -> None:
-    with edited(dataset, "val") as document:
-        document |= {"images": [], "annotations": []}
-    prepare(dataset, store, config)
     assert prepare(dataset, store, config).unchanged
     assert len(open_split(dataset, store, "val").image_ids) == 0
 
@@ -479,7 +465,7 @@ def test_boxes_in_another_form_are_reported(
     bbox_of: Callable[..., list[float]],
     words: str,
 ) -> None:
-    with edited(dataset) as document:
+    with edited(dataset / TRAIN) as document:
         sides = {i["id"]: (i["width"], i["height"]) for i in document["images"]}
         for entry in document["annotations"]:
             entry["bbox"] = bbox_of(*entry["bbox"], sides[entry["image_id"]])
@@ -490,12 +476,55 @@ def test_boxes_in_another_form_are_reported(
     assert [words in w for r in outcome.splits for w in r.warnings] == [True] * bool(words)
 
 
-@BOTH
-def test_image_folders_may_be_links(
-    dataset: Path, tmp_path: Path, store: Path, config: PrepareConfig
+def raw(dataset: Path, store: Path, shrink: int | None = None) -> Split:
+    """A store of decoded pixels; tests/input/test_batches.py compares its batches."""
+    prepare(dataset, store, PrepareConfig(encoding="raw", shrink=shrink))
+    return open_split(dataset, store, "train")
+
+
+def test_decoded_pixels_are_a_view_of_the_mapped_file(
+    dataset: Path, store: Path, tmp_path: Path
 ) -> None:
-    (dataset / "train2017").rename(tmp_path / "elsewhere")
-    (dataset / "train2017").symlink_to(tmp_path / "elsewhere")
-    prepare(dataset, store, config)
-    split = open_dataset(dataset, store)["train"]
-    assert split.read(0) == (tmp_path / "elsewhere/000000000001.jpg").read_bytes()
+    split = raw(dataset, store)
+    pixels = split.decode(3, rows=10)
+    assert not pixels.flags.writeable
+    ranges = [
+        [int(end, 16) for end in line.split()[0].split("-")]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(".arrow")
+    ]
+    address = pixels.__array_interface__["data"][0]
+    assert any(start <= address < end for start, end in ranges)
+    with Image.open(dataset / "train2017/000000000004.jpg") as opened:
+        np.testing.assert_array_equal(pixels, np.asarray(opened.convert("RGB")))
+    with Image.open(io.BytesIO(split.read(3))) as opened:  # as a file
+        np.testing.assert_array_equal(pixels, np.asarray(opened))
+    export_dataset(open_dataset(dataset, store), tmp_path / "out", "coco")
+    exported = open_dataset(tmp_path / "out", tmp_path / "again")["train"]
+    np.testing.assert_array_equal(exported.decode(3), pixels)
+
+
+def test_a_full_disk_is_seen_before_the_first_byte(
+    dataset: Path,
+    store: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO)
+    split = raw(dataset, store, 310)
+    num_bytes = int(3 * split.pixel_sizes.prod(axis=1).sum())
+    assert f"{num_bytes / 1e9:.2f} GB" in caplog.text
+    written = sum(p.stat().st_size for p in store.glob("images-train-*"))
+    assert num_bytes < written < 1.02 * num_bytes + 50_000
+    full = tmp_path / "full"
+    for free, config in (
+        (num_bytes - 1, PrepareConfig(encoding="raw", shrink=310)),
+        (1000, PACKED),
+    ):
+        monkeypatch.setattr("ssdctl.data.image_check.free_bytes", lambda _, free=free: free)
+        with pytest.raises(DiskError, match="train") as error:
+            prepare(dataset, full, config)
+        assert "--no-pack" in (error.value.hint or "")
+        assert not list(full.glob("images-*"))
+    prepare(dataset, full, INDEX_ONLY)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssdctl.data.shapes import CLASSES, STYLES, draw_image, generate
+from ssdctl.data.shapes import CLASSES, STYLES, ShapeClass, Style, draw_image, generate
 
 
 def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path: Path) -> None:
@@ -48,23 +48,22 @@ def test_there_is_variety(tmp_path: Path) -> None:
     ratios = [b.width / b.height for b in boxes]
     assert {b.name for b in boxes} == {c.name for c in CLASSES}
     assert any(not objects for _, objects in drawn)
-    assert any(b.is_crowd for b in boxes)
+    assert {b.area == b.width * b.height / 2 for b in boxes if b.is_crowd} == {True}
     assert min(sizes) < 40 < 150 < max(sizes)
     assert min(ratios) < 0.6 < 1.7 < max(ratios)
     assert len({image.shape for image, _ in drawn}) > 2
 
 
-def test_the_styles_differ_in_images_and_classes(tmp_path: Path) -> None:
-    names = {}
-    for style in STYLES:
-        generate(tmp_path / style, num_train=6, num_val=0, style=style)
-        path = tmp_path / style / "annotations" / "instances_train2017.json"
-        document = json.loads(path.read_bytes())
-        names[style] = {c["name"] for c in document["categories"]}
-        ids = {c["id"] for c in document["categories"]}
-        assert {a["category_id"] for a in document["annotations"]} <= ids
-    assert names["solid"] & names["hatched"] == {"star"}
-    dark, bright = (draw_image(0, "val", 0, style)[0].mean() for style in ("hatched", "solid"))
+def test_a_style_has_its_own_classes_and_brightness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = (ShapeClass(3, "star", 0.0), ShapeClass(5, "ring", 0.5))
+    monkeypatch.setitem(STYLES, "dark", Style(classes, (0.05, 0.4), 1.0, stripes=0.5))
+    generate(tmp_path, num_train=6, num_val=0, style="dark")
+    document = json.loads((tmp_path / "annotations/instances_train2017.json").read_bytes())
+    assert [(c["id"], c["name"]) for c in document["categories"]] == [(3, "star"), (5, "ring")]
+    assert {a["category_id"] for a in document["annotations"]} == {3, 5}
+    dark, bright = (draw_image(0, "val", 0, style)[0].mean() for style in ("dark", "solid"))
     assert dark < bright
 
 

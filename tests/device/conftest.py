@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssdctl.device import hpu, open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, hpu, open_device
 
 STANDIN = Path(__file__).parents[1] / "standin"
 

@@ -14,8 +14,7 @@ import torch
 from conftest import TINY_RUN, Result
 from tiny_network import batch, build_training, everything, losses
 
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, open_device
 from ssdctl.training.state import is_adamw, load_optimizer
 from ssdctl.training.step_input import copy_ahead
 

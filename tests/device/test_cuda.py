@@ -13,10 +13,8 @@ from tiny_network import batch, build_training
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.open_dataset import open_dataset
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
-from ssdctl.input.batch import Batch
-from ssdctl.input.sampler import LoaderConfig
+from ssdctl.device import Device, open_device
+from ssdctl.input import Batch, LoaderConfig
 from ssdctl.training.step_input import copy_ahead, open_input
 
 pytestmark = [

@@ -254,6 +254,9 @@ def test_eager_steps_of_the_host_leave_out_the_padding_and_end_the_same() -> Non
     given = [full, empty]
     less = list(copy_ahead(given, open_device("cpu")))
     assert [len(b.boxes[0]) for b in less] == [len(b.labels[0]) for b in less] == [2, 1]
+    compiled = Cpu()
+    compiled.execution = "compile"
+    assert [b.boxes.shape[1] for b in copy_ahead(given, compiled)] == [3, 3]  # one shape
     ends = []
     for batches in (given, less):
         model, optimizer, step = build_training(CPU)
@@ -261,12 +264,6 @@ def test_eager_steps_of_the_host_leave_out_the_padding_and_end_the_same() -> Non
             step([one], 1e-2)
         ends.append(everything(model, optimizer))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-def test_compiled_steps_of_the_host_get_one_shape() -> None:
-    device = Cpu()
-    device.execution = "compile"
-    assert [b.boxes.shape[1] for b in copy_ahead([batch()], device)] == [3]
 
 
 def test_a_full_gpu_is_recognized_by_all_its_messages() -> None:

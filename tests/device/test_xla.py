@@ -13,8 +13,7 @@ import pytest
 import torch
 from tiny_network import Tiny, batch, build_training
 
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
+from ssdctl.device import Device, open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 
 pytestmark = pytest.mark.skipif(

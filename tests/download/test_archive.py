@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from download.zips import tree, zipped
 
-from ssdctl.download import archive as archive_module
-from ssdctl.download.archive import Entry, unpack
+from ssdctl.download import dataset as dataset_module
+from ssdctl.download.dataset import Entry, unpack
 from ssdctl.download.fetch import no_progress
 from ssdctl.errors import IntegrityError
 
@@ -183,7 +183,7 @@ class TestUnsafe:
         refused(tmp_path, with_field(zipped({"a": b"12345"}, store), 24, 4))
 
     def test_too_many_entries(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(archive_module, "MAX_ENTRIES", 2)
+        monkeypatch.setattr(dataset_module, "MAX_ENTRIES", 2)
         refused(tmp_path, zipped(CONTENT), "3 entries are too many")
 
     def test_a_bomb(self, tmp_path: Path) -> None:

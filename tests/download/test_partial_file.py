@@ -42,7 +42,7 @@ def test_a_part_is_continued_and_published(target: Path, url: str, validator: st
     """Bytes of another URL count, its version does not."""
     leave(target, 400_000)
     partial = opened(target, url)
-    assert (partial.inherited, partial.arrived_bytes, partial.validator) == (
+    assert (partial.inherited, partial.arrived_bytes, partial.state.validator) == (
         400_000,
         400_000,
         validator,
@@ -69,7 +69,9 @@ def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatc
             append(partial, CONTENT[:1000])
     assert partial.path.read_bytes() == before
     monkeypatch.setattr(transfer, "RECORD_S", 1e9)
-    partial.write(partial.pieces[0], CONTENT[:2000])  # no record follows: a kill loses these bytes
+    partial.write(
+        partial.state.missing[0], CONTENT[:2000]
+    )  # no record follows: a kill loses these bytes
     again = opened(target)
     assert again.inherited == 0
     again.close()
@@ -86,7 +88,7 @@ def test_pieces_are_taken_by_one_connection_each(target: Path) -> None:
     partial.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
     partial.close()
     again = opened(target)
-    spans = [(piece.start, piece.stop) for piece in again.pieces]
+    spans = [(piece.start, piece.stop) for piece in again.state.missing]
     middle = MIN_PIECE_BYTES + 1000
     assert spans == [(0, MIN_PIECE_BYTES), (middle, 2 * MIN_PIECE_BYTES)]
     again.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,15 @@ from numpy.typing import NDArray
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.data.annotations import Annotations, SplitFiles
+from ssdctl.data.formats import coco
+from ssdctl.evaluation.coco_ap import Detections, ground_truth
+
+
+def read_truth(path: Path) -> Annotations:
+    """Read the annotations to score against from a file in COCO's format."""
+    return ground_truth(coco.read_files({"val": SplitFiles([path.parent], path)})["val"])
+
 
 Row = tuple[int, int, list[float], float]  # image, category, box, score
 

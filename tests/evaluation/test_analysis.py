@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation.judge import Row, detections, image_counts
+from evaluation.judge import Row, detections, image_counts, read_truth
 
 from ssdctl.benchmark.evaluate import make_split
+from ssdctl.data.coco_json import document_of
 from ssdctl.errors import DataError
 from ssdctl.evaluation.analysis import (
     ERRORS,
@@ -20,7 +21,7 @@ from ssdctl.evaluation.analysis import (
     diagnosis,
     f1_curve,
 )
-from ssdctl.evaluation.coco_ap import Detections, read_ground_truth, run_scoring
+from ssdctl.evaluation.coco_ap import Detections, run_scoring
 from ssdctl.runs.evaluation import (
     SHOWN_SCORE,
     Evaluation,
@@ -50,7 +51,7 @@ def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
         source="x.json", data=".", store=".", split="val", images=4, detections=len(rows)
     )
     found = detections(rows)
-    return analyze(run_scoring(read_ground_truth(path), found), found, about)
+    return analyze(run_scoring(read_truth(path), found), found, about)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +173,12 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         read_evaluation(tmp_path / "evaluation.json")
 
 
-def test_the_worst_images_are_pycocotools(tmp_path: Path) -> None:
-    path = tmp_path / "annotations.json"
-    found = make_split(path, num_images=300, num_boxes=2500, num_detections=20_000)
-    truth = read_ground_truth(path)
+def test_the_worst_images_are_pycocotools() -> None:
+    truth, found = make_split(num_images=300, num_boxes=2500, num_detections=20_000)
     assert truth.is_crowd.any()
     is_shown = found.scores >= SHOWN_SCORE
     shown = Detections(*(column[is_shown] for column in found))
-    counts = image_counts(json.loads(path.read_text()), shown)
+    counts = image_counts(document_of(truth), shown)
 
     def badness(image_id: int) -> tuple[float, int, int]:
         hits, errors = counts[image_id]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Result
-from evaluation.judge import Row, detections, pycocotools_figures
+from evaluation.judge import Row, detections, pycocotools_figures, read_truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,8 +84,7 @@ def check_against_pycocotools(folder: Path, case: Case) -> None:
     path, found = annotations(folder, truth), detections(rows)
     for image_ids in (None, np.array([0, 2])):
         expected = pycocotools_figures(json.loads(path.read_text()), found, image_ids)
-        for source in (path, index_of(path)):
-            truth_read = read_ground_truth(source)
+        for truth_read in (read_truth(path), read_ground_truth(index_of(path))):
             scoring = run_scoring(truth_read, found, image_ids=image_ids, verify=True)
             actual = list(scoring.figures.values())
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
@@ -116,7 +115,7 @@ def test_perfect_detections_score_one(tmp_path: Path) -> None:
     truth = [{"image_id": i, "bbox": [10.0, 10, 50, 50], "category_id": 5} for i in range(3)]
     path = annotations(tmp_path, truth)
     actual = [(i, 5, [10.0, 10, 50, 50], 0.9) for i in range(3)]
-    result = run_scoring(read_ground_truth(path), detections(actual))
+    result = run_scoring(read_truth(path), detections(actual))
     assert result.figures["AP"] == pytest.approx(1.0)
     assert result.figures["APs"] == -1
     by_name = {c.name: c.AP for c in result.per_class}
@@ -126,7 +125,7 @@ def test_perfect_detections_score_one(tmp_path: Path) -> None:
 
 def test_no_detections_score_zero(tmp_path: Path) -> None:
     path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
-    result = run_scoring(read_ground_truth(path), detections([]), verify=True)
+    result = run_scoring(read_truth(path), detections([]), verify=True)
     assert result.figures["AP"] == 0
     assert result.figures["AR100"] == 0
 
@@ -134,14 +133,14 @@ def test_no_detections_score_zero(tmp_path: Path) -> None:
 def test_detections_on_unlisted_images_are_refused(tmp_path: Path) -> None:
     path = annotations(tmp_path, [])
     with pytest.raises(DataError, match=r"\b1 images"):
-        run_scoring(read_ground_truth(path), detections([(99, 2, [1.0, 1, 1, 1], 0.5)]))
+        run_scoring(read_truth(path), detections([(99, 2, [1.0, 1, 1, 1], 0.5)]))
 
 
 def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
     path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
     listed = [(0, 2, [1.0, 1, 5, 5], 0.5)]
     unlisted = [(0, 99, [1.0, 1, 5, 5], 0.9), (1, -1, [1.0, 1, 5, 5], 0.9)]
-    truth = read_ground_truth(path)
+    truth = read_truth(path)
     scores = run_scoring(truth, detections([*listed, *unlisted]), verify=True)
     expected = run_scoring(truth, detections(listed))
     assert (scores.figures, scores.per_class) == (expected.figures, expected.per_class)
@@ -150,9 +149,9 @@ def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
 def test_objects_of_unlisted_categories_are_left_out_up_to_5_percent(tmp_path: Path) -> None:
     box = {"image_id": 0, "bbox": [1, 1, 5, 5]}
     listed, unlisted = [{**box, "category_id": 2}] * 19, {**box, "category_id": 99}
-    assert len(read_ground_truth(annotations(tmp_path, [*listed, unlisted])).boxes) == 19
+    assert len(read_truth(annotations(tmp_path, [*listed, unlisted])).boxes) == 19
     with pytest.raises(DataError, match=r"\b19 \(category 99\)"):
-        read_ground_truth(annotations(tmp_path, [*listed[1:], unlisted]))
+        read_truth(annotations(tmp_path, [*listed[1:], unlisted]))
 
 
 def test_results_file_round_trip(tmp_path: Path) -> None:

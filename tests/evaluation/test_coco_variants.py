@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from evaluation import judge
 
-from ssdctl.evaluation.coco_ap import Detections, read_ground_truth, run_scoring
+from ssdctl.evaluation.coco_ap import Detections, run_scoring
 
 Document = dict[str, Any]
 Change = Callable[[Document], None]
@@ -225,7 +225,7 @@ def test_figures_are_those_of_a_clean_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / "annotations.json"
     path.write_text(json.dumps(content))
     renamed = detections(variant.image_id, variant.category_id)
-    scores = run_scoring(read_ground_truth(path), renamed, verify=True)
+    scores = run_scoring(judge.read_truth(path), renamed, verify=True)
     expected = reference(json.dumps(clean))
     assert list(scores.figures.values()) == pytest.approx(expected, abs=1e-12)
     assert 0.1 < scores.figures["AP"] < 0.95  # a comparison of zeros would show nothing

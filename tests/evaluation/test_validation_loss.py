@@ -11,8 +11,7 @@ from tiny_network import Tiny
 
 from ssdctl.device.cpu import Cpu
 from ssdctl.evaluation.detect import ValidationLoss
-from ssdctl.inference.detector import Output
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch
 from ssdctl.input.fake import random_batch
 from ssdctl.model.backbones import find_backbone
 
@@ -30,7 +29,7 @@ def losses(batch: Batch, sizes: list[int], padding: int, backbone: str) -> dict[
         start += size
         filled = torch.cat([part.images, part.images.new_zeros(padding, 300, 300, 3)])
         with torch.no_grad():
-            output = Output(*model(filled.permute(0, 3, 1, 2).float() / 255))
+            output = model(filled.permute(0, 3, 1, 2).float() / 255)
         loss.add(part, output)
     loss.set_means([loss.sums()])
     return loss.means

@@ -23,15 +23,41 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from checkpoint.test_hostile import payload
 from conftest import Result, run_cli
 from data.formats import exports
 from download.zips import zipped
 from fuzz.mutations import mutated_bytes, mutated_json, mutated_tree
 from hypothesis import strategies as st
+from reporting.test_damaged_runs import make_run
 
+from ssdctl.checkpoint.exported import read_onnx
+from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import Console
+from ssdctl.config import PrepareConfig, resolve
+from ssdctl.config.resolve import parse_assignment
+from ssdctl.data.annotations import AUTOMATIC
+from ssdctl.data.check import check
+from ssdctl.data.dataset import read_dataset
+from ssdctl.data.index import read_annotations
+from ssdctl.data.prepare import _unchanged_outcome, prepare
 from ssdctl.data.shapes import generate
+from ssdctl.data.store import open_split
+from ssdctl.device import open_device
+from ssdctl.download.dataset import unpack
+from ssdctl.download.fetch import fetch, no_progress
+from ssdctl.download.http import RetryPolicy
+from ssdctl.download.pinned_files import PinnedFile, read_manifest
+from ssdctl.evaluation.evaluate import read_detections
+from ssdctl.exporting.weights import export_weights
+from ssdctl.launch.mpirun import read_hosts
+from ssdctl.runs.metrics import MetricsFile, read_metrics
+from ssdctl.runs.reader import read_run
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.state import restore
 
 COMMAND_EVERY = 100
 BOX = {"image_id": 1, "category_id": 1, "bbox": [1.0, 2.0, 30.0, 40.0], "score": 0.5}
@@ -85,23 +111,15 @@ def small_shapes(root: Path) -> Path:
     return root
 
 
-# Annotations
-
-
-def dataset_target(
-    root: Path, path: Path, inputs: st.SearchStrategy[bytes], store: Path
-) -> Iterator[Target]:
-    """Read a dataset of any format of which one file is mutated, up to the check of the images."""
-    from ssdctl.data.annotations import AUTOMATIC
-    from ssdctl.data.check import check
-    from ssdctl.data.dataset import read_dataset
+def dataset_target(root: Path, path: Path, inputs: st.SearchStrategy[bytes]) -> Target:
+    """Read a dataset of any format with one file mutated, up to the check of the images."""
 
     def read() -> None:
         for split in read_dataset(root, AUTOMATIC).values():
             check(split)
 
-    options = ("--store", store, "--no-pack", "--force", "--jobs", 1)
-    yield file_target(path, inputs, read, "prepare", "--data", root, *options)
+    options = ("--store", "store", "--no-pack", "--force", "--jobs", 1)
+    return file_target(path, inputs, read, "prepare", "--data", root, *options)
 
 
 def coco(folder: Path) -> Iterator[Target]:
@@ -111,7 +129,7 @@ def coco(folder: Path) -> Iterator[Target]:
     exports.cvat_coco(folder / "cvat")
     other = folder / "cvat/annotations/instances_default.json"
     inputs = mutated_json([json.loads(file.read_bytes()) for file in (path, other)])
-    yield from dataset_target(root, path, inputs, folder / "store")
+    yield dataset_target(root, path, inputs)
 
 
 def exported(make: Callable[[Path], Path], name: str, *tokens: bytes) -> MakeTarget:
@@ -122,8 +140,7 @@ def exported(make: Callable[[Path], Path], name: str, *tokens: bytes) -> MakeTar
         root.mkdir()
         made = make(root)
         path = min(root.glob(name))
-        inputs = mutated_bytes([path.read_bytes()], tokens)
-        yield from dataset_target(made, path, inputs, folder / "store")
+        yield dataset_target(made, path, mutated_bytes([path.read_bytes()], tokens))
 
     return target
 
@@ -142,22 +159,14 @@ def with_dataset_toml(root: Path) -> Path:
 
 def results(folder: Path) -> Iterator[Target]:
     """Detections in COCO's results format."""
-    from ssdctl.evaluation.evaluate import read_detections
-
     root, path = small_shapes(folder / "data"), folder / "detections.json"
     inputs = mutated_json([[BOX, {**BOX, "image_id": 2, "score": 0.25}]])
     command = ("evaluate", path, "--data", root)
     yield file_target(path, inputs, lambda: read_detections(path), *command)
 
 
-def store(folder: Path) -> Iterator[Target]:
+def prepared_store(folder: Path) -> Iterator[Target]:
     """The files that `prepare` leaves in a dataset folder: its report, and an index in Arrow."""
-    from ssdctl.config import PrepareConfig
-    from ssdctl.data.annotations import AUTOMATIC
-    from ssdctl.data.index import read_annotations
-    from ssdctl.data.prepare import _unchanged_outcome, prepare
-    from ssdctl.data.store import open_split
-
     root, prepared = small_shapes(folder / "data"), folder / "data" / "prepared"
     prepare(root, prepared)
     report = prepared / "report.json"
@@ -190,16 +199,8 @@ def damaged_file_target(
     return Target(st.one_of(st.tuples(st.just(path), i) for path, i in inputs), damage_and_run)
 
 
-# Checkpoints
-
-
 def build(path: Path) -> tuple[Any, Any, Any]:
     """Read a checkpoint and build its network, with an optimizer."""
-    from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.config import resolve
-    from ssdctl.device import open_device
-    from ssdctl.training.optimizer import build_optimizer
-
     read = load_checkpoint(path)
     model = load_network(read)
     config = resolve(environment={}).config.train
@@ -208,10 +209,6 @@ def build(path: Path) -> tuple[Any, Any, Any]:
 
 def load(path: Path) -> None:
     """Read a checkpoint, build its network, resume from it and train a step."""
-    import torch
-
-    from ssdctl.training.state import restore
-
     read, model, optimizer = build(path)
     if read.third_party is None:
         restore(model, optimizer, read)
@@ -222,11 +219,6 @@ def load(path: Path) -> None:
 
 def checkpoint(folder: Path) -> Iterator[Target]:
     """Files that torch.save wrote, of contents with other values."""
-    import torch
-    from checkpoint.test_hostile import payload
-
-    from ssdctl.checkpoint.third_party import to_third_party
-
     path = folder / "x.pt"
     torch.save(payload(), path)
     ours = {**payload(), "optimizer": build(path)[2].state_dict()}
@@ -253,9 +245,6 @@ def checkpoint(folder: Path) -> Iterator[Target]:
 
 def checkpoint_bytes(folder: Path) -> Iterator[Target]:
     """Damaged pickles in a zip with correct CRCs, and damaged zips."""
-    import torch
-    from checkpoint.test_hostile import payload
-
     path = folder / "x.pt"
     torch.save(payload(), path)
     whole = path.read_bytes()
@@ -280,15 +269,9 @@ def checkpoint_bytes(folder: Path) -> Iterator[Target]:
 def safetensors(folder: Path) -> Iterator[Target]:
     """Files of `export --format safetensors`: the header in JSON, the metadata, the tensors."""
     pytest.importorskip("safetensors")
-    import torch
-    from checkpoint.test_hostile import payload
-
-    from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.exporting.formats import export
-
     torch.save(payload(), folder / "first.pt")
     path = folder / "x.safetensors"
-    export(load_checkpoint(folder / "first.pt"), "safetensors", path)
+    export_weights(load_checkpoint(folder / "first.pt"), "safetensors", path)
     whole = path.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     words = (b'"dtype":"F64"', b'"shape":[', b'"data_offsets":[0,', b"__metadata__", b"},", b":[]")
@@ -306,8 +289,6 @@ def onnx(folder: Path) -> Iterator[Target]:
     package = pytest.importorskip("onnx")
     from inference.test_onnx_detector import FACTS, GRAPH
 
-    from ssdctl.checkpoint.exported import read_onnx
-
     model = package.parser.parse_model(GRAPH.replace("BATCH", "batch"))
     package.helper.set_model_props(model, FACTS.as_metadata())
     path = folder / "x.onnx"
@@ -316,12 +297,7 @@ def onnx(folder: Path) -> Iterator[Target]:
     yield file_target(path, inputs, lambda: read_onnx(path))
 
 
-# Config
-
-
 def config(folder: Path) -> Iterator[Target]:
-    from ssdctl.config import resolve
-
     path = folder / "c.toml"
     run_cli("config", "init", path)
     text = path.read_bytes().replace(b"\n# ", b"\n")
@@ -337,9 +313,6 @@ def config(folder: Path) -> Iterator[Target]:
 
 def assignments(_: Path) -> Iterator[Target]:
     """`--set KEY=VALUE`."""
-    from ssdctl.config import resolve
-    from ssdctl.config.resolve import parse_assignment
-
     samples = [b"train.lr=0.1", b"data.root=/data", b"kubernetes.env=A=b,C=d", b"train.warmup=3ep"]
     tokens = (b"train.", b"=", b",", b"evaluate.limit=", b"ep", b"st")
     numbers = itertools.count()
@@ -353,13 +326,7 @@ def assignments(_: Path) -> Iterator[Target]:
     yield Target(mutated_bytes(samples, tokens), run)
 
 
-# Downloads
-
-
 def archive(folder: Path) -> Iterator[Target]:
-    from ssdctl.download.archive import unpack
-    from ssdctl.download.fetch import no_progress
-
     files = {"a/1.jpg": bytes(700), "a/2.jpg": bytes(range(256)), "b.json": b"{}", "e/": b""}
     path, dest = folder / "a.zip", folder / "data"
 
@@ -381,8 +348,6 @@ def archive(folder: Path) -> Iterator[Target]:
 
 
 def manifest(folder: Path) -> Iterator[Target]:
-    from ssdctl.download.pinned_files import read_manifest
-
     text = (
         b'[[file]]\nname = "a.zip"\nurl = "https://host/a.zip"\nbytes = 100\n'
         b'sha256 = "' + b"0" * 64 + b'"\nunpack = true\n'
@@ -414,10 +379,6 @@ def reply(status: bytes, *headers: bytes, body: bytes = b"") -> bytes:
 
 def http(folder: Path) -> Iterator[Target]:
     """A server's status line, headers and body, byte by byte."""
-    from ssdctl.download.fetch import fetch
-    from ssdctl.download.http import RetryPolicy
-    from ssdctl.download.pinned_files import PinnedFile
-
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()
     policy = RetryPolicy(
@@ -460,16 +421,8 @@ def http(folder: Path) -> Iterator[Target]:
         server.shutdown()
 
 
-# Run folders
-
-
 def metrics(folder: Path) -> Iterator[Target]:
     """metrics.jsonl, read by a resume and by the reader of reports."""
-    from reporting.test_damaged_runs import make_run
-
-    from ssdctl.runs.metrics import MetricsFile, read_metrics
-    from ssdctl.runs.reader import read_run
-
     run_folder = make_run(folder / "run")
     path = run_folder / "metrics.jsonl"
 
@@ -490,8 +443,6 @@ def metrics(folder: Path) -> Iterator[Target]:
 
 def report(folder: Path) -> Iterator[Target]:
     """A page of a run folder with one file damaged."""
-    from reporting.test_damaged_runs import make_run
-
     run, root = make_run(folder / "run"), small_shapes(folder / "data")
     (folder / "d.json").write_text(json.dumps([BOX]))
     done = run_cli("evaluate", folder / "d.json", "--data", root, "--report", run)
@@ -510,12 +461,7 @@ def report(folder: Path) -> Iterator[Target]:
     yield damaged_file_target(files, trees, lambda: run_cli("report", run))
 
 
-# launch
-
-
 def host_file(folder: Path) -> Iterator[Target]:
-    from ssdctl.launch.mpirun import read_hosts
-
     path = folder / "hosts"
     text = b"# two nodes\nnode-1 slots=8\nnode-2 slots=8 max_slots=8\n10.0.0.3\n[fe80::1]\n"
     tokens = (b"--mca", b"$(id)", b";", b" slots=", b"`", b"%", b"node-1\n", b"\x00", b"\xc2\xa0")
@@ -545,7 +491,7 @@ TARGETS: dict[str, MakeTarget] = {
         *(b"[made]", b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]"),
     ),
     "annotations: results": results,
-    "store": store,
+    "store": prepared_store,
     "checkpoint": checkpoint,
     "checkpoint: bytes": checkpoint_bytes,
     "safetensors": safetensors,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from PIL import Image, ImageColor, ImageDraw
 
 from ssdctl.inference.drawing import (
     PALETTE,
-    DrawingStyle,
     class_color,
     draw,
     ink_on,
@@ -21,7 +20,7 @@ from ssdctl.inference.drawing import (
 )
 
 GRAY = (127, 127, 127)
-BOX_ONLY = DrawingStyle(labels=False, scores=False)
+BOX_ONLY: dict[str, Any] = {"names": None, "scores": None}
 
 
 class Labeled(NamedTuple):
@@ -36,11 +35,12 @@ class Labeled(NamedTuple):
 def drawn(
     size: tuple[int, int],
     boxes: list[Labeled],
-    style: DrawingStyle = DrawingStyle(),  # noqa: B008
     background: str | tuple[int, int, int] = GRAY,
+    **style: Any,
 ) -> Image.Image:
     corners, names, labels, scores = zip(*boxes, strict=True) if boxes else ((), (), (), ())
-    return draw(Image.new("RGB", size, background), corners, labels, names, scores, style)
+    image = Image.new("RGB", size, background)
+    return draw(image, corners, labels, **{"names": names, "scores": scores, **style})
 
 
 def pixels_of(image: Image.Image, label: int) -> int:
@@ -98,7 +98,7 @@ def test_no_line_crosses_a_label() -> None:
 @pytest.mark.parametrize("background", ["white", "black", PALETTE[2]])
 def test_a_box_is_visible_on_any_background(background: str) -> None:
     box = Labeled((20, 20, 80, 80), "a", 3)
-    result = np.asarray(drawn((100, 100), [box], BOX_ONLY, background)).astype(int)
+    result = np.asarray(drawn((100, 100), [box], background, **BOX_ONLY)).astype(int)
     distance = np.abs(result - np.array(ImageColor.getrgb(background))).max(axis=2)
     assert distance[50, 15:25].max() > 60
 
@@ -109,7 +109,7 @@ def test_lines_and_text_grow_with_the_image() -> None:
     for factor in (0.25, 1, 6):
         width, height = int(640 * factor), int(480 * factor)
         box = Labeled((width * 0.3, height * 0.3, width * 0.7, height * 0.7))
-        shares.append(pixels_of(drawn((width, height), [box], BOX_ONLY), 1) / (width * height))
+        shares.append(pixels_of(drawn((width, height), [box], **BOX_ONLY), 1) / (width * height))
         labeled = np.asarray(drawn((width, height), [box]))
         rows = (labeled[: int(box.box[1]) - 1] != GRAY).any(axis=(1, 2))
         heights.append(int(rows.sum()))
@@ -118,9 +118,9 @@ def test_lines_and_text_grow_with_the_image() -> None:
 
 
 def test_style_hides_names_and_scores_and_sets_the_line() -> None:
-    styles = (DrawingStyle(), DrawingStyle(scores=False), BOX_ONLY, BOX_ONLY._replace(line_width=9))
+    styles = ({}, {"scores": None}, BOX_ONLY, {**BOX_ONLY, "line_width": 9})
     box = [Labeled((50, 50, 250, 250))]
-    both, name, neither, thick = (pixels_of(drawn((300, 300), box, style), 1) for style in styles)
+    both, name, neither, thick = (pixels_of(drawn((300, 300), box, **style), 1) for style in styles)
     assert both > name > neither
     assert thick > 3 * neither
 

@@ -16,7 +16,7 @@ from PIL import Image
 from ssdctl.config.sections import SaveFormat
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import UsageError
-from ssdctl.inference.image_sources import ImageSource, source_of
+from ssdctl.inference.locate import ImageSource, source_of
 from ssdctl.inference.results import Result
 from ssdctl.inference.save import WRITERS
 

@@ -11,25 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = [
-    "bash",
-    "cat",
-    "cksum",
-    "cut",
-    "df",
-    "dirname",
-    "env",
-    "getconf",
-    "grep",
-    "head",
-    "kill",
-    "mktemp",
-    "printf",
-    "rm",
-    "sed",
-    "sleep",
-    "tail",
-]
+TOOLS = "bash cat cksum cut df dirname env getconf grep head kill mktemp printf rm sed sleep tail"
 
 
 @pytest.fixture
@@ -49,7 +31,7 @@ def tools(tmp_path: Path) -> Path:
     """A folder for PATH with the programs that the scripts use, without any Python or uv."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in TOOLS:
+    for name in TOOLS.split():
         if found := shutil.which(name):
             (folder / name).symlink_to(found)
     return folder
@@ -62,12 +44,12 @@ def add_python(tools: Path, *before: str) -> None:
     (tools / "python3").chmod(0o755)
 
 
-def run(clone: Path, tools: Path, *command: str, **variables: str) -> tuple[int, list[str]]:
+def run(clone: Path, tools: Path, **variables: str) -> tuple[int, list[str]]:
     """Run scripts/demo from another folder; return its exit code and the lines of stderr."""
     home = clone.parent / "home"
     home.mkdir()
     done = subprocess.run(
-        [*command, str(clone / "scripts" / "demo")],
+        [str(clone / "scripts" / "demo")],
         cwd=home,
         env={"HOME": str(home), "PATH": str(tools), **variables},
         capture_output=True,
@@ -77,27 +59,25 @@ def run(clone: Path, tools: Path, *command: str, **variables: str) -> tuple[int,
     return done.returncode, done.stderr.splitlines()
 
 
-def test_no_python(clone: Path, tools: Path) -> None:
-    code, lines = run(clone, tools)
-    assert (code, len(lines)) == (2, 1)
-    assert "3.10 to 3.13" in lines[0]
-    assert "PYTHON" in lines[0]
-
-
-def test_too_old_python(clone: Path, tools: Path) -> None:
-    add_python(tools, '[ "$1" = --version ] && echo Python 3.9.18', "exit 1")
-    code, lines = run(clone, tools)
-    assert (code, len(lines)) == (2, 1)
-    assert "Python 3.9.18" in lines[0]
-
-
-def test_no_venv_module(clone: Path, tools: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("python", "named"),
+    [
+        (None, ["3.10 to 3.13", "PYTHON"]),
+        (['[ "$1" = --version ] && echo Python 3.9.18', "exit 1"], ["Python 3.9.18"]),
+        (['export PYTHONPATH="HIDDEN"'], ["python3-venv"]),
+    ],
+    ids=["none", "too old", "without venv"],
+)
+def test_an_unsuitable_python(
+    clone: Path, tools: Path, tmp_path: Path, python: list[str] | None, named: list[str]
+) -> None:
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "ensurepip.py").write_text("raise ImportError")
-    add_python(tools, f'export PYTHONPATH="{tmp_path / "hidden"}"')
+    if python is not None:
+        add_python(tools, *(line.replace("HIDDEN", str(tmp_path / "hidden")) for line in python))
     code, lines = run(clone, tools)
     assert (code, len(lines)) == (2, 1)
-    assert "python3-venv" in lines[0]
+    assert all(word in lines[0] for word in named)
 
 
 def test_no_network(clone: Path, tools: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ssdctl.errors import UsageError
-from ssdctl.inference.model_source import resolve_source
+from ssdctl.inference.locate import resolve_source
 from ssdctl.model.pretrained import weights_named
 
 TENSORFLOW = ("model.ckpt-100.index", "model.ckpt-100.data-00000-of-00001")

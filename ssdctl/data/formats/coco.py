@@ -59,7 +59,9 @@ SAMPLE_NAMES = 20  # file names by which the image folder is found
 
 
 def recognise(path: Path) -> Path | None:
-    """Return the first annotation file."""
+    """Return dataset.toml, or the first annotation file."""
+    if (path / TOML).is_file():
+        return path / TOML
     return next((files.annotations for files in splits_of(path).values()), None)
 
 

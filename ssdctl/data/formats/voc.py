@@ -9,6 +9,7 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -39,8 +40,7 @@ class _Files(NamedTuple):
 
     root: Path
     xml: dict[PurePosixPath, list[str]]  # stems by folder
-    images: dict[PurePosixPath, list[PurePosixPath]]  # by path without suffix
-    folders: dict[str, list[PurePosixPath]]  # that have an image of a stem
+    images: dict[str, list[PurePosixPath]]  # by stem
 
 
 class _Xml(NamedTuple):
@@ -108,12 +108,11 @@ def read(path: Path) -> dict[str, Annotations]:
 
 
 def _find_files(root: Path) -> _Files:
-    files = _Files(root, {}, {}, {})
+    files = _Files(root, {}, {})
     paths = map(PurePosixPath, files_below(root))
     for path in sorted(paths, key=lambda path: (len(path.parts), str(path))):
         if is_image(path):
-            files.images.setdefault(path.with_suffix(""), []).append(path)
-            files.folders.setdefault(path.stem, []).append(path.parent)
+            files.images.setdefault(path.stem, []).append(path)
         elif path.suffix == ".xml" and not path.name.startswith("._"):  # metadata from macOS
             files.xml.setdefault(path.parent, []).append(path.stem)
     for folder, stems in list(files.xml.items()):
@@ -184,9 +183,9 @@ def _image_folder(files: _Files, folder: PurePosixPath) -> PurePosixPath | None:
     may have the same names.
     """
     stems = files.xml.get(folder, [])
-    if all(folder / stem in files.images for stem in stems):
+    counts = Counter(f for stem in stems for f in {i.parent for i in files.images.get(stem, ())})
+    if counts[folder] == len(stems):
         return folder
-    counts = Counter(f for stem in stems for f in set(files.folders.get(stem, ())))
     split = split_of(str(folder))
 
     def rank(other: PurePosixPath) -> tuple[bool, int, bool, int]:
@@ -207,15 +206,13 @@ def _image_of(
     """
     suffix = PurePosixPath(named).suffix
     for stem in filter(None, (xml.path.stem, PurePosixPath(named).stem)):
-        found = folder
-        if found is None or found / stem not in files.images:
-            folders = files.folders.get(stem, [])
-            split = split_of(str(folders[0])) if folders else None
-            if len(folders) != 1 or (xml.split and split not in (None, xml.split)):
-                continue
-            found = folders[0]
-        images = files.images[found / stem]
-        return next((image for image in images if suffix and image.suffix == suffix), images[0])
+        everywhere = files.images.get(stem, [])
+        images = [image for image in everywhere if image.parent == folder]
+        if not images and len(everywhere) == 1:
+            split = split_of(str(everywhere[0].parent))
+            images = everywhere if not xml.split or split in (None, xml.split) else []
+        if images:
+            return next((image for image in images if suffix and image.suffix == suffix), images[0])
     return None
 
 
@@ -224,9 +221,9 @@ def _unlabeled(
 ) -> list[str]:
     """Return a note for each of the folders that has images without an XML file."""
     unlabeled: dict[PurePosixPath, list[PurePosixPath]] = {}
-    for path, images in files.images.items():
-        if path.parent in folders and path not in labeled:
-            unlabeled.setdefault(path.parent, []).extend(images)
+    for image in itertools.chain.from_iterable(files.images.values()):
+        if image.parent in folders and image.with_suffix("") not in labeled:
+            unlabeled.setdefault(image.parent, []).append(image)
     return [
         f"{folder}: {len(images):,} images have no XML file and are left out, among them "
         f"{min(images).name}"

@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ssdctl.config.fields import AUGMENTATIONS, augmentation_names
+from ssdctl.input import LoaderConfig
 from ssdctl.runtime.packages import load_plugin
 
 Floats = NDArray[np.float64]
@@ -50,20 +51,11 @@ def uniform(*keys: ArrayLike) -> Floats:
     return (hashed(*keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class Settings(Protocol):
-    """What augmentations read of a run: see `LoaderConfig`."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def hue_degrees(self) -> float: ...
-
-
 class Keys(NamedTuple):
     """What the random numbers of samples depend on."""
 
     stream: int  # separates the augmentation from others
-    config: Settings
+    config: LoaderConfig
     epochs: NDArray[np.int64]  # B: the pass over the dataset
     rows: NDArray[np.int64]  # B: the image
 

@@ -1,19 +1,13 @@
 """One file per backbone; its name is the file's. Other packages add theirs by entry points.
 
-A file, or the module of an entry point in the group `ssdctl.backbones`, has:
-
-    CONSTANTS: ModelConstants
-    PARAMETERS: number of parameters of SSD300 with it: shared, and per class with background
-    WEIGHTS: pinned files by the end of their name, `imagenet-v1` of `NAME-imagenet-v1`; or empty
-    EXTRA_NORMS: the values of `--extra-norm` that it supports, the first the default
-    build() -> ssdctl.model.backbone.Backbone
-
-Importing it does not import torch: only `build` does, so that help, plans and downloads stay quick.
+A file, or the module of an entry point in the group `ssdctl.backbones`, has what `BackboneFile`
+lists. Importing it does not import torch: only `build` does, so that help, plans and downloads stay
+quick.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from ssdctl.config.fields import BACKBONES
 from ssdctl.download.pinned_files import PinnedFile
@@ -21,14 +15,56 @@ from ssdctl.runtime.packages import load_plugin
 
 if TYPE_CHECKING:
     from ssdctl.model.backbone import Backbone
-    from ssdctl.model.constants import ModelConstants
+
+
+class ModelConstants(NamedTuple):
+    """Per-architecture constants that are not parameters.
+
+    Input, loss and post-processing read them and have no branches for single networks. The default
+    boxes are the same for all (`ssdctl/boxes.py`).
+    """
+
+    mean: tuple[float, float, float]  # RGB in 0 to 1
+    std: tuple[float, float, float]
+    matches_at_threshold: bool  # whether an IoU equal to the threshold makes a box positive
+    loss_divisor: Literal["image", "batch"]  # positives of each image, or of the whole batch
+    score_threshold: float  # in evaluation, unless the user sets another one
+    nms_iou: float
+    candidates_per_class: int  # the best before NMS
+    clips_boxes: bool  # to the image, before NMS
+
+    def thresholds(self, score: float | None, nms_iou: float | None) -> tuple[float, float]:
+        """Return the thresholds of score and NMS; None becomes the network's own."""
+        return (
+            self.score_threshold if score is None else score,
+            self.nms_iou if nms_iou is None else nms_iou,
+        )
+
+
+# The ResNets of MLPerf, Habana, NVIDIA and DALI.
+RESNET = ModelConstants(
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    matches_at_threshold=False,
+    loss_divisor="image",
+    score_threshold=0.05,
+    nms_iou=0.5,
+    candidates_per_class=200,
+    clips_boxes=False,
+)
+
+
+def constants_of_model(model: Any) -> ModelConstants:
+    """Return the constants of a network; those of the ResNets for one that names none."""
+    constants: ModelConstants = getattr(model, "constants", RESNET)
+    return constants
 
 
 class BackboneFile(Protocol):
     CONSTANTS: ModelConstants
-    PARAMETERS: tuple[int, int]
-    WEIGHTS: dict[str, PinnedFile]
-    EXTRA_NORMS: tuple[str, ...]
+    PARAMETERS: tuple[int, int]  # SSD300's with it: shared, and per class with background
+    WEIGHTS: dict[str, PinnedFile]  # by the end of their name, `imagenet-v1` of `NAME-imagenet-v1`
+    EXTRA_NORMS: tuple[str, ...]  # the values of `--extra-norm` that it supports, default first
 
     def build(self) -> Backbone:
         """Return the network with random weights."""

@@ -1,10 +1,14 @@
 """ResNet-18 (He et al. 2015)."""
 
-from functools import partial
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from ssdctl.download.pinned_files import torchvision_weights
-from ssdctl.model.backbones._resnet import build_resnet
-from ssdctl.model.constants import RESNET
+from ssdctl.model.backbones import RESNET
+
+if TYPE_CHECKING:
+    from ssdctl.model.backbone import Backbone
 
 CONSTANTS = RESNET
 PARAMETERS = (6_578_360, 92_190)
@@ -12,4 +16,9 @@ EXTRA_NORMS = ("none", "batch")
 WEIGHTS = {
     "imagenet-v1": torchvision_weights("resnet18-f37072fd", "torchvision V1"),
 }
-build = partial(build_resnet, (2, 2, 2, 2), last_channels=128)
+
+
+def build() -> Backbone:
+    from ssdctl.model.resnet import BasicBlock, ResNetBackbone
+
+    return ResNetBackbone(BasicBlock, (2, 2, 2, 2), last_channels=128)

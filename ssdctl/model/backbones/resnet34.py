@@ -1,10 +1,14 @@
 """ResNet-34 (He et al. 2015)."""
 
-from functools import partial
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from ssdctl.download.pinned_files import torchvision_weights
-from ssdctl.model.backbones._resnet import build_resnet
-from ssdctl.model.constants import RESNET
+from ssdctl.model.backbones import RESNET
+
+if TYPE_CHECKING:
+    from ssdctl.model.backbone import Backbone
 
 CONSTANTS = RESNET
 PARAMETERS = (12_131_896, 96_798)
@@ -22,4 +26,9 @@ WEIGHTS = {
         "b627a593bcbe140c234610266fe4f8ae95ea42fc881d091c9b6052e6b1d0590f",
     ),
 }
-build = partial(build_resnet, (3, 4, 6, 3))
+
+
+def build() -> Backbone:
+    from ssdctl.model.resnet import BasicBlock, ResNetBackbone
+
+    return ResNetBackbone(BasicBlock, (3, 4, 6, 3))

@@ -1,10 +1,14 @@
 """ResNet-50 (He et al. 2015)."""
 
-from functools import partial
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from ssdctl.download.pinned_files import torchvision_weights
-from ssdctl.model.backbones._resnet import build_resnet
-from ssdctl.model.constants import RESNET
+from ssdctl.model.backbones import RESNET
+
+if TYPE_CHECKING:
+    from ssdctl.model.backbone import Backbone
 
 CONSTANTS = RESNET
 PARAMETERS = (12_812_088, 124_446)
@@ -21,4 +25,9 @@ WEIGHTS = {
         "resnet50-11ad3fa6", "torchvision V2; nvidia-r50 starts from it: AP 0.268"
     ),
 }
-build = partial(build_resnet, (3, 4, 6, 3), bottleneck=True)
+
+
+def build() -> Backbone:
+    from ssdctl.model.resnet import Bottleneck, ResNetBackbone
+
+    return ResNetBackbone(Bottleneck, (3, 4, 6, 3))

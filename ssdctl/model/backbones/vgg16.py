@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ssdctl.download.pinned_files import torchvision_weights
-from ssdctl.model.constants import ModelConstants
+from ssdctl.model.backbones import ModelConstants
 
 if TYPE_CHECKING:
     from ssdctl.model.backbone import Backbone

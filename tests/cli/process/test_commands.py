@@ -1,4 +1,4 @@
-"""Every command: its help, its typical mistakes, its results on stdout."""
+"""Commands in processes and with checkpoints: imports, streams, signals, scores, runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,13 @@ from PIL import Image
 import ssdctl
 from ssdctl.cli import demo
 from ssdctl.config.resolve import resolve
+from ssdctl.runtime.system import processor
+
+SSDCTL = (sys.executable, "-m", "ssdctl")
 
 
 def process(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ssdctl", *map(str, arguments)]
+    command = [*SSDCTL, *map(str, arguments)]
     return subprocess.run(command, text=True, timeout=120, **options)  # type: ignore[call-overload]
 
 
@@ -83,17 +87,21 @@ def test_evaluate_uses_the_dataset_of_the_checkpoint(
     assert "warning" in nothing.err
 
 
-def test_a_moved_dataset_is_reported(
-    cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path
-) -> None:
+def changed(checkpoint: Path, path: str, value: str) -> Path:
+    """Return a copy of a checkpoint that remembers another value of a setting."""
     import torch
 
     payload = torch.load(checkpoint, weights_only=True)
-    payload["config"]["data.root"] = "/nowhere/coco"
-    torch.save(payload, "moved.pt")
+    payload["config"][path] = value
+    torch.save(payload, "changed.pt")
+    return Path("changed.pt")
+
+
+def test_a_moved_dataset_is_reported(cli: Cli, checkpoint: Path, shapes: Path) -> None:
+    moved = changed(checkpoint, "data.root", "/nowhere/coco")
     Path("data").mkdir()
     Path("data/coco").symlink_to(shapes)
-    result = cli("evaluate", "moved.pt", "--json", "--device", "cpu", "--limit", 2)
+    result = cli("evaluate", moved, "--json", "--device", "cpu", "--limit", 2)
     assert result.code == 0, result.err
     assert "/nowhere/coco" in result.err
     assert "using data/coco" in result.err
@@ -158,17 +166,13 @@ def test_evaluate_begins_with_the_ap(cli: Cli, tiny_run: Path, monkeypatch: Any)
 
 
 def test_evaluate_computes_in_the_precision_of_the_run(cli: Cli, checkpoint: Path) -> None:
-    import torch
-
-    payload = torch.load(checkpoint, weights_only=True)
     for trained, chosen in (("bf16", "bf16"), ("fp16", "fp32")):  # a CPU does not compute in fp16
-        payload["config"]["train.precision"] = trained
-        torch.save(payload, "other.pt")
-        result = cli("evaluate", "other.pt", "--device", "cpu", "--limit", 2, "--json")
+        other = changed(checkpoint, "train.precision", trained)
+        result = cli("evaluate", other, "--device", "cpu", "--limit", 2, "--json")
         assert json.loads(result.out)["precision"] == chosen
         assert (trained in result.err) == (trained != chosen)
     options = ["--device", "cpu", "--eval_samples", 2, "--batch_size", 2, "--bf16", "--json"]
-    found = json.loads(cli("evaluate", *options, "--checkpoint", "other.pt").out)
+    found = json.loads(cli("evaluate", *options, "--checkpoint", other).out)
     assert (found["precision"], found["images"]) == ("bf16", 2)
 
 
@@ -237,18 +241,17 @@ def test_a_closed_stdout_is_one_that_cannot_be_written(command: str) -> None:
 def test_a_closed_stderr_ends_nothing(shapes: Path, tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "ssdctl", "prepare", "--data", shapes, "--no-pack"]
-    command += ["--store", tmp_path / "store"]
-    done = subprocess.run([*command, "--force"], stdout=subprocess.PIPE, stderr=write)
+    command = ["prepare", "--data", shapes, "--no-pack", "--store", tmp_path / "store"]
+    done = process(*command, "--force", stdout=subprocess.PIPE, stderr=write)
     assert (done.returncode, bool(done.stdout)) == (0, True)
     # The error's own message is lost, its exit code is not.
-    assert subprocess.run([*command, "--split", "9"], stderr=write).returncode == 2
+    assert process(*command, "--split", "9", stderr=write).returncode == 2
     os.close(write)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_the_caller_closed(closed: str) -> None:
-    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "ssdctl"]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *SSDCTL]
     done = subprocess.run(
         [*command, "config", "show", "train.epochs"], capture_output=True, text=True
     )
@@ -258,7 +261,7 @@ def test_streams_that_the_caller_closed(closed: str) -> None:
 
 @pytest.mark.slow(in_ci=True)
 def test_interrupt_causes_no_traceback() -> None:
-    command = [sys.executable, "-m", "ssdctl", "benchmark", "data", "--seconds", "60"]
+    command = [*SSDCTL, "benchmark", "data", "--seconds", "60"]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert running.stderr is not None
     assert "generated shapes" in running.stderr.readline()
@@ -287,8 +290,7 @@ def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
     """The kernel ignores SIGTERM for it if there is no handler, and the device stays in use."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-pf", "true"]).returncode:
         pytest.skip("no process namespaces here")
-    argv = ["unshare", "-pf", "--kill-child", sys.executable, "-m", "ssdctl"]
-    argv += ["benchmark", "data", "--seconds", "300"]
+    argv = ["unshare", "-pf", "--kill-child", *SSDCTL, "benchmark", "data", "--seconds", "300"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as outer:
         assert outer.stderr is not None
         assert "measuring" in outer.stderr.readline()
@@ -331,3 +333,92 @@ def test_the_next_command_removes_what_a_killed_one_left(
     assert result.code == 0, result.err
     assert not left.exists()
     assert other.exists()
+
+
+@pytest.fixture
+def folder(tiny_run: Path) -> Path:
+    """Return `runs/`: an old run, a new one, a deeper one in progress, and a broken one."""
+    for number, name in enumerate(("old", "new", "sweep/deep", "broken"), 1):
+        shutil.copytree(tiny_run, f"runs/{name}")
+        os.utime(f"runs/{name}/metrics.jsonl", (number * 1000, number * 1000))
+    Path("runs/sweep/deep/.lock").write_text(f"{os.getpid()} on {socket.gethostname()}")
+    Path("runs/new/.lock").write_text(f"{2**22 + 1} on {socket.gethostname()}")  # was killed
+    Path("runs/broken/config.toml").write_text("[[[")
+    return Path("runs")
+
+
+def test_runs_are_listed_with_the_newest_first(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = json.loads(cli("runs", "--json").out)
+    assert [e["path"] for e in entries] == [
+        "runs/broken", "runs/sweep/deep", "runs/new", "runs/old",
+    ]  # fmt: skip
+    _, deep, new, old = entries
+    assert (new["data"], new["network"], new["steps"]) == ("shapes", "tiny", 3)
+    assert new["ap"] == ssdctl.Run("runs/new").figures["AP"]
+    assert "running" in deep["state"]
+    assert new["state"] == old["state"] == ""
+    assert "config.toml" in entries[0]["state"]
+    monkeypatch.setenv("COLUMNS", "80")
+    table = cli("runs", folder)
+    assert table.code == 0
+    lines = table.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(any(e["path"] in line for line in lines) for e in entries)
+    assert json.loads(cli("runs", "runs/sweep", "--json").out) == [deep]
+    assert cli("runs", "absent").code == 2
+    Path("none").mkdir()
+    assert (cli("runs", "none").code, json.loads(cli("runs", "none", "--json").out)) == (0, [])
+
+
+def test_a_plan_names_the_time_at_the_speed_of_a_similar_run(cli: Cli, folder: Path) -> None:
+    def length(*options: str) -> str:
+        data = ["--data", "absent", "--fake-data", "--device", "cpu", "--backbone-weights", "none"]
+        lines = cli("train", *data, *options, "--dry-run").out.splitlines()
+        return next(line for line in lines if line.startswith("length"))
+
+    settings = (folder / "new" / "config.toml").read_text()
+    precision = "bf16" if 'precision = "bf16"' in settings else "fp32"
+    similar = ["--backbone", "tiny", f"--{precision}"]
+    assert length(*similar).endswith("runs/sweep/deep")
+    for path in ("sweep/deep", "new"):
+        shutil.rmtree(folder / path)
+    assert length(*similar).endswith("runs/old")
+    other = "bf16" if precision == "fp32" else "fp32"
+    for options in (
+        ["--backbone", "tiny", f"--{other}"],
+        ["--backbone", "resnet18", f"--{precision}"],
+    ):
+        assert "img/s" not in length(*options)
+
+
+def test_a_plan_settles_the_precision_as_the_run_would(cli: Cli) -> None:
+    def device(*options: str) -> str:
+        result = cli("train", "--data", "absent", "--fake-data", "--dry-run", *options)
+        return next(line for line in result.out.splitlines() if line.startswith("device"))
+
+    best = "bf16" if processor()[1] else "fp32"
+    assert device("--device", "cpu").endswith(f"precision {best}")
+    assert device("--device", "cpu", "--preset", "nvidia-r50").endswith(f"precision {best}")
+    assert device("--device", "hpu").endswith("precision bf16")
+    assert device("--fp16").endswith("precision fp16")  # maybe for another machine
+
+
+def test_commands_use_the_newest_run(cli: Cli, folder: Path) -> None:
+    shutil.rmtree("runs/broken")
+    shutil.rmtree("runs/sweep/deep/checkpoints")
+    for command, run in (
+        (["evaluate", "--limit", "1", "--device", "cpu"], "runs/new"),
+        (["export", "--format", "mlperf", "--out", "x.pt"], "runs/new"),
+        (["report"], "runs/sweep/deep"),  # needs no checkpoint
+    ):
+        result = cli(*command)
+        assert result.code == 0, result.err
+        assert result.err.splitlines()[0].endswith(f" {run}")
+    shutil.move("runs/new", "elsewhere")
+    shutil.rmtree("runs/old")
+    for command in (["evaluate"], ["export", "--format", "mlperf", "--out", "x.pt"]):
+        result = cli(*command)
+        assert (result.code, result.out) == (2, "")
+        assert "elsewhere" in result.err

@@ -1,4 +1,4 @@
-"""`ssdctl prepare` as users type it."""
+"""`ssdctl prepare` as users type it, and own datasets from the annotations to a score."""
 
 from __future__ import annotations
 
@@ -13,6 +13,49 @@ import numpy as np
 import pytest
 from conftest import Cli
 from PIL import Image
+
+TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
+CLASSES = {90: "bolt", 17: "nut, 3 mm", 3: "Öse", 40: "pin", 5: "cap"}
+
+
+def trained(cli: Cli, root: Path) -> str:
+    result = cli("train", "--data", root, "--out", "run", *TRAIN.split())
+    assert result.code == 0, result.err
+    return result.err
+
+
+def test_own_class_names_and_ids_work_without_options(dataset: Path, cli: Cli) -> None:
+    for path in (dataset / "annotations").iterdir():
+        content = json.loads(path.read_text())
+        ids = {c["id"]: own for c, own in zip(content["categories"], CLASSES, strict=True)}
+        content["categories"] = [{"id": own, "name": name} for own, name in CLASSES.items()]
+        for annotation in content["annotations"]:
+            annotation["category_id"] = ids[annotation["category_id"]]
+        path.write_text(json.dumps(content))
+    assert "not prepared yet" in trained(cli, dataset)
+    options = ["--score-threshold", 0.01, "--device", "cpu", "--detections", "found.json"]
+    result = cli("evaluate", "run/checkpoints/last.pt", "--json", *options)
+    assert result.code == 0, result.err
+    names = [entry["name"] for entry in json.loads(result.out)["per_class"]]
+    assert names == [CLASSES[number] for number in sorted(CLASSES)]
+    assert {d["category_id"] for d in json.loads(Path("found.json").read_text())} <= set(CLASSES)
+
+
+def test_a_dataset_without_validation(dataset: Path, cli: Cli) -> None:
+    (dataset / "dataset.toml").write_text(
+        '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
+    )
+    remedy = f"ssdctl prepare --data {dataset} --split"
+    for message in (
+        cli("train", "--data", dataset, "--dry-run").err,
+        cli("prepare", "--data", dataset).err,
+        trained(cli, dataset),
+    ):
+        assert "no validation split" in message
+        assert remedy in message
+    result = cli("evaluate", "run/checkpoints/last.pt", "--device", "cpu")
+    assert result.code == 3
+    assert "has no split val" in result.err
 
 
 def test_what_was_dropped_is_in_the_table_and_in_the_report(dataset: Path, cli: Cli) -> None:
@@ -68,9 +111,7 @@ def test_yolo_becomes_a_dataset_that_trains(tmp_path: Path, cli: Cli) -> None:
     assert result.code == 0, result.err
     train, val = json.loads(result.out)["splits"]
     assert (train["images"], train["boxes"], train["classes"], val["images"]) == (4, 8, 2, 2)
-    words = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
-    result = cli("train", "--data", "mine", "--out", "run", *words.split())
-    assert result.code == 0, result.err
+    trained(cli, Path("mine"))
     result = cli("prepare", "--data", "mine")
     assert "--from yolo --split 0.67 --classes dog,bird" in result.err
     # Only the store was written.

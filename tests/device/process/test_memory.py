@@ -18,11 +18,11 @@ from conftest import TINY_RUN, Cli
 from tiny_network import config
 
 from ssdctl.config import resolve
-from ssdctl.device.base import Module
+from ssdctl.device import Module
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import UsageError
-from ssdctl.input.batch import Batch
+from ssdctl.input import Batch
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.training import memory
 from ssdctl.training.memory import (

@@ -16,8 +16,9 @@ import pytest
 from doctor.machines import Machine, RunDoctor, expect
 from helpers import is_alive, wait_for
 
+from ssdctl.config import resolve
+from ssdctl.doctor import Doctor
 from ssdctl.doctor import machine as doctor_machine
-from ssdctl.doctor.check import Programs
 from ssdctl.runtime import hardware
 
 
@@ -116,7 +117,9 @@ def test_a_program_that_hangs_is_killed_with_its_children(
     wait_for(lambda: not is_alive(child), timeout_s=5)
 
 
-def test_a_program_ends_with_an_exception_of_the_main_thread(tmp_path: Path) -> None:
+def test_a_program_ends_with_an_exception_of_the_main_thread(
+    machine: Machine, tmp_path: Path
+) -> None:
     child = tmp_path / "child"
 
     def interrupt(*_: object) -> None:
@@ -124,12 +127,14 @@ def test_a_program_ends_with_an_exception_of_the_main_thread(tmp_path: Path) -> 
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise RuntimeError("stopped")
 
+    doctor = Doctor(resolve(environment={}).config)
     earlier = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
     try:
         with pytest.raises(RuntimeError, match="stopped"):
-            Programs().run(["/bin/sh", "-c", f"echo $$ > {child}; exec /bin/sleep 60"], 50)
+            doctor.run(["/bin/sh", "-c", f"echo $$ > {child}; exec /bin/sleep 60"], 50)
     finally:
+        doctor.stop()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, earlier)
     wait_for(lambda: not is_alive(int(child.read_text())), timeout_s=30)

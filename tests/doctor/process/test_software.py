@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doctor.machines import CPU, RECORDED, STANDIN, Machine, RunDoctor, expect
 
-from ssdctl.doctor import run_checks
+from ssdctl import doctor
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_broken_torch_leaves_the_rest(
     expected: str,
 ) -> None:
     machine.torch_is(code)
-    monkeypatch.setattr(run_checks, "IMPORT_S", 1.0 if "sleep" in code else 30.0)
+    monkeypatch.setattr(doctor, "IMPORT_S", 1.0 if "sleep" in code else 30.0)
     start = time.monotonic()
     exit_code, checks = run_doctor()
     assert time.monotonic() - start < 50  # does not wait for the sleep

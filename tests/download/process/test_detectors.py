@@ -13,7 +13,7 @@ from download.http_server import Server, file
 
 import ssdctl
 from ssdctl.checkpoint import third_party
-from ssdctl.download import detectors
+from ssdctl.download import pinned_files
 from ssdctl.model.ssd300 import SSD300
 
 NAMES = ("ssd300-vgg16-coco", "nvidia-ssd300-coco")
@@ -39,9 +39,9 @@ def nvidia_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the files of all detectors be below `url`."""
     sources = [
-        d._replace(file=d.file._replace(url=f"{url}/{d.file.name}")) for d in detectors.DETECTORS
+        d._replace(file=d.file._replace(url=f"{url}/{d.file.name}")) for d in pinned_files.DETECTORS
     ]
-    monkeypatch.setattr(detectors, "DETECTORS", tuple(sources))
+    monkeypatch.setattr(pinned_files, "DETECTORS", tuple(sources))
 
 
 @pytest.fixture

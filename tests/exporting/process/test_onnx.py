@@ -14,9 +14,8 @@ from conftest import Cli
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.errors import IntegrityError
-from ssdctl.exporting import onnx as onnx_export
-from ssdctl.exporting.deployed import Deployed, ExportOptions, Reference
-from ssdctl.exporting.formats import images_of
+from ssdctl.exporting import graphs
+from ssdctl.exporting.deployed import Deployed, Deployment, Reference, images_of
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -93,7 +92,7 @@ def test_a_file_that_differs_is_not_published(
         }
     """
     graph = onnx.parser.parse_model(wrong)
-    monkeypatch.setattr(onnx_export, "network_graph", lambda checkpoint, options: graph)
+    monkeypatch.setattr(graphs, "network_graph", lambda deployment: graph)
     result = cli("export", checkpoint, "--format", "onnx", "--raw", "--out", "x.onnx")
     assert result.code == 5, result.err
     assert "differs from PyTorch" in result.err
@@ -103,9 +102,9 @@ def test_a_file_that_differs_is_not_published(
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("difference", [0.1, float("nan")])
 def test_each_difference_is_refused(checkpoint: Path, number: int, difference: float) -> None:
-    source, options = load_checkpoint(checkpoint), ExportOptions("none")
-    network = Deployed(source, options)
-    reference = Reference(source, np.zeros((2, 300, 300, 3), np.uint8), options, "x")
+    deployment = Deployment(load_checkpoint(checkpoint), "none")
+    network = Deployed(deployment)
+    reference = Reference(deployment, np.zeros((2, 300, 300, 3), np.uint8), "x")
     changes = [0.0, 0.0]
 
     def run(images: np.ndarray) -> list[np.ndarray]:

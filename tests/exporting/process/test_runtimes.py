@@ -18,12 +18,11 @@ from pages import blocks
 from PIL import Image
 
 import ssdctl
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.checkpoint.file import load_checkpoint, load_network
 from ssdctl.device import open_device
-from ssdctl.exporting import onnx as onnx_export
-from ssdctl.exporting.deployed import ExportOptions
-from ssdctl.exporting.formats import images_of
+from ssdctl.exporting import graphs
+from ssdctl.exporting.deployed import Deployment, images_of
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.inference.onnx_detector import DECODED, HEADS
 from ssdctl.model.postprocess import boxes_and_scores
@@ -233,8 +232,8 @@ def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
         f"(float[{size}, 8732, 4] all_boxes, float[{size}, 5, 8732] all_scores) "
         "{ all_boxes = Identity (b) all_scores = Identity (s) }"
     )
-    options = ExportOptions("efficientnms", batch, score_threshold=0.3, nms_iou=0.4)
-    model = onnx_export.with_nms(decoder, source, options)
+    deployment = Deployment(source, "efficientnms", batch, score_threshold=0.3, nms_iou=0.4)
+    model = graphs.with_nms(decoder, deployment)
     node = next(node for node in model.graph.node if node.op_type == "EfficientNMS_TRT")
     values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     assert values == PLUGIN_ATTRIBUTES

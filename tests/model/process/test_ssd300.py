@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import reference
@@ -18,9 +18,7 @@ from ssdctl.model.ssd300 import SSD300, Architecture
 
 WEIGHTS = ("weight", "bias")
 NORM = {"mlperf": "none", "nvidia": "batch"}
-BLOCKS = {"resnet18": (2, 2, 2), "resnet34": (3, 4, 6), "resnet50": (3, 4, 6)}
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-BATCH_NORM = (*WEIGHTS, "running_mean", "running_var", "num_batches_tracked")
 
 
 def on_meta(backbone: str, extra_norm: str, num_classes: int = 81) -> SSD300:
@@ -42,37 +40,6 @@ def with_lively_weights(backbone: str, extra_norm: str, num_classes: int = 6) ->
         elif isinstance(module, nn.Conv2d) and module.bias is not None:
             nn.init.normal_(module.bias, 0, 0.1)
     return model.double().eval()
-
-
-def norm_names(name: str) -> Iterator[str]:
-    return (f"{name}.{field}" for field in BATCH_NORM)
-
-
-def peers_names(backbone: str, peer: str) -> set[str]:
-    """Every key of a third-party state dict, as that system and torchvision name them."""
-    root = "model." if peer == "mlperf" else "feature_extractor.feature_extractor."
-    parts = {
-        "mlperf": ("layer1.0", "layer1.1", "layer1.4", "layer1.5", "layer2.0"),
-        "nvidia": ("0", "1", "4", "5", "6"),
-    }[peer]
-    names = {f"{root}{parts[0]}.weight", *norm_names(f"{root}{parts[1]}")}
-    is_bottleneck = backbone == "resnet50"
-    for layer, count in enumerate(BLOCKS[backbone]):
-        for i in range(count):
-            block = f"{root}{parts[2 + layer]}.{i}"
-            for n in (1, 2, 3) if is_bottleneck else (1, 2):
-                names |= {f"{block}.conv{n}.weight", *norm_names(f"{block}.bn{n}")}
-            if i == 0 and (layer > 0 or is_bottleneck):
-                names |= {f"{block}.downsample.0.weight", *norm_names(f"{block}.downsample.1")}
-    for i in range(5):
-        for n in (0, 2) if peer == "mlperf" else (0, 3):
-            names.add(f"additional_blocks.{i}.{n}.weight")
-            if peer == "mlperf":
-                names.add(f"additional_blocks.{i}.{n}.bias")
-            else:
-                names |= set(norm_names(f"additional_blocks.{i}.{n + 1}"))
-    heads = {f"{head}.{i}.{f}" for head in ("loc", "conf") for i in range(6) for f in WEIGHTS}
-    return names | heads
 
 
 @pytest.mark.parametrize("extra_norm", ["none", "batch"])
@@ -189,10 +156,24 @@ def test_outputs_have_the_order_of_the_default_boxes() -> None:
 @pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
 @pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
 def test_names_equal_the_third_party_systems(backbone: str, peer: str) -> None:
-    expected = to_third_party(on_meta(backbone, NORM[peer]).state_dict(), peer)
-    assert set(expected) == peers_names(backbone, peer)
-    assert source_of({"model": expected}) == peer
-    assert backbone_of(from_third_party(expected, peer)) == backbone
+    class Recorded(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            read.add(name)
+            return super().__getitem__(name)
+
+        def get(self, name: str, default: Any = None) -> Any:
+            read.update({name} & set(self))
+            return super().get(name, default)
+
+    read: set[str] = set()
+    state = to_third_party(on_meta(backbone, NORM[peer]).state_dict(), peer)
+    reference.Network(Recorded(state), peer)(torch.empty(1, 3, 300, 300, device="meta"))
+    counters = {name for name in state if name.endswith(".num_batches_tracked")}
+    assert set(state) == read | counters
+    means = (name for name in read if name.endswith(".running_mean"))
+    assert counters == {name.replace("running_mean", "num_batches_tracked") for name in means}
+    assert source_of({"model": state}) == peer
+    assert backbone_of(from_third_party(state, peer)) == backbone
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
+from ssdctl.boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
 from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.data.annotations import ClassName
+from ssdctl.data.coco_json import COCO_CLASSES
 from ssdctl.device.cpu import Cpu
+from ssdctl.evaluation.evaluate import dataset_category_ids
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.model.backbones.vgg16 import CONSTANTS as TORCHVISION_VGG16
 from ssdctl.model.loss import MultiboxLoss
@@ -66,43 +69,32 @@ def their_outputs(model: nn.Module, raw_images: Tensor) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.slow(in_ci=True)
-def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, raw_images: Tensor) -> None:
-    checkpoint = load_checkpoint(file)
-    assert checkpoint.architecture.backbone == "vgg16"
-    actual, theirs = load_network(checkpoint).eval().double(), deepcopy(theirs).double()
-    with torch.no_grad():
-        raw_images = raw_images[:1]
-        pixels = Normalize(TORCHVISION_VGG16.mean, TORCHVISION_VGG16.std, torch.float64)(raw_images)
-        offsets, logits = actual(pixels)
-        expected = [our_order(t) for t in their_outputs(theirs, raw_images.double())]
-    torch.testing.assert_close(offsets, expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow(in_ci=True)
-def test_detections_are_torchvisions_one_to_one(
+def test_outputs_and_detections_are_torchvisions(
     theirs: nn.Module, file: Path, raw_images: Tensor
 ) -> None:
-    actual = load_network(load_checkpoint(file)).eval()
-    rules = TORCHVISION_VGG16
-    thresholds = DetectorConfig("fp32", rules.score_threshold, rules.nms_iou)
-    detector = Detector(actual, Cpu("eager"), thresholds)
-    raw_images = raw_images[:1]
+    checkpoint, raw_images = load_checkpoint(file), raw_images[:1]
+    assert checkpoint.architecture.backbone == "vgg16"
+    model, rules = load_network(checkpoint).eval(), TORCHVISION_VGG16
+    detector = Detector(
+        model, Cpu("eager"), DetectorConfig("fp32", rules.score_threshold, rules.nms_iou)
+    )
+    [result] = detector(raw_images)
     with torch.no_grad():
-        expected = theirs(list(raw_images.permute(0, 3, 1, 2) / 255))
-    for result, target in zip(detector(raw_images), expected, strict=True):
-        assert len(result.scores) == len(target["scores"]) >= 1
-        order = [
-            torch.argsort(s, descending=True, stable=True)
-            for s in (result.scores, target["scores"])
-        ]
-        torch.testing.assert_close(
-            result.scores[order[0]], target["scores"][order[1]], atol=1e-5, rtol=0
-        )
-        assert torch.equal(result.labels[order[0]], target["labels"][order[1]])
-        torch.testing.assert_close(
-            result.boxes[order[0]] * 300, target["boxes"][order[1]], atol=2e-3, rtol=0
-        )
+        [target] = theirs(list(raw_images.permute(0, 3, 1, 2) / 255))
+    assert len(result.scores) == len(target["scores"]) >= 1
+    mine, other = (
+        torch.argsort(scores, descending=True, stable=True)
+        for scores in (result.scores, target["scores"])
+    )
+    torch.testing.assert_close(result.scores[mine], target["scores"][other], atol=1e-5, rtol=0)
+    assert torch.equal(result.labels[mine], target["labels"][other])
+    torch.testing.assert_close(result.boxes[mine] * 300, target["boxes"][other], atol=2e-3, rtol=0)
+    with torch.no_grad():
+        pixels = Normalize(rules.mean, rules.std, torch.float64)(raw_images)
+        outputs = model.double()(pixels)
+        expected = their_outputs(deepcopy(theirs).double(), raw_images.double())
+    for actual, output in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(actual, our_order(output), rtol=1e-5, atol=1e-5)
 
 
 def targets() -> tuple[Tensor, Tensor]:
@@ -149,21 +141,13 @@ def test_losses_are_torchvisions(theirs: nn.Module) -> None:
 
 
 @pytest.mark.slow(in_ci=True)
-def test_classes_are_cocos_with_gaps(file: Path) -> None:
-    classes = load_checkpoint(file).classes
-    assert len(classes) == 90
-    assert (classes[0].id, classes[0].name) == (1, "person")
-    assert (classes[89].id, classes[89].name) == (90, "toothbrush")
-    assert classes[11].id is None  # 12 is a gap
-
-
-@pytest.mark.slow(in_ci=True)
-def test_outputs_of_gaps_are_left_out_of_an_evaluation(file: Path) -> None:
-    from ssdctl.data.annotations import ClassName
-    from ssdctl.data.coco_json import COCO_CLASSES
-    from ssdctl.evaluation.evaluate import dataset_category_ids
-
+def test_classes_are_cocos_with_gaps_which_are_not_evaluated(file: Path) -> None:
+    checkpoint = load_checkpoint(file)
+    assert len(checkpoint.classes) == 90
+    assert checkpoint.classes[0] == ClassName(1, "person")
+    assert checkpoint.classes[89] == ClassName(90, "toothbrush")
+    assert checkpoint.classes[11].id is None  # 12 is a gap
     renumbered = [ClassName(id_ + 1000, name) for id_, name in reversed(COCO_CLASSES)]
-    ids = dataset_category_ids(load_checkpoint(file), renumbered, Path("coco"))
+    ids = dataset_category_ids(checkpoint, renumbered, Path("coco"))
     assert (ids[0], ids[89], ids[11]) == (1001, 1090, -1)
     assert (ids > 0).sum() == 80

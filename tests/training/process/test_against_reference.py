@@ -27,8 +27,8 @@ from ssdctl.config.resolve import Override, of_call
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
+from ssdctl.input import LoaderConfig
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.sampler import LoaderConfig, SampleStream
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.schedule import make_plan
 from ssdctl.training.step import build_step
@@ -128,7 +128,7 @@ def our_losses(
     loaded = LoaderConfig.of(
         config, split, batch_size=size, threads=1, max_boxes=most, augment="none"
     )
-    loader = TrainLoader(split, SampleStream(split.trainable, config.seed), loaded)
+    loader = TrainLoader(split, loaded)
     device = open_device("cpu")
     model = device.place(model).train()
     step = build_step(model, config, device, "fp32")

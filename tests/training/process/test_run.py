@@ -14,7 +14,7 @@ import torch
 from conftest import TINY_RUN, Cli
 from helpers import assert_same_state, is_mountable, last, records, train_command
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.input import augmentations, sampler

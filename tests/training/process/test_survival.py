@@ -35,7 +35,7 @@ from ssdctl import files
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.distributed.ranks import free_port
 from ssdctl.errors import DiskError
-from ssdctl.evaluation import score
+from ssdctl.evaluation import analysis
 from ssdctl.runs import metrics
 from ssdctl.training.step import TrainStep
 
@@ -100,7 +100,7 @@ def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process
         killed.append(command)
         return subprocess.run(["sh", "-c", "kill -KILL $$"], **options)
 
-    monkeypatch.setattr(score, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(analysis, "subprocess", SimpleNamespace(run=run))
     assert "SIGKILL" in train("--steps", 3)
     assert len(killed) == 1
     assert records(tmp_path / "run", "eval") == records(tiny_run, "eval")

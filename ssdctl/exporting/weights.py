@@ -1,13 +1,17 @@
-"""The training state in a checkpoint of NVIDIA's SSD300 program: epoch, optimizer and scheduler.
+"""Write the weights of a checkpoint as safetensors, or for the programs of MLPerf and NVIDIA.
 
-Its `main.py --checkpoint FILE` loads the states into `torch.optim.SGD` with two parameter groups
-(first biases and batch norm, without weight decay, then all other parameters) and into a
-`MultiStepLR` that steps once per epoch, in evaluation as in training.
+NVIDIA's `main.py --checkpoint FILE` also loads the training state: into `torch.optim.SGD` with two
+parameter groups (first biases and batch norm, without weight decay, then all other parameters) and
+into a `MultiStepLR` that steps once per epoch, in evaluation as in training.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,14 +19,66 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-from ssdctl.checkpoint.contents import Checkpoint
+from ssdctl.checkpoint import Checkpoint
+from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.config.settings import with_current_keys
-from ssdctl.errors import IntegrityError
+from ssdctl.errors import IntegrityError, UsageError, import_package
+from ssdctl.files import atomic_write, write_bytes
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.optimizer import decay_groups, without_dynamo
 from ssdctl.training.schedule import DECAY_FACTOR
 
-NUM_CLASSES = 81  # fixed in NVIDIA's network
+log = logging.getLogger(__name__)
+EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
+NVIDIA_CLASSES = 81  # fixed in NVIDIA's network
+
+
+def export_weights(checkpoint: Checkpoint, kind: str, target: Path) -> None:
+    """Write `safetensors` (our weights and class names), or a file for `mlperf` or `nvidia`.
+
+    Raises:
+        UsageError: The third-party program has no such network, or a package is absent.
+        IntegrityError: The optimizer state does not fit the network.
+    """
+    architecture = checkpoint.architecture
+    if kind == "safetensors":
+        facts = {
+            "architecture": architecture._asdict(),
+            "classes": msgspec.to_builtins(checkpoint.classes),
+            "step": checkpoint.step,
+            "epoch": checkpoint.epoch,
+        }
+        metadata = {name: json.dumps(value) for name, value in facts.items()}
+        write_bytes(target, safetensors_bytes(checkpoint.model, metadata))
+        return
+    if architecture.backbone == "vgg16":
+        raise UsageError(
+            f"{checkpoint.path}: {kind}'s network is a ResNet, this one is a VGG16",
+            hint="--format onnx and --format safetensors write any network",
+        )
+    if architecture.extra_norm != EXTRA_NORM[kind]:
+        fitting = next(k for k, norm in EXTRA_NORM.items() if norm == architecture.extra_norm)
+        raise UsageError(
+            f"{checkpoint.path}: {kind}'s network has extra blocks with "
+            f"extra_norm={EXTRA_NORM[kind]}, this one has {architecture.extra_norm}",
+            hint=f"--format {fitting} fits this network; for {kind} train one with "
+            f"--extra-norm {EXTRA_NORM[kind]}",
+        )
+    names = label_map(checkpoint.classes)
+    payload = {"model": to_third_party(checkpoint.model, kind), "label_map": names}
+    if kind == "nvidia":
+        payload |= training_state(checkpoint)
+        if architecture.num_classes != NVIDIA_CLASSES:
+            text = "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: "
+            log.warning(text + "only ssdctl reads it", NVIDIA_CLASSES, architecture.num_classes)
+    with atomic_write(target) as file:
+        torch.save(payload, file)
+
+
+def safetensors_bytes(state: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    save = import_package("safetensors.torch", "safetensors").save
+    content: bytes = save({k: v.contiguous() for k, v in state.items()}, metadata)
+    return content
 
 
 class _Recipe(msgspec.Struct):

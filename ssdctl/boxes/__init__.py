@@ -1,1 +1,0 @@
-"""Boxes as tensors: formats, default boxes, coding, matching; independent of devices."""

@@ -1,0 +1,113 @@
+"""Backbones: the ResNets are torchvision's; a backbone is one file, here or in another package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import install_package
+from torch import nn
+
+import ssdctl
+from ssdctl.errors import UsageError
+from ssdctl.model.backbones import find_backbone
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.runtime.packages import plugin_names
+
+PACKAGE = Path(ssdctl.__file__).parent
+DEEP = [pytest.param(f"resnet{n}", marks=pytest.mark.slow(in_ci=True)) for n in (101, 152)]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", *DEEP])
+def test_weights_of_a_seed_and_outputs_are_torchvisions(name: str) -> None:
+    from torchvision import models
+
+    torch.manual_seed(5)
+    theirs = getattr(models, name)(weights=None)
+    random_state = torch.random.get_rng_state()
+    torch.manual_seed(5)
+    backbone = find_backbone(name).build()
+    assert torch.equal(torch.random.get_rng_state(), random_state)  # so the heads' are the same
+    ((module, expected),) = backbone.pretrained_parts(theirs.state_dict(), nn.ModuleList())
+    assert module is backbone
+    assert list(backbone.state_dict()) == list(expected)
+    assert all(torch.equal(t, expected[key]) for key, t in backbone.state_dict().items())
+
+    for norm in (m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)):
+        nn.init.uniform_(norm.weight, 0.2, 0.6)  # as no other channel's
+        nn.init.normal_(norm.bias, 0, 0.1)
+        norm.running_mean.normal_(0, 0.1)
+        norm.running_var.uniform_(0.5, 1.5)
+    backbone.load_state_dict({k: theirs.state_dict()[k] for k in expected})
+    trunk = nn.Sequential(*list(theirs.children())[:7])
+    first = trunk[6][0]
+    strided = first.conv2 if hasattr(first, "conv3") else first.conv1
+    strided.stride = first.downsample[0].stride = (1, 1)
+    images = torch.randn(2, 3, 64, 64)
+    for training in (False, True):  # with the running statistics, and with the batch's
+        outputs = backbone.train(training)(images)
+        assert outputs.std() > 1e-4
+        assert torch.equal(outputs, trunk.train(training)(images))
+    assert torch.equal(backbone.layer3[0].bn1.running_var, first.bn1.running_var)
+
+
+COMMANDS = """
+import contextlib, io, os, sys
+from ssdctl.cli.main import main
+
+def run(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            main([*arguments])
+        except SystemExit as end:
+            assert not end.code, (arguments, end.code)
+    return out.getvalue()
+
+options = "--backbone mynet7 --backbone-weights none --bs 2 --warmup 1st --steps 1 --workers 1"
+assert "mynet7" in run("train", "--help")
+assert "mynet7" in run("config", "schema")
+assert "torch" not in sys.modules
+run("train", "--data", sys.argv[1], "--out", "run", *options.split(), "--fp32", "--device", "cpu")
+assert '"mynet7"' in open("run/config.toml").read()
+run("evaluate", "run/checkpoints/last.pt", "--device", "cpu", "--limit", "1")
+run("export", "run/checkpoints/last.pt", "--format", "safetensors", "--out", "x")
+os.environ |= {"_SSDCTL_COMPLETE": "complete_bash", "COMP_CWORD": "3"}
+os.environ["COMP_WORDS"] = "ssdctl\\ntrain\\n--backbone\\nmyn"
+print(run("unused"))
+"""
+
+
+def test_a_copy_of_a_file_is_a_backbone(shapes: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "installed/ssdctl"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(copy / "model/backbones/resnet18.py", copy / "model/backbones/mynet7.py")
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, shapes],
+        env={**os.environ, "PYTHONPATH": str(copy.parent)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["mynet7"]
+
+
+def test_another_package_adds_a_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (PACKAGE / "model/backbones/tiny.py").read_text()
+    entries = "[ssdctl.backbones]\nothers = my_backbone\n"
+    install_package(tmp_path / "site", monkeypatch, "my_backbone", source, entries)
+    assert "others" in plugin_names("ssdctl.model.backbones", "ssdctl.backbones")
+    assert find_backbone("others").__name__ == "my_backbone"
+    shapes = [tuple(p.shape) for p in SSD300("others", 3).parameters()]
+    assert shapes == [tuple(p.shape) for p in SSD300("tiny", 3).parameters()]
+
+
+def test_an_unknown_backbone_is_refused() -> None:
+    with pytest.raises(UsageError, match="resnet19"):
+        find_backbone("resnet19")
