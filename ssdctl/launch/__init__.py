@@ -30,16 +30,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.runtime.hardware import TPU_V2_OR_V3, find_hardware
 from ssdctl.runtime.packages import OLDEST_TORCH, load_plugin
 from ssdctl.runtime.safe_text import redact_arguments
-from ssdctl.runtime.system import SYSFS, physical_cores, quota_cores, usable_cpus
+from ssdctl.runtime.system import physical_cores, quota_cores, usable_cpus
 
 if TYPE_CHECKING:
     from ssdctl.config.sections import LaunchConfig
@@ -137,9 +136,9 @@ class Node:
         return min(self.cores, self.quota or self.cores)
 
 
-def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
-    """Return the part of this machine that this process may use: the logical CPUs in `allowed`."""
-    cores, has_topology = physical_cores(usable_cpus() if allowed is None else allowed, sysfs)
+def read_node() -> Node:
+    """Return the part of this machine that this process may use."""
+    cores, has_topology = physical_cores(usable_cpus())
     sockets, tpus = {socket for socket, _ in cores}, find_hardware().tpus
     return Node(
         max(1, len(cores)),

@@ -1,10 +1,18 @@
-"""Who a process is among all: torchrun's, Open MPI's and Slurm's variables."""
+"""Who a process is among all (torchrun's, Open MPI's and Slurm's variables), and its addresses."""
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from ssdctl.distributed.ranks import Ranks, find_ranks
+from ssdctl.distributed.ranks import (
+    Ranks,
+    find_ranks,
+    interface_for_peers,
+    own_addresses,
+    own_names,
+)
 from ssdctl.errors import UsageError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
@@ -20,6 +28,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}
     [
         ({}, (0, 1, 0)),
         (TORCHRUN, (3, 4, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 0)),
         (OPEN_MPI, (2, 4, 0)),
         ({**BATCH, **OPEN_MPI}, (2, 4, 0)),
         (BATCH, (0, 1, 0)),
@@ -37,3 +46,21 @@ def test_ranks(environment: dict[str, str], expected: tuple[int, int, int]) -> N
 def test_nonsense_is_refused(rank: str) -> None:
     with pytest.raises(UsageError, match="RANK="):
         find_ranks({**TORCHRUN, "RANK": rank})
+
+
+def test_only_a_name_that_resolves_to_the_loopback_is_replaced_between_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two network namespaces try it for real: tests/launch/process/test_engines.py."""
+    assert own_addresses()["lo"] == "127.0.0.1"
+    assert own_names()[0] == socket.gethostname()
+    assert "127.0.0.1" in own_names()
+    for leader in ("127.0.0.1", "localhost", "127.0.1.1"):
+        assert interface_for_peers(leader, 2) is None
+    outward = [name for name, address in own_addresses().items() if address != "127.0.0.1"]
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.1.2.3")
+    assert interface_for_peers("192.0.2.7", 2) is None
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    assert interface_for_peers("192.0.2.7", 2) in (*outward, None)  # None: no way out of here
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert interface_for_peers("192.0.2.7", 2) is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from ssdctl.launch.kubernetes import Settings
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())
+REQUESTED = ("nodes", "restarts", "patch", "variables")  # not settings of Kubernetes
+RESUMED = {"SSDCTL_TRAIN__RESUME": "/runs/a.pt"}
 VOYAGER = """
 [launch]
 cluster = "voyager"
@@ -55,11 +58,13 @@ def strict(schema: Any) -> Any:
     return closed
 
 
-@pytest.fixture(scope="module")
-def crd() -> Any:
-    schema = json.loads((GOLDEN / "mpijob-v2beta1.json").read_text())
-    del schema["properties"]["metadata"]  # a plain object there: Kubernetes has its own rules
-    return strict(schema)
+CRD = strict(json.loads((GOLDEN / "mpijob-v2beta1.json").read_text()))
+del CRD["properties"]["metadata"]  # a plain object there: Kubernetes has its own rules
+SCHEMAS = {
+    "Job": {"properties": {"spec": strict(JOBS["job_spec"])}},
+    "TrainJob": strict(JOBS["trainjob"]),
+    "MPIJob": CRD,
+}
 
 
 def validate(value: Any, schema: Any) -> None:
@@ -67,8 +72,9 @@ def validate(value: Any, schema: Any) -> None:
     jsonschema.validators.validator_for(schema)(schema).validate(value)
 
 
-def check(manifest: Any, crd: Any) -> None:
+def checked(manifest: Any) -> Any:
     """A Job's pods are checked as those of an MPIJob: the schema contains all fields of a pod."""
+    given = manifest
     if manifest["kind"] == "List":
         service, manifest = manifest["items"]
         assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
@@ -78,38 +84,28 @@ def check(manifest: Any, crd: Any) -> None:
         assert service["spec"]["selector"] == {"job-name": name}
         assert manifest["spec"]["template"]["spec"]["subdomain"] == name
         assert manifest["spec"]["completionMode"] == "Indexed"
-    pod = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
+    versions = {"Job": "batch/v1", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
+    assert manifest["apiVersion"] == versions.get(manifest["kind"], "kubeflow.org/v2beta1")
+    values = {key: value for key, value in manifest.items() if key != "metadata"}
+    validate(values, SCHEMAS[manifest["kind"]])
     if manifest["kind"] == "Job":
-        assert manifest["apiVersion"] == "batch/v1"
-        validate(manifest["spec"], strict(JOBS["job_spec"]))
         # Job controllers accept a podFailurePolicy only with pods that are never restarted.
         assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
-    else:
-        schema = crd if manifest["kind"] == "MPIJob" else strict(JOBS["trainjob"])
-        validate({key: value for key, value in manifest.items() if key != "metadata"}, schema)
-    if manifest["kind"] == "TrainJob":
-        assert manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    pod = CRD["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
     for template in templates(manifest):
         validate(template, pod["properties"]["template"])
+    return given
 
 
-def plan_for(
-    device: str,
-    count: int,
-    *command: str,
-    nodes: int = 1,
-    restarts: int = 0,
-    patch: Any = None,
-    **settings: Any,
-) -> LaunchPlan:
+def plan_for(device: str, count: int, *command: str, **settings: Any) -> LaunchPlan:
+    launch = {name: settings.pop(name) for name in REQUESTED if name in settings}
     settings = {"image": "image:1", "install": "image", "volumes": ("runs:/runs",), **settings}
-    launch = {"launcher": "kubernetes", "nodes": nodes, "restarts": restarts, "patch": patch or {}}
-    table = Settings(**settings)
-    return plans.plan_for(device, count, *command, table=table, run_folder="/runs/first", **launch)
+    launch |= {"launcher": "kubernetes", "run_folder": "/runs/first"}
+    return plans.plan_for(device, count, *command, table=Settings(**settings), **launch)
 
 
 def manifest_for(*arguments: Any, **settings: Any) -> Any:
-    return plan_for(*arguments, **settings).manifest
+    return checked(plan_for(*arguments, **settings).manifest)
 
 
 def templates(manifest: Any) -> list[Any]:
@@ -135,11 +131,11 @@ def planned(cli: Cli, *arguments: object) -> Any:
     return json.loads(result.out)
 
 
-def test_voyager(cli: Cli, crd: Any) -> None:
+def test_voyager(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values of the cluster's own example, in both pods, from two short tables."""
     Path("ssdctl.toml").write_text(VOYAGER)
-    manifest = planned(cli, "--hpus", 16, "--nodes", 2, "--bs", 128, "--bf16")["manifest"]
-    check(manifest, crd)
+    plan = planned(cli, "--hpus", 16, "--nodes", 2, "--bs", 128, "--bf16")
+    manifest = checked(plan["manifest"])
     spec, pods = manifest["spec"], containers(manifest)
     assert manifest["metadata"]["namespace"] == "me"
     assert spec["slotsPerWorker"] == 8
@@ -182,18 +178,16 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     assert "-x MASTER_ADDR=job-worker-0.job.me.svc" in line
     assert "StrictHostKeyChecking" not in line
     assert line.endswith("-m ssdctl train --bs=128 --bf16 --device=hpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("K_MPI_JOB_ROLE", "launcher")  # the operator's word for "in its pod"
-        line = planned(cli, *words)["command"]
+    monkeypatch.setenv("K_MPI_JOB_ROLE", "launcher")  # the operator's word for "in its pod"
+    line = planned(cli, *words)["command"]
     ssh = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o ConnectionAttempts=30"
     assert f"--mca plm_rsh_args '{ssh}' --hostfile" in line
 
 
-def test_one_pod_for_a_download(cli: Cli, crd: Any) -> None:
+def test_one_pod_for_a_download(cli: Cli) -> None:
     Path("ssdctl.toml").write_text(VOYAGER + "[download]\nconnections = 16\n")
-    manifest = planned(cli, "--cpus", 1, "--", "download", "--dest", "/work/coco")["manifest"]
-    check(manifest, crd)
-    (container,) = containers(manifest).values()
+    plan = planned(cli, "--cpus", 1, "--", "download", "--dest", "/work/coco")
+    (container,) = containers(checked(plan["manifest"])).values()
     assert container["command"][1:] == ["-m", "ssdctl", "download", "--dest=/work/coco"]
     assert {"name": "SSDCTL_DOWNLOAD__CONNECTIONS", "value": "16"} in container["env"]
     assert container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
@@ -212,12 +206,9 @@ def test_one_pod_for_a_download(cli: Cli, crd: Any) -> None:
         ("cpu", 2, 1, "Job", None),
     ],
 )
-def test_kinds(
-    device: str, count: int, nodes: int, kind: str, resource: str | None, crd: Any
-) -> None:
+def test_kinds(device: str, count: int, nodes: int, kind: str, resource: str | None) -> None:
     settings = {"install": "a.whl", "host_ipc": True, "pull_secret": "s"}
     manifest = manifest_for(device, count, nodes=nodes, **settings)
-    check(manifest, crd)
     assert manifest["kind"] == kind
     limits = list(containers(manifest).values())[-1]["resources"].get("limits", {})
     assert limits == ({resource: str(count // nodes)} if resource else {})
@@ -229,12 +220,11 @@ def test_kinds(
             assert marks["sidecar.istio.io/inject"] == "false"
 
 
-def test_workers_install_again_and_save_when_their_node_is_drained(crd: Any) -> None:
+def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
     """The launcher waits for all workers: one failed download must not fail a worker."""
     sidecar = {"name": "sidecar", "image": "b"}
     patch = {"spec": {"containers": [sidecar], "initContainers": [sidecar]}}
     manifest = manifest_for("hpu", 16, nodes=2, install="a.whl", patch=patch)
-    check(manifest, crd)
     replicas = manifest["spec"]["mpiReplicaSpecs"]
     policies = {name: replica["restartPolicy"] for name, replica in replicas.items()}
     assert policies == {"Launcher": "Never", "Worker": "OnFailure"}
@@ -261,9 +251,8 @@ def test_sshd_passes_the_cards_of_a_part_of_a_node_on(modules: str) -> None:
     assert done.stdout.split("\n")[:-1] == expected
 
 
-def test_the_pods_of_several_nodes_meet_at_pod_0(crd: Any) -> None:
+def test_the_pods_of_several_nodes_meet_at_pod_0() -> None:
     manifest = manifest_for("cuda", 16, nodes=2, name="mine", restarts=1)
-    check(manifest, crd)
     spec = manifest["items"][-1]["spec"]
     assert [spec[n] for n in ("completions", "parallelism", "backoffLimit")] == [2, 2, 2]
     command = containers(manifest)["main"]["command"]
@@ -276,10 +265,9 @@ def test_the_pods_of_several_nodes_meet_at_pod_0(crd: Any) -> None:
     assert not any(word.startswith("--hostfile") for word in command)
 
 
-def test_a_train_job(crd: Any) -> None:
+def test_a_train_job() -> None:
     settings = {"kind": "TrainJob", "resources": ("cpu=8",), "service_account": "me"}
     manifest = manifest_for("cuda", 16, nodes=2, install="a.whl", **settings)
-    check(manifest, crd)
     spec = manifest["spec"]
     assert spec["runtimeRef"] == {"name": "torch-distributed"}
     trainer = spec["trainer"]
@@ -291,7 +279,7 @@ def test_a_train_job(crd: Any) -> None:
     assert containers(manifest)["node"]["volumeMounts"][0]["mountPath"] == "/runs"
 
 
-def test_settings_of_shared_clusters(cli: Cli, crd: Any) -> None:
+def test_settings_of_shared_clusters(cli: Cli) -> None:
     Path("patch.yaml").write_text(
         "spec:\n  hostNetwork: true\n  tolerations: [{key: spot, operator: Exists}]\n"
         "  containers: [{name: main, securityContext: {runAsUser: 1000}}]\n"
@@ -301,8 +289,7 @@ def test_settings_of_shared_clusters(cli: Cli, crd: Any) -> None:
     more = [f"labels={queue}=gpus", "annotations=a/b=c d", "priority_class=high"]
     more += ["patch=patch.yaml"]
     words = [word for entry in more for word in ("--set", f"kubernetes.{entry}")]
-    manifest = planned(cli, "--gpus", 4, *IN_A_POD[2:], *words)["manifest"]
-    check(manifest, crd)
+    manifest = checked(planned(cli, "--gpus", 4, *IN_A_POD[2:], *words)["manifest"])
     (template,) = templates(manifest)
     for metadata in (manifest["metadata"], template["metadata"]):
         assert metadata["labels"][queue] == "gpus"
@@ -368,7 +355,7 @@ def test_only_crashes_are_tried_again() -> None:
 @pytest.mark.parametrize(
     ("command", "settings", "words"),
     [
-        (("train",), {"volumes": ()}, "persistent volume"),
+        (("train",), {"volumes": ()}, "persistent volume .*NAME_OF_A_CLAIM"),
         (("train",), {"volumes": ("runs:/run",)}, "persistent volume"),
         (("train",), {"volumes": ("runs:/runs:ro",)}, "persistent volume"),
         (("download",), {}, "--dest .* persistent volume"),
@@ -377,6 +364,7 @@ def test_only_crashes_are_tried_again() -> None:
         (("train",), {"env": ("A=\udcff",)}, "UTF-8"),
         # A pod that is started again must resume by itself.
         (("train", "--resume", "/runs/a.pt"), {"restarts": 1}, "--resume /runs/a.pt"),
+        (("train",), {"restarts": 1, "variables": RESUMED}, "--resume /runs/a.pt"),
         (("train",), {"image": None}, "kubernetes.image"),
         (("train",), {"install": None}, "kubernetes.install is not set"),
         (("train",), {"volumes": ("runs",)}, "SOURCE:/PATH"),
@@ -391,8 +379,9 @@ def test_only_crashes_are_tried_again() -> None:
     ],
 )
 def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError) as refused:
         plan_for("cpu", 1, *command, **settings)
+    assert re.search(words, f"{refused.value} {refused.value.hint}")
 
 
 def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
@@ -439,25 +428,18 @@ def test_the_default_dataset_of_pods_is_on_its_volume(cli: Cli) -> None:
     assert in_pods(cli, *more, "--init", "hf://org/name").code == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--data", "/elsewhere/parts"], ["--data /elsewhere/parts", "SOURCE:/elsewhere/parts"]),
-        (["--init", "/weights/a.pt"], ["--init /weights/a.pt", "SOURCE:/weights"]),
-        (["--init", "a.pt"], ["--init a.pt", "--init /runs/"]),
-        (["--resume", "a.pt"], ["--resume a.pt"]),
-        (["--store", "/fast"], ["--store /fast"]),
-        (["--mllog", "/data/coco/log"], ["--mllog /data/coco/log"]),
-        (["--backbone-weights", "/w/r.pth"], ["--backbone-weights /w/r.pth"]),
-        ([], ["kubernetes.install=/w/a.whl"]),
-    ],
-)
-def test_paths_that_the_pods_lack(cli: Cli, options: list[str], words: list[str]) -> None:
-    install = "/w/a.whl" if "kubernetes.install" in words[0] else "ssdctl==0.1.0"
-    for show, code in ((["--dry-run"], 0), (["--write", "job.yaml"], 2)):
-        result = in_pods(cli, *options, *show, install=install)
-        assert result.code == code
-        assert all(word in " ".join(result.err.split()) for word in words)
+def test_paths_that_the_pods_lack(cli: Cli) -> None:
+    """A dry run warns of all."""
+    given = "--data /elsewhere/parts --init a.pt --store /fast"
+    given += " --mllog /data/coco/log --backbone-weights /w/r.pth"
+    result = in_pods(cli, *given.split(), "--dry-run", install="/w/a.whl")
+    assert result.code == 0, result.err
+    named = [f"{o} {path}" for o, path in zip(given.split()[::2], given.split()[1::2], strict=True)]
+    hints = ["SOURCE:/elsewhere/parts,", "--init /runs/", "SOURCE:/w,"]
+    for words in (*named, "kubernetes.install=/w/a.whl", *hints):
+        assert words in " ".join(result.err.split())
+    refused = in_pods(cli, "--resume", "a.pt", "--write", "job.yaml")
+    assert (refused.code, "--resume a.pt" in refused.err) == (2, True)
     assert not Path("job.yaml").exists()
 
 

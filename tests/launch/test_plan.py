@@ -7,11 +7,14 @@ import functools
 import os
 import shlex
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import pytest
+import yaml
+from conftest import Cli
 from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, SMALL
@@ -20,6 +23,7 @@ from ssdctl.errors import UsageError
 from ssdctl.launch import Node, kubernetes, read_node
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.runtime import hardware
+from ssdctl.runtime.system import physical_cores
 
 GAUDI = Node(cores=48, sockets=2)
 TPU_V3 = Node(cores=48, sockets=2, tpus=4, has_two_core_tpus=True)
@@ -304,6 +308,31 @@ def test_the_script_runs_what_was_planned(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_sky_task_runs_torchrun_on_every_node(cli: Cli, tmp_path: Path, nodes: int) -> None:
+    """bash runs it with the variables that SkyPilot sets and another python3."""
+    path = tmp_path / "job.sky.yaml"
+    words = ["--gpus", 8 * nodes, "--nodes", nodes, "--data", "/data/a b$c", "--write", path]
+    assert cli("launch", *words).code == 0
+    task = yaml.safe_load(path.read_text())
+    assert set(task) == {"name", "num_nodes", "workdir", "setup", "envs", "run"}
+    assert task["num_nodes"] == nodes
+    (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    variables = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
+    variables["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    argv = ["/bin/bash", "-c", task["run"]]
+    argv = subprocess.check_output(argv, env=variables, text=True).splitlines()
+    assert {"--nproc-per-node=8", "--data=/data/a b$c", "--device=cuda"} <= set(argv)
+    static = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5"}
+    assert (static <= set(argv)) == (nodes == 2)
+
+
+@pytest.mark.parametrize("words", [["--hpus", 8], ["--gpus", 3, "--nodes", 2]])
+def test_what_a_sky_task_cannot_start(cli: Cli, tmp_path: Path, words: list[Any]) -> None:
+    assert cli("launch", *words, "--write", tmp_path / "job.sky.yaml").code == 2
+
+
 HOSTS = ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254, "a:8", "a[1-2]"]
 SLOTS = ["slots=65537", f"slots = {'9' * 5000}", "max_slots=-1", "slots=1e3", "slots="]
 
@@ -323,12 +352,19 @@ def test_host_file(tmp_path: Path) -> None:
             read_hosts(path)
 
 
-def test_hyper_threads_and_forbidden_cpus_do_not_count(tmp_path: Path) -> None:
-    assert read_node(tmp_path, range(3)) == Node(cores=3, sockets=1, has_topology=False)
+def test_hyper_threads_and_forbidden_cpus_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def node_of(cpus: Iterable[int]) -> Node:
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cpus))
+        return read_node()
+
+    monkeypatch.setattr(physical_cores, "__defaults__", (tmp_path,))
+    assert node_of(range(3)) == Node(cores=3, sockets=1, has_topology=False)
     for cpu in range(8):  # 2 sockets x 2 cores x 2 threads
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
         (topology / "physical_package_id").write_text(f"{cpu // 2 % 2}\n")
         (topology / "core_id").write_text(f"{cpu % 2}\n")
-    assert read_node(tmp_path, range(8)) == Node(cores=4, sockets=2)
-    assert read_node(tmp_path, [0, 1, 4]) == Node(cores=2, sockets=1)
+    assert node_of(range(8)) == Node(cores=4, sockets=2)
+    assert node_of([0, 1, 4]) == Node(cores=2, sockets=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ssdctl.distributed.rank_process import read_exits, start_rank_log
-from ssdctl.errors import UsageError
+from ssdctl.errors import DiskError, UsageError
 from ssdctl.launch import LaunchPlan, _run
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
 
@@ -62,9 +63,14 @@ def test_the_rank_that_failed(arguments: Any, ranks: list[int] | None, words: st
     assert failure is None or words in failure[1]
 
 
-def test_a_launcher_that_cannot_start() -> None:
+def test_a_launcher_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = LaunchPlan(("/nowhere/mpirun",), {}, "mpirun", 2)
     with pytest.raises(UsageError, match="/nowhere/mpirun"):
-        _run.run(LaunchPlan(("/nowhere/mpirun",), {}, "mpirun", 2))
+        _run.run(plan)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(DiskError, match="absent") as caught:
+        _run.run(plan)
+    assert "TMPDIR" in str(caught.value.hint)
 
 
 def test_ranks_are_ordered_by_the_time_of_their_end(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ sys.stdout.write(out)
 sys.stderr.write(err)
 sys.exit(code)
 """
-SLURM = LaunchPlan(("sbatch", "--parsable"), {}, "slurm", 2, text="#!/bin/sh\n")
+SLURM = LaunchPlan(slurm.ARGV, {}, "slurm", 2, text="#!/bin/sh\n")
 MANIFEST = {"metadata": {"namespace": "me"}}
 KUBERNETES = LaunchPlan(kubernetes.ARGV, {}, "kubernetes", 2, text="", manifest=MANIFEST)
 MPI_JOB = "mpijob.kubeflow.org/mine"
@@ -77,11 +77,13 @@ def client_calls(folder: Path) -> list[list[str]]:
 def test_submit_passes_the_script_and_returns_the_id(
     set_answers: SetAnswers, tmp_path: Path
 ) -> None:
-    set_answers([(0, "4711;north\n", "")])
+    set_answers([(0, "4711;north\n", ""), (1, "", "sbatch: error: invalid account\n")])
     assert slurm.submit(SLURM) == "4711"
     assert (tmp_path / "given").read_text() == SLURM.text
     assert slurm.cancel("4711", SLURM) == "scancel 4711"
     assert kubernetes.cancel("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
+    with pytest.raises(UsageError, match="sbatch: error: invalid account"):
+        slurm.submit(SLURM)
 
 
 def test_a_job_with_a_service_and_a_train_job(set_answers: SetAnswers, tmp_path: Path) -> None:
@@ -102,12 +104,6 @@ def test_a_job_with_a_service_and_a_train_job(set_answers: SetAnswers, tmp_path:
         assert labels == [label, f"{label},batch.kubernetes.io/job-completion-index=0"]
 
 
-def test_a_refusal_includes_the_engines_message(set_answers: SetAnswers) -> None:
-    set_answers([(1, "", "sbatch: error: invalid account\n")])
-    with pytest.raises(UsageError, match="sbatch: error: invalid account"):
-        slurm.submit(SLURM)
-
-
 def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
     facts = f"JobId=1 JobName=a b JobState={state} Reason=None ExitCode={code} StdOut={out} Power="
     return 0, facts + "\n", ""
@@ -126,6 +122,7 @@ def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
         ("LAUNCH_FAILED", "0:0", 8),
         ("REVOKED", "0:0", 8),
         ("OUT_OF_MEMORY", "0:125", 8),
+        ("FAILED", "none", 8),
     ],
 )
 def test_the_end_of_a_slurm_job(
@@ -142,18 +139,22 @@ def test_the_end_of_a_slurm_job(
 
     out.write_text("step 1\n")
     runs = job("RUNNING", "0:0", out)
-    set_answers([job("PENDING", "0:0", tmp_path / "none"), runs, runs, job(state, code, out)])
+    set_answers([job("PENDING", "0:0", tmp_path / "a\0b"), runs, runs, job(state, code, out)])
     assert slurm.follow("1", SLURM, write) == expected
     assert output == ["step 1\n", "step 2\n", "step 3\n"]
 
 
 def test_a_controller_may_be_unavailable_for_a_while(
-    set_answers: SetAnswers, tmp_path: Path
+    set_answers: SetAnswers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = (1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")
     set_answers([away, away, job("COMPLETED", "0:0", tmp_path / "none")])
     assert follow("1", SLURM) == (0, [])
     assert len(client_calls(tmp_path)) == 3
+    monkeypatch.setattr(launch, "UNREACHABLE_S", 0.05)
+    set_answers([away])
+    with pytest.raises(DistributedError, match=r"scontrol.*slurm controller"):
+        follow("1", SLURM)
 
 
 @pytest.mark.parametrize(
@@ -172,31 +173,21 @@ def test_a_job_that_the_engine_no_longer_lists(
     assert len(client_calls(tmp_path)) == 1
 
 
-def test_a_controller_that_stays_unavailable(
-    set_answers: SetAnswers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "UNREACHABLE_S", 0.05)
-    set_answers([(1, "", "connection refused")])
-    with pytest.raises(DistributedError, match=r"scontrol.*connection refused"):
-        follow("1", SLURM)
+def ended(code: int | None) -> dict[str, Any]:
+    return {"state": {} if code is None else {"terminated": {"exitCode": code}}}
 
 
-def pods(*items: tuple[str, str, int | None]) -> tuple[int, str, str]:
-    return pod_list(*(
-        pod(name, phase=phase, containerStatuses=[
-            {"state": {} if code is None else {"terminated": {"exitCode": code}}}
-        ])
-        for name, phase, code in items
-    ))  # fmt: skip
-
-
-def pod(name: str, **status: object) -> dict[str, Any]:
+def pod(
+    name: str, phase: str = "Pending", code: int | None = None, **status: object
+) -> dict[str, Any]:
     metadata = {"name": name, "creationTimestamp": name}
-    return {"metadata": metadata, "status": {"phase": "Pending", **status}}
+    given = {"phase": phase, "containerStatuses": [ended(code)], **status}
+    return {"metadata": metadata, "status": given}
 
 
-def pod_list(*items: dict[str, Any]) -> tuple[int, str, str]:
-    return 0, json.dumps({"items": items}), ""
+def pods(*items: tuple[str, str, int | None] | dict[str, Any]) -> tuple[int, str, str]:
+    listed = [item if isinstance(item, dict) else pod(*item) for item in items]
+    return 0, json.dumps({"items": listed}), ""
 
 
 def status(*ends: str) -> tuple[int, str, str]:
@@ -212,7 +203,7 @@ def test_the_end_of_an_mpi_job_is_its_last_pods(
 ) -> None:
     """Kubernetes starts a launcher that failed again, in another pod: each is followed once."""
     first, second = codes
-    none = pods()  # of the workers
+    none = pods()  # the workers
     set_answers([
         none, pods(("b", "Pending", None)), status("Running"),
         none, pods(("b", "Running", None)), (0, "step 1\n", ""), status("Running"),
@@ -227,23 +218,21 @@ def test_the_end_of_an_mpi_job_is_its_last_pods(
     assert [call[-1] for call in calls if call[0] == "logs"] == ["b", "c"]
 
 
-def pending(name: str, **status: object) -> tuple[int, str, str]:
-    return pod_list(pod(name, **status))
+def worker(starts: int = 1, **state: object) -> tuple[int, str, str]:
+    """A worker with the state of its installation."""
+    container = {"name": "install-ssdctl", "restartCount": starts - 1, **state}
+    return pods(pod("w-0", initContainerStatuses=[container], containerStatuses=INITIALIZING))
 
 
-def install(starts: int = 1, **state: object) -> list[object]:
-    return [{"name": "install-ssdctl", "restartCount": starts - 1, **state}]
-
-
-def backing_off(starts: int) -> list[object]:
+def backing_off(starts: int) -> tuple[int, str, str]:
     waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
-    return install(starts, state=waiting, lastState={"terminated": {"exitCode": 1}})
+    return worker(starts, state=waiting, lastState=ended(1)["state"])
 
 
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
                "message": "0/9 nodes are available:\n9 Insufficient habana.ai/gaudi."}  # fmt: skip
 INITIALIZING = [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}]
-PULLING = install(state={"waiting": {"reason": "ImagePullBackOff", "message": 'image "a:1"'}})
+PULLING = {"waiting": {"reason": "ImagePullBackOff", "message": 'image "a:1"'}}
 
 
 def test_what_workers_wait_for_is_reported_once_per_change(
@@ -251,14 +240,11 @@ def test_what_workers_wait_for_is_reported_once_per_change(
 ) -> None:
     """The launcher's pod starts only after all workers: without this nothing would be reported."""
     none = pods()
-    unscheduled = pending("w-0", conditions=[UNSCHEDULED])
-    waiting = {"initContainerStatuses": PULLING, "containerStatuses": INITIALIZING}
-    installing = install(state={"running": {}})
-    runs = {"initContainerStatuses": installing, "containerStatuses": INITIALIZING}
+    unscheduled = pods(pod("w-0", conditions=[UNSCHEDULED]))
     set_answers([
         unscheduled, none, status(), unscheduled, none, status(),
-        pending("w-0", **waiting), none, status(),
-        pending("w-0", **runs), none, status(),
+        worker(state=PULLING), none, status(),
+        worker(state={"running": {}}), none, status(),
         pods(("w-0", "Running", None)), pods(("l", "Succeeded", 0)), (0, "step 1\n", ""),
         status("Succeeded"),
     ])  # fmt: skip
@@ -275,12 +261,10 @@ def test_a_worker_that_cannot_be_installed_ends_the_wait(
 ) -> None:
     """It may recover at first; the operator would wait forever and keep the other cards."""
     none = pods()
-    ended = install(state={"terminated": {"exitCode": 1}})
     set_answers([
-        pending("w-0", initContainerStatuses=ended), (0, "no such wheel\n", ""), none, status(),
-        pending("w-0", initContainerStatuses=backing_off(1)), none, status(),
-        pending("w-0", initContainerStatuses=backing_off(_pods.INSTALLATIONS)), none,
-        status("Failed"),
+        worker(**ended(1)), (0, "no such wheel\n", ""), none, status(),
+        backing_off(1), none, status(),
+        backing_off(_pods.INSTALLATIONS), none, status("Failed"),
     ])  # fmt: skip
     output: list[str] = []
     caplog.set_level(logging.INFO, "ssdctl")
@@ -296,11 +280,10 @@ def test_a_worker_that_cannot_be_installed_ends_the_wait(
 def test_a_job_with_a_failed_installation_shows_its_log(
     set_answers: SetAnswers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ended = install(state={"terminated": {"exitCode": 3}})
-    failed = pod("a-1", phase="Failed", initContainerStatuses=ended)
-    drained = [{"state": {"terminated": {"exitCode": 75}}}]  # earlier: not the end
-    both = pod_list(failed, pod("0", phase="Failed", containerStatuses=drained))
-    set_answers([pod_list(failed), (0, "no such wheel\n", ""), status("Failed"), both])
+    container = {"name": "install-ssdctl", **ended(3)}
+    failed = pod("a-1", "Failed", initContainerStatuses=[container], containerStatuses=[])
+    both = pods(failed, ("0", "Failed", 75))  # drained earlier: not the end
+    set_answers([pods(failed), (0, "no such wheel\n", ""), status("Failed"), both])
     caplog.set_level(logging.INFO, "ssdctl")
     assert follow("job.batch/a") == (8, ["no such wheel\n"])
     assert caplog.messages == ["a-1: install-ssdctl failed with exit code 3"]
@@ -343,11 +326,6 @@ def test_an_engine_that_prints_no_id(
     assert caught.value.hint
 
 
-def test_output_of_scontrol_without_its_fields(set_answers: SetAnswers, tmp_path: Path) -> None:
-    set_answers([job("FAILED", "none", tmp_path / "a\0b")])
-    assert follow("1", SLURM) == (8, [])
-
-
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (137, 8)])
 def test_what_a_pod_prints_cannot_control_the_terminal(
     code: int, expected: int, set_answers: SetAnswers, cli: Callable[..., Any], tmp_path: Path
@@ -357,8 +335,8 @@ def test_what_a_pod_prints_cannot_control_the_terminal(
     shown = "loss 1.5\tok\n\\x1b]0;title\\x07\\x1b[2J \\u202e\\x9b2J\n"
     submitted = (0, "job.batch/mine\n", "")
     end = status("Failed" if code else "Complete")
-    ended = pods(("a", "Failed", code))
-    followed = [submitted, ended, (0, foreign, ""), end, ended]
+    last = pods(("a", "Failed", code))
+    followed = [submitted, last, (0, foreign, ""), end, last]
     set_answers([submitted])
     result = cli(*words)
     assert (result.code, result.out) == (0, "job.batch/mine\n")

@@ -16,6 +16,7 @@ from ssdctl.runtime import packages
         ("2.6.0a0+git51b4c8b", "sympy", (2, 6), "dali-cuda13"),
         ("2.9.1+cu128", "sympy", (2, 9), "dali-cuda12"),
         ("2.15.0", "cuda-toolkit==13.2.2", (2, 15), "dali-cuda13"),
+        ("2.7.0", "", (2, 7), "dali-cuda13"),
     ],
 )
 def test_the_installed_release_and_its_cuda(
@@ -28,8 +29,8 @@ def test_the_installed_release_and_its_cuda(
 ) -> None:
     folder = tmp_path / f"torch-{version}.dist-info"
     folder.mkdir()
-    text = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\nRequires-Dist: {requires}\n"
-    (folder / "METADATA").write_text(text)
+    text = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+    (folder / "METADATA").write_text(text + (requires and f"Requires-Dist: {requires}\n"))
     monkeypatch.syspath_prepend(str(tmp_path))
     assert packages.torch_release() == release
     assert packages.dali_extra() == extra

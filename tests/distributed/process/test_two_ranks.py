@@ -12,18 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
-from helpers import last, run_ranks, run_script, start_script, wait_for
+from helpers import last, records, run_ranks, run_script, start_script, wait_for
 
 from ssdctl.distributed.collectives import average_buffers
 from ssdctl.distributed.ranks import Ranks, free_port
 from ssdctl.model.backbones import find_backbone
 
+COMMAND = "from ssdctl.cli.main import main; import sys; main(sys.argv[1:])\n"
 # Both scenarios run in one pair of processes: starting a pair costs more than what they test.
 SCENARIOS = """
 import json, os, sys
@@ -68,21 +68,9 @@ main(sys.argv[5:])
 """
 
 
-COMMAND = "import sys; from ssdctl.cli.main import main; main(sys.argv[1:])"
-
-
-class Pair(NamedTuple):
-    """Both ranks at their end, and the traffic of the weights."""
-
-    ranks: list[Result]
-    weights_bytes: int
-    sent_bytes: int
-
-
-@pytest.fixture(scope="module")
-def pair(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Take four steps, one of them bad on rank 1; then train with backbone weights to download."""
-    folder = tmp_path_factory.mktemp("pair")
+def test_a_step_that_is_bad_on_one_rank_is_skipped_and_one_rank_downloads_weights_for_all(
+    shapes: Path, tmp_path: Path
+) -> None:
     content = io.BytesIO()
     torch.save(find_backbone("tiny").build().state_dict(), content)
     digest = hashlib.sha256(content.getvalue()).hexdigest()
@@ -90,15 +78,24 @@ def pair(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     options = [*TINY_RUN.split(), "--backbone-weights", "tiny-v1", "--steps", "1"]
     with Server() as server:
         url = server.route(f"/{name}", file(content.getvalue()))
-        command = ["train", "--data", shapes, "--out", folder / "run", *options]
-        ranks = run_ranks(
-            2, SCENARIOS, free_port(), name, url, digest, *command, TORCH_HOME=str(folder / "torch")
-        )
-    return Pair(ranks, len(content.getvalue()), server.body_bytes)
+        command = [
+            name,
+            url,
+            digest,
+            "train",
+            "--data",
+            shapes,
+            "--out",
+            tmp_path / "run",
+            *options,
+        ]
+        torch_home = str(tmp_path / "torch")
+        ranks = run_ranks(2, SCENARIOS, free_port(), *command, TORCH_HOME=torch_home)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert server.body_bytes < 1.05 * len(content.getvalue())
+    assert sum(rank.err.count("backbone weights") for rank in ranks) == 1
 
-
-def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(pair: Pair) -> None:
-    first, second = (json.loads(rank.out.splitlines()[0]) for rank in pair.ranks)
+    first, second = (json.loads(rank.out.splitlines()[0]) for rank in ranks)
     assert first == second
     assert first["agreed"] == [True, False]
     assert first["later"] == [
@@ -114,16 +111,10 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(pair: Pair) -> None:
     assert weights[3] != weights[2]  # and training continues
 
 
-def test_one_rank_downloads_the_weights_for_all(pair: Pair) -> None:
-    assert [rank.code for rank in pair.ranks] == [0, 0], pair.ranks
-    assert pair.sent_bytes < 1.05 * pair.weights_bytes
-    assert sum(rank.err.count("backbone weights") for rank in pair.ranks) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["eager", "compile"])
 def test_batch_norm_over_two_ranks_trains_as_one_rank_with_the_joined_batch(
-    cli: Callable[..., Result], shapes: Path, tmp_path: Path, execution: str
+    shapes: Path, tmp_path: Path, execution: str
 ) -> None:
     # A low rate: a high one increases the differences of fp32's rounding with each step.
     options = [*TINY_RUN.split(), "--lr", "2.5e-4", "--data", str(shapes), "--steps", "3"]
@@ -134,14 +125,11 @@ def test_batch_norm_over_two_ranks_trains_as_one_rank_with_the_joined_batch(
         ("synchronized", 2, ["--bs", "2", "--sync-bn"]),
         ("separate", 2, ["--bs", "2"]),
     ):
-        out = tmp_path / name
-        command = ["launch", "--cpus", str(ranks), *options, *extra, "--out", str(out)]
-        done = subprocess.run(
-            [sys.executable, "-m", "ssdctl", *command], capture_output=True, text=True, timeout=600
-        )
+        command = ["launch", "--cpus", str(ranks), *options, *extra, "--out", str(tmp_path / name)]
+        argv = [sys.executable, "-m", "ssdctl", *command]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
-        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        losses[name] = [record["loss"] for record in lines if record["kind"] == "train"]
+        losses[name] = [record["loss"] for record in records(tmp_path / name, "train")]
     assert len(losses["joined"]) == 3
     assert losses["synchronized"] == pytest.approx(losses["joined"], rel=1e-5)
     assert losses["separate"] != pytest.approx(losses["joined"], rel=1e-4)
@@ -158,8 +146,6 @@ def announced(*arguments):
     yield from torch_rendezvous(*arguments)
 
 collectives.torch_rendezvous = announced
-from ssdctl.cli.main import main
-main(sys.argv[1:])
 """
 
 
@@ -167,7 +153,7 @@ def test_a_signal_ends_the_wait_for_a_missing_rank(tmp_path: Path) -> None:
     """The same signal may have stopped the other one before it started."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     command = ["train", "--data", "none", "--out", tmp_path / "run", "--device", "cpu"]
-    process = run_script(ANNOUNCES_ITS_WAIT, *command, **common, RANK="1", LOCAL_RANK="1")
+    process = run_script(ANNOUNCES_ITS_WAIT + COMMAND, *command, **common, RANK="1", LOCAL_RANK="1")
     try:
         log = tmp_path / "run" / "logs" / "rank-1.log"
         wait_for(lambda: log.exists() and "waiting" in log.read_text())
@@ -191,10 +177,14 @@ def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     os.utime(image, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # so that training sees no change
     options = ["--out", tmp_path / "run", "--steps", 2, *TINY_RUN.split()]
     ranks = run_ranks(2, COMMAND, "train", "--data", data, *options)
-    assert [rank.code for rank in ranks] == [3, 3], ranks
-    logs = [path.read_text() for path in (tmp_path / "run/logs").iterdir()]
-    texts = [*logs, *(rank.err for rank in ranks)]
-    assert any(image.name in text for text in texts), texts
+    check_end(ranks, tmp_path / "run", 3, image.name)
+
+
+def check_end(ranks: list[Result], run: Path, code: int, words: str) -> None:
+    """All ranks ended with the code and one of them says why; none is called lost."""
+    assert [rank.code for rank in ranks] == [code] * len(ranks), ranks
+    texts = [*(path.read_text() for path in (run / "logs").iterdir()), *(r.err for r in ranks)]
+    assert any(words in text for text in texts), texts
     assert not any("lost rank" in text or "Traceback" in text for text in texts)
 
 
@@ -219,8 +209,6 @@ def opened(*given, **named):
     return source
 
 step_input.open_input = opened
-from ssdctl.cli.main import main
-main(sys.argv[1:])
 """
 
 
@@ -229,13 +217,11 @@ def test_a_rank_that_cannot_read_its_images_lets_all_save_and_end_alike(
 ) -> None:
     run = tmp_path / "run"
     options = ["--steps", 9, *TINY_RUN.split(), "--rank-timeout", 30]
-    ranks = run_ranks(2, LOSES_ITS_STORE, "train", "--data", shapes, "--out", run, *options)
-    assert [rank.code for rank in ranks] == [6, 6], ranks
+    script = LOSES_ITS_STORE + COMMAND
+    ranks = run_ranks(2, script, "train", "--data", shapes, "--out", run, *options)
+    check_end(ranks, run, 6, "the store is gone")
     assert last(run).step == 3
     assert last(run).rank_statistics is not None
-    texts = [*(path.read_text() for path in (run / "logs").iterdir()), *(r.err for r in ranks)]
-    assert any("the store is gone" in text for text in texts), texts
-    assert not any("lost rank" in text or "Traceback" in text for text in texts)
 
 
 def test_buffers_are_averaged_by_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +255,6 @@ def test_every_rank_gets_the_evaluation_of_the_library(
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
     ranks = run_ranks(2, EVALUATE, free_port(), checkpoint, data, start=start_script)
     assert [rank.code for rank in ranks] == [0, 0], ranks
-    (ap, images, _), (other_ap, other_images, compared) = [json.loads(r.out) for r in ranks]
-    assert (ap, images) == (other_ap, other_images)
-    assert images == 9
+    first, (*same, compared) = [json.loads(rank.out) for rank in ranks]
+    assert (first[:2], first[1]) == (same, 9)
     assert compared == 0

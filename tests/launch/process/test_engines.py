@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Cli
-from helpers import wait_for
+from helpers import records, wait_for
 from launch.open_mpi import INSTALLED, MPIRUNS, environment_for
 
 OPTIONS = [word for word in TINY_RUN.split() if word not in ("--device", "cpu", "--bs", "2")]
@@ -112,11 +112,10 @@ def marked(mark: str) -> list[int]:
 
 
 def kill_rank_1(mark: str) -> None:
-    variables = (b"\0RANK=1\0", b"\0OMPI_COMM_WORLD_RANK=1\0")
     for pid in marked(mark):
         with contextlib.suppress(OSError):
-            environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-            if any(variable in environment for variable in variables):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if {b"RANK=1", b"OMPI_COMM_WORLD_RANK=1"} & set(variables):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -244,9 +243,7 @@ def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
     assert "rank 1 died" in words
     assert "restarting after exit code 8" in words
     assert "resuming from" in words
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    steps = [r["step"] for r in map(json.loads, lines) if r["kind"] == "train"]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records(run, "train")] == [1, 2, 3, 4, 5, 6]
 
 
 AGENT = """#!/bin/bash
@@ -267,16 +264,18 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
 
     try:
         for number in ("1", "2"):
-            ip("netns", "add", prefix + number)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-    try:
+            try:
+                ip("netns", "add", prefix + number)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
         ip(*f"link add wire netns {prefix}1 type veth peer name wire netns {prefix}2".split())
         for number in ("1", "2"):
-            space = ("-n", prefix + number)
-            ip(*space, "addr", "add", f"10.77.0.{number}/24", "dev", "wire")
-            ip(*space, "link", "set", "wire", "up")
-            ip(*space, "link", "set", "lo", "up")
+            for words in (
+                f"addr add 10.77.0.{number}/24 dev wire",
+                "link set wire up",
+                "link set lo up",
+            ):
+                ip("-n", prefix + number, *words.split())
         agent = tmp_path / "agent"
         agent.write_text(AGENT.format(prefix=prefix))
         agent.chmod(0o755)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import is_alive, wait_for
+from helpers import install_package, is_alive, wait_for
 
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, last_lines, read_exits
 
@@ -27,7 +27,8 @@ import ssdctl.launch._run as module
 from ssdctl.launch import LaunchPlan
 module.HANG_S = float(os.environ.get("HANG_S", module.HANG_S))
 argv = (sys.executable, "-c", sys.argv[1])
-sys.exit(module.run(LaunchPlan(argv, {}, "torchrun", num_ranks=2)).code)
+plan = LaunchPlan(argv, {}, "torchrun", num_ranks=2)
+sys.exit(module.run(plan, stdout_to_stderr="AS_JSON" in os.environ).code)
 """
 # A launcher of two ranks in sessions of their own (as torchrun's are) that ignore SIGTERM.
 STUBBORN = """
@@ -110,8 +111,10 @@ def test_variables_of_an_outer_job_are_not_inherited(tmp_path: Path) -> None:
     """With PET_NNODES=2, which Kubeflow sets in its pods, torchrun would wait for another node."""
     outer = {"RANK": "9", "PET_NNODES": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     code = f"import os; print(sorted({set(outer)} & os.environ.keys()))"
-    with started(code, tmp_path, **outer) as launch:
-        assert launch.communicate(timeout=60)[0] == "[]\n"
+    for more, output in (({}, "[]\n"), ({"AS_JSON": "1"}, "")):
+        with started(code, tmp_path, **outer, **more) as launch:
+            assert launch.communicate(timeout=60)[0] == output
+            assert launch.returncode == 0
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
@@ -159,7 +162,9 @@ def test_logs_of_ranks(tmp_path: Path) -> None:
     content = (tmp_path / "rank-1.log").read_text()
     assert content.count("--- rank 1, process") == 2
     assert "text of a library\n" in content
-    assert last_lines((tmp_path / "rank-1.log"), count=1)[0].endswith(("library", "step 1"))
+    lines = last_lines(tmp_path / "rank-1.log")
+    assert not any("--- rank" in line for line in lines)
+    assert last_lines(tmp_path / "rank-1.log", count=1) == lines[-1:] != []
     assert last_lines(tmp_path / "rank-7.log") == []
 
 
@@ -189,3 +194,39 @@ def test_torchrun_does_not_log_the_signal_that_ends_it(tmp_path: Path) -> None:
     _, words = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert not re.search(r"^[WE]\d{4} ", words, re.MULTILINE), words
+
+
+PLUGIN = """
+import sys
+from typing import Annotated
+from ssdctl.config.fields import Section, setting
+from ssdctl.launch import LaunchPlan
+
+class Settings(Section, frozen=True):
+    word: Annotated[str, setting("A word")] = "plain"
+
+def require(): print("required")
+
+def plan(request, node):
+    program = "import os, sys; print(*sys.argv[1:]); sys.exit(int(os.environ['CODE']))"
+    argv = (sys.executable, "-c", program, request.table.word, *request.command)
+    return LaunchPlan(argv, {"CODE": "3"}, request.launcher, request.count)
+"""
+
+
+def test_a_launcher_of_another_package(tmp_path: Path) -> None:
+    """`--help`, the config and `launch` find its module."""
+    with pytest.MonkeyPatch.context() as patch:
+        entries = "[ssdctl.launchers]\nmine = my_launcher\n"
+        install_package(tmp_path, patch, "my_launcher", PLUGIN, entries)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+
+    def ssdctl(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "ssdctl", *words]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, cwd=tmp_path)
+
+    assert "mine" in ssdctl("launch", "--help").stdout
+    assert "A word" in ssdctl("config", "schema").stdout
+    done = ssdctl("launch", "--cpus", "2", "--launcher", "mine", "--set", "mine.word=a b", "--bs=2")
+    assert done.stdout.splitlines() == ["required", "a b train --bs=2 --device=cpu"]
+    assert done.returncode == 3

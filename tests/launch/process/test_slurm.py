@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -18,21 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import TINY_RUN
-from helpers import wait_for
+from helpers import records, wait_for
 from launch.plans import plan_for
 
 from ssdctl.distributed.ranks import free_port
 from ssdctl.launch.slurm import Settings, follow, submit
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-
-
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -129,13 +125,6 @@ def slurm_daemons() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["kind"] == kind]
-    return []
-
-
 def finish_after_a_requeue(
     process: subprocess.Popen[str], run: Path, steps: int, nodes: int = 1
 ) -> None:
@@ -167,7 +156,7 @@ def test_a_job_on_two_nodes_is_signaled_requeued_and_resumes(shapes: Path, tmp_p
     """The signal that Slurm sends before the time limit, here sent by the test."""
     run = tmp_path / "run"
     with launch(run, shapes, "--nodes", 2, "--steps", 6, "--wait") as process:
-        wait_for(lambda: records(run, "train"))
+        wait_for(lambda: (run / "metrics.jsonl").exists() and records(run, "train"))
         asked("scancel", "--signal=USR1", "--name=ssdctl")
         finish_after_a_requeue(process, run, 6, nodes=2)
 
@@ -230,10 +219,3 @@ def test_the_shell_of_a_batch_script_is_no_rank(tmp_path: Path) -> None:
     single, *ranks = (tmp_path / "out").read_text().splitlines()
     assert single == "0 1 0"
     assert sorted(ranks) == ["0: 0 2 0", "1: 1 2 1"]
-
-
-@pytest.mark.usefixtures("slurm_daemons")
-def test_a_job_that_slurm_refuses(cli: Callable[..., Any]) -> None:
-    result = cli("launch", "--cpus", 2, "--launcher", "slurm", "--set", "slurm.partition=nowhere")
-    assert result.code == 2
-    assert "invalid partition" in result.err
