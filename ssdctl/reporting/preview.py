@@ -8,6 +8,7 @@ first epochs, with the crops, flips and colors of the run's own random numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,8 @@ def _annotated(split: Split, row: int) -> Image.Image:
 
 def _augmented(
     split: Split, rows: NDArray[np.int64], config: Config
-) -> list[tuple[int, Image.Image]]:
+) -> Iterator[tuple[int, Image.Image]]:
     loader_config = LoaderConfig.of(config.train, split, batch_size=len(rows), threads=1)
-    tiles = []
     loader = TrainLoader(split._replace(trainable=rows), loader_config)
     color = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
     for batch in loader.batches(0, EPOCHS):
@@ -98,8 +98,7 @@ def _augmented(
             image = Image.fromarray(images[slot])
             is_real = batch.labels[slot] > 0
             boxes, labels = batch.boxes[slot][is_real], batch.labels[slot][is_real]
-            tiles.append((int(row), _draw(image, split, boxes.numpy(), labels.numpy())))
-    return tiles
+            yield int(row), _draw(image, split, boxes.numpy(), labels.numpy())
 
 
 def _draw(image: Image.Image, split: Split, boxes: Boxes, labels: NDArray[Any]) -> Image.Image:
