@@ -210,6 +210,10 @@ def test_config_commands(cli: Cli) -> None:
         "torchvision-vgg16",
     }  # fmt: skip
     assert "mlperf-r34" in cli("config", "presets").out
+    Path("good.toml").write_text("[train]\nlr = 1\n")
+    assert cli("config", "validate", "good.toml").code == 0
+    assert cli("config", "init", "--force").code == 0
+    assert cli("config", "validate").code == 0
 
 
 def test_what_cannot_be_scored_is_a_warning(cli: Cli, dataset: Path) -> None:
