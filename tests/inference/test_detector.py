@@ -56,7 +56,7 @@ WHOLE, PART, SIDE = (0, 0, 100, 40), (0, 0, 30, 40), (11, 10, 51, 50)
         ([(PART, 0.9, 1, True), (WHOLE, 0.4, 1, False)], [1]),  # not part of an object for all
         ([(PART, 0.9, 1, False), (WHOLE, 0.4, 1, False)], [0, 1]),  # a small one before it
         ([(WHOLE, 0.9, 1, False), (PART, 0.4, 1, False)], [0, 1]),
-        ([(PART, 0.9, 1, True), (WHOLE, 0.4, 2, False)], [0, 1]),  # of another class
+        ([(PART, 0.9, 1, True), (WHOLE, 0.4, 2, False)], [0, 1]),  # another class
     ],
 )  # fmt: skip
 def test_one_object_of_two_tiles_is_one_detection(rows: list[Row], kept: list[int]) -> None:

@@ -66,6 +66,20 @@ def test_batches_do_not_matter(
     assert np.array_equal(rows[np.argsort(rows[:, 0], kind="stable")], table(at_once))
 
 
+def test_images_without_objects_can_be_left_out(cli: Cli, checkpoint: Path, dataset: Path) -> None:
+    """Of two images: one has a single object, the other none."""
+    path = dataset / "annotations/instances_val2017.json"
+    content = json.loads(path.read_text())
+    content["images"] = content["images"][:2]
+    own = [a for a in content["annotations"] if a["image_id"] == content["images"][0]["id"]]
+    path.write_text(json.dumps({**content, "annotations": own[:1]}))
+    for options, count in ([], 2), (["--annotated-only"], 1):
+        result = cli(
+            "evaluate", checkpoint, "--data", dataset, "--json", "--device", "cpu", *options
+        )
+        assert json.loads(result.out)["images"] == count, result.err
+
+
 def test_images_that_do_not_open_have_no_detections(checkpoint: Path, split: Split) -> None:
     usable = split.usable.copy()
     usable[[0, 5]] = False

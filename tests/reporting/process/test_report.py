@@ -117,6 +117,13 @@ def test_the_curves(page: str, tiny_run: Path) -> None:
     assert [line["name"] for line in charts[0]["lines"]] == ["training", "validation"]
     assert len({tuple(chart["scale"][:2]) for chart in charts}) == 1
     assert all(any(len(line["x"]) > 1 for line in chart["lines"]) for chart in charts)
+    (line, *_), (left, top, width, height) = charts[0]["lines"], charts[0]["area"]
+    x0, x1, y0, y1 = charts[0]["scale"]
+    drawn = section(page, f'data-chart="{all_charts.index(charts[0])}"', 'class="tip"')
+    points = re.findall(r"([\d.]+),([\d.]+)", re.findall(r'points="(.*?)"', drawn)[0])
+    for point, x, y in zip(points, line["x"], line["y"], strict=True):
+        expected = left + (x - x0) / (x1 - x0) * width, top + (y1 - y) / (y1 - y0) * height
+        assert [float(v) for v in point] == pytest.approx(expected, abs=0.06)
     evaluation = read_run(tiny_run).evaluation
     assert evaluation is not None
     best = best_threshold(evaluation)
