@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "1000": {"GOMP_SPINCOUNT": "1000"},
     "10000": {"GOMP_SPINCOUNT": "10000"},
-    "blocktime": {"KMP_BLOCKTIME": "0"},  # of Intel's and LLVM's OpenMP; torch's wheel has GNU's
+    "blocktime": {"KMP_BLOCKTIME": "0"},  # Intel's and LLVM's OpenMP only; torch's wheel has GNU's
     "threads": {"OMP_NUM_THREADS": "1"},
     "nice": {},
 }

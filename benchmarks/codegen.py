@@ -34,11 +34,11 @@ from ssdctl.model import fused
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.training.step import LossModule
 
-MEMORY_GB_PER_S = 2700.0  # of 3,350: what streaming kernels reach on an H100 SXM
-TENSOR_TFLOPS = 400.0  # of 989 in bf16: assumed of convolutions of this size
+MEMORY_GB_PER_S = 2700.0  # what streaming kernels reach on an H100 SXM; its peak is 3,350
+TENSOR_TFLOPS = 400.0  # assumed for convolutions of this size; the bf16 peak is 989
 LAUNCH_US = 2.0  # within a CUDA graph
 ALIGNED = 8  # channels, for bf16 tensor cores
-CAPABILITIES = (80, 90, 100)  # of the A100, the H100 and the B200
+CAPABILITIES = (80, 90, 100)  # A100, H100, B200
 STEM = (4, 64)  # channels of the images with a fourth plane, and of the stem
 
 GROUPS = {  # by the fused kernel's name, the first that fits
@@ -46,7 +46,7 @@ GROUPS = {  # by the fused kernel's name, the first that fits
     "max-pool": r"max_pool",
     "batch norm and ReLU": r"batch_norm|threshold_backward",
     "loss and targets": r"log_softmax|smooth_l1|nll_loss|gather|scatter|arg_?max|clamp",
-    "colours": r"constant_pad|unbind|stack",
+    "colors": r"constant_pad|unbind|stack",
     "biases, layouts and precision": r"convolution|to_copy|cat",
 }
 

@@ -43,8 +43,8 @@ from ssdctl.evaluation.coco_ap import read_ground_truth
 
 SSDCTL = (sys.executable, "-m", "ssdctl")
 TRIAL_STEPS = 15
-TRIAL_SHARE = 0.85  # of the minutes; start-up and evaluations need the rest
-TOGETHER = 0.5  # of the speed, if the other program runs at the same time
+TRIAL_SHARE = 0.85  # fraction of the minutes; start-up and evaluations need the rest
+TOGETHER = 0.5  # fraction of the speed if the other program runs at the same time
 YOLO_TRAIN = """
 import os, sys
 from ultralytics import YOLO

@@ -33,7 +33,7 @@ class Call(NamedTuple):
     """Host milliseconds of one exchange in one rank."""
 
     wall: float
-    cpu: float  # of the thread that trains
+    cpu: float  # seconds of the thread that trains
 
 
 def measure(world_size: int, steps: int, step_s: float) -> dict[str, list[Call]]:

@@ -84,7 +84,7 @@ def make_dataset(root: Path, num_images: int) -> None:
 
 
 def natural_image(rng: np.random.Generator) -> np.ndarray:
-    """Noise whose amplitude falls as 1 / frequency, with correlated colours."""
+    """Noise whose amplitude falls as 1 / frequency, with correlated colors."""
     rows, columns = np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None]
     frequency = np.maximum(np.hypot(rows, columns), 1 / WIDTH)
 

@@ -49,7 +49,7 @@ class Bench:
     def __init__(self, device: str, folder: Path) -> None:
         self.wanted = device
         self.folder = folder
-        self.deadline = 0.0  # of the current part
+        self.deadline = 0.0  # when the current part must end
         self.missing = ""  # why the accelerator cannot be used
         self.label = platform.processor() or "CPU"
         probe = f"import ssdctl.device as d; print(d.open_device({device!r}).label)"
@@ -328,7 +328,7 @@ def _rows(device: str) -> dict[str, Callable[[], None]]:
         from codegen_rows import ROWS
 
         for name in ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_COMPILE_THREADS"):
-            del os.environ[name]  # of codegen.py
+            del os.environ[name]  # set by codegen.py
         return ROWS
     from ssdctl.model import fused
 

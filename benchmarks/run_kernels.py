@@ -56,7 +56,7 @@ class Case(NamedTuple):
     build: Callable[[], nn.Module]
     arguments: Callable[[], tuple[Tensor, ...]]  # random values
     forms: tuple[str, ...] = ()
-    num_differentiable: int = 0  # of the first arguments
+    num_differentiable: int = 0  # how many of the first arguments are
     precision: str = "fp32"
 
     def inputs(self) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
     PJRT_DEVICE=CPU python benchmarks/xla.py [--backbone resnet34] [--bs 2] [--against COMMIT]
 
-torch_xla writes the graph of each step, of which the operations are counted before XLA optimises
+torch_xla writes the graph of each step, whose operations are counted before XLA optimizes
 them: gathers, scatters, sorts and all-reduces are slow on a TPU. The step adds up gradients as one
 of several ranks does, although it is the only one. `--against` counts another commit, too.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from startup import ROOT, worktree
 
 STEPS = 3
-INSTRUCTION = r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([\w-]+)\("  # of HLO: its operation
+INSTRUCTION = r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([\w-]+)\("  # the operation of an HLO instruction
 LISTED = ("gather", "scatter", "sort", "all-reduce", "dynamic-slice", "custom-call")
 
 

@@ -38,7 +38,7 @@ def main() -> None:
         sampler=optuna.samplers.TPESampler(),
         load_if_exists=True,
     )
-    for trial in study.get_trials(states=[TrialState.RUNNING]):  # of an interrupted search
+    for trial in study.get_trials(states=[TrialState.RUNNING]):  # left by an interrupted search
         study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
         study.tell(trial.number, state=TrialState.FAIL)
     while len(study.get_trials(states=[TrialState.COMPLETE])) < arguments.trials:

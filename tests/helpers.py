@@ -119,7 +119,7 @@ def fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do not matter
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads do not matter
         return os.fork()
 
 

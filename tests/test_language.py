@@ -34,7 +34,7 @@ def test_no_public_class_name_has_two_meanings() -> None:
                 files[node.name].append(path.relative_to(ROOT).as_posix())
     repeated = {name: paths for name, paths in files.items() if len(paths) > 1}
     repeated.pop("Trainer")  # one meaning: ssdctl.Trainer opens that of training/ and steps it
-    repeated.pop("Settings")  # of the interface: a launcher's own table of the config
+    repeated.pop("Settings")  # the interface's name: a launcher's own table of the config
     assert not repeated
 
 

@@ -55,7 +55,7 @@ def own_loop(run: ssdctl.Run, data: Path) -> None:
     dataset = ssdctl.Dataset(data, "train", augment="ssd")
     model = ssdctl.SSD300("resnet18", num_classes=len(dataset.class_names) + 1)
     images, targets = next(iter(DataLoader(dataset, 2, collate_fn=dataset.collate)))
-    model.loss(images, targets).backward()  # type: ignore[no-untyped-call]  # of torch
+    model.loss(images, targets).backward()  # type: ignore[no-untyped-call]  # torch's
     boxes, labels = torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64)
     losses = ssdctl.MultiboxLoss()(*model(torch.zeros(1, 3, 300, 300)), boxes, labels)
     print(

@@ -40,7 +40,7 @@ class RunProgress:
     def __init__(self, start: Record, clock: Callable[[], float] = time.monotonic) -> None:
         self._start, self._clock = start, clock
         self._step = start["step"]
-        self.last: Record = {}  # of kind `train`
+        self.last: Record = {}  # the kind is `train`
         self._num_steps = 0  # that this process trained
         self._recent: deque[tuple[float, int]] = deque()  # time and step
         self._step_s: float | None = None  # seconds per step; None: not known yet

@@ -33,7 +33,7 @@ class RunData(NamedTuple):
     name: str
     path: Path
     evaluation: Evaluation | None
-    settings: dict[str, Any]  # of training
+    settings: dict[str, Any]  # of the run, by path
     environment: dict[str, Any]
     train: Sequence[Record] = ()
     evals: Sequence[Record] = ()

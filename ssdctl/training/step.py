@@ -175,7 +175,7 @@ class TrainStep:
             is_bad = is_skipped * (~self._scale.explains(loss)).float()
             update(self.optimizer, is_skipped, self._scale.scale)
             self._scale.adapt(is_skipped)
-        if self._statistics:  # of batch norm: a skipped step leaves them as they were
+        if self._statistics:  # batch norm's: a skipped step leaves them as they were
             kept = torch.where(is_skipped > 0, statistics, _flattened(self._statistics))
             torch._foreach_copy_(self._statistics, _split(kept, self._statistics))
         return norm, is_bad

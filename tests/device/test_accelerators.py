@@ -18,7 +18,7 @@ from ssdctl.device import Device, open_device
 from ssdctl.training.state import is_adamw, load_optimizer
 from ssdctl.training.step_input import copy_ahead
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own imports warn
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 CPU = open_device("cpu")
 
@@ -60,7 +60,7 @@ def test_weights_are_those_of_the_cpu(device: Device, optimizer: str) -> None:
         ends.append(everything(model, state))
     rel = tolerance(device)
     for name, expected in ends[0].items():
-        atol = rel if name[0].isdigit() else rel / 100  # of the optimizer's state, or a weight
+        atol = rel if name[0].isdigit() else rel / 100  # the optimizer's state, or a weight
         torch.testing.assert_close(ends[1][name], expected, rtol=rel, atol=atol, check_dtype=False)
 
 

@@ -19,7 +19,7 @@ from ssdctl.training.step_input import copy_ahead, open_input
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-    pytest.mark.filterwarnings("ignore"),  # of the compiler's own imports
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own imports warn
 ]
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 

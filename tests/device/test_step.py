@@ -117,7 +117,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow  # the C++ compiler takes its time
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own imports
+@pytest.mark.filterwarnings("ignore")  # the compiler's own imports warn
 def test_compiled_steps_have_the_losses_of_eager_ones(cache: None) -> None:
     compiled = open_device("cpu", execution="compile")
     if compiled.execution != "compile":

@@ -123,7 +123,7 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.training.step import build_step
 import torch
 
-xr.addressable_runtime_device_count = lambda: 1  # of a rank
+xr.addressable_runtime_device_count = lambda: 1  # as for one rank
 lock, both, config = threading.Lock(), threading.Barrier(2), tiny.config()
 
 def train():

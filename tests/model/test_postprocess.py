@@ -156,7 +156,7 @@ def test_bf16_predictions_are_decoded_in_fp32() -> None:
 
 
 def test_one_exploded_box_does_not_touch_the_others() -> None:
-    """Neighbours of the finest map overlap by 13/29 < .5, so all of them are kept."""
+    """Neighbors on the finest map overlap by 13/29 < .5, so all of them are kept."""
     offsets, logits = torch.zeros(1, 4, 200), torch.zeros(1, 81, 200)
     logits[0, 0, 38:] = 20
     logits[0, 80, :38] = torch.linspace(9, 6, 38)

@@ -65,7 +65,7 @@ def test_train_and_evaluate(
     run = ssdctl.train(shapes, out=tmp_path / "run", steps=1, config=config, **TINY)
     assert (signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers) == handlers
     (step,) = (record for record in run.metrics if record["kind"] == "train")
-    reference = ssdctl.Run(tiny_run)  # of the command line, with the same settings
+    reference = ssdctl.Run(tiny_run)  # by the command line, with the same settings
     assert step["loss"] == next(r["loss"] for r in reference.metrics if r["kind"] == "train")
     assert any("loss" in record.getMessage() for record in caplog.records)
     assert run.config.train == msgspec.structs.replace(

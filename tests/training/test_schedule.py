@@ -138,7 +138,7 @@ def test_an_epoch_ends_with_the_step_that_its_images_fill(
 
 def test_the_last_epoch_ends_with_the_last_step() -> None:
     plan = make_plan(config(batch_size=4, epochs=3, warmup="0st"), 95, world_size=1)
-    assert plan.total_steps == 71  # of 71.25
+    assert plan.total_steps == 71  # rounded down from 71.25
     assert (plan.epochs_ended(70), plan.epochs_ended(71)) == (2, 3)
 
 

@@ -41,7 +41,7 @@ TABLE = {name: types.split() for types, _, names in ROWS for name in names.split
 NAMES = {"to_copy": "to", "linalg_vector_norm": "norm"}  # in the table
 ALLOWED = {
     ("to_copy", "torch.uint8"),  # habana_kernels/kernel_utils.cpp
-    ("mul", "bool"),  # of `isfinite`, which is one operator of the bridge
+    ("mul", "bool"),  # in `isfinite`, which is one operator of the bridge
 }
 NOT_COMPUTED = {"index", "indices", "condition"}  # arguments of other types than the values
 

@@ -207,7 +207,7 @@ def test_boxes_on_images_of_a_shrunk_store(tmp_path: Path, cli: Cli) -> None:
     data = tmp_path / "data"
     (data / "val2017").mkdir(parents=True)
     (data / "annotations").mkdir()
-    Image.new("RGB", (800, 640), "grey").save(data / "val2017/a.jpg")
+    Image.new("RGB", (800, 640), "gray").save(data / "val2017/a.jpg")
     box = {"image_id": 1, "category_id": 1, "bbox": [200, 160, 400, 320]}
     content = {
         "images": [{"id": 1, "file_name": "a.jpg", "width": 800, "height": 640}],

@@ -109,7 +109,7 @@ def test_what_must_not_be_continued_is_left_alone(run: Path, train: Train) -> No
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(run: Path, train: Train) -> None:
     good = run / "checkpoints/step-00000003.pt"
     (run / "checkpoints/step-00000009.pt").write_bytes(good.read_bytes()[:-1000])
-    for folder in (run, run / "checkpoints"):  # of a writer that was killed
+    for folder in (run, run / "checkpoints"):  # left by a writer that was killed
         (folder / ".file.0123456789ab.999999999.tmp").touch()
     assert "step-00000009.pt" in train("--steps", 4)
     assert not list(run.rglob("*.tmp"))

@@ -140,7 +140,7 @@ def test_a_signal_during_the_imports_ends_it_there(
     _, rest = process.communicate(timeout=120)
     assert process.returncode == 75, rest[-2000:]
     assert "before the first step" in rest
-    assert rest.count("import time:") < 100  # of some thousand
+    assert rest.count("import time:") < 100  # there are some thousand
     assert not (tmp_path / "run").exists()
 
 

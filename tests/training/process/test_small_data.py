@@ -58,7 +58,7 @@ def test_fine_tuning_takes_the_network_of_the_checkpoint(
     A log file in the run folder does not make it a run to resume.
     """
     Path("tuned").mkdir()
-    Path("tuned/train.log").touch()  # of a shell: ssdctl train --out tuned > tuned/train.log
+    Path("tuned/train.log").touch()  # as a shell does: ssdctl train --out tuned > tuned/train.log
     before = last(tiny_run).model
     after = fine_tune(cli, shapes, tiny_run, "--bs", 4)
     assert before.keys() == after.keys()
