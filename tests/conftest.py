@@ -144,6 +144,17 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def image_files(shapes: Path) -> list[Path]:
+    """Return the validation images of the shapes. Read only."""
+    return sorted((shapes / "val2017").iterdir())
+
+
+@pytest.fixture(scope="session")
+def image_file(image_files: list[Path]) -> Path:
+    return image_files[0]
+
+
 @pytest.fixture
 def dataset(shapes: Path, tmp_path: Path) -> Path:
     """Return a copy of the shapes, not prepared, that a test may change."""

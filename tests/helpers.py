@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Result
+from conftest import TINY_RUN, Result
 
 from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
@@ -190,6 +190,16 @@ def run_ranks(
 def start(*arguments: object, **variables: str) -> ForkedProcess:
     """Start `ssdctl ARGUMENTS` in a fork."""
     return ForkedProcess(lambda: main([str(a) for a in arguments]), **variables)
+
+
+def train_command(data: Path, run: Path, *options: object) -> list[object]:
+    """Return the arguments of a training of the tiny network."""
+    return ["train", "--data", data, "--out", run, *TINY_RUN.split(), *options]
+
+
+def has_steps(run: Path, count: int = 1) -> bool:
+    """Return whether a run has recorded more than `count` steps."""
+    return (run / "metrics.jsonl").exists() and len(records(run, "train")) > count
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:

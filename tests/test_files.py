@@ -363,10 +363,15 @@ TOML = "[train]\nlr = 0.5\n"
 JSON = '{"images": [], "annotations": [], "categories": []}'
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped_and_a_config_may_be_a_pipe(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("\ufeff" + TOML, encoding="utf-8")
     assert [o.value for o in read_toml(path)] == [0.5]
+    read, write = os.pipe()  # as of `--config <(...)`
+    os.write(write, TOML.encode())
+    os.close(write)
+    assert [o.value for o in read_toml(Path(f"/dev/fd/{read}"))] == [0.5]
+    os.close(read)
     path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert read_text(path, 100) == "a\nb\nc\n"
     path.write_text("\ufeff" + JSON, encoding="utf-8")

@@ -46,7 +46,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     for notice in device.notices:
         log.info(notice)
     threads = config.train.workers or usable_cores()
-    plan = LoaderConfig.of(config.train, split, batch_size=BATCH_SIZE, threads=threads)
+    loader_config = LoaderConfig.of(config.train, split, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
         return endless_batches(split, config, BATCH_SIZE, threads, device)
@@ -56,7 +56,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     try:
         host = _rate((len(batch.rows) for batch in batches()), seconds)
         full = _rate(full_chain(batches(), threads, device), seconds)
-        stages = stage_times(split, plan, TIMED_IMAGES)
+        stages = stage_times(split, loader_config, TIMED_IMAGES)
     finally:
         torch.set_num_threads(torch_threads)
     cores = min(threads, usable_cores())
@@ -75,9 +75,9 @@ def endless_batches(
     split: Split, config: Config, batch_size: int, threads: int, device: Device
 ) -> Iterator[Batch]:
     """Return training batches of one rank from the config's pipeline."""
-    plan = LoaderConfig.of(config.train, split, batch_size=batch_size, threads=threads)
+    loader_config = LoaderConfig.of(config.train, split, batch_size=batch_size, threads=threads)
     decoder, buffer = device.decoder, device.host_buffer
-    source = open_input(config.train.pipeline, split, plan, decoder=decoder, buffer=buffer)
+    source = open_input(config.train.pipeline, split, loader_config, decoder=decoder, buffer=buffer)
     return source.batches(0, 1 << 40)
 
 
@@ -104,9 +104,9 @@ def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterat
         # The number of boxes varies; only a C++ wrapper releases the GIL for the other threads.
         inductor.compile_in_place(last_stages, dynamic=None, options={"cpp_wrapper": True})
 
-    def finish(batch: Batch, part: slice) -> None:
-        images, boxes, labels = batch.images[part], batch.boxes[part], batch.labels[part]
-        jitter = None if batch.jitter is None else batch.jitter[part]
+    def finish(batch: Batch, chunk: slice) -> None:
+        images, boxes, labels = batch.images[chunk], batch.boxes[chunk], batch.labels[chunk]
+        jitter = None if batch.jitter is None else batch.jitter[chunk]
         piece = trim_padding(batch._replace(boxes=boxes, labels=labels))
         if device.execution == "compile":
             for tensor in (piece.boxes, piece.labels):
@@ -116,8 +116,8 @@ def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterat
     with ThreadPoolExecutor(threads) as pool:
         for batch in batches:
             size = len(batch.rows)
-            parts = [slice(start, start + CHUNK) for start in range(0, size, CHUNK)]
-            list(pool.map(lambda part, batch=batch: finish(batch, part), parts))
+            chunks = [slice(start, start + CHUNK) for start in range(0, size, CHUNK)]
+            list(pool.map(lambda chunk, batch=batch: finish(batch, chunk), chunks))
             yield size
 
 
@@ -135,19 +135,19 @@ class _LastStages(nn.Module):
         return self.normalize(images, jitter), self.targets(boxes, labels)
 
 
-def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, float]:
+def stage_times(split: Split, loader_config: LoaderConfig, num_images: int) -> dict[str, float]:
     """Return the median milliseconds per image of each stage of the loader, in one thread.
 
     `draw` is the image's share of drawing a batch's samples, crops and colors. The loader decodes
     what it reads and resizes what it decodes, so two stages are differences of its own calls.
     """
-    loader = TrainLoader(split, plan)
+    loader = TrainLoader(split, loader_config)
     out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
     spent: dict[str, list[float]] = {"draw": [], "read": [], "decode": [], "crop_resize": []}
-    for start in range(0, num_images, plan.batch_size):
+    for start in range(0, num_images, loader_config.batch_size):
         begin = time.perf_counter()
         samples = loader.draw(start)
-        spent["draw"].append((time.perf_counter() - begin) / plan.batch_size)
+        spent["draw"].append((time.perf_counter() - begin) / loader_config.batch_size)
         for slot, row in enumerate(samples.rows.tolist()):
             _, rows = crop_edges(split, samples, slot)
             spent["read"].append(_seconds(split.images.read, row))

@@ -60,7 +60,7 @@ class OnnxDescription(msgspec.Struct):
     input: InputConvention
     step: Count
     epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)]
-    # Of the NMS in the graph; null without it.
+    # The limits of the NMS in the graph; null without one.
     score_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     nms_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
 

@@ -235,8 +235,9 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
             hint = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
         return UsageError(f"{text!r}: {problem}", hint=hint)
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
-        doing = "writing" if written else "reading or writing"
-        return disk_error(error, error.filename or written or "a file", doing)
+        if written and not error.filename:
+            return disk_error(error, written, "writing")
+        return disk_error(error, error.filename or "a file", "reading or writing")
     return memory_limit_error(error) or library_error(error)
 
 
@@ -352,13 +353,13 @@ def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspec
 def _default_note(setting: Setting) -> str:
     if "[default" in setting.help:
         return ""
-    value, source = setting.default, "default"
+    value, label = setting.default, "default"
     if setting.is_recipe:
-        source = str(all_settings()["train.preset"].default)
-        value = _preset_values(source)[setting.path]
+        label = str(all_settings()["train.preset"].default)
+        value = _preset_values(label)[setting.path]
     elif value is None or value is False or value == ():
         return ""
-    return f" [{source}: {plain_value(value)}]"
+    return f" [{label}: {plain_value(value)}]"
 
 
 @functools.cache

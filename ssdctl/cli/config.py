@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-PRESETS_IN_A_ROW = 3  # of the table; 80 columns
+PRESETS_IN_A_ROW = 3  # fit 80 columns
 group = command_group("config", "This machine", "Show settings, check and write config files.")
 
 

@@ -46,7 +46,8 @@ BUDGET_S = 270.0  # for the whole demo; the rest of five minutes is a reserve
 EVALUATIONS = 5  # during the training
 # On two idle cores, the other stages take as long as these training steps and seconds.
 DRAWING_STEPS, EVALUATION_STEPS, OTHERS_S = 80, 20, 16.0
-WARM_UP_STEPS, FEWEST_STEPS, MOST_STEPS, MEASURED_S = 3, 5, 8, 5.0  # of the measurement
+# The measurement of the speed.
+WARM_UP_STEPS, FEWEST_STEPS, MOST_STEPS, MEASURED_S = 3, 5, 8, 5.0
 COLUMNS = 80  # for the printed commands
 SHEET_CELL = (440, 330)  # pixels of an image of the contact sheet
 SHEET_BORDER = 4

@@ -98,8 +98,8 @@ def export(
     request = ExportRequest(
         kind, Path(out), nms, raw, _batch_size(batch), fp16, int8, calibrate, max_ap_loss
     )
-    source = checkpoint or newest_run(call.console)
-    result = export_checkpoint(source, request, call.resolved, progress=call.console.progress)
+    checkpoint = checkpoint or newest_run(call.console)
+    result = export_checkpoint(checkpoint, request, call.resolved, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
     megabytes = Path(out).stat().st_size / 1e6
     call.console.closing([("wrote", f"{out} ({megabytes:.1f} MB)")], [_next_command(request)])

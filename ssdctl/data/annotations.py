@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -121,13 +122,13 @@ class Annotations(NamedTuple):
 
     def with_images(self, is_kept: NDArray[np.bool_]) -> Annotations:
         """Return the annotations with only some of the images and their objects."""
-        part = self.with_objects(is_kept[self.rows])
+        kept = self.with_objects(is_kept[self.rows])
         ids = set(self.image_ids[is_kept].tolist())
-        return part._replace(
+        return kept._replace(
             image_ids=self.image_ids[is_kept],
-            file_names=[n for n, kept in zip(self.file_names, is_kept, strict=True) if kept],
+            file_names=list(itertools.compress(self.file_names, is_kept)),
             sizes=self.sizes[is_kept],
-            rows=(np.cumsum(is_kept) - 1).astype(np.int32)[part.rows],
+            rows=(np.cumsum(is_kept) - 1).astype(np.int32)[kept.rows],
             findings=[f for f in self.findings if f.image_id in ids],
         )
 

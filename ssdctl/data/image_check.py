@@ -191,7 +191,7 @@ def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: 
 class Job(NamedTuple):
     split: str
     key: str  # hex digits that identify the images and the options
-    annotations: Annotations  # of N images, without their objects
+    annotations: Annotations  # the N images, without their objects
     target: Path  # the store's folder
     config: PrepareConfig
 

@@ -130,11 +130,12 @@ def _refuse_changed(root: Path, folder: Path, split: str) -> None:
     metadata = index.read_metadata(folder, split)
     if metadata is None or metadata.packed:
         return
-    source, images = image_folder(root, metadata), index.read_images(folder, split, MAX_CHECKED)
-    require_image_folder(source, split, Path(metadata.origin))
-    if changed := changed_images(source, images.names, images.fingerprints):
+    images_dir = image_folder(root, metadata)
+    require_image_folder(images_dir, split, Path(metadata.origin))
+    images = index.read_images(folder, split, MAX_CHECKED)
+    if changed := changed_images(images_dir, images.names, images.fingerprints):
         raise DataError(
-            f"{source}: {len(changed)} images are missing or changed since {folder} was "
+            f"{images_dir}: {len(changed)} images are missing or changed since {folder} was "
             f"prepared: {', '.join(changed[:MAX_NAMED])}",
             hint="put them back, or run ssdctl prepare again with the same options",
         )

@@ -164,10 +164,10 @@ def _unchanged_outcome(
         if not _fits(metadata, folder, config):
             return None
         # With a packed store the images may be gone; those that exist must be unchanged.
-        source = image_folder(root, metadata)
-        if source.is_dir() or not config.pack:
+        images_dir = image_folder(root, metadata)
+        if images_dir.is_dir() or not config.pack:
             images = index.read_images(folder, split)
-            if changed_images(source, images.names, images.fingerprints):
+            if changed_images(images_dir, images.names, images.fingerprints):
                 return None
     return msgspec.structs.replace(outcome, unchanged=True)
 

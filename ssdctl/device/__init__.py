@@ -163,10 +163,6 @@ class Device(ABC):
             isinstance(error, RuntimeError) and any(w in message for w in self.memory_errors)
         )
 
-    def counters(self) -> dict[str, int]:
-        """Return a lazy device's counts of compiled graphs (`compiles`) and fetches (`pulls`)."""
-        return {}
-
 
 def open_device(name: str, local_rank: int = 0, execution: str | None = None) -> Device:
     """Open a device by its name; `auto` is the accelerator that this machine has, else the CPU.

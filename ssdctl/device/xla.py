@@ -118,6 +118,8 @@ class Xla(Device):
             return {}
 
     def counters(self) -> dict[str, int]:
+        """Return the numbers of compiled graphs (`compiles`) and of fetches (`pulls`)."""
+
         def count(metric: str) -> int:
             data = self._metrics.metric_data(metric)
             return int(data[0]) if data else 0

@@ -84,6 +84,9 @@ class Doctor:
         self._running: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._is_over = False
+
+    def start_torch(self) -> None:
+        """Start to import torch in a subprocess; `torch` will be what it detects."""
         self.torch = run_in_daemon_thread(partial(self.run_probe, "torch", timeout_s=IMPORT_S))
 
     def run(

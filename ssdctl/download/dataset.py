@@ -273,7 +273,7 @@ def unpack(
         DiskError: The content cannot be written.
     """
     temporary = dest / f".{archive.name}.unpacking"
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed run
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
     try:
         with zipfile.ZipFile(archive) as opened:
             infos = _checked_entries(opened, archive, num_files)

@@ -13,6 +13,7 @@ that it claims: then the hash differs, and the file is fetched again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import threading
@@ -20,7 +21,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -280,7 +280,7 @@ class _Attempt:
         with contextlib.suppress(_Halted):
             while (piece := self._take()) is not None:
                 while piece.missing:
-                    retry(partial(self._request, piece), self.policy, self._pause)
+                    retry(functools.partial(self._request, piece), self.policy, self._pause)
 
     def _take(self) -> Piece | None:
         with self.lock:

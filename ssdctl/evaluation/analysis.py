@@ -151,7 +151,7 @@ def serve() -> None:
     """Score the job of a `BackgroundScoring`; the argument is the file of annotations."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    job = pickle.load(sys.stdin.buffer)  # of the parent process
+    job = pickle.load(sys.stdin.buffer)  # from the parent process
     try:
         evaluation = score(read_ground_truth(Path(sys.argv[1])), *job)
     except SsdctlError:

@@ -86,7 +86,7 @@ class Scoring(NamedTuple):
     figures: dict[str, float]  # COCO's 12 by name; -1 if there is nothing to measure
     per_class: list[ClassScore]  # by ascending category id
     engine: Any  # hotcoco.COCOeval, evaluated and accumulated; its ids are dense
-    table: NDArray[np.float64]  # of the detections as engines take them; the score is column 5
+    table: NDArray[np.float64]  # detections as engines take them; the score is column 5
     truth: Annotations
     image_ids: NDArray[np.int64]  # that were scored, ascending
 

@@ -144,13 +144,13 @@ class ValidationLoss:
         size, count = len(offsets), len(batch.rows)
         boxes = F.pad(batch.boxes[:count], (0, 0, 0, 0, 0, size - count))
         labels = F.pad(batch.labels[:count], (0, 0, 0, size - count))
-        place = self._device.torch_device
-        with torch.no_grad(), torch.autocast(place.type, enabled=False):
-            target_B4N, label_BN = self._loss.targets(boxes.to(place), labels.to(place))
-            offsets, logits = (part.to(target_B4N.dtype) for part in output)
+        device = self._device.torch_device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            target_B4N, label_BN = self._loss.targets(boxes.to(device), labels.to(device))
+            offsets, logits = (tensor.to(target_B4N.dtype) for tensor in output)
             losses = self._loss.compare(offsets, logits, target_B4N, label_BN)
             if self._loss.divisor == "image":
-                weight = (labels > 0).any(dim=1).sum().to(place)
+                weight = (labels > 0).any(dim=1).sum().to(device)
                 sums = [size * loss for loss in losses]
             else:
                 weight = (label_BN > 0).sum()

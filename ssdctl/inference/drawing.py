@@ -117,7 +117,7 @@ def draw(
     if scores is not None:
         pairs = zip(texts, scores, strict=True)
         texts = [f"{text} {score:.2f}".strip() for text, score in pairs]
-    height = font.getbbox("Ag|")[3] + line  # of all labels
+    height = font.getbbox("Ag|")[3] + line  # the same for all labels
     sizes = [(font.getlength(text) + 2 * (line + 1), height) if text else (0, 0) for text in texts]
     rectangles = _free_rectangles(drawn, sizes, image.size)
     for color, text, rectangle in reversed(list(zip(colors, texts, rectangles, strict=True))):

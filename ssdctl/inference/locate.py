@@ -154,7 +154,7 @@ def check_weight_sources(config: Config) -> None:
 class ImageSource(NamedTuple):
     """An image in a file or on a web server."""
 
-    path: Path  # of a URL: a safe name for files that are written
+    path: Path  # for a URL: a safe name of files that are written
     url: str = ""
 
     @property

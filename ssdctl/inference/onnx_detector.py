@@ -135,20 +135,15 @@ class OnnxDetector:
         )
 
     def _is_valid(self, arrays: list[Any], batch: int) -> bool:
-        expected: list[tuple[int, ...]]
         shapes = [array.shape for array in arrays]
-        kinds = [array.dtype.kind for array in arrays]
-        classes = self._num_classes
-        if self._outputs == HEADS:
-            expected = [(batch, 4, NUM_BOXES), (batch, classes, NUM_BOXES)]
-        elif self._outputs == DECODED:
-            expected = [(batch, NUM_BOXES, 4), (batch, classes - 1, NUM_BOXES)]
-        else:
-            most = shapes[1][-1] if shapes[1] else 0
-            if most > MAX_DETECTIONS:
-                return False
-            expected = [(batch, most, 4), (batch, most), (batch, most), (batch,)]
-        return shapes == expected and kinds == ["f", "f", "i", "i"][: len(kinds)]
+        kinds = "".join(array.dtype.kind for array in arrays)
+        most = shapes[1][-1] if self._has_nms and shapes[1] else 0
+        expected = {
+            HEADS: [(batch, 4, NUM_BOXES), (batch, self._num_classes, NUM_BOXES)],
+            DECODED: [(batch, NUM_BOXES, 4), (batch, self._num_classes - 1, NUM_BOXES)],
+            DETECTIONS: [(batch, most, 4), (batch, most), (batch, most), (batch,)],
+        }[self._outputs]
+        return most <= MAX_DETECTIONS and shapes == expected and "ffii".startswith(kinds)
 
 
 def filled_batches(images: NDArray[np.uint8], size: int) -> list[NDArray[np.uint8]]:

@@ -46,15 +46,6 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     return result
 
 
-def copy_of_buffer(values: Tensor) -> Tensor:
-    """Return a copy that a compiler keeps for the backward pass.
-
-    It would save or recompute an ordinary copy from the buffer, which has changed by then.
-    """
-    result: Tensor = torch.ops.ssdctl.copy_of_buffer(values)
-    return result
-
-
 def _backward(_: Any, gradient: Tensor) -> Tensor:
     # The objective is the mean of the ranks' losses, as the gradients of weights are averaged too.
     return mean_over_ranks(gradient.contiguous())
@@ -84,7 +75,9 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
                 input.to(self.weight.dtype), dim=(0, 2, 3), correction=0
             )
             # Relative to the running mean, which is equal on all ranks: squares of small numbers.
-            reference_C = copy_of_buffer(self.running_mean)
+            # A compiler would save or recompute an ordinary copy for the backward pass from the
+            # buffer, which has changed by then.
+            reference_C = torch.ops.ssdctl.copy_of_buffer(self.running_mean)
             local_shift_C = local_mean_C - reference_C
             local_square_C = local_var_C + local_shift_C.square()
             shift_C, square_C = mean_over_ranks(torch.stack([local_shift_C, local_square_C]))

@@ -8,6 +8,7 @@ first epochs, with the crops, flips and colors of the run's own random numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +87,18 @@ def _annotated(split: Split, row: int) -> Image.Image:
 
 def _augmented(
     split: Split, rows: NDArray[np.int64], config: Config
-) -> list[tuple[int, Image.Image]]:
-    plan = LoaderConfig.of(config.train, split, batch_size=len(rows), threads=1)
-    tiles = []
-    loader = TrainLoader(split._replace(trainable=rows), plan)
+) -> Iterator[tuple[int, Image.Image]]:
+    loader_config = LoaderConfig.of(config.train, split, batch_size=len(rows), threads=1)
+    loader = TrainLoader(split._replace(trainable=rows), loader_config)
     color = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
     for batch in loader.batches(0, EPOCHS):
         pixels = color(batch.images, batch.jitter).permute(0, 2, 3, 1)
         images = (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()
-        for place, row in enumerate(batch.rows):
-            image = Image.fromarray(images[place])
-            is_real = batch.labels[place] > 0
-            boxes, labels = batch.boxes[place][is_real], batch.labels[place][is_real]
-            tiles.append((int(row), _draw(image, split, boxes.numpy(), labels.numpy())))
-    return tiles
+        for slot, row in enumerate(batch.rows):
+            image = Image.fromarray(images[slot])
+            is_real = batch.labels[slot] > 0
+            boxes, labels = batch.boxes[slot][is_real], batch.labels[slot][is_real]
+            yield int(row), _draw(image, split, boxes.numpy(), labels.numpy())
 
 
 def _draw(image: Image.Image, split: Split, boxes: Boxes, labels: NDArray[Any]) -> Image.Image:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ssdctl.config.render import to_snapshot_toml
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError
-from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.input import BadImage, Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
@@ -153,11 +152,10 @@ class RunLog:
 
     def start(self, step: int) -> None:
         opened, plan = self._opened, self._opened.run.plan
-        past = [r for r in self.past_evaluations() if float(r["AP"]) >= 0]
-        best = max(past, key=lambda r: float(r["AP"]), default=None)
-        self._best_step = None if best is None else best["step"]
-        best_ap = best and float(best["AP"])
-        self._record("start", step, **describe_run(opened, step), best_ap=best_ap)
+        past = [r for r in self.past_evaluations() if r["AP"] >= 0]
+        best = max(past, key=lambda r: r["AP"], default={})
+        self._best_step = best.get("step")
+        self.record("start", step, **describe_run(opened, step), best_ap=best.get("AP"))
         self.event(
             "started",
             step,
@@ -170,29 +168,21 @@ class RunLog:
         )
 
     def past_evaluations(self) -> list[Record]:
-        """Return the recorded evaluations up to the start step, or to the one of `rewind`.
-
-        There are none on ranks other than the first.
-        """
-        if self._metrics is None:
-            return []
-        return [r for r in self._metrics.past_records if r["kind"] == "eval"]
+        """Return the evaluations up to the start step, or to the one of `rewind`; on rank 0."""
+        past = [] if self._metrics is None else self._metrics.past_records
+        return [record for record in past if record["kind"] == "eval"]
 
     def step_begins(self, step: int, batches: Sequence[Batch]) -> None:
         for bad in (bad for batch in batches for bad in batch.bad):
             if bad.image_id not in self._bad_image_ids:
                 self._new_bad_images.setdefault(bad.image_id, bad)
-        self._record("begin", step)
-
-    def step_ended(self, step: int) -> None:
-        self.throughput.step_done()
-        self._record("position", step, is_evaluating=False)
+        self.record("begin", step)
 
     def losses(self, step: int, values: dict[str, float], lr: float) -> None:
         """Record the values of a step; warn once if training is input-bound."""
         lap = self.throughput.lap()
         data_wait = round(lap.data_wait, 4)
-        self._record(
+        self.record(
             "train",
             step,
             loss=values["loss"],
@@ -265,19 +255,12 @@ class RunLog:
         )
         self._epochs_ended, self._epoch_began = ended, now
         rate = images / max(training_s, 1e-9)
-        self._record(
+        self.record(
             "epoch", step, duration_s=round(duration_s, 3), images_per_second=round(rate, 3)
         )
 
     def event(self, name: str, step: int, **facts: Any) -> None:
-        self._record("event", step, event=name, **facts)
-
-    def evaluation_began(self, step: int) -> None:
-        self._record("position", step, is_evaluating=True)
-
-    def evaluation_ended(self, step: int, detections: Detections | None) -> None:
-        self._record("position", step, is_evaluating=False)
-        self._record("detections", step, split=self._opened.val, detections=detections)
+        self.record("event", step, event=name, **facts)
 
     def evaluation(
         self, evaluation: Evaluation, losses: dict[str, float], *, is_best: bool
@@ -288,26 +271,26 @@ class RunLog:
         if is_best and self._opened.ranks.is_main:
             write_evaluation(self._folder.evaluation, evaluation)  # for the report
         # The record comes last: an evaluation without one is repeated at the next start.
-        self._record("eval", step, **evaluation.figures, **losses)
+        self.record("eval", step, **evaluation.figures, **losses)
         self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
         if is_best:
-            self._record("checkpoint", step, name="best", path=self._folder.best)
+            self.record("checkpoint", step, name="best", path=self._folder.best)
             self._best_step = None
 
     def rewind(self, step: int) -> None:
-        self._record("rewind", step)
+        self.record("rewind", step)
         self._epochs_ended = self._opened.run.plan.epochs_ended(step)
 
     def close(self, step: int, *, is_success: bool) -> None:
         """Close the observers, which takes a limited time. A second call does nothing."""
         if is_success:
             if self._best_step is not None:
-                self._record("checkpoint", self._best_step, name="best", path=self._folder.best)
-            self._record("checkpoint", step, name="last", path=self._folder.last)
-        self._record("end", step, is_success=is_success)
+                self.record("checkpoint", self._best_step, name="best", path=self._folder.best)
+            self.record("checkpoint", step, name="last", path=self._folder.last)
+        self.record("end", step, is_success=is_success)
         self._observers.clear()
 
-    def _record(self, kind: str, step: int, **values: Any) -> None:
+    def record(self, kind: str, step: int, **values: Any) -> None:
         if self._metrics is None:
             return
         epoch = round(self._opened.run.plan.epoch(step), 4)

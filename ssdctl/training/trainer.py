@@ -171,15 +171,16 @@ class Trainer:
     def evaluate(self) -> None:
         """Detect on the validation split and save; the score comes while the next steps run."""
         self._record_evaluation(wait=True)
-        self.run_log.evaluation_began(self.step)
+        self.run_log.record("position", self.step, is_evaluating=True)
         self.statistics.average(self.step)
         average = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
         with self._saved_before_an_error(), average:
             detections = self.evaluator.detect()
-        if any(collectives.any_rank([signals.stop_requested() is not None], self.opened.ranks)):
+        if collectives.any_rank([signals.stop_requested() is not None], self.opened.ranks)[0]:
             # Stops: not all images were evaluated; the resumed run evaluates again.
             self._agree_with_other_ranks(wait=True)
-        self.run_log.evaluation_ended(self.step, detections)
+        self.run_log.record("position", self.step, is_evaluating=False)
+        self.run_log.record("detections", self.step, split=self.opened.val, detections=detections)
         self.evaluator.evaluated_step = self.step
         self.save()
         if detections is not None:
@@ -231,7 +232,8 @@ class Trainer:
             self.ema.update()
         ids = self.opened.train.image_ids
         self.guard.watch(self.step, result.is_bad, [int(i) for b in batches for i in ids[b.rows]])
-        self.run_log.step_ended(self.step)
+        self.run_log.throughput.step_done()
+        self.run_log.record("position", self.step, is_evaluating=False)
         return result
 
     def _has_trained(self) -> bool:

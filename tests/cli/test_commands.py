@@ -210,6 +210,10 @@ def test_config_commands(cli: Cli) -> None:
         "torchvision-vgg16",
     }  # fmt: skip
     assert "mlperf-r34" in cli("config", "presets").out
+    Path("good.toml").write_text("[train]\nlr = 1\n")
+    assert cli("config", "validate", "good.toml").code == 0
+    assert cli("config", "init", "--force").code == 0
+    assert cli("config", "validate").code == 0
 
 
 def test_what_cannot_be_scored_is_a_warning(cli: Cli, dataset: Path) -> None:
@@ -238,7 +242,7 @@ def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["is_sufficient"] is False
     stages = ("draw_ms", "read_ms", "decode_ms", "crop_resize_ms")
     for name in ("images_per_second", "images_per_second_full", *stages):
-        assert figures[name] > 0
+        assert 0 < figures[name] < 1e5
 
 
 def test_ctrl_c_that_python_wraps_is_an_interrupt(
@@ -265,7 +269,9 @@ def test_tables_fit_80_columns(cli: Cli, command: str, monkeypatch: pytest.Monke
 
 def test_presets_differ_in_each_row(cli: Cli) -> None:
     recipes = json.loads(cli("config", "presets", "--json").out)
-    shown = {line.split()[0] for line in cli("config", "presets").out.splitlines() if line.strip()}
+    lines = [line.split() for line in cli("config", "presets").out.splitlines() if line.strip()]
+    assert min(map(len, lines)) > 1  # no row is empty
+    shown = {words[0] for words in lines}
     for path in recipes["stable-r34"]:
         values = {json.dumps(recipe.get(path)) for recipe in recipes.values()}
         assert (path.partition(".")[2] in shown) == (len(values) > 1)

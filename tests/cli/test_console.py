@@ -103,6 +103,8 @@ def test_json_is_exact_and_text_is_escaped_for_the_terminal(
     data = {HOSTILE: [HOSTILE, "\u4e2d\U0001f600"]}
     Console(as_json=True).result(data)
     assert json.loads(written.getvalue()) == data
+    Console(as_json=True).result(["\u4e2d"])
+    assert written.getvalue().splitlines()[-1].isascii() == (encoding == "ascii")
     Console().result(None, "\u4e2d\U0001f600")
     Console().result(None, lambda: table("\u4e2d"))
     assert (rb"\u4e2d" in written.getvalue().splitlines()[-1]) == (encoding == "ascii")

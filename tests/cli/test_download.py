@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from conftest import Cli
-from download.http_server import Reply, Server, changed, file
+from download.http_server import Reply, Server, file
 from download.zips import tree, zipped
 
 from ssdctl.cli import download
@@ -130,7 +130,7 @@ def test_a_failure_is_one_message_and_its_code(
 
 
 def test_a_stall_ends_at_the_timeout(server: Server, cli: Cli) -> None:
-    silent = changed(file(ARCHIVE), lambda _, reply: setattr(reply, "head_pause_s", 60))
+    silent = file(ARCHIVE, head_pause_s=60)
     file_list = manifest(server.route("/val.zip", silent))
     begun = time.monotonic()
     code, _, err = cli("download", "--dest", "d", "--manifest", file_list, "--timeout", "1")
@@ -171,7 +171,7 @@ def test_shapes_are_generated(cli: Cli) -> None:
 
 def test_a_signal_ends_it_with_75_and_the_next_run_resumes(server: Server, cli: Cli) -> None:
     content = random.Random(0).randbytes(2_000_000)
-    slow = changed(file(content), lambda _, reply: setattr(reply, "pause_s", 0.2))
+    slow = file(content, pause_s=0.2)
     file_list = manifest(server.route("/a.bin", slow), content, "a.bin")
     program = "from ssdctl.cli.main import main; main()"
     options = ["download", "--dest", "data", "--manifest", file_list, "--connections", "2"]
@@ -276,7 +276,8 @@ def test_weights_by_name_or_those_of_the_config(
 
     assert set(paths().values()) == {None}
     path = cache / f"{STEM}.pth"
-    assert cli("fetch-weights", "tiny-v1")[:2] == (0, f"{path}\n")
+    code, out, err = cli("fetch-weights", "tiny-v1")
+    assert (code, out, "--backbone-weights tiny-v1" in err) == (0, f"{path}\n", True)
     assert path.read_bytes() == WEIGHTS
     assert [found for found in paths().values() if found] == [paths()[STEM]]
     assert "tiny-v1" in cli("fetch-weights", "--list").out

@@ -49,11 +49,13 @@ def test_a_page_has_a_purpose_examples_and_every_option(cli: Cli, command: str) 
     for parameter in COMMANDS[command].params:
         if parameter.param_type_name == "argument":
             assert f"\n  {parameter.metavar}\n" in page
+            is_bracketed = f" [{parameter.metavar.strip('[]')}]" in page.partition("Examples:")[0]
+            assert is_bracketed != parameter.required
         elif not parameter.hidden:
             flag = parameter.opts[-1].removeprefix("--")
-            assert (
-                any(re.search(rf"(--|--\[no-\]){flag}\b", line) for line in flags) or flag == "-h"
-            )
+            value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
+            shown = rf"(--|--\[no-\]|^){flag}{re.escape(value)}(,|$)"
+            assert any(re.search(shown, line) for line in flags), flag
 
 
 def test_a_narrow_terminal_breaks_no_word(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

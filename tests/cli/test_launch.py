@@ -157,6 +157,8 @@ def test_another_command() -> None:
     assert plan["environment"]["SSDCTL_EVALUATE__DEVICE"] == "cpu"
     plan = json.loads(launch(*options, "--checkpoint", "x.pt", "--batch_size=4").out)
     assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
+    plan = json.loads(launch(*options[:-1], "benchmark", "train", "--bs", "4").out)
+    assert ranks_command(plan) == ["benchmark", "train", "--bs", "4"]
 
 
 def test_the_end_of_a_failed_ranks_log_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
         ("--ebs 4", "--set=evaluate.batch_size=4"),
         ("--save_summary_steps 10", "--log-every=10 --tensorboard"),  # TensorFlow's
         ("--mllog --autocast --out -b", "--mllog=--autocast --out=-b"),  # values, not aliases
-        (  # of users' scripts on Voyager
+        (  # in users' scripts on Voyager
             "-d /dataset --batch-size 128 --log-interval 100 --val-interval 10 --use-hpu "
             "--hpu-lazy-mode --autocast --warmup 2.619685 --num-workers 12",
             "--data=/dataset --bs=128 --log-every=100 --eval-every=10 --execution=lazy --bf16 "

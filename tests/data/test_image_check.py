@@ -28,7 +28,7 @@ NOISE = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)
 RGB = Image.fromarray(NOISE)  # 80 x 60
 PACKED, PLAIN = PrepareConfig(), PrepareConfig(pack=False)
 VERIFIED = PrepareConfig(pack=False, verify_images=True)
-ALL = pytest.mark.parametrize("config", [PACKED, PLAIN, VERIFIED])
+ALL = (PACKED, PLAIN, VERIFIED)
 
 
 def checked(
@@ -38,45 +38,43 @@ def checked(
     return check_image(folder / "a.jpg", size, config)
 
 
-@ALL
+def opened(packed: bytes | None) -> Image.Image:
+    return Image.open(io.BytesIO(packed or b""))
+
+
 @pytest.mark.parametrize(
     "content",
     [
-        encoded(RGB),
-        encoded(RGB, progressive=True),
-        encoded(RGB.convert("L")),
-        encoded(RGB, "PNG"),  # whatever its suffix is
-        encoded(RGB.convert("RGBA"), "PNG"),
-        encoded(RGB.convert("P"), "PNG"),
-        encoded(RGB.convert("1"), "PNG"),
+        *(encoded(RGB), encoded(RGB, progressive=True), encoded(RGB.convert("L"))),
+        # PNG, whatever its suffix is
+        *(encoded(image, "PNG") for image in (RGB, *map(RGB.convert, ("RGBA", "P", "1")))),
         encoded(RGB) + b"a camera's notes",
     ],
 )
-def test_usual_images_pass_as_they_are(
-    tmp_path: Path, config: PrepareConfig, content: bytes
-) -> None:
-    packed = content if config.pack else None
-    assert checked(tmp_path, content, config)[:3] == (packed, None, None)
+def test_usual_images_pass_as_they_are(tmp_path: Path, content: bytes) -> None:
+    for config in ALL:
+        packed = content if config.pack else None
+        assert checked(tmp_path, content, config)[:3] == (packed, None, None)
 
 
-@ALL
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9, 0.99])
 def test_a_cut_image_is_found_without_decoding_all(
-    tmp_path: Path, config: PrepareConfig, format: str, share: float
+    tmp_path: Path, format: str, share: float
 ) -> None:
     complete = encoded(RGB, format)
-    result = checked(tmp_path, complete[: int(share * len(complete))], config)
-    assert "not a readable image" in (result.problem or "")
-    assert not result.image
-    assert "0x" not in (result.problem or "")  # no object's address in a report
+    for config in ALL:
+        result = checked(tmp_path, complete[: int(share * len(complete))], config)
+        assert "not a readable image" in (result.problem or "")
+        assert not result.image
+        assert "0x" not in (result.problem or "")  # no object's address in a report
 
 
 def test_damage_inside_is_found_by_decoding(tmp_path: Path) -> None:
-    complete = bytearray(encoded(RGB, "PNG"))
-    complete[len(complete) // 2] ^= 255
-    assert checked(tmp_path, bytes(complete)).problem is None
-    assert "not a readable" in (checked(tmp_path, bytes(complete), VERIFIED).problem or "")
+    damaged = bytearray(encoded(RGB, "PNG"))
+    damaged[len(damaged) // 2] ^= 255
+    assert checked(tmp_path, bytes(damaged)).problem is None
+    assert "not a readable" in (checked(tmp_path, bytes(damaged), VERIFIED).problem or "")
 
 
 @pytest.mark.parametrize("more", [{}, {"progressive": True}, {"keep_rgb": True}, {"mode": "CMYK"}])
@@ -103,124 +101,107 @@ def test_a_damaged_jpeg_is_found_by_strict_decoding(
 def test_cmyk_is_packed_as_rgb(tmp_path: Path) -> None:
     smooth = Image.fromarray(NOISE[::20, ::20]).resize((80, 60), Image.Resampling.BICUBIC)
     content = encoded(smooth.convert("CMYK"), quality=95)
-    result = checked(tmp_path, content, PACKED)
-    assert (result.problem, result.note) == (None, "CMYK, read as RGB")
-    with Image.open(io.BytesIO(result.image or b"")) as image:
+    for config in (PLAIN, PACKED):
+        result = checked(tmp_path, content, config)
+        assert (result.problem, result.note) == (None, "CMYK, read as RGB")
+    with opened(result.image) as image:
         assert (image.mode, image.size) == ("RGB", (80, 60))
         difference = np.asarray(image, np.int16) - np.asarray(smooth)
     assert np.abs(difference).mean() < 5
-    assert checked(tmp_path, content, PLAIN).note == "CMYK, read as RGB"
+
+
+LOSSY = ("GIF", "AVIF", "JPEG2000")
 
 
 @pytest.mark.parametrize(
     ("format", "options"),
     [
         ("WEBP", {"lossless": True}),
-        ("BMP", {}),
-        ("TIFF", {}),
         ("TIFF", {"compression": "tiff_lzw"}),
-        ("GIF", {}),
-        ("AVIF", {}),
-        ("JPEG2000", {}),
-        ("PPM", {}),
-        ("TGA", {}),
-        ("PCX", {}),
-        ("SGI", {}),
-        ("16-bit PNG", {}),
+        *((f, {}) for f in ("BMP", "TIFF", "PPM", "TGA", "PCX", "SGI", "16-bit PNG", *LOSSY)),
     ],
 )
 def test_other_formats_are_packed_without_loss(
     tmp_path: Path, format: str, options: dict[str, object]
 ) -> None:
     if format == "16-bit PNG":
-        deep = NOISE[..., 0].astype(np.uint16) * 256 + 7
-        content = encoded(Image.fromarray(deep), "PNG")
+        content = encoded(Image.fromarray(NOISE[..., 0].astype(np.uint16) * 256 + 7), "PNG")
         expected = np.repeat(NOISE[..., :1], 3, axis=2)
     else:
         content = encoded(RGB, format, **options)
         expected = by_pillow(content)
-        if format not in ("GIF", "AVIF", "JPEG2000"):  # lossy ones
-            assert np.array_equal(expected, NOISE)
+        assert np.array_equal(expected, NOISE) or format in LOSSY
     assert np.array_equal(read_rgb(content), expected)
+    assert np.array_equal(decode(content, (80, 60)), expected)
     packed = checked(tmp_path, content, PACKED)
     assert packed.problem is None
-    with Image.open(io.BytesIO(packed.image or b"")) as image:
+    with opened(packed.image) as image:
         assert image.format == "PNG"
         assert np.array_equal(np.asarray(image.convert("RGB")), expected)
-    assert np.array_equal(decode(content, (80, 60)), expected)
     for config in (PLAIN, VERIFIED):  # trained on from the file itself
-        actual = checked(tmp_path, content, config)
-        assert (actual.problem, actual.image) == (None, None)
+        assert checked(tmp_path, content, config)[:2] == (None, None)
         if format in ("WEBP", "AVIF", "JPEG2000"):
             for end in (b"", b"-"):
                 assert checked(tmp_path, content[: len(content) // 2] + end, config).problem
 
 
-@pytest.mark.parametrize("config", [PACKED, PLAIN, VERIFIED, PrepareConfig(shrink=30)])
+@pytest.mark.parametrize("config", [*ALL, PrepareConfig(shrink=30)])
 @pytest.mark.parametrize("size", [(80, 60), (1600, 1200)])
 def test_multi_image_jpegs_of_cameras(
     tmp_path: Path, config: PrepareConfig, size: tuple[int, int]
 ) -> None:
-    large = RGB.resize(size)
-    content = encoded(large, "MPO", save_all=True, append_images=[RGB])
-    with Image.open(io.BytesIO(content)) as image:
+    content = encoded(RGB.resize(size), "MPO", save_all=True, append_images=[RGB])
+    with opened(content) as image:
         assert image.format == "MPO"
     result = checked(tmp_path, content, config, size)
     assert (result.problem, result.note) == (None, None)
-    if config == PACKED:
-        assert result.image == content
+    assert config != PACKED or result.image == content
     cut = checked(tmp_path, content[: len(content) // 3], config, size)
     assert "not a readable image" in (cut.problem or "")
 
 
-class TestOrientation:
-    """The image is 80 x 60 as stored; cameras turn it by an entry in its EXIF data."""
+# The image is 80 x 60 as stored; cameras turn it by an entry in its EXIF data.
 
-    @ALL
-    def test_annotated_as_stored(self, tmp_path: Path, config: PrepareConfig) -> None:
-        content = encoded(RGB, turn=6)
+
+def test_annotated_as_stored(tmp_path: Path) -> None:
+    content = encoded(RGB, turn=6)
+    for config in ALL:
         result = checked(tmp_path, content, config)
-        assert result.problem is None
+        assert result[:2] == (content if config.pack else None, None)
         assert "EXIF orientation (6) is ignored" in (result.note or "")
-        assert result.image == (content if config.pack else None)
 
-    @ALL
-    @pytest.mark.parametrize("turn", [5, 6, 7, 8])
-    def test_annotated_as_shown(self, tmp_path: Path, config: PrepareConfig, turn: int) -> None:
-        content = encoded(RGB, turn=turn)
-        actual = checked(tmp_path, content, config, (60, 80))
-        assert actual.problem is None
-        assert f"turned upright by its EXIF orientation ({turn})" in (actual.note or "")
-        with Image.open(io.BytesIO(content)) as image:
-            expected = np.asarray(ImageOps.exif_transpose(image))
-        packed = actual.image if config.pack else content
-        assert np.array_equal(decode(packed, (60, 80)), expected)
-        raw = checked(tmp_path, content, PrepareConfig(encoding="raw"), (60, 80))
-        assert raw.image == expected.tobytes()
 
-    @pytest.mark.parametrize(("turn", "width"), [(2, 80), (3, 80), (4, 80), (6, 60), (8, 60)])
-    def test_a_size_that_fits_both(self, tmp_path: Path, turn: int, width: int) -> None:
-        image = RGB.crop((0, 0, width, 60))
-        content = encoded(image, "PNG", turn=turn)
-        result = checked(tmp_path, content, PACKED, (width, 60))
+@pytest.mark.parametrize("turn", [5, 6, 7, 8])
+def test_annotated_as_shown(tmp_path: Path, turn: int) -> None:
+    content = encoded(RGB, turn=turn)
+    with opened(content) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image))
+    for config in ALL:
+        result = checked(tmp_path, content, config, (60, 80))
         assert result.problem is None
-        assert AMBIGUOUS in (result.note or "")
-        assert np.array_equal(decode(result.image, (width, 60)), np.asarray(image))
-
-    def test_turned_and_shrunk(self, tmp_path: Path) -> None:
-        large = RGB.resize((800, 600))
-        result = checked(tmp_path, encoded(large, turn=6), PrepareConfig(shrink=300), (600, 800))
-        with Image.open(io.BytesIO(result.image or b"")) as image:
-            assert image.size == (300, 400)
-
-    def test_header_sizes(self, tmp_path: Path) -> None:
-        (tmp_path / "a.jpg").write_bytes(encoded(RGB, turn=8))
-        assert header_size(tmp_path / "a.jpg") == (80, 60)
-        assert header_size(tmp_path / "a.jpg", upright=True) == (60, 80)
+        assert f"turned upright by its EXIF orientation ({turn})" in (result.note or "")
+        packed = result.image if config.pack else content
+        assert np.array_equal(decode(packed, (60, 80)), expected)
+    raw = checked(tmp_path, content, PrepareConfig(encoding="raw"), (60, 80))
+    assert raw.image == expected.tobytes()
+    assert header_size(tmp_path / "a.jpg") == (80, 60)
+    assert header_size(tmp_path / "a.jpg", upright=True) == (60, 80)
 
 
-def test_another_size_than_annotated(tmp_path: Path) -> None:
-    assert "is 80 x 60" in (checked(tmp_path, encoded(RGB), size=(60, 80)).problem or "")
+@pytest.mark.parametrize(("turn", "width"), [(2, 80), (3, 80), (4, 80), (6, 60), (8, 60)])
+def test_a_size_that_fits_stored_and_upright_pixels(tmp_path: Path, turn: int, width: int) -> None:
+    image = RGB.crop((0, 0, width, 60))
+    result = checked(tmp_path, encoded(image, "PNG", turn=turn), PACKED, (width, 60))
+    assert result.problem is None
+    assert AMBIGUOUS in (result.note or "")
+    assert np.array_equal(decode(result.image, (width, 60)), np.asarray(image))
+
+
+def test_turned_and_shrunk(tmp_path: Path) -> None:
+    large = RGB.resize((800, 600))
+    result = checked(tmp_path, encoded(large, turn=6), PrepareConfig(shrink=300), (600, 800))
+    with opened(result.image) as image:
+        assert image.size == (300, 400)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

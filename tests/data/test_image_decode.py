@@ -55,10 +55,7 @@ def test_rows_below_the_crop_are_not_decoded() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        encoded(SAMPLE, "PNG"),
-        encoded(SAMPLE.convert("L"), "PNG"),
-        encoded(SAMPLE.quantize(16), "PNG"),
-        encoded(SAMPLE.convert("RGBA"), "PNG"),
+        *(encoded(image, "PNG") for image in (SAMPLE, *map(SAMPLE.convert, ("L", "P", "RGBA")))),
         encoded(SAMPLE.convert("CMYK")),
         encoded(SAMPLE) + b"trailing bytes",
         encoded(SAMPLE, turn=6),  # which the size of the annotation excludes
@@ -136,15 +133,9 @@ def test_arrays_and_tensors_are_the_same_image() -> None:
     pixels = np.asarray(sample(30, 20, 5))
     tensor = torch.from_numpy(pixels.copy())
     alpha = np.concatenate([pixels, np.full_like(pixels[..., :1], 7)], axis=2)
-    for given_ in (
-        pixels,
-        alpha,
-        pixels.astype(np.uint16) * 257,
-        tensor,
-        tensor.permute(2, 0, 1),
-        tensor.permute(2, 0, 1).float() / 255,
-        tensor.permute(2, 0, 1).double().div(255).requires_grad_(),
-    ):
+    first = tensor.permute(2, 0, 1)
+    floating = first.float() / 255, first.double().div(255).requires_grad_()
+    for given_ in (pixels, alpha, pixels.astype(np.uint16) * 257, tensor, first, *floating):
         assert np.array_equal(read_rgb(given_), pixels)
     rounded = read_rgb((tensor.float() / 255).bfloat16()).astype(int)  # 8 bits of precision
     assert np.abs(rounded - pixels).max() <= 1
@@ -188,32 +179,27 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_rgb(encoded(SAMPLE)[:200])
 
 
-class TestDepth:
-    """16 bits per channel become 8 by the high byte, for all values of the file."""
-
-    VALUES = (np.arange(40 * 60, dtype=np.uint32) * 27).astype(np.uint16).reshape(40, 60)
-
-    @pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG2000", "PPM"])
-    def test_gray(self, kind: str) -> None:
-        image = Image.fromarray(self.VALUES)
-        options = {"irreversible": False} if kind == "JPEG2000" else {}
-        content = encoded(image, kind, **options)
-        expected = np.repeat((self.VALUES >> 8).astype(np.uint8)[..., None], 3, axis=2)
-        assert np.array_equal(decode(content, (60, 40)), expected)
-        assert np.array_equal(read_rgb(content), expected)
-        assert np.array_equal(read_rgb(image), expected)
-
-    def test_rgb(self) -> None:
-        """Pillow does not write it: a PNG by hand."""
-        colors = np.stack([self.VALUES, self.VALUES[::-1], self.VALUES[:, ::-1]], axis=2)
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG2000", "PPM", "RGB"])
+def test_16_bits_become_8_by_the_high_byte(kind: str) -> None:
+    values = (np.arange(40 * 60, dtype=np.uint32) * 27).astype(np.uint16).reshape(40, 60)
+    colors = np.repeat(values[..., None], 3, axis=2)
+    if kind == "RGB":  # Pillow does not write it: a PNG by hand
+        colors = np.stack([values, values[::-1], values[:, ::-1]], axis=2)
         rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in colors)
         content = png(struct.pack(">IIBBBBB", 60, 40, 16, 2, 0, 0, 0), zlib.compress(rows))
-        assert np.array_equal(decode(content, (60, 40)), (colors >> 8).astype(np.uint8))
+    else:
+        options = {"irreversible": False} if kind == "JPEG2000" else {}
+        content = encoded(Image.fromarray(values), kind, **options)
+        gray = read_rgb(Image.fromarray(values))
+        assert np.array_equal(gray, (colors >> 8).astype(np.uint8))
+    assert np.array_equal(decode(content, (60, 40)), (colors >> 8).astype(np.uint8))
+    assert np.array_equal(read_rgb(content), (colors >> 8).astype(np.uint8))
 
-    def test_pixels_without_a_known_range_are_refused(self) -> None:
-        content = encoded(Image.fromarray(np.zeros((40, 60), np.float32)), "TIFF")
-        with pytest.raises(ImageError, match="32-bit"):
-            decode(content, (60, 40))
+
+def test_pixels_without_a_known_range_are_refused() -> None:
+    content = encoded(Image.fromarray(np.zeros((40, 60), np.float32)), "TIFF")
+    with pytest.raises(ImageError, match="32-bit"):
+        decode(content, (60, 40))
 
 
 def test_a_palette_with_transparency_keeps_its_colors() -> None:

@@ -48,7 +48,7 @@ def test_there_is_variety(tmp_path: Path) -> None:
     ratios = [b.width / b.height for b in boxes]
     assert {b.name for b in boxes} == {c.name for c in CLASSES}
     assert any(not objects for _, objects in drawn)
-    assert any(b.is_crowd for b in boxes)
+    assert {b.area == b.width * b.height / 2 for b in boxes if b.is_crowd} == {True}
     assert min(sizes) < 40 < 150 < max(sizes)
     assert min(ratios) < 0.6 < 1.7 < max(ratios)
     assert len({image.shape for image, _ in drawn}) > 2

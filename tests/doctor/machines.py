@@ -1,25 +1,31 @@
-"""Fake machines: folders for sysfs, scripts for third-party programs, a recorded
-answer of torch's probe where torch itself is not the point."""
+"""A fake machine: folders for sysfs, scripts for third-party programs, a recorded answer of torch's
+probe where torch itself is not the point; and the doctor run on it."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import run_cli
 
 from ssdctl.runtime import hardware
 
-RunDoctor = Callable[..., tuple[int, dict[str, dict[str, str]]]]
 STANDIN = Path(__file__).parent.parent / "standin"
 CPU = {"label": "Test CPU", "has_native_bf16": True, "compile": []}
 RECORDED = {
     "torch": "2.9.0", "import_s": 1.5, "has_gloo": True, "cpu": CPU, "cuda_build": "12.8",
     "gpus": [], "gpu_problem": "no driver",
 }  # fmt: skip
+Checks = dict[str, dict[str, str]]
+
+
+def expect(check: dict[str, str], state: str, *parts: str) -> None:
+    """Assert the state of a check, and that its detail and remedy contain these parts."""
+    text = f"{check['detail']}\n{check['remedy']}"
+    assert (check["state"], [part for part in parts if part not in text]) == (state, []), check
 
 
 class Machine:
@@ -29,8 +35,8 @@ class Machine:
         self.sys, self.proc = folder / "sys", folder / "proc"
         self.bin, self.modules = folder / "bin", folder / "modules"
         self.packages, self._patch = folder / "packages", monkeypatch
-        for folder in (self.sys, self.proc, self.bin, self.modules):
-            folder.mkdir(parents=True)
+        for path in (self.sys, self.proc, self.bin, self.modules):
+            path.mkdir(parents=True)
         self.put(self.proc / "meminfo", "MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")
         monkeypatch.setattr(hardware, "SYS", self.sys)
         monkeypatch.setattr(hardware, "PROC", self.proc)
@@ -38,7 +44,17 @@ class Machine:
         monkeypatch.setenv("PYTHONPATH", str(self.modules))
         monkeypatch.setenv("TORCH_HOME", str(folder / "torch"))
         self.probes: dict[str, str] = {}
-        self.torch_says(**RECORDED)
+        self.torch_says()
+
+    def doctor(self, *arguments: object, code: int = 0) -> Checks:
+        """Run the doctor, which ends with `code`; return the checks by name."""
+        result = run_cli("doctor", "--json", *arguments)
+        assert result.code == code, result.err + result.out
+        return {check["name"]: check for check in json.loads(result.out)}
+
+    def expect(self, name: str, state: str, *parts: str) -> None:
+        """Run the doctor without options, and `expect` this of one check; only `fail` fails."""
+        expect(self.doctor(code=2 * (state == "fail"))[name], state, *parts)
 
     def put(self, path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,20 +71,20 @@ class Machine:
         for name, text in (("vendor", vendor), ("class", kind), ("device", device)):
             self.put(folder / name, text)
 
-    def package(self, folder: Path, name: str, version: str) -> None:
+    def package(self, name: str, version: str) -> None:
         """Add the metadata of an installed package."""
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"
         info = f"{name.replace('-', '_')}-{version}.dist-info"
-        self.put(folder / info / "METADATA", text)
+        self.put(self.packages / info / "METADATA", text)
 
     def use_packages(self) -> None:
         """Put `packages` on the path of this process and of the probes."""
         self._patch.syspath_prepend(str(self.packages))
         self._patch.setenv("PYTHONPATH", f"{self.modules}:{self.packages}")
 
-    def torch_says(self, end: str = "os._exit(0)", **facts: Any) -> None:
-        """Replace torch's probe by a program that prints these facts and exits with this code."""
-        self.probe_prints("torch", json.dumps(facts), end)
+    def torch_says(self, **facts: Any) -> None:
+        """Replace torch's probe by a program that prints RECORDED with these changes."""
+        self.probe_prints("torch", json.dumps(RECORDED | facts))
 
     def probe_prints(self, name: str, text: str, end: str = "os._exit(0)") -> None:
         """Replace a probe: it prints the text and runs the code `end`."""
@@ -78,14 +94,3 @@ class Machine:
             code += f"if ['ssdctl.doctor.probes', {name!r}] == sys.orig_argv[4:6]:\n    {answer}"
         shutil.rmtree(self.modules / "__pycache__", ignore_errors=True)  # may have the same second
         self.put(self.modules / "sitecustomize.py", code)
-
-    def torch_is(self, code: str) -> None:
-        """Put another torch before the real one."""
-        (self.modules / "sitecustomize.py").unlink()
-        self.put(self.modules / "torch" / "__init__.py", code)
-
-
-def expect(check: dict[str, str], state: str, *parts: str) -> None:
-    """Assert the state of a check, and that its detail and remedy contain these parts."""
-    text = f"{check['detail']}\n{check['remedy']}"
-    assert (check["state"], [part for part in parts if part not in text]) == (state, []), check

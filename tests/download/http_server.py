@@ -69,17 +69,6 @@ def file(content: bytes, etag: str = '"1"', **how: Any) -> Route:
     return reply
 
 
-def changed(route: Route, change: Callable[[Request, Reply], Any]) -> Route:
-    """`route` with its replies changed in place."""
-
-    def reply(request: Request) -> Reply:
-        answer = route(request)
-        change(request, answer)
-        return answer
-
-    return reply
-
-
 class Server:
     """Serves in threads until the block ends, which closes all connections and threads."""
 
@@ -174,21 +163,16 @@ class Server:
             piece = reply.body[start : start + reply.slice_bytes]
             if reply.pause_s and self.ending.wait(reply.pause_s):
                 break
-            if reply.cut is not None and start + len(piece) >= reply.cut:
-                handler.wfile.write(piece[: reply.cut - start])
-                self._count(reply.cut - start)
+            is_cut = reply.cut is not None and start + len(piece) >= reply.cut
+            if reply.cut is not None:
+                piece = piece[: reply.cut - start]
+            handler.wfile.write(piece if reply.length else b"%x\r\n%b\r\n" % (len(piece), piece))
+            with self.lock:
+                self.body_bytes += len(piece)
+            if is_cut:
                 handler.wfile.flush()
                 handler.close_connection = True
                 handler.connection.shutdown(socket.SHUT_RDWR)
                 return
-            if not reply.length:
-                handler.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-            else:
-                handler.wfile.write(piece)
-            self._count(len(piece))
         if not reply.length:
             handler.wfile.write(b"0\r\n\r\n")
-
-    def _count(self, count: int) -> None:
-        with self.lock:
-            self.body_bytes += count

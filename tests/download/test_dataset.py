@@ -1,21 +1,27 @@
-"""A dataset's download: several files, unpacked archives, killed and resumed."""
+"""A dataset's download: several files and unpacked archives, also hostile and damaged ones."""
 
 from __future__ import annotations
 
 import os
 import random
-import signal
-import time
+import re
+import stat
+import struct
+import sys
+import tempfile
+import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
-from download.http_server import Reply, Server
-from download.zips import content, pinned, start_download, tree, zipped
+from download.http_server import Server
+from download.zips import content, pinned, tree, zipped
 
-from ssdctl.download.dataset import download, list_files, needed_bytes, verify
-from ssdctl.download.fetch import SPARE_BYTES
+from ssdctl.download import dataset as dataset_module
+from ssdctl.download.dataset import Entry, download, list_files, needed_bytes, unpack, verify
+from ssdctl.download.fetch import SPARE_BYTES, no_progress
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.errors import DiskError, NetworkError
+from ssdctl.errors import DiskError, IntegrityError, NetworkError
 
 IMAGES = {f"train2017/{i:012d}.jpg": random.Random(i).randbytes(2000) for i in range(100)}
 NOTES = {"annotations/instances_train2017.json": b"[1, 2, 3]" * 10}
@@ -38,9 +44,14 @@ def states(results: list[dict[str, object]]) -> list[object]:
 def test_archives_are_unpacked_and_only_what_is_missing_is_fetched(
     server: Server, files: list[PinnedFile], tmp_path: Path
 ) -> None:
+    notes = server.routes.pop("/notes.zip")
+    with pytest.raises(NetworkError):
+        download(files, tmp_path)
+    assert content(tmp_path) == IMAGES, "what is done is kept"
+    server.routes["/notes.zip"] = notes
     done = download(files, tmp_path)
     assert content(tmp_path) == WANTED
-    assert states(done) == ["fetched"] * 3
+    assert states(done) == ["present", "fetched", "fetched"]
     assert done[0]["files"] == 100
     before = len(server.requests)
     assert states(download(files, tmp_path)) == ["present"] * 3
@@ -119,40 +130,137 @@ def test_needed_space_is_checked_first_and_counts_archives_while_they_are_there(
     assert not (tmp_path / "data").exists()
 
 
-def test_the_first_trouble_ends_it_and_keeps_what_is_done(
-    server: Server, files: list[PinnedFile], tmp_path: Path
-) -> None:
-    server.route("/notes.zip", lambda _: Reply(404))
-    with pytest.raises(NetworkError):
-        download(files, tmp_path)
-    assert content(tmp_path) == IMAGES
+CONTENT = {
+    "train2017/000000000009.jpg": random.Random(1).randbytes(3000),
+    "train2017/000000000025.jpg": random.Random(2).randbytes(5000),
+    "annotations/instances_train2017.json": b'{"images": []}' * 20,
+}
 
 
-def test_two_downloads_at_once(server: Server, tmp_path: Path) -> None:
-    """Fault 12 with archives: one works, the other waits and has nothing to do."""
-    archive = zipped(IMAGES)
-    pin = pinned(server, "images.zip", archive, unpack=True, pause_s=0.2)
-    both = [start_download(pin, tmp_path) for _ in range(2)]
-    outcomes = sorted(process.communicate()[0].split()[-1] for process in both)
-    assert outcomes == ["fetched", "present"]
-    assert content(tmp_path) == IMAGES
-    assert server.body_bytes == len(archive)
+def unzip(folder: Path, archive: bytes, num_files: int | None = None) -> list[Entry]:
+    """Unpack `archive`, which is in `folder`, into `folder/data`."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "a.zip"
+    path.write_bytes(archive)
+    return unpack(path, folder / "data", num_files=num_files, progress=no_progress)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_a_resume_fetches_at_most_a_twentieth_twice(
-    server: Server, tmp_path: Path, sent: signal.Signals
-) -> None:
-    """Ended in the middle, with several connections at work: 1.05 times the bytes in all."""
-    data = random.Random(0).randbytes(24_000_000)
-    pin = pinned(server, "a.bin", data, pause_s=0.01)
-    process = start_download(pin, tmp_path, connections=2)
-    while server.body_bytes < len(data) / 2:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(sent)
-    process.communicate()
-    assert server.body_bytes < len(data)
-    assert start_download(pin, tmp_path, connections=2).communicate()[0].split()[-1] == "fetched"
-    assert (tmp_path / "a.bin").read_bytes() == data
-    assert server.body_bytes <= 1.05 * len(data)
+def refused(folder: Path, archive: bytes, match: str = "") -> None:
+    """Unpacking fails with 5 and leaves only the archive in its folder."""
+    with pytest.raises(IntegrityError, match=match or None):
+        unzip(folder, archive)
+    assert list(tree(folder)) == ["a.zip"]
+    assert not (folder / "data").exists() or not list((folder / "data").iterdir())
+
+
+def with_field(archive: bytes, position: int, value: int, size: int = 4) -> bytes:
+    """Change a field of every entry in the archive's directory."""
+    content = bytearray(archive)
+    for match in re.finditer(b"PK\1\2", archive):
+        start = match.start() + position
+        content[start : start + size] = value.to_bytes(size, "little")
+    return bytes(content)
+
+
+def test_content_lands_in_place(tmp_path: Path) -> None:
+    left = tmp_path / "data" / ".a.zip.unpacking" / "train2017"  # left by a killed run
+    left.mkdir(parents=True)
+    (left / "half.jpg").write_bytes(b"")
+    more = {"a/": b"", "a/b/": b"", "a/c": b"", "top": b"x"}
+    entries = unzip(tmp_path, zipped(CONTENT | more), num_files=5)
+    found = tree(tmp_path / "data")
+    assert found == CONTENT | {"a/c": b"", "top": b"x"}
+    assert (tmp_path / "data" / "a" / "b").is_dir()
+    assert sorted(entries) == sorted((n, len(data), zlib.crc32(data)) for n, data in found.items())
+    (tmp_path / "data" / "annotations" / "mine.json").write_bytes(b"mine")
+    (tmp_path / "data" / "top").write_bytes(b"old")
+    unzip(tmp_path, zipped(CONTENT | more))
+    assert tree(tmp_path / "data") == found | {"annotations/mine.json": b"mine"}
+
+
+@pytest.mark.parametrize("disk", [None, "/dev/shm"])
+def test_a_linked_folder_gets_the_files(tmp_path: Path, disk: str | None) -> None:
+    if disk is not None and not Path(disk).is_dir():
+        pytest.skip("needs a second disk")
+    with tempfile.TemporaryDirectory(dir=disk) as elsewhere:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "train2017").symlink_to(elsewhere)
+        (Path(elsewhere) / "000000000009.jpg").write_bytes(b"old")
+        content = CONTENT | {"train2017/more/a.jpg": b"1"}
+        unzip(tmp_path, zipped(content))
+        assert (tmp_path / "data" / "train2017").is_symlink()
+        assert {f"train2017/{k}": v for k, v in tree(Path(elsewhere)).items()} == {
+            name: data for name, data in content.items() if name.startswith("train2017/")
+        }
+    assert not (tmp_path / "data" / ".a.zip.unpacking").exists()
+
+
+NAMES = (
+    *("../out", "a/../../out", "a/..", "/etc/passwd", "//out", "a\\..\\out", "C:\\out"),
+    *("./a", "a//b", ".ssdctl/a.zip.json", "x" * 300, "/".join(["x" * 200] * 25)),
+)
+DATA = CONTENT["train2017/000000000009.jpg"]
+ONE = zipped({"a": b"1"})
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    **{f"name {name:.30}": (zipped({"fine": b"1", name: b"2"}), "") for name in NAMES},
+    "NUL": (zipped({"fine": b"1", "aXb": b"2"}).replace(b"aXb", b"a\0b"), "not a plain path"),
+    **{
+        f"kind {kind:o}": (zipped({"a": b"1"}, external_attr=kind << 16), "link or a device")
+        for kind in (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFCHR)
+    },
+    "a name twice": (zipped({"same1": b"1", "same2": b"2"}).replace(b"same2", b"same1"), "same1"),
+    **{
+        f"a file that is a folder: {order}": (zipped(dict.fromkeys(order, b"")), "'a")
+        for order in (("a", "a/b"), ("a/b", "a"), ("a/", "a"), ("a/b/c", "a/b"))
+    },
+    **{
+        f"{size} bytes instead of 3,000": (with_field(zipped({"a": DATA}), 24, size), "")
+        for size in (0, 10, 2999, 3001, 100_000)
+    },
+    "a stored file of two sizes": (
+        with_field(zipped({"a": b"12345"}, compress_type=zipfile.ZIP_STORED), 24, 4), ""
+    ),
+    "a folder with content": (with_field(zipped({"a/": b""}), 24, 9), "the folder 'a/' has"),
+    "overlapping entries": (with_field(zipped({"a": DATA, "b": DATA}), 20, 5000), "overlap"),
+    "an encrypted entry": (with_field(ONE, 8, 1, 2), "encrypted"),
+    "another method": (with_field(ONE, 10, zipfile.ZIP_LZMA, 2), "method 14"),
+    "another CRC": (with_field(ONE, 16, 12345), "CRC"),
+    "a bomb": (zipped({"zeros": bytes(3_000_000)}), "bomb"),
+    "nothing": (zipped({}), "0 files"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_15_hostile_archives(tmp_path: Path, name: str) -> None:
+    refused(tmp_path, *HOSTILE[name])
+
+
+def test_15_numbers_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IntegrityError, match=r"\b3\b.*\b4\b"):
+        unzip(tmp_path, zipped(CONTENT), num_files=4)
+    assert list(tree(tmp_path)) == ["a.zip"]
+    monkeypatch.setattr(dataset_module, "MAX_ENTRIES", 2)
+    refused(tmp_path, zipped(CONTENT), "3 entries are too many")
+
+
+def test_15_another_name_in_an_extra_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Unicode path of Info-ZIP: Python 3.12 and later takes it as the name."""
+    field = struct.pack("<HHBL", 0x7075, 5 + len(b"../out"), 1, zlib.crc32(b"out")) + b"../out"
+    if sys.version_info < (3, 12):
+        infolist = zipfile.ZipFile.infolist
+
+        def renamed(self: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+            infos = infolist(self)
+            infos[-1].filename = "../out"
+            return infos
+
+        monkeypatch.setattr(zipfile.ZipFile, "infolist", renamed)
+    refused(tmp_path, zipped({"out": b"2"}, extra=field), "not a plain path")
+
+
+def test_16_cut_anywhere(tmp_path: Path) -> None:
+    archive = zipped(CONTENT)
+    dice = random.Random(0)
+    cuts = {0, 1, len(archive) - 1, len(archive) - 21, len(archive) - 22}
+    for cut in sorted(cuts | {dice.randrange(len(archive)) for _ in range(40)}):
+        refused(tmp_path, archive[:cut])

@@ -38,19 +38,35 @@ def leave(target: Path, arrived: int) -> None:
 
 
 @pytest.mark.parametrize(("url", "validator"), [(URL, '"1"'), ("http://mirror/a.bin", "")])
-def test_a_part_is_continued_and_published(target: Path, url: str, validator: str) -> None:
-    """Bytes of another URL count, its version does not."""
+def test_a_part_is_continued_and_published(
+    target: Path, url: str, validator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of another URL count, its version does not; published once they are on the disk."""
     leave(target, 400_000)
     partial = opened(target, url)
-    assert (partial.inherited, partial.arrived_bytes, partial.state.validator) == (
-        400_000,
-        400_000,
-        validator,
-    )
+    assert (partial.inherited, partial.arrived_bytes) == (400_000, 400_000)
+    assert partial.state.validator == validator
     append(partial, CONTENT[400_000:])
     assert partial.take() is None
+    calls: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(what: Any, *more: Any) -> Any:
+            path = Path(f"/proc/self/fd/{what}").readlink() if isinstance(what, int) else what
+            calls.append(f"{name} {path.name}")
+            return original(what, *more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(os, "fsync")
+    note(os, "ftruncate")
+    note(Path, "replace")
     partial.publish(target)
     partial.close()
+    names = ["ftruncate a.bin.part", "fsync a.bin.part", "replace a.bin.part"]
+    assert calls == [*names, f"fsync {target.parent.name}"]
     assert target.read_bytes() == CONTENT
     assert list(target.parent.iterdir()) == [target]
 
@@ -94,40 +110,12 @@ def test_pieces_are_taken_by_one_connection_each(target: Path) -> None:
     again.close()
 
 
-def test_a_file_is_published_once_its_bytes_are_on_the_disk(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    partial = opened(target)
-    append(partial, CONTENT)
-    calls: list[str] = []
-
-    def note(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def noted(what: Any, *more: Any) -> Any:
-            path = Path(f"/proc/self/fd/{what}").readlink() if isinstance(what, int) else what
-            calls.append(f"{name} {path.name}")
-            return original(what, *more)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(os, "fsync")
-    note(os, "ftruncate")
-    note(Path, "replace")
-    partial.publish(target)
-    names = ["ftruncate a.bin.part", "fsync a.bin.part", "replace a.bin.part"]
-    assert calls == [*names, f"fsync {target.parent.name}"]
-
-
 @pytest.mark.parametrize(
     ("missing", "expected"),
     [
-        ("many", len(CONTENT)),  # nothing is known: the hash decides
-        ([[5, 3]], 0),
-        ([[0, 2**40]], 0),
-        ([[7, 9], [8, 10]], 0),
-        ([[-7, 9]], 0),
-        (None, len(CONTENT)),  # no record: a complete file
+        *((wrong, 0) for wrong in ([[5, 3]], [[0, 2**40]], [[7, 9], [8, 10]], [[-7, 9]])),
+        # No record, or none that can be read: the hash decides whether the file is complete.
+        *((unknown, len(CONTENT)) for unknown in ("many", None)),
     ],
 )
 def test_an_invalid_record_is_ignored(missing: object, expected: int, target: Path) -> None:

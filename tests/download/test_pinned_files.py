@@ -1,15 +1,22 @@
-"""What is pinned, and what a manifest may contain."""
+"""What is pinned, what a manifest may contain, and the cache of backbone weights."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from download.http_server import Server, file
 
+from ssdctl.download.fetch import torch_cache_dir
+from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import COCO2017, PinnedFile, read_manifest
-from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.model.pretrained import all_weights, weights_named
+from ssdctl.errors import IntegrityError, NetworkError, UsageError
+from ssdctl.model.backbones import tiny as tiny_backbone
+from ssdctl.model.pretrained import all_weights, fetch_weights, find_weights, weights_named
 
 HASH = "ab" * 32
 ENTRY = f'[[file]]\nname = "a.zip"\nurl = "https://x.org/a.zip"\nbytes = 7\nsha256 = "{HASH}"\n'
@@ -23,48 +30,39 @@ def manifest(folder: Path, text: str) -> list[PinnedFile]:
 
 def test_coco_is_pinned_completely() -> None:
     assert set(COCO2017) == {"train", "val", "annotations"}
-    for file in COCO2017.values():
-        assert re.fullmatch("[0-9a-f]{64}", file.sha256)
-        assert file.bytes
-        assert file.unpack
-        assert file.url.startswith("https://")
-        assert file.url.endswith("/" + file.name)
+    for pin in COCO2017.values():
+        assert re.fullmatch("[0-9a-f]{64}", pin.sha256)
+        assert pin.bytes
+        assert pin.unpack
+        assert pin.url.startswith("https://")
+        assert pin.url.endswith("/" + pin.name)
 
 
-def test_weights_pin_the_hash_in_their_names() -> None:
+def test_weights_have_unique_names_and_pin_the_hash_in_them() -> None:
     for weights in all_weights():
         assert re.fullmatch("[0-9a-f]{8}|[0-9a-f]{64}", weights.file.sha256)
         assert weights.file.sha256.startswith(weights.name.rpartition("-")[2])
     names = [name for w in all_weights() for name in {w.name, w.alias}]
     assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize(
-    ("name", "stem"),
-    [
+    for name, stem in (
         ("resnet34-imagenet-v1", "resnet34-b627a593"),
         ("resnet50-imagenet-v1", "resnet50-0676ba61"),
         ("resnet50-imagenet-v2", "resnet50-11ad3fa6"),
         ("resnet34-333f7ec4", "resnet34-333f7ec4"),
         ("resnet50-19c8e357.pth", "resnet50-19c8e357"),
-    ],
-)
-def test_weights_have_several_names(name: str, stem: str) -> None:
-    assert weights_named(name).name == stem
+    ):
+        assert weights_named(name).name == stem
 
 
-def test_a_mirror_is_tried_flat_and_in_the_hosts_layout() -> None:
+def test_a_mirror_is_http_and_tried_flat_and_in_the_hosts_layout() -> None:
     assert COCO2017["val"].urls("http://m.org/coco/") == [
         "http://m.org/coco/val2017.zip",
         "http://m.org/coco/zips/val2017.zip",
         "http://m.org/coco/images.cocodataset.org/zips/val2017.zip",
     ]
-
-
-@pytest.mark.parametrize("mirror", ["file:///tmp", "/tmp", "m.org", "http://", "ftp://m.org"])
-def test_a_mirror_is_http(mirror: str) -> None:
-    with pytest.raises(UsageError, match="--mirror"):
-        COCO2017["val"].urls(mirror)
+    for mirror in ("file:///tmp", "/tmp", "m.org", "http://", "ftp://m.org"):
+        with pytest.raises(UsageError, match="--mirror"):
+            COCO2017["val"].urls(mirror)
 
 
 def test_a_manifest_is_read(tmp_path: Path) -> None:
@@ -104,3 +102,60 @@ def test_a_bad_manifest_is_refused(tmp_path: Path, old: str, new: str, complaint
 def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(IntegrityError):
         manifest(tmp_path, ENTRY.replace("a.zip", name, 1))
+
+
+CONTENT = bytes(range(256)) * 1000
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+STEM = f"tiny-{DIGEST[:8]}"
+QUICK = RetryPolicy(connect_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("XDG_CACHE_HOME", "/x/cache", "/x/cache/torch"),
+        ("TORCH_HOME", "~/torch", str(Path("~/torch").expanduser())),
+        ("XDG_CACHE_HOME", "", str(Path("~/.cache/torch").expanduser())),
+    ],
+)
+def test_the_cache_is_that_of_torch_hub(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
+) -> None:
+    monkeypatch.delenv("TORCH_HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if value:
+        monkeypatch.setenv(name, value)
+    assert str(torch_cache_dir()) == f"{torch.hub.get_dir()}/checkpoints"
+    assert str(torch_cache_dir()) == f"{expected}/hub/checkpoints"
+
+
+def test_weights_are_fetched_once_then_cached(
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = server.route(f"/models/{STEM}.pth", file(CONTENT))
+    pin = PinnedFile(f"{STEM}.pth", url, DIGEST[:8])
+    monkeypatch.setitem(tiny_backbone.WEIGHTS, "v1", pin)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    caplog.set_level(logging.INFO, "ssdctl")
+    assert find_weights(STEM) is None
+    path = tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth"
+    with Server() as stopped:
+        nowhere = stopped.url
+    with pytest.raises(NetworkError) as error:
+        fetch_weights(STEM, mirror=nowhere, retry_policy=QUICK)
+    assert f"/models/{STEM}.pth" in str(error.value.hint)
+    assert str(path) in str(error.value.hint)
+    caplog.clear()
+    assert fetch_weights("tiny-v1", retry_policy=QUICK) == path
+    assert path.read_bytes() == CONTENT
+    assert len(caplog.messages) == 1
+    assert find_weights(STEM) == path
+    before, stamp = len(server.requests), path.parent.stat().st_mtime_ns
+    assert fetch_weights(STEM, retry_policy=QUICK) == path
+    assert len(server.requests) == before
+    assert len(caplog.messages) == 1
+    # Without a lock file: the folder's time is unchanged (root could write anywhere).
+    assert path.parent.stat().st_mtime_ns == stamp

@@ -7,7 +7,6 @@ import io
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from download.http_server import Server, file
@@ -15,17 +14,14 @@ from download.http_server import Server, file
 from ssdctl.download.pinned_files import PinnedFile
 
 
-def zipped(
-    content: dict[str, bytes], change: Callable[[zipfile.ZipInfo], None] | None = None
-) -> bytes:
-    """A zip of `content`; `change` may alter each entry before it is written."""
+def zipped(content: dict[str, bytes], **fields: object) -> bytes:
+    """Return a zip of `content`; `fields` are set in the header of each entry."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as opened:
+    with zipfile.ZipFile(buffer, "w") as opened:
         for name, data in content.items():
             info = zipfile.ZipInfo(name)
-            info.compress_type = zipfile.ZIP_DEFLATED
-            if change:
-                change(info)
+            for field, value in {"compress_type": zipfile.ZIP_DEFLATED, **fields}.items():
+                setattr(info, field, value)
             opened.writestr(info, data)
     return buffer.getvalue()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation.judge import Row, detections, image_counts, read_truth
+from evaluation.judge import Row, detections, image_counts, read_truth, write_annotations
 
 from ssdctl.benchmark.evaluate import make_split
 from ssdctl.data.coco_json import document_of
@@ -15,11 +14,11 @@ from ssdctl.errors import DataError
 from ssdctl.evaluation.analysis import (
     ERRORS,
     NUM_SAMPLES,
-    analyze,
     best_threshold,
     choose_samples,
     diagnosis,
     f1_curve,
+    score,
 )
 from ssdctl.evaluation.coco_ap import Detections, run_scoring
 from ssdctl.runs.evaluation import (
@@ -37,21 +36,10 @@ RIGHT: list[Row] = [(i, 2, BOX, 0.9) for i in range(NUM_IMAGES)]
 
 def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
     """Evaluate detections on images with one object of category 2 each."""
-    path = tmp_path / "annotations.json"
-    listed = [
-        {"id": i, "width": 300, "height": 300, "file_name": f"{i}.jpg"} for i in range(NUM_IMAGES)
-    ]
-    truth = [
-        {"id": i + 1, "image_id": i, "category_id": 2, "bbox": BOX, "area": 1e4, "iscrowd": 0}
-        for i in range(NUM_IMAGES)
-    ]
-    categories = [{"id": 2, "name": "cat"}, {"id": 7, "name": "dog"}]
-    path.write_text(json.dumps({"images": listed, "annotations": truth, "categories": categories}))
-    about = EvaluationInfo(
-        source="x.json", data=".", store=".", split="val", images=4, detections=len(rows)
-    )
-    found = detections(rows)
-    return analyze(run_scoring(read_truth(path), found), found, about)
+    truth = [{"image_id": i, "category_id": 2, "bbox": BOX} for i in range(NUM_IMAGES)]
+    path = write_annotations(tmp_path, truth, {2: "cat", 7: "dog"})
+    about = EvaluationInfo(source="x.json", data=".", store=".", split="val")
+    return score(read_truth(path), detections(rows), about)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +66,11 @@ def test_each_kind_of_error_is_named(tmp_path: Path, kind: str, rows: list[Row])
         assert ("cat" in sentence and "dog" in sentence) == (kind == "Cls")
 
 
-def test_the_diagnosis_without_errors_or_detections(tmp_path: Path) -> None:
-    sentences = [diagnosis(evaluation(tmp_path, rows)) for rows in (RIGHT, [])]
-    assert len(set(sentences)) == 2
-    assert not any(text in s for s in sentences for _, _, text in ERRORS.values())
-
-
 def test_perfect_detections_have_no_errors(tmp_path: Path) -> None:
-    result = evaluation(tmp_path, RIGHT)
+    result, nothing = (evaluation(tmp_path, rows) for rows in (RIGHT, []))
+    sentences = {diagnosis(result), diagnosis(nothing)}
+    assert len(sentences) == 2
+    assert not any(text in s for s in sentences for _, _, text in ERRORS.values())
     assert all(e.count == 0 and e.delta_ap == 0 for e in result.errors)
     cat, dog = result.per_class
     assert (cat.objects, cat.AP, cat.best_f1, cat.best_score) == (4, pytest.approx(1), 1.0, 0.9)
@@ -159,18 +144,16 @@ def test_f1_over_the_threshold(tmp_path: Path) -> None:
     assert best_threshold(evaluation(tmp_path, RIGHT)) == (0.45, 1.0)
 
 
-@pytest.mark.parametrize("rows", [[], RIGHT])
-def test_round_trip(tmp_path: Path, rows: list[Row]) -> None:
-    before = evaluation(tmp_path, rows)
-    write_evaluation(tmp_path / "evaluation.json", before)
-    assert read_evaluation(tmp_path / "evaluation.json") == before
+def test_the_file_of_an_evaluation(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.json"
+    for rows in ([], RIGHT):
+        before = evaluation(tmp_path, rows)
+        write_evaluation(path, before)
+        assert read_evaluation(path) == before
     assert read_evaluation(tmp_path / "none.json") is None
-
-
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "evaluation.json").write_text('{"about": 3}')
+    path.write_text('{"about": 3}')
     with pytest.raises(DataError, match=r"evaluation\.json"):
-        read_evaluation(tmp_path / "evaluation.json")
+        read_evaluation(path)
 
 
 def test_the_worst_images_are_pycocotools() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Result
-from evaluation.judge import Row, detections, pycocotools_figures, read_truth
+from evaluation.judge import Row, detections, pycocotools_figures, read_truth, write_annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,20 +23,9 @@ from ssdctl.errors import DataError
 from ssdctl.evaluation.coco_ap import read_ground_truth, run_scoring
 from ssdctl.evaluation.evaluate import read_detections
 
-CATEGORIES = [{"id": i, "name": f"class {i}"} for i in (2, 5, 11)]
 
-
-def annotations(folder: Path, boxes: list[dict[str, Any]]) -> Path:
-    path = folder / "annotations.json"
-    entries = [
-        {"id": i + 1, "area": b["bbox"][2] * b["bbox"][3], "iscrowd": 0, **b}
-        for i, b in enumerate(boxes)
-    ]
-    listed = [{"id": i, "width": 200, "height": 200, "file_name": f"{i}.jpg"} for i in range(4)]
-    path.write_text(
-        json.dumps({"images": listed, "annotations": entries, "categories": CATEGORIES})
-    )
-    return path
+def annotations(folder: Path, objects: list[dict[str, Any]]) -> Path:
+    return write_annotations(folder, objects, {i: f"class {i}" for i in (2, 5, 11)})
 
 
 @st.composite
@@ -63,31 +52,23 @@ def cases(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Row]]:
 Case = tuple[list[dict[str, Any]], list[Row]]
 
 
-@settings(max_examples=40)
-@given(cases())
-def test_equal_to_pycocotools(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
-    check_against_pycocotools(tmp_path_factory.mktemp("case"), case)
-
-
-@pytest.mark.slow(in_ci=True)
-@settings(max_examples=200)
-@given(cases())
-def test_equal_to_pycocotools_in_many_cases(
-    tmp_path_factory: pytest.TempPathFactory, case: Case
-) -> None:
-    check_against_pycocotools(tmp_path_factory.mktemp("case"), case)
-
-
-def check_against_pycocotools(folder: Path, case: Case) -> None:
+def check_against_pycocotools(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     """Score by the file and by its index; the judge reads the file itself."""
     truth, rows = case
-    path, found = annotations(folder, truth), detections(rows)
+    path = annotations(tmp_path_factory.mktemp("case"), truth)
+    found = detections(rows)
     for image_ids in (None, np.array([0, 2])):
         expected = pycocotools_figures(json.loads(path.read_text()), found, image_ids)
         for truth_read in (read_truth(path), read_ground_truth(index_of(path))):
             scoring = run_scoring(truth_read, found, image_ids=image_ids, verify=True)
             actual = list(scoring.figures.values())
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+test_equal_to_pycocotools = settings(max_examples=40)(given(cases())(check_against_pycocotools))
+test_equal_to_pycocotools_in_many_cases = pytest.mark.slow(in_ci=True)(
+    settings(max_examples=200)(given(cases())(check_against_pycocotools))
+)
 
 
 def index_of(path: Path) -> Path:
@@ -111,7 +92,7 @@ def index_of(path: Path) -> Path:
     return index
 
 
-def test_perfect_detections_score_one(tmp_path: Path) -> None:
+def test_perfect_detections_score_one_and_none_zero(tmp_path: Path) -> None:
     truth = [{"image_id": i, "bbox": [10.0, 10, 50, 50], "category_id": 5} for i in range(3)]
     path = annotations(tmp_path, truth)
     actual = [(i, 5, [10.0, 10, 50, 50], 0.9) for i in range(3)]
@@ -121,22 +102,14 @@ def test_perfect_detections_score_one(tmp_path: Path) -> None:
     by_name = {c.name: c.AP for c in result.per_class}
     assert by_name == {"class 2": -1, "class 5": pytest.approx(1.0), "class 11": -1}
     assert len(result.image_ids) == 4
-
-
-def test_no_detections_score_zero(tmp_path: Path) -> None:
-    path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
     result = run_scoring(read_truth(path), detections([]), verify=True)
     assert result.figures["AP"] == 0
     assert result.figures["AR100"] == 0
 
 
-def test_detections_on_unlisted_images_are_refused(tmp_path: Path) -> None:
-    path = annotations(tmp_path, [])
-    with pytest.raises(DataError, match=r"\b1 images"):
-        run_scoring(read_truth(path), detections([(99, 2, [1.0, 1, 1, 1], 0.5)]))
-
-
-def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
+def test_detections_of_unlisted_categories_are_ignored_and_of_images_refused(
+    tmp_path: Path,
+) -> None:
     path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
     listed = [(0, 2, [1.0, 1, 5, 5], 0.5)]
     unlisted = [(0, 99, [1.0, 1, 5, 5], 0.9), (1, -1, [1.0, 1, 5, 5], 0.9)]
@@ -144,6 +117,8 @@ def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
     scores = run_scoring(truth, detections([*listed, *unlisted]), verify=True)
     expected = run_scoring(truth, detections(listed))
     assert (scores.figures, scores.per_class) == (expected.figures, expected.per_class)
+    with pytest.raises(DataError, match=r"\b1 images"):
+        run_scoring(truth, detections([(99, 2, [1.0, 1, 1, 1], 0.5)]))
 
 
 def test_objects_of_unlisted_categories_are_left_out_up_to_5_percent(tmp_path: Path) -> None:

@@ -23,12 +23,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from checkpoint.test_hostile import payload
 from conftest import Result, run_cli
 from data.formats import exports
 from download.zips import zipped
 from fuzz.mutations import mutated_bytes, mutated_json, mutated_tree
 from hypothesis import strategies as st
+from reporting.test_damaged_runs import make_run
 
+from ssdctl.checkpoint.exported import read_onnx
+from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import Console
 from ssdctl.config import PrepareConfig, resolve
@@ -40,14 +46,18 @@ from ssdctl.data.index import read_annotations
 from ssdctl.data.prepare import _unchanged_outcome, prepare
 from ssdctl.data.shapes import generate
 from ssdctl.data.store import open_split
+from ssdctl.device import open_device
 from ssdctl.download.dataset import unpack
 from ssdctl.download.fetch import fetch, no_progress
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile, read_manifest
 from ssdctl.evaluation.evaluate import read_detections
+from ssdctl.exporting.weights import export_weights
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.reader import read_run
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.state import restore
 
 COMMAND_EVERY = 100
 BOX = {"image_id": 1, "category_id": 1, "bbox": [1.0, 2.0, 30.0, 40.0], "score": 0.5}
@@ -102,7 +112,7 @@ def small_shapes(root: Path) -> Path:
 
 
 def dataset_target(root: Path, path: Path, inputs: st.SearchStrategy[bytes]) -> Target:
-    """Read a dataset of any format of which one file is mutated, up to the check of the images."""
+    """Read a dataset of any format with one file mutated, up to the check of the images."""
 
     def read() -> None:
         for split in read_dataset(root, AUTOMATIC).values():
@@ -191,10 +201,6 @@ def damaged_file_target(
 
 def build(path: Path) -> tuple[Any, Any, Any]:
     """Read a checkpoint and build its network, with an optimizer."""
-    from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.device import open_device
-    from ssdctl.training.optimizer import build_optimizer
-
     read = load_checkpoint(path)
     model = load_network(read)
     config = resolve(environment={}).config.train
@@ -203,10 +209,6 @@ def build(path: Path) -> tuple[Any, Any, Any]:
 
 def load(path: Path) -> None:
     """Read a checkpoint, build its network, resume from it and train a step."""
-    import torch
-
-    from ssdctl.training.state import restore
-
     read, model, optimizer = build(path)
     if read.third_party is None:
         restore(model, optimizer, read)
@@ -217,11 +219,6 @@ def load(path: Path) -> None:
 
 def checkpoint(folder: Path) -> Iterator[Target]:
     """Files that torch.save wrote, of contents with other values."""
-    import torch
-    from checkpoint.test_hostile import payload
-
-    from ssdctl.checkpoint.third_party import to_third_party
-
     path = folder / "x.pt"
     torch.save(payload(), path)
     ours = {**payload(), "optimizer": build(path)[2].state_dict()}
@@ -248,9 +245,6 @@ def checkpoint(folder: Path) -> Iterator[Target]:
 
 def checkpoint_bytes(folder: Path) -> Iterator[Target]:
     """Damaged pickles in a zip with correct CRCs, and damaged zips."""
-    import torch
-    from checkpoint.test_hostile import payload
-
     path = folder / "x.pt"
     torch.save(payload(), path)
     whole = path.read_bytes()
@@ -275,12 +269,6 @@ def checkpoint_bytes(folder: Path) -> Iterator[Target]:
 def safetensors(folder: Path) -> Iterator[Target]:
     """Files of `export --format safetensors`: the header in JSON, the metadata, the tensors."""
     pytest.importorskip("safetensors")
-    import torch
-    from checkpoint.test_hostile import payload
-
-    from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.exporting.weights import export_weights
-
     torch.save(payload(), folder / "first.pt")
     path = folder / "x.safetensors"
     export_weights(load_checkpoint(folder / "first.pt"), "safetensors", path)
@@ -300,8 +288,6 @@ def onnx(folder: Path) -> Iterator[Target]:
     """A small graph with the description of an exported network."""
     package = pytest.importorskip("onnx")
     from inference.test_onnx_detector import FACTS, GRAPH
-
-    from ssdctl.checkpoint.exported import read_onnx
 
     model = package.parser.parse_model(GRAPH.replace("BATCH", "batch"))
     package.helper.set_model_props(model, FACTS.as_metadata())
@@ -437,8 +423,6 @@ def http(folder: Path) -> Iterator[Target]:
 
 def metrics(folder: Path) -> Iterator[Target]:
     """metrics.jsonl, read by a resume and by the reader of reports."""
-    from reporting.test_damaged_runs import make_run
-
     run_folder = make_run(folder / "run")
     path = run_folder / "metrics.jsonl"
 
@@ -459,8 +443,6 @@ def metrics(folder: Path) -> Iterator[Target]:
 
 def report(folder: Path) -> Iterator[Target]:
     """A page of a run folder with one file damaged."""
-    from reporting.test_damaged_runs import make_run
-
     run, root = make_run(folder / "run"), small_shapes(folder / "data")
     (folder / "d.json").write_text(json.dumps([BOX]))
     done = run_cli("evaluate", folder / "d.json", "--data", root, "--report", run)

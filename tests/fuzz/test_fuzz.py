@@ -31,7 +31,7 @@ from ssdctl.errors import ExitCode
 SECONDS = float(os.environ.get("FUZZ_S", "60"))
 EXAMPLES = 6  # in the default suite
 ROUND = 200  # examples between two looks at the clock
-MAX_GROWTH_BYTES = 1 << 30  # of this process
+MAX_GROWTH_BYTES = 1 << 30  # this process's memory
 BUG = re.compile("Traceback|this is a bug", re.IGNORECASE)
 CONTRACT = frozenset(ExitCode) - {ExitCode.BUG, ExitCode.INTERRUPTED}
 
@@ -75,36 +75,35 @@ def report_bugs(bugs: dict[str, Any]) -> str:
     return "\n".join(f"{place}\n  input: {content!r:.1000}" for place, content in bugs.items())
 
 
-@pytest.mark.parametrize("name", [name for name in TARGETS if name != "report"])
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        *((name, 0) for name in TARGETS if name != "report"),
+        *(pytest.param(name, SECONDS, marks=pytest.mark.slow) for name in TARGETS),
+    ],
+)
 @pytest.mark.filterwarnings("default")  # a command prints warnings, which is allowed
-def test_few_mutated_inputs(name: str, tmp_path: Path) -> None:
+def test_mutated_inputs(
+    name: str, seconds: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     outcome = Outcome(Counter(), {})
+    limit = time.monotonic() + seconds
+    seed = time.time_ns() if seconds else None
     with contextmanager(TARGETS[name])(tmp_path) as target:
-        fuzz(target, EXAMPLES, outcome)
-    assert outcome.ends.total() >= EXAMPLES
-    assert not outcome.bugs, report_bugs(outcome.bugs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.filterwarnings("default")
-def test_mutated_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = Outcome(Counter(), {})
-    limit = time.monotonic() + SECONDS
-    seed = time.time_ns()
-    with contextmanager(TARGETS[name])(tmp_path) as target:
-        fuzz(target, ROUND, outcome, seed=seed)
-        gc.collect()
+        fuzz(target, ROUND if seconds else EXAMPLES, outcome, seed=seed)
+        if seconds:
+            gc.collect()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         while time.monotonic() < limit:
-            seed += 1
-            fuzz(target, ROUND, outcome, seed=seed, limit=limit)
+            fuzz(target, ROUND, outcome, seed=time.time_ns(), limit=limit)
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    codes = ", ".join(f"{n} x exit {code}" for (code, _), n in sorted(outcome.ends.items()))
-    with capsys.disabled():
-        sys.stdout.write(f"\n{name}: {outcome.ends.total():,} inputs: {codes}\n")
-        sys.stdout.write(report_bugs(outcome.bugs))
-        sys.stdout.flush()
-    assert not outcome.bugs, report_bugs(outcome.bugs)
-    assert len(outcome.ends) > 1, "every input had the same end"
+    bugs = "\n".join(f"{place}\n  input: {value!r:.1000}" for place, value in outcome.bugs.items())
+    if seconds:
+        codes = ", ".join(f"{n} x exit {code}" for (code, _), n in sorted(outcome.ends.items()))
+        with capsys.disabled():
+            sys.stdout.write(f"\n{name}: {outcome.ends.total():,} inputs: {codes}\n{bugs}")
+            sys.stdout.flush()
+        assert len(outcome.ends) > 1, "every input had the same end"
+    assert outcome.ends.total() >= EXAMPLES
+    assert not outcome.bugs, bugs
     assert growth < MAX_GROWTH_BYTES

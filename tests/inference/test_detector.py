@@ -1,7 +1,10 @@
-"""The detector: what it does when a device's memory is full."""
+"""Tiles of a large image and the merging of their detections; a device whose memory is full."""
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from tiny_network import build_training
@@ -10,6 +13,57 @@ from torch import Tensor
 from ssdctl.device import open_device
 from ssdctl.errors import UsageError
 from ssdctl.inference.detector import Detector, DetectorConfig
+from ssdctl.inference.image_detector import Window, cut_flags, merge, tile_windows
+
+Row = tuple[tuple[int, int, int, int], float, int, bool]  # box, score, label, is cut
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "size", "overlap"),
+    [(8000, 6000, 1000, 0.2), (301, 300, 300, 0.0), (1000, 200, 333, 0.5), (640, 480, 300, 0.9)],
+)
+def test_tiles_cover_the_image_and_overlap(
+    width: int, height: int, size: int, overlap: float
+) -> None:
+    complete, *tiles = tile_windows(width, height, size, overlap)
+    assert complete == (0, 0, width, height)
+    for length, axis in ((width, 0), (height, 1)):
+        spans = sorted({(tile[axis], tile[axis + 2]) for tile in tiles})
+        assert spans[0][0] == 0
+        assert spans[-1][1] == length
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            assert end - start >= int(size * overlap) - 1
+        assert all(stop - start == min(size, length) for start, stop in spans)
+    assert len(tiles) == len(set(tiles))
+    assert tile_windows(size, size - 1, size, overlap) == [Window(0, 0, size, size - 1)]
+
+
+def test_boxes_at_inner_edges_are_cut() -> None:
+    boxes = np.array([[100, 20, 150, 60], [120, 0, 150, 60], [120, 20, 200, 60.0]])
+    window = Window(100, 0, 200, 100)
+    assert cut_flags(boxes, window, 400, 100).tolist() == [True, False, True]
+    assert cut_flags(boxes, window, 200, 100).tolist() == [True, False, False]
+
+
+WHOLE, PART, SIDE = (0, 0, 100, 40), (0, 0, 30, 40), (11, 10, 51, 50)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        ([((10, 10, 50, 50), 0.6, 1, False), (SIDE, 0.9, 1, False), (SIDE, 0.8, 2, False),
+          ((200, 10, 240, 50), 0.95, 1, False)], [3, 1, 2]),
+        ([(PART, 0.9, 1, True), (WHOLE, 0.4, 1, False)], [1]),  # not part of an object for all
+        ([(PART, 0.9, 1, False), (WHOLE, 0.4, 1, False)], [0, 1]),  # a small one before it
+        ([(WHOLE, 0.9, 1, False), (PART, 0.4, 1, False)], [0, 1]),
+        ([(PART, 0.9, 1, True), (WHOLE, 0.4, 2, False)], [0, 1]),  # another class
+    ],
+)  # fmt: skip
+def test_one_object_of_two_tiles_is_one_detection(rows: list[Row], kept: list[int]) -> None:
+    boxes, scores, labels, is_cut = (np.array(column) for column in zip(*rows, strict=True))
+    assert merge(boxes.astype(np.float64), scores, labels, is_cut, 0.5).tolist() == kept
+    none = slice(0)
+    assert not len(merge(boxes[none], scores[none], labels[none], is_cut[none], 0.5))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +80,7 @@ def test_full_memory_names_a_batch_that_may_fit(
 
     monkeypatch.setattr(model, "forward", full)
     detector = Detector(model.eval(), device, DetectorConfig(score_threshold=0.05, nms_iou=0.5))
-    image_files = torch.zeros((num_images, 300, 300, 3), dtype=torch.uint8)
+    images = torch.zeros((num_images, 300, 300, 3), dtype=torch.uint8)
     with pytest.raises(UsageError, match="out of memory on device cpu") as caught:
-        detector(image_files)
+        detector(images)
     assert remedy in (caught.value.hint or "")

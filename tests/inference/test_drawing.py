@@ -78,8 +78,11 @@ def test_labels_of_a_crowd_do_not_cover_each_other(monkeypatch: pytest.MonkeyPat
         Labeled((200 + 3 * n, 150 + 3 * n, 420 + 3 * n, 380 + 3 * n), "traffic light", n + 1)
         for n in range(12)
     ]
-    drawn((640, 480), boxes)
+    pixels = np.asarray(drawn((640, 480), boxes))
     assert len(places) == 12
+    for left, top, right, bottom in places:  # the text is in it
+        inside = pixels[int(top) + 2 : int(bottom) - 1, int(left) + 2 : int(right) - 1]
+        assert len(np.unique(inside.reshape(-1, 3), axis=0)) > 5
     for a, b in itertools.combinations(places, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
 

@@ -1,6 +1,6 @@
 """ONNX files in place of checkpoints: thresholds of the NMS in the graph, fixed batches; files of other
 programs, damaged and hostile ones are refused. The graphs are small and return constants; files of a
-real network: tests/exporting/process/test_onnx.py."""
+real network: tests/exporting/process/test_runtimes.py."""
 
 from __future__ import annotations
 
@@ -70,11 +70,6 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return write
-
-
-@pytest.fixture(scope="session")
-def image_file(shapes: Path) -> Path:
-    return sorted((shapes / "val2017").iterdir())[0]
 
 
 def test_thresholds(cli: Cli, write: Write, image_file: Path) -> None:

@@ -182,6 +182,16 @@ def test_flip() -> None:
     np.testing.assert_array_equal(twice.boxes.ltrb, view.boxes.ltrb)
 
 
+def test_colors_are_drawn_around_one_and_no_turn(split: Split) -> None:
+    view = TrainLoader(split, ZOOM._replace(augment="color", hue_degrees=90.0)).draw(0, 2).view
+    assert view.jitter is not None
+    spread = np.array([0.125, 0.5, 0.5, np.pi / 2])
+    row = TrainLoader(split, ZOOM).draw(0, 2).rows[1]
+    numbers = [reference.hashed(STREAMS["color"], 5, 0, int(row), n) / 2**64 for n in range(4)]
+    expected = np.array([1, 1, 1, 0]) + spread * (2 * np.array(numbers) - 1)
+    np.testing.assert_allclose(view.jitter[1], expected, atol=1e-6)
+
+
 ZOOM = LoaderConfig(seed=5, batch_size=256, threads=1, max_boxes=8, augment="ssd-zoom")
 
 

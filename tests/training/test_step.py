@@ -1,4 +1,4 @@
-"""One step: a bad one moves nothing, accumulation equals the larger batch."""
+"""A step, where a bad one moves nothing, and parts of the loop: average, end, throughput, memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
 from ssdctl.input import Batch
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.training.evaluator import EarlyStopping
+from ssdctl.training.memory import USED_SHARE, MemoryEstimate
 from ssdctl.training.optimizer import build_optimizer, clip_factor
+from ssdctl.training.run_log import ThroughputMeter
+from ssdctl.training.state import EMA
 from ssdctl.training.step import (
     MAX_CONSECUTIVE,
     MAX_ROLLBACKS,
@@ -73,23 +77,14 @@ def test_clipping_bounds_the_update() -> None:
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-3)
 
 
-def test_biases_and_norms_are_not_decayed_by_default() -> None:
-    model, optimizer, _ = build_training()
-    decayed, others = optimizer.param_groups
-    assert decayed["weight_decay"] == 5e-4
-    assert others["weight_decay"] == 0
-    assert all(p.dim() > 1 for p in decayed["params"])
-    assert all(p.dim() == 1 for p in others["params"])
-    (everything,) = build_optimizer(
-        model, config(decay_bias=True, decay_norm=True), CPU
-    ).param_groups
-    assert len(everything["params"]) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize(("bias", "norm"), [(True, False), (False, True)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
 def test_decay_of_biases_and_of_batch_norm_are_two_switches(bias: bool, norm: bool) -> None:
-    model, _, _ = build_training()
-    groups = build_optimizer(model, config(decay_bias=bias, decay_norm=norm), CPU).param_groups
+    model, optimizer, _ = build_training()
+    if bias or norm:  # neither is the default
+        optimizer = build_optimizer(model, config(decay_bias=bias, decay_norm=norm), CPU)
+    groups = optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [5e-4, 0][: len(groups)]
     decayed = {id(p) for p in groups[0]["params"]}
     norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
@@ -99,6 +94,7 @@ def test_decay_of_biases_and_of_batch_norm_are_two_switches(bias: bool, norm: bo
     for layer in convolutions:
         assert id(layer.weight) in decayed
         assert layer.bias is None or (id(layer.bias) in decayed) is bias
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
 def flags(guard: NonFiniteGuard, *bad: bool) -> list[int]:
@@ -179,3 +175,61 @@ def test_a_bad_first_step_leaves_no_trace(optimizer_name: str) -> None:
     for name, tensor in ends[0].items():
         if not name.endswith("num_batches_tracked"):
             torch.testing.assert_close(tensor, ends[1][name], rtol=0, atol=0, msg=name)
+
+
+def test_ends_at_the_target_or_without_improvement() -> None:
+    best = EarlyStopping(None, target=0.5, patience=2)
+    assert [best.update(ap) for ap in (0.3, 0.2, 0.3)] == [True, False, False]
+    assert "--patience" in str(best.reason_to_end())
+    assert best.update(0.4)
+    assert best.reason_to_end() is None
+    assert best.update(0.5)
+    assert "--target-ap" in str(best.reason_to_end())
+    undefined = EarlyStopping(-1.0, target=-2, patience=1)  # no objects
+    assert not undefined.update(-1.0)
+    assert undefined.ap is undefined.reason_to_end() is None
+
+
+def test_average_keeps_the_share_of_its_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 1)
+    start = model.weight.detach().clone()
+    ema = EMA(model, 0.75)
+    with monkeypatch.context() as patch:
+        # A list of all weights takes the host as long as a step of a small network.
+        patch.setattr(model, "state_dict", None)
+        for _ in range(2):
+            model.weight.data += 1
+            ema.update()
+    # 0.75 x 0.25 of the first step, 0.25 x 2 of the second
+    assert torch.allclose(ema.state()["weight"], start + 0.6875)
+
+
+def test_throughput_reports_once_that_training_is_input_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    pace = ThroughputMeter(global_batch=8)
+    pace.start()
+    results = []
+    for _ in range(8):
+        with pace.waiting():
+            now[0] += 0.5
+        now[0] += 0.5
+        pace.step_done()
+        with pace.paused():
+            now[0] += 100
+        lap = pace.lap()
+        assert lap.images_per_second == pytest.approx(8)
+        assert lap.data_wait == pytest.approx(0.5)
+        results.append(lap.is_input_bound)
+    assert results == [False] * 4 + [True] + [False] * 3
+    assert pace.images_per_second == pytest.approx(8)
+    assert pace.data_wait == pytest.approx(0.5)
+
+
+def test_a_batch_that_fits_is_a_multiple_of_eight() -> None:
+    need = MemoryEstimate(fixed=50, per_image=100)
+    images = (0, 1, 7, 8, 9, 15, 16, 17)
+    fits = [need.fits(int((100 * n + 60) / USED_SHARE)) for n in images]
+    assert fits == [0, 1, 7, 8, 8, 8, 16, 16]

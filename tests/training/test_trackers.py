@@ -139,8 +139,7 @@ def test_a_tracker_that_hangs_is_left_behind(
 def test_the_end_of_a_run_is_limited_for_all_trackers(tmp_path: Path) -> None:
     event = threading.Event()
     run = tracked(tmp_path, config={"event": event})
-    hanging = dict.fromkeys(("one", "two", "three"), Hanging)
-    trackers = Trackers(hanging, run, uploads=True, longest_wait_s=0.2)
+    trackers = Trackers(dict.fromkeys("abc", Hanging), run, uploads=True, longest_wait_s=0.2)
     trackers.record(train_record(1))
     begin = time.monotonic()
     end(trackers)
@@ -187,20 +186,15 @@ def test_a_tracker_that_does_not_open(
     assert [type(error).__name__ in r.message for r in caplog.records] == [True]
 
 
-def test_a_process_with_a_hanging_tracker_exits(tmp_path: Path) -> None:
+def test_a_process_with_a_hanging_tracker_exits() -> None:
     script = """
         import time
-        from ssdctl.training.trackers import BackgroundTracker
-        from ssdctl.training.trackers import TrackedRun, Tracker
-        def create(run):
-            time.sleep(600)
+        from ssdctl.training.trackers import BackgroundTracker, TrackedRun
         run = TrackedRun("0", "run", ".", 0, {}, {}, [])
-        BackgroundTracker("x", create, run).close(is_success=True, timeout_s=0.1)
+        tracker = BackgroundTracker("x", lambda run: time.sleep(600), run)
+        tracker.close(is_success=True, timeout_s=0.1)
     """
-    begin = time.monotonic()
-    code = [sys.executable, "-c", textwrap.dedent(script)]
-    assert subprocess.run(code, timeout=60, check=True).returncode == 0
-    assert time.monotonic() - begin < 30
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=30, check=True)
 
 
 def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
@@ -246,11 +240,12 @@ def test_trackers_that_do_not_exist_are_refused(plugin: None, name: str) -> None
 
 def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError) as error:
-        find_trackers(named("mlflow").train)
-    assert "mlflow-skinny" in str(error.value.hint)
-    with pytest.raises(UsageError, match="tensorboard"):
-        find_trackers(named(tensorboard=True).train)
+    for config, package in (
+        (named("mlflow"), "mlflow-skinny"),
+        (named(tensorboard=True), "tensorboard"),
+    ):
+        with pytest.raises(UsageError, match=package):
+            find_trackers(config.train)
 
 
 def test_names_for_mlflow() -> None:

@@ -20,25 +20,18 @@ LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --
 OPTIONS = LINE.split()
 
 
-@pytest.mark.parametrize(
-    ("gpu_rate", "gpus", "cores", "is_sufficient"),
-    [
-        (900.0, 1, 2, True),
+def test_the_cores_that_gpus_need_follow_from_the_rate_of_one_core() -> None:
+    for gpu_rate, gpus, cores, is_sufficient in (
         (1000.0, 1, 2, True),
         (1000.1, 1, 3, False),  # a part of a core is a core
         (500.0, 2, 2, True),
-        (3000.0, 8, 48, False),
-    ],
-)
-def test_the_cores_that_gpus_need_follow_from_the_rate_of_one_core(
-    gpu_rate: float, gpus: int, cores: int, is_sufficient: bool
-) -> None:
-    measured = {"images_per_second": 1000.0, "images_per_second_per_core": 500.0}
-    assert required_cores({**measured}, gpu_rate, gpus) == {
-        "required_images_per_second": gpu_rate * gpus,
-        "required_cores": cores,
-        "is_sufficient": is_sufficient,
-    }
+    ):
+        measured = {"images_per_second": 1000.0, "images_per_second_per_core": 500.0}
+        assert required_cores({**measured}, gpu_rate, gpus) == {
+            "required_images_per_second": gpu_rate * gpus,
+            "required_cores": cores,
+            "is_sufficient": is_sufficient,
+        }
 
 
 @pytest.mark.slow

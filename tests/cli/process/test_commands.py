@@ -161,6 +161,7 @@ def test_evaluate_begins_with_the_ap(cli: Cli, tiny_run: Path, monkeypatch: Any)
         assert re.search(rf"^{entry.get('name', '')}", text, re.MULTILINE)
     assert "0.02" in text  # the score threshold
     assert max(map(len, others)) <= 80
+    assert "--report evaluation" in result.err
     quiet = cli("evaluate", tiny_run, "-q", *low)
     assert (quiet.out, quiet.err) == (first + "\n", "")
 
@@ -403,6 +404,8 @@ def test_a_plan_settles_the_precision_as_the_run_would(cli: Cli) -> None:
     assert device("--device", "cpu", "--preset", "nvidia-r50").endswith(f"precision {best}")
     assert device("--device", "hpu").endswith("precision bf16")
     assert device("--fp16").endswith("precision fp16")  # maybe for another machine
+    refused = cli("train", "--fake-data", "--dry-run", "--device", "cpu", "--fp16")
+    assert (refused.code, refused.out) == (2, "")
 
 
 def test_commands_use_the_newest_run(cli: Cli, folder: Path) -> None:

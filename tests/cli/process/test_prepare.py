@@ -67,8 +67,11 @@ def test_what_was_dropped_is_in_the_table_and_in_the_report(dataset: Path, cli: 
     (dataset / "train2017/000000000005.jpg").write_bytes(b"<html>")
     result = cli("prepare", "--data", dataset)
     assert result.code == 0, result.err
-    for words in ("box of no size", "box outside", "image dropped"):
+    box = document["annotations"][0]
+    place = f"image {box['image_id']}, annotation {box['id']}: "
+    for words in ("box of no size", "box outside", "image dropped", place):
         assert words in result.out
+    assert "annotation None" not in result.out
     assert str(dataset / "prepared/report.json") in result.err
     report = json.loads((dataset / "prepared/report.json").read_text())
     kinds = {f["kind"] for f in report["splits"][0]["findings"]}

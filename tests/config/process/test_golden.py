@@ -93,19 +93,12 @@ def check(now: dict[str, Any], kind: str, first: str, name: str) -> None:
     assert {key: now[key] for key in kept} == {key: before[key] for key in kept}
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *OPTIONS])
-def test_settings_and_sources_of_options(cli: Cli, name: str) -> None:
-    now = shown(cli, OPTIONS.get(name, f"--preset {name}"))
-    check(now, "config show", "plain", name)
-
-
-@pytest.mark.parametrize("name", list(ENVIRONMENT))
-def test_settings_and_sources_of_variables(
-    cli: Cli, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in ENVIRONMENT[name].items():
+@pytest.mark.parametrize("name", [*PRESETS, *OPTIONS, *ENVIRONMENT])
+def test_settings_and_sources(cli: Cli, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in ENVIRONMENT.get(name, {}).items():
         monkeypatch.setenv(variable, value)
-    check(shown(cli, ""), "config show", "plain", name)
+    options = f"--preset {name}" if name in PRESETS else OPTIONS.get(name, "")
+    check(shown(cli, options), "config show", "plain", name)
 
 
 @pytest.mark.parametrize("name", list(RUNS))

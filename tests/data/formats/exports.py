@@ -5,8 +5,9 @@ Each function writes six images with a bright block per object and returns what 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,14 @@ def write(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write(path, json.dumps(content))
+
+
+@contextlib.contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """Write a JSON file as the caller changes its content."""
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
 
 
 def tree(root: Path, files: Mapping[str, str | None]) -> Path:

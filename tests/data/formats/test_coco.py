@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.data.annotations import Annotations
-from ssdctl.data.check import DROPPED_BOXES, Checked
+from ssdctl.data.check import CLIPPED, DROPPED_BOXES, Checked, clip
 from ssdctl.data.check import check as check_annotations
 from ssdctl.data.formats import coco, yolo
 from ssdctl.errors import DataError
@@ -59,8 +60,8 @@ def thing(number: int, image: int = 3, **changes: Any) -> dict[str, Any]:
     return {"id": number, "image_id": image, "category_id": 12, "bbox": [0, 0, 5, 5], **changes}
 
 
-def check(path: Path) -> Checked:
-    return check_annotations(read(path))
+def check(folder: Path, **changes: Any) -> Checked:
+    return check_annotations(read(written(folder, document(**changes))))
 
 
 def trained(checked: Checked) -> list[list[float]]:
@@ -71,9 +72,10 @@ def trained(checked: Checked) -> list[list[float]]:
 
 
 def test_labels_are_ranks_in_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, document())
-    checked = check(path)
-    assert [c.name for c in read(path).classes] == ["brush", "sign"]
+    """A byte order mark is accepted."""
+    annotations = read(written(tmp_path, "\ufeff" + json.dumps(document())))
+    checked = check_annotations(annotations)
+    assert [c.name for c in annotations.classes] == ["brush", "sign"]
     assert checked.objects.labels.tolist() == [1, 2]
     assert checked.objects.starts.tolist() == [0, 0, 2]
     assert trained(checked) == [[10, 10, 30, 30], [0, 0, 5, 5]]
@@ -86,101 +88,118 @@ def test_a_table_that_occurs_twice_is_refused_with_its_line(tmp_path: Path, name
     text = json.dumps(document())[:-1] + f',\n\n"{name}" : []}}'
     with pytest.raises(DataError, match=f"annotations.json:3: .*{name}.* line 1"):
         read(written(tmp_path, text))
-
-
-def test_the_name_of_a_table_may_occur_elsewhere(tmp_path: Path) -> None:
-    info = {
-        "images": 2,
-        "annotations": {"annotations": 2},
-        "text": 'a {"images": \\" {',
-        "x": "images",
-    }
+    # The name may occur elsewhere.
+    info = {name: 2, "annotations": {name: 2}, "text": f'a {{"{name}": \\" {{', "x": name}
     path = written(tmp_path, {"info": info, **document(), "more": [info]})
     assert len(read(path).file_names) == 2
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
-def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> None:
-    text = json.dumps(document()).replace("[10, 10, 20, 20]", f"[10, {number}, 1, 1]")
-    with pytest.raises(DataError, match=r"annotations\.json"):
-        read(written(tmp_path, text))
-
-
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "place"),
     [
-        *(("id", 1.5), ("category_id", 1e300), ("image_id", "x"), ("bbox", [1, "x"])),
-        *((k, n) for k in ("id", "image_id", "category_id", "iscrowd") for n in BEYOND_64_BITS),
+        *(("bbox", f"[10, {n}, 1, 1]", "") for n in ("NaN", "Infinity", "1e999", "-1e999")),
+        *(("id", "1.5", "id"), ("category_id", "1e300", "category_id")),
+        *(("image_id", '"x"', "image_id"), ("bbox", '[1, "x"]', "bbox")),
+        *((k, n, k) for k in ("id", "image_id", "category_id", "iscrowd") for n in BEYOND_64_BITS),
     ],
 )
-def test_what_is_not_a_number_of_its_kind_is_named(tmp_path: Path, key: str, value: Any) -> None:
-    content = document()
-    content["annotations"][1][key] = value
-    with pytest.raises(DataError, match=rf"annotations\[1\]\.{key}"):
-        read(written(tmp_path, content))
+def test_what_is_not_a_number_of_its_kind_is_named(
+    tmp_path: Path, key: str, value: object, place: str
+) -> None:
+    text = json.dumps(document(annotations=[thing(1), thing(2, **{key: "VALUE"})]))
+    where = rf"annotations\[1\]\.{place}" if place else r"annotations\.json"
+    with pytest.raises(DataError, match=where):
+        read(written(tmp_path, text.replace('"VALUE"', str(value))))
+
+
+def image(number: int = 3, name: str = "x.jpg", width: int = 9, height: int = 9) -> dict[str, Any]:
+    return {"id": number, "file_name": name, "width": width, "height": height}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("table", "entries", "words"),
     [
-        ({"images": [{"id": 7, "file_name": "a.jpg", "width": 9, "height": 9}] * 2}, "duplicate image ids: 7"),
-        ({"annotations": [thing(5, image=4)]}, "images that the file does not list: 5 .image 4."),
-        ({"categories": [{"id": 12, "name": "a"}, {"id": 12, "name": "b"}]}, "duplicate category ids: 12"),
-        ({"categories": [], "annotations": []}, "no categories"),
-        ({"images": [{"id": 3, "file_name": "../x.jpg", "width": 9, "height": 9}]}, "not a plain path"),
-        ({"images": [{"id": 3, "file_name": "/etc/passwd", "width": 9, "height": 9}]}, "not a plain path"),
-        ({"images": [{"id": 3, "file_name": "x.jpg", "width": 0, "height": 9}]}, "size 0 x 9"),
-        ({"images": [{"id": 3, "file_name": "x.jpg", "width": 9, "height": 65536}]}, "size 9 x 65536"),
-        *(({"images": [{"id": 3, "file_name": "x.jpg", "width": n}]}, "width") for n in BEYOND_64_BITS),
+        ("images", [image(7), image(7)], "duplicate image ids: 7"),
+        ("annotations", [thing(5, image=4)], "images that the file does not list: 5 .image 4."),
+        ("categories", [{"id": 12, "name": n} for n in "ab"], "duplicate category ids: 12"),
+        ("images", [image(name="../x.jpg")], "not a plain path"),
+        ("images", [image(name="/etc/passwd")], "not a plain path"),
+        ("images", [image(width=0)], "size 0 x 9"),
+        ("images", [image(height=65536)], "size 9 x 65536"),
+        *(("images", [image(width=n)], "width") for n in BEYOND_64_BITS),
     ],
-)  # fmt: skip
-def test_broken_references_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    path = written(tmp_path, document(**changes))
+)
+def test_broken_references_are_refused(
+    tmp_path: Path, table: str, entries: list[Any], words: str
+) -> None:
     with pytest.raises(DataError, match=words):
-        check(path)
+        check(tmp_path, **{table: entries})
+
+
+def test_no_categories(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no categories"):
+        check(tmp_path, categories=[], annotations=[])
 
 
 def test_annotation_ids_that_occur_twice_are_renumbered(tmp_path: Path) -> None:
     """Merging tools write them; a published set of 1,500 images has two."""
     entries = [thing(n, image) for n, image in ((5, 3), (5, 7), (1, 3), (5, 3))]
-    checked = check(written(tmp_path, document(annotations=entries)))
+    checked = check(tmp_path, annotations=entries)
     assert len(trained(checked)) == 4
     found = [(f.kind, f.image_id, f.annotation_id) for f in checked.findings]
     assert found == [(coco.RENUMBERED, 7, 5), (coco.RENUMBERED, 3, 5)]
     assert len(set(read(tmp_path / "annotations.json").ids.tolist())) == 4
 
 
-def test_annotations_of_unlisted_categories_are_dropped_and_counted(tmp_path: Path) -> None:
-    entries = [thing(n, category_id=c) for n, c in ((1, 12), (2, 999), (3, 90))]
-    checked = check(written(tmp_path, document(annotations=entries)))
-    assert checked.objects.labels.tolist() == [2, 1]
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"category_id": 999}, "999"),
+        ({"bbox": None}, "b.jpg"),
+        ({"bbox": []}, "b.jpg"),
+        ({"bbox": [296.65, 8.33, 1.03, 0]}, "bbox"),
+        ({"bbox": [5, 5, -1, 5]}, "bbox"),
+        ({"bbox": [50, 5, 1e-30, 5]}, "bbox"),
+        ({"bbox": [200, 5, 5, 5]}, "bbox"),
+        ({"bbox": [-5, 5, 5, 5]}, "bbox"),
+    ],
+)
+def test_annotations_are_dropped_and_listed(
+    tmp_path: Path, changes: dict[str, Any], detail: str
+) -> None:
+    """Those without a bbox, of an unlisted category, of no size or outside of their image."""
+    checked = check(tmp_path, annotations=[thing(1), thing(918, **changes), thing(3, 7)])
+    assert trained(checked) == [[0, 0, 5, 5]] * 2
     (finding,) = checked.findings
     assert finding.kind in DROPPED_BOXES
-    assert (finding.image_id, finding.annotation_id) == (3, 2)
-    assert "999" in finding.detail
+    assert (finding.image_id, finding.annotation_id) == (3, 918)
+    assert detail in finding.detail
+
+
+def test_an_annotation_may_lack_its_bbox(tmp_path: Path) -> None:
+    entry = thing(2)
+    del entry["bbox"]
+    checked = check(tmp_path, annotations=[thing(1), entry])
+    assert [f.annotation_id for f in checked.findings] == [2]
+    assert len(checked.objects.boxes) == 1
 
 
 @pytest.mark.parametrize(
-    ("bbox", "kept", "kind"),
+    ("bbox", "kept", "is_listed"),
     [
-        ([296.65, 8.33, 1.03, 0], None, "box of no size, dropped"),
-        ([5, 5, -1, 5], None, "box of no size, dropped"),
-        ([200, 5, 5, 5], None, "box outside its image, dropped"),
-        ([-5, 5, 5, 5], None, "box outside its image, dropped"),
-        ([90, 40, 20, 20], [90, 40, 100, 50], "box clipped to its image"),
-        ([-10, -10, 20, 20], [0, 0, 10, 10], "box clipped to its image"),
-        ([90, 40, 10.001, 10], [90, 40, 100, 50], None),
-        ([50, 5, 1e-30, 5], None, "box of no size, dropped"),
+        ([90, 40, 20, 20], [90, 40, 100, 50], True),
+        ([-10, -10, 20, 20], [0, 0, 10, 10], True),
+        ([90, 40, 10.001, 10], [90, 40, 100, 50], False),
     ],
 )
-def test_boxes_are_dropped_or_clipped_and_listed(
-    tmp_path: Path, bbox: list[float], kept: list[float] | None, kind: str | None
+def test_boxes_are_clipped(
+    tmp_path: Path, bbox: list[float], kept: list[float], is_listed: bool
 ) -> None:
-    path = written(tmp_path, document(annotations=[thing(918, 7, bbox=bbox)]))
-    checked = check(path)
-    assert trained(checked) == ([] if kept is None else [kept])
-    assert [f.kind for f in checked.findings] == ([] if kind is None else [kind])
-    assert all(f.annotation_id == 918 and f.image_id == 7 for f in checked.findings)
+    checked = check(tmp_path, annotations=[thing(918, 7, bbox=bbox)])
+    assert trained(checked) == [kept]
+    assert [(f.kind, f.annotation_id) for f in checked.findings] == [
+        ("box clipped to its image", 918)
+    ] * is_listed
 
 
 NUMBERS = st.one_of(
@@ -197,8 +216,7 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
 ) -> None:
     """Kept boxes have a size and are inside; all others are listed; as by the plain rule."""
     entries = [thing(i, (3, 7)[i % 2], bbox=bbox) for i, bbox in enumerate(bboxes)]
-    path = written(shared_folder(tmp_path_factory), document(annotations=entries))
-    objects, findings, _ = check(path)
+    objects, findings, _ = check(shared_folder(tmp_path_factory), annotations=entries)
     fractions = objects.fractions[objects.is_trained]
     assert (fractions[:, 2:] > fractions[:, :2]).all()
     assert (fractions >= 0).all()
@@ -212,75 +230,16 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
             assert i in dropped
 
 
-@given(st.data())
-def test_any_damage_is_a_data_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    """Bytes changed anywhere: read as something, or refused with the file's name; never a bug."""
-    content = bytearray(json.dumps(document()).encode())
-    places = st.integers(0, len(content) - 1)
-    for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=4)):
-        content[place] = value
-    path = shared_folder(tmp_path_factory) / "damaged.json"
-    path.write_bytes(content[: data.draw(places) + 1] if data.draw(st.booleans()) else content)
-    try:
-        check(path)
-    except DataError as error:
-        assert str(path) in str(error)  # noqa: PT017
-
-
 def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
     entries = [thing(100 - i, (3, 7)[i % 2], bbox=[i, 0, 5, 5]) for i in range(40)]
-    path = written(tmp_path, document(annotations=entries))
-    objects = check(path).objects
+    objects = check(tmp_path, annotations=entries).objects
     assert objects.starts.tolist() == [0, 20, 40]
     assert objects.boxes[:, 0].tolist() == [*range(1, 40, 2), *range(0, 40, 2)]
 
 
-def test_ids_count_from_0(tmp_path: Path) -> None:
-    """As Label Studio's do; and its files may begin with a byte order mark."""
-    content = document(categories=[{"id": 0, "name": "brush"}, {"id": 1, "name": "sign"}])
-    for number, entry in enumerate(content["annotations"]):
-        entry |= {"id": number, "category_id": number, "image_id": 0}
-    content["images"] = [{"id": 0, "file_name": "a.jpg", "width": 100, "height": 50}]
-    path = written(tmp_path, "\ufeff" + json.dumps(content))
-    assert check(path).objects.labels.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("bbox", [None, [], ...])
-def test_annotations_without_bbox_are_dropped(tmp_path: Path, bbox: Any) -> None:
-    content = document()
-    content["annotations"][0]["bbox"] = bbox
-    if bbox is ...:
-        del content["annotations"][0]["bbox"]
-    checked = check(written(tmp_path, content))
-    assert trained(checked) == [[0, 0, 5, 5]]
-    assert [(f.annotation_id, "dropped" in f.kind) for f in checked.findings] == [(1, True)]
-    assert len(checked.objects.boxes) == 1
-
-
-def test_a_supercategory_without_boxes_is_not_a_class(tmp_path: Path) -> None:
-    """Roboflow lists the project's name as category 0."""
-    categories = [
-        {"id": 0, "name": "parts", "supercategory": "none"},
-        {"id": 90, "name": "brush", "supercategory": "parts"},
-        {"id": 12, "name": "sign", "supercategory": "parts"},
-    ]
-    annotations = read(written(tmp_path, document(categories=categories)))
-    assert [c.name for c in annotations.classes] == ["brush", "sign"]
-    assert "parts" in annotations.notes[0]
-    used = document(categories=categories)
-    used["annotations"][0]["category_id"] = 0
-    annotations = read(written(tmp_path, used))
-    assert [c.name for c in annotations.classes] == ["parts", "brush", "sign"]
-
-
 def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
     """As in merged datasets: each would have the other's objects as background."""
-    images = [
-        {"id": n, "file_name": name, "width": 100, "height": 50}
-        for n, name in ((7, "a.jpg"), (9, "b.jpg"), (3, "a.jpg"))
-    ]
+    images = [image(n, f"{name}.jpg", 100, 50) for n, name in ((7, "a"), (9, "b"), (3, "a"))]
     annotations = read(written(tmp_path, document(images=images)))
     assert annotations.image_ids.tolist() == [7, 9]
     assert [f.image_id for f in annotations.findings] == [3]
@@ -288,6 +247,14 @@ def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
     images[2]["width"] = 101
     with pytest.raises(DataError, match=r"a\.jpg"):
         read(written(tmp_path, document(images=images)))
+
+
+@pytest.mark.parametrize("folder", ["photos", "photos/day 1"])
+def test_the_folder_that_has_the_images(tmp_path: Path, folder: str) -> None:
+    for name in ("images/c.jpg", f"{folder}/a.jpg", f"{folder}/b.jpg"):
+        image_file(tmp_path / name)
+    images = [image(1, "\0"), image(2, "a.jpg"), image(3, "b.jpg")]
+    assert read(written(tmp_path, document(images=images))).folder == tmp_path / "photos"
 
 
 def test_many_classes_take_linear_time(tmp_path: Path) -> None:
@@ -302,3 +269,27 @@ def test_many_classes_take_linear_time(tmp_path: Path) -> None:
     image_file(tmp_path / "images/a.jpg")
     assert len(yolo.read(tmp_path)["train"].classes) == 30_000
     assert time.process_time() - start < 5
+
+
+def nearest_float32(value: Fraction) -> np.float32:
+    """Round an exact value to the nearest float32, by comparing its neighbors exactly."""
+    guess = np.float32(float(value))
+    around = (np.nextafter(guess, np.float32(0)), guess, np.nextafter(guess, np.float32(2)))
+    return min(around, key=lambda candidate: abs(Fraction(float(candidate)) - value))
+
+
+def test_fractions_equal_exact_arithmetic() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(20, 700, (1000, 2))
+    low = rng.uniform(0, sizes - 3)
+    boxes = np.concatenate([low, rng.uniform(1, sizes - low)], axis=1)
+    for decimals in (0, 1, 2):
+        boxes[decimals::4] = boxes[decimals::4].round(decimals)
+    _, fractions, kinds = clip(boxes, sizes)
+    assert (kinds <= CLIPPED).all()
+    for box, size, actual in zip(boxes.tolist(), sizes.tolist(), fractions.tolist(), strict=True):
+        low_exact = [Fraction(v) for v in box[:2]]
+        high = [a + Fraction(v) for a, v in zip(low_exact, box[2:], strict=True)]
+        high = [min(v, Fraction(side)) for v, side in zip(high, size, strict=True)]
+        exact = [v / side for v, side in zip([*low_exact, *high], size * 2, strict=True)]
+        assert actual == [float(nearest_float32(v)) for v in exact]

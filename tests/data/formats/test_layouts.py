@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,22 +39,17 @@ def read(root: Path) -> dict[str, Annotations]:
     return find(root)[1].read(root)
 
 
+def folders(data: Path) -> tuple[Path, Path]:
+    return dataset_folders(DataConfig(root=str(data)))
+
+
 def opened(data: Path, split: str = "train") -> Split:
-    """A split of a prepared dataset."""
-    return open_dataset(*dataset_folders(DataConfig(root=str(data))))[split]
+    return open_dataset(*folders(data))[split]
 
 
 def counts(data: Path) -> tuple[int, int]:
-    size = count_images(*dataset_folders(DataConfig(root=str(data))))
+    size = count_images(*folders(data))
     return size.trainable, len(size.classes)
-
-
-@contextmanager
-def edited(path: Path) -> Iterator[Any]:
-    """Change the content of a JSON file."""
-    content = json.loads(path.read_text())
-    yield content
-    path.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("name", exports.EXPORTS)
@@ -124,10 +117,11 @@ def test_a_supercategory_with_boxes_in_one_split_is_a_class_of_all(
     tmp_path: Path, split: str
 ) -> None:
     root = exports.roboflow_coco(tmp_path / "export")
-    with edited(root / split / "_annotations.coco.json") as content:
+    with exports.edited(root / split / "_annotations.coco.json") as content:
         content["annotations"][0]["category_id"] = 0
     assert counts(root) == (5, 3)
-    splits = open_dataset(*dataset_folders(DataConfig(root=str(root))))
+    assert "parts" in read(exports.roboflow_coco(tmp_path / "usual"))["train"].notes[0]
+    splits = open_dataset(*folders(root))
     for name in ("train", "val", "test"):
         assert [c.name for c in splits[name].classes] == ["parts", *exports.NAMES]
     assert counts(root) == (5, 3)
@@ -146,7 +140,7 @@ def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     root = exports.cvat_coco(tmp_path / "cvat", ("train", "val"))
     for path in root.glob("annotations/*.json"):
-        with edited(path) as content:
+        with exports.edited(path) as content:
             content["categories"] = [c | {"name": "bolt"} for c in content["categories"]]
     train, val = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
     assert "have the same name" in train.warnings[0]
@@ -171,7 +165,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
         ({"train.record-00000-of-00010": "?"}, r"train\.record-0", "ssdctl download"),
         ({"a.jpg": "", "tf/a.tfrecord": "?"}, r"tf/a\.tfrecord", "ssdctl download"),
         ({"train-00000-of-00256": "?"}, r"1 TFRecord files such as train-0", "ssdctl download"),
-        ({}, r"no dataset found \(looked", "give the folder"),
+        ({}, r"dataset.toml, annotations/\*\.json.*data\.yaml", "give the folder"),
     ],
 )
 def test_what_a_folder_has_instead_of_a_dataset_is_named(
@@ -214,7 +208,7 @@ def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
 
 def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:
     root = exports.label_studio_coco(tmp_path / "export")
-    with edited(root / "result.json") as content:
+    with exports.edited(root / "result.json") as content:
         for image in content["images"]:
             image |= {"width": 0, "file_name": image["file_name"].split("\\")[-1].split("/")[-1]}
     assert counts(root) == (5, 2)
@@ -226,29 +220,29 @@ def refused(cli: Cli, *command: object) -> str:
     return result.err
 
 
-def test_no_dataset(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "mydata/photos").mkdir(parents=True)
-    for command in (("prepare",), ("train", "--out", "run")):
-        error = refused(cli, *command, "--data", "mydata")
-        for words in ("mydata", "dataset.toml", "annotations/*.json", "data.yaml"):
-            assert words in error
+def two_formats(root: Path) -> None:
+    exports.voc_plain(exports.label_studio_coco(root))
 
 
-def test_two_formats(tmp_path: Path, cli: Cli) -> None:
-    exports.voc_plain(exports.label_studio_coco(tmp_path / "both"))
-    error = refused(cli, "prepare", "--data", "both")
-    for words in ("coco", "result.json", "voc", "Annotations", "--from"):
-        assert words in error
-    prepared(cli, "both", "--from", "voc", "--no-pack")
+def two_files_for_a_split(root: Path) -> None:
+    path = exports.label_studio_coco(root) / "result.json"
+    shutil.copy(path, path.with_name("result-2.json"))
 
 
-def test_two_files_for_a_split(tmp_path: Path, cli: Cli) -> None:
-    exports.label_studio_coco(tmp_path / "twice")
-    shutil.copy(tmp_path / "twice/result.json", tmp_path / "twice/result-2.json")
-    error = refused(cli, "prepare", "--data", "twice")
-    assert "result.json" in error
-    assert "result-2.json" in error
-    prepared(cli, "twice/result-2.json")
+@pytest.mark.parametrize(
+    ("make", "words", "choice"),
+    [
+        (two_formats, ("coco", "result.json", "voc", "Annotations", "--from"), ("--from", "voc")),
+        (two_files_for_a_split, ("result.json", "result-2.json"), ("--data", "data/result-2.json")),
+    ],
+)
+def test_several_datasets_in_a_folder(
+    tmp_path: Path, cli: Cli, make: Callable[[Path], None], words: tuple[str], choice: tuple[str]
+) -> None:
+    make(tmp_path / "data")
+    error = refused(cli, "prepare", "--data", "data")
+    assert all(word in error for word in words), error
+    prepared(cli, "data", "--no-pack", *choice)
 
 
 def annotations(folder: Path, *names: str, size: tuple[int, int] = exports.SIZE) -> Annotations:
@@ -345,7 +339,9 @@ def test_broken_lines_of_tables(
 
 
 def test_the_folder_of_the_split_decides_between_images_of_one_name(tmp_path: Path) -> None:
-    table = "filename,width,height,class,xmin,ymin,xmax,ymax\na.jpg,100,50,x,1,1,9,9\n"
+    table = (
+        "filename, width, height, class, xmin, ymin, xmax, ymax\na.jpg, 100, 50, x, 1, 1, 9, 9\n"
+    )
     images = {"train/a.jpg": None, "test/a.jpg": None}
     splits = read(exports.tree(tmp_path, {**images, "train.csv": table, "test.csv": table}))
     assert splits["train"].file_names == ["train/a.jpg"]
@@ -402,6 +398,9 @@ def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cl
 def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -> None:
     exports.open_images(tmp_path)
     exports.image_file(tmp_path / "train/labels/masks/0/any.png")
+    (tmp_path / "other.csv").write_text("id,note\n/m/0bolt,not a name\n")
+    (tmp_path / f"train/._{2:016x}.jpg").write_bytes(b"?")  # metadata from macOS
+    (tmp_path / f"train/{4:016x}.jpg").write_bytes(b"?")  # dropped by the check
     file = tmp_path / "oidv6-train-annotations-bbox.csv"
     lines = file.read_text().splitlines()
     header, first = lines[0].split(","), lines[1].split(",")
@@ -411,21 +410,15 @@ def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -
     rows = [lines[0], ",".join(first), *lines[2:], ",".join(unlabeled)]
     file.write_text("\ufeff" + "\n".join(rows), "utf-8")
     train = read(tmp_path)["train"]
+    assert [c.name for c in train.classes] == list(exports.NAMES)
     assert train.file_names == [f"train/{n:016x}.jpg" for n in range(6)]
-    assert train.is_crowd.tolist() == [1, 1, 0, 0, 0, 1, 0]
+    assert train.sizes.tolist() == [[*((0, 0) if n == 4 else exports.SIZE)] for n in range(6)]
+    assert train.is_crowd.tolist() == [1, 1, 0, 0, 0, 1]
     assert "1 boxes without LabelName" in train.notes[0]
     assert "1 boxes of 1 images" in train.notes[1]
-
-
-def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Cli) -> None:
-    exports.open_images(tmp_path)
-    (tmp_path / f"train/{1:016x}.jpg").write_bytes(b"?")
-    (tmp_path / f"train/._{2:016x}.jpg").write_bytes(b"?")  # metadata from macOS
-    result = prepared(cli, tmp_path, "--allow-dropped", "--json")
-    train = json.loads(result.out)["splits"][0]
-    assert train["images"] == 6
-    kinds = [finding["kind"] for finding in train["findings"]]
-    assert kinds.count("image dropped") == 1
+    config = PrepareConfig(pack=False, allow_dropped=True)
+    findings = prepare(tmp_path, tmp_path / "prepared", config).splits[0].findings
+    assert [f.image_id for f in findings if f.kind == "image dropped"] == [5]
 
 
 def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Cli) -> None:
@@ -440,8 +433,7 @@ def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Cli) -> None:
     exports.roboflow_yolo(tmp_path / "first")
     prepared(cli, "first", "--no-pack")
     shutil.move(tmp_path / "first", tmp_path / "second")
-    root, store = dataset_folders(DataConfig(root="second"))
-    assert open_dataset(root, store)["train"].images.folder == root
+    assert opened(Path("second")).images.folder == Path("second")
     assert json.loads(prepared(cli, "second", "--no-pack", "--json").out)["unchanged"]
 
 
@@ -458,7 +450,7 @@ def test_dropping_over_5_percent_is_refused_with_the_reasons(
     tmp_path: Path, cli: Cli, break_it: Callable[..., None], reason: str
 ) -> None:
     exports.cvat_coco(tmp_path)
-    with edited(tmp_path / "annotations/instances_default.json") as content:
+    with exports.edited(tmp_path / "annotations/instances_default.json") as content:
         break_it(content)
     for command in (("prepare",), ("train", "--out", "run", *TRAIN.split())):
         error = refused(cli, *command, "--data", tmp_path)

@@ -14,12 +14,10 @@ from ssdctl.data.formats.voc import read
 from ssdctl.errors import DataError
 
 
-def xml(*objects: str, size: tuple[int, int] | None = (100, 50), file: str = "x.jpg") -> str:
-    width, height = size or (0, 0)
-    sizes = f"<size><width>{width}</width><height>{height}</height><depth>3</depth></size>"
+def xml(*objects: str, file: str = "x.jpg") -> str:
     return (
-        f"<annotation><folder>VOC</folder><filename>{file}</filename>"
-        f"{sizes if size else ''}{''.join(objects)}</annotation>"
+        f"<annotation><folder>VOC</folder><filename>{file}</filename><size><width>100</width>"
+        f"<height>50</height><depth>3</depth></size>{''.join(objects)}</annotation>"
     )
 
 
@@ -102,15 +100,9 @@ def test_a_devkit_of_two_years(tmp_path: Path) -> None:
     assert list(boxes_of(splits, "val")) == [f"{y}/JPEGImages/{y}_1.jpg" for y in years]  # test
 
 
-def test_no_lists_no_size_another_suffix(tmp_path: Path) -> None:
-    exports.image_file(tmp_path / "images/a.PNG", (30, 20))
-    content = xml(thing("nut", 2, 2, 4, 4), size=None, file="C:\\other\\name.jpg")
-    splits = read(tree(tmp_path, {"annotations/a.xml": content}))
-    assert boxes_of(splits) == {"images/a.PNG": [("nut", [1, 1, 3, 3], 0)]}
-    assert splits["train"].sizes.tolist() == [[30, 20]]
-
-
-@pytest.mark.parametrize(("side", "width"), [("96.0", 96), ("", 100), ("wide", 0), ("96.5", 0)])
+@pytest.mark.parametrize(
+    ("side", "width"), [("96.0", 96), ("", 100), ("0", 100), ("wide", 0), ("96.5", 0)]
+)
 def test_a_size_is_a_whole_number_or_absent(tmp_path: Path, side: str, width: int) -> None:
     voc(tmp_path, {"a": CAT.replace(">100<", f">{side}<")})
     if width:
@@ -159,10 +151,10 @@ def test_lists_and_folders_of_cvat(tmp_path: Path) -> None:
     assert list(boxes_of(splits, "val")) == ["JPEGImages/c d.jpg"]
 
 
-@pytest.mark.parametrize("suffix", [".bmp", ".png"])
+@pytest.mark.parametrize("suffix", [".bmp", ".png", ".PNG"])
 def test_the_named_image_of_two_with_the_same_stem(tmp_path: Path, suffix: str) -> None:
-    tree(tmp_path, {f"data/a{s}": None for s in (".bmp", ".jpg", ".png", ".tif", ".webp")})
-    content = xml(thing("cat", 1, 1, 9, 9), file=f"a{suffix}")
+    tree(tmp_path, {f"data/a{s}": None for s in (".bmp", ".jpg", ".png", ".PNG", ".tif", ".webp")})
+    content = xml(thing("cat", 1, 1, 9, 9), file=f"C:\\other\\a{suffix}")
     assert list(boxes_of(read(tree(tmp_path, {"labels/a.xml": content})))) == [f"data/a{suffix}"]
 
 

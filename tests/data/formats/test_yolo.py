@@ -43,40 +43,54 @@ def test_boxes_polygons_backgrounds(tmp_path: Path) -> None:
     assert boxes_of(splits, "val") == {"images/val/d.jpg": [("dog", [0, 0, 100, 50], 0)]}
 
 
+NAMES = "names: [no, dog]\n"
+LISTED = ("./images/a.jpg", "/home/me/data/images/b.jpg"), ("../images/c.jpg",)
+CVAT_LISTS = {
+    "obj.names": "x\n",
+    "T.txt": "data/images/Train/a.jpg",
+    "V.txt": "data/images/x/b.jpg",
+}
+
+
 @pytest.mark.parametrize(
-    ("yaml", "images"),
+    ("train", "val", "yaml", "files"),
     [
-        ("names: {0: cat, 1: dog}\nnc: 2\ntrain: pics/images\n", "pics/images"),
-        ("names: ['cat', 'dog']\ntrain: ../pics/images\nval:\n", "pics/images"),
-        ("path: ../datasets/x\ntrain: images/t\nnames: [cat, dog]\n", "images/t"),
-        ("path: /elsewhere/data\ntrain: train/images\nnames: [cat, dog]\n", "train/images"),
-        ("train: [images/one, images/one]\nnames: [cat, dog]\n", "images/one"),
-        ("names: [cat, dog]\n", "images"),
-        ("names: [cat, dog]\n", "train"),
-        ("names: [cat, dog]\nkpt_shape: [2, 3]\n", "images/train2017"),
+        ("pics/images/a", "", "names: {0: no, 1: dog}\nnc: 2\ntrain: pics/images\n", {}),
+        ("pics/images/a", "", NAMES + "train: ../pics/images\nval:\n", {}),
+        ("images/t/a", "", NAMES + "path: ../datasets/x\ntrain: images/t\n", {}),
+        ("train/images/a", "", NAMES + "path: /elsewhere/data\ntrain: train/images\n", {}),
+        ("images/one/a", "", NAMES + "train: [images/one, images/one]\n", {}),
+        ("images/a", "", NAMES, {}),
+        ("train/a", "", NAMES, {}),
+        ("images/train2017/a", "", NAMES + "kpt_shape: [2, 3]\n", {}),
+        # Lists of images, in files and in data.yaml
+        ("images/a images/b", "images/c", NAMES + "train: T.txt\nval: V.txt\n",
+         {"T.txt": "\n".join(LISTED[0]), "V.txt": LISTED[1][0]}),
+        ("images/a images/b", "images/c", f"{NAMES}train: {[*LISTED[0]]}\nval: {[*LISTED[1]]}\n", {}),
+        # Subsets of CVAT, which writes a byte order mark
+        ("obj_train_data/a", "obj_valid_data/a", None, {"obj.names": "\ufeffno\r\n"}),
+        ("obj_Train_data/a", "obj_Validation_data/a", None, {"obj.names": "no"}),
+        ("images/Train/a", "images/x/b", f"{NAMES}path: .\nTrain: T.txt\nValidation: V.txt", CVAT_LISTS),
+        ("images/Train/a", "images/Val/a", None, {"obj.names": "no"}),
+        ("train/images/a", "validation/images/a", None, {"obj.names": "no"}),
     ],
-)
-def test_folders_of_images(tmp_path: Path, yaml: str, images: str) -> None:
-    line = BOX + (" .1 .1 2 .2 .2 1" if "kpt" in yaml else "")
-    splits = read(yolo(tmp_path, {f"{images}/a.jpg": line}, yaml))
-    assert boxes_of(splits) == {f"{images}/a.jpg": [("cat", [40, 15, 20, 20], 0)]}
+)  # fmt: skip
+def test_where_images_are(
+    tmp_path: Path, train: str, val: str, yaml: str | None, files: dict[str, str | None]
+) -> None:
+    line = BOX + (" .1 .1 2 .2 .2 1" if yaml and "kpt" in yaml else "")
+    images = [[f"{name}.jpg" for name in names.split()] for names in (train, val)]
+    yolo(tmp_path, dict.fromkeys(images[0] + images[1], line), yaml)
+    splits = read(tree(tmp_path, files))
+    expected = [("no", [40, 15, 20, 20], 0)]  # not false
+    assert boxes_of(splits) == dict.fromkeys(images[0], expected)
+    assert (boxes_of(splits, "val") if val else {}) == dict.fromkeys(images[1], expected)
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_lists_of_images(tmp_path: Path, is_file: bool) -> None:
-    """In files, or in data.yaml."""
-    train = ["./images/a.jpg", "/home/me/data/images/b.jpg"]
-    val = ["../images/c.jpg"]
-    listed = "train: train.txt\nval: val.txt\n" if is_file else f"train: {train}\nval: {val}\n"
-    yolo(tmp_path, {f"images/{n}.jpg": BOX for n in "abc"}, f"names: [no, yes]\n{listed}")
-    tree(tmp_path, {"train.txt": "\n".join(train), "val.txt": "\n".join(val)})
-    splits = read(tmp_path)
-    assert list(boxes_of(splits)) == ["images/a.jpg", "images/b.jpg"]
-    assert boxes_of(splits, "val")["images/c.jpg"][0][0] == "no"  # not false
-    (tmp_path / "val.txt").write_text("images/z.jpg\n")
-    if is_file:
-        with pytest.raises(DataError, match=r"val\.txt.*images/z\.jpg"):
-            read(tmp_path)
+def test_a_list_names_images_that_exist(tmp_path: Path) -> None:
+    yolo(tmp_path, {"images/a.jpg": BOX}, "names: [cat]\ntrain: images\nval: val.txt\n")
+    with pytest.raises(DataError, match=r"val\.txt.*images/z\.jpg"):
+        read(tree(tmp_path, {"val.txt": "images/z.jpg\n"}))
 
 
 def test_turned_images_count_as_shown(tmp_path: Path) -> None:
@@ -100,26 +114,6 @@ def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
     (note,) = read(tmp_path)["train"].notes  # c has no box to lose
     assert "1 label files" in note
     assert "labels/b.txt" in note
-
-
-@pytest.mark.parametrize(
-    ("folders", "yaml"),
-    [
-        (("obj_train_data", "obj_valid_data"), None),
-        (("obj_Train_data", "obj_Validation_data"), None),
-        (("images/Train", "images/Validation"), "Train: Train.txt\nValidation: Val.txt\n"),
-        (("images/Train", "images/Val"), None),
-        (("train/images", "validation/images"), None),
-    ],
-)
-def test_subsets_of_cvat(tmp_path: Path, folders: tuple[str, str], yaml: str | None) -> None:
-    train, val = (f"{folder}/a.jpg" for folder in folders)
-    yolo(tmp_path, {train: BOX, val: BOX}, yaml and f"names: {{0: a}}\npath: .\n{yaml}")
-    tree(tmp_path, {"Train.txt": f"data/{train}\n", "Val.txt": f"data/{val}\n"})
-    splits = read(tree(tmp_path, {"obj.names": "\ufeffcat\r\n"}))
-    assert list(boxes_of(splits)) == [train]
-    assert list(boxes_of(splits, "val")) == [val]
-    assert boxes_of(splits)[train][0][0] == ("a" if yaml else "cat")
 
 
 def test_linked_folders_and_files_of_macos(tmp_path: Path) -> None:
@@ -228,33 +222,22 @@ def test_lists_of_darknet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "is_yolo"),
     [
-        ("0 .5 .5 .2 .4", True),
-        ("a cat in a garden", False),
-        ("cat 10 20 30 40", False),
-        ("10 20 30 40 cat", False),
-        ("0 10 20 30 40", False),
-        ("", False),
+        (BOX, True),
+        *((line, False) for line in ("a cat in a garden", "cat 10 20 30 40", "0 10 20 30 40", "")),
     ],
 )
+@pytest.mark.parametrize("folder", ["photos", "marks"])
 def test_text_beside_an_image_is_yolo_if_its_content_is(
-    tmp_path: Path, line: str, is_yolo: bool
+    tmp_path: Path, line: str, is_yolo: bool, folder: str
 ) -> None:
-    root = tmp_path / "data"
-    yolo(root, {"a.jpg": line}, None)
+    root = tree(tmp_path / "data", {"photos/a.jpg": None, f"{folder}/a.txt": line})
     with pytest.raises(DataError, match=re.escape(str(root))) as error:
         find(root)
-    assert ("classes.txt, with" in str(error.value.hint)) == is_yolo
+    hint = str(error.value.hint)
+    assert ("classes.txt, with" in hint) == is_yolo
+    assert ("beside its image" in hint) == (is_yolo and folder == "marks")
     (root / "classes.txt").write_text("cat\n")  # the hint leads to a dataset
+    (root / folder / "a.txt").rename(root / "photos/a.txt")
     assert (recognise(root) is not None) == is_yolo
     if is_yolo:
-        assert boxes_of(read(root)) == {"a.jpg": [("cat", [40, 15, 20, 20], 0)]}
-
-
-def test_the_hint_for_labels_in_an_unusual_place(tmp_path: Path) -> None:
-    root = tree(tmp_path / "data", {"photos/a.jpg": None, "marks/a.txt": BOX})
-    with pytest.raises(DataError, match=r"marks/a\.txt") as error:
-        find(root)
-    assert "beside its image" in str(error.value.hint)
-    (root / "marks/a.txt").rename(root / "photos/a.txt")
-    (root / "classes.txt").write_text("cat\n")
-    assert boxes_of(find(root)[1].read(root))["photos/a.jpg"]
+        assert boxes_of(read(root)) == {"photos/a.jpg": [("cat", [40, 15, 20, 20], 0)]}

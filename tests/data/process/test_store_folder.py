@@ -79,23 +79,21 @@ def test_many_users_and_processes_at_once(read_only: Path, tmp_path: Path) -> No
     assert sorted(read_only.rglob("*")) == before
 
 
-def test_an_option_still_decides(read_only: Path, tmp_path: Path) -> None:
-    store = tmp_path / "mine"
-    arguments = ("prepare", "--data", read_only, "--store", store, "--json")
-    outcome, _ = finish(start(tmp_path / "cache", *arguments))
-    assert outcome["store"] == str(store)
-    assert outcome["packed"]
-
-
-def test_a_store_that_its_owner_prepared_is_used(read_only: Path, tmp_path: Path) -> None:
+def test_an_option_decides_else_a_store_that_its_owner_prepared(
+    read_only: Path, tmp_path: Path
+) -> None:
     read_only.chmod(0o755)
     prepare(read_only, read_only / "prepared", PrepareConfig(pack=False))
     for path in (read_only, read_only / "prepared"):
         path.chmod(0o555)
-    arguments = ("prepare", "--data", read_only, "--no-pack", "--json")
-    outcome, _ = finish(start(tmp_path / "cache", *arguments))
-    assert outcome["store"] == str(read_only / "prepared")
-    assert outcome["unchanged"]
+    command = ("prepare", "--data", read_only, "--json")
+    for options, store in (
+        (("--no-pack",), read_only / "prepared"),
+        (("--store", tmp_path / "mine"), tmp_path / "mine"),
+    ):
+        outcome, _ = finish(start(tmp_path / "cache", *command, *options))
+        assert outcome["store"] == str(store)
+        assert outcome["unchanged"] == (not outcome["packed"]) == ("--no-pack" in options)
 
 
 def test_a_writable_dataset_keeps_its_store(tmp_path: Path) -> None:

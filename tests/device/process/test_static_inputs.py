@@ -92,5 +92,7 @@ def test_compiled_code_is_kept_on_this_machine(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # undone after the test
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    inductor.compile_in_place(torch.nn.Identity())
+    for overlap in (True, False):
+        inductor.compile_in_place(torch.nn.Identity(), overlap=overlap)
+        assert torch._dynamo.config.optimize_ddp == overlap
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)

@@ -1,21 +1,25 @@
-"""`ssdctl doctor` as users type it: on this machine for real, and what its answer looks like."""
+"""`ssdctl doctor` as users type it: on this machine and on all ranks for real, and its output."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Cli, Result
-from doctor.machines import Machine, RunDoctor, expect
+from doctor.machines import Machine, expect
 
 from ssdctl.cli.main import main
+from ssdctl.distributed.ranks import free_port
 from ssdctl.doctor import data as network
+from ssdctl.doctor.probes import Card, _cards, _network
 
 
 @pytest.mark.slow
@@ -45,6 +49,37 @@ def test_this_machine_for_real_with_the_self_test(shapes: Path) -> None:
     assert sorted(shapes.rglob("*")) == before
 
 
+def test_the_slowest_rank_is_named() -> None:
+    cards = [Card("a", 0, "Card", 9e12), Card("b", 0, "Card", 5e12), Card("b", 1, "Card", 1e13)]
+    check = _cards(cards)
+    assert check.state == "warn"
+    assert "rank 1 (device 0 of b)" in check.detail
+    assert "5.00 to 10.00 TFLOP/s" in check.detail
+    assert _cards([card._replace(flops=9e12) for card in cards]).state == "ok"
+    # Each of three ranks sends 4/3 of the bytes.
+    assert "2.00 GB/s per rank" in _network(1_500_000_000, 1.0, cards).detail
+    assert _network(0, 0.0, cards[:1]).remedy
+
+
+@pytest.mark.slow(in_ci=True)
+def test_nodes_of_an_indexed_job_meet_at_pod_0(tmp_path: Path) -> None:
+    """Two launches, as the pods run them: rank 0 is in pod 0, whichever starts first."""
+    argv = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--nodes", "2"]
+    argv += ["--launcher", "torchrun", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    argv += ["--", "doctor", "--collectives", "--json"]
+    pods: list[subprocess.Popen[str]] = []
+    for number in ("1", "0"):
+        environment = {**os.environ, "JOB_COMPLETION_INDEX": number}
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pods.append(subprocess.Popen(argv, env=environment, cwd=tmp_path, text=True, **streams))
+    answers = [pod.communicate(timeout=150) for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], answers
+    assert answers[0][0] == ""
+    checks = {check["name"]: check for check in json.loads(answers[1][0])}
+    assert {check["state"] for check in checks.values()} <= {"ok", "warn"}
+    assert "MB over 2 ranks" in checks["all-reduce"]["detail"]
+
+
 DISK = '{"write": 4e8}\n{"read": 8e8}'
 RANKS = '{"all_reduce_s": 0.002, "bytes": 4194304}'
 STEP = """{"device": "cpu", "label": "Test CPU", "precision": "fp32", "execution": "eager"}
@@ -52,12 +87,12 @@ STEP = """{"device": "cpu", "label": "Test CPU", "precision": "fp32", "execution
 EXIT_1 = "sys.stderr.write('no luck'); sys.stderr.flush(); os._exit(1)"
 
 
-def test_verdicts_of_the_self_test(run_doctor: RunDoctor, machine: Machine, tmp_path: Path) -> None:
+def test_verdicts_of_the_self_test(machine: Machine, tmp_path: Path) -> None:
     """Each probe prints what it prints on a good machine, then what it prints on a bad one."""
     arguments = ("--self-test", "--data", tmp_path, "--set", "train.device=cpu")
     for name, text in (("disk", DISK), ("ranks", RANKS), ("step", STEP)):
         machine.probe_prints(name, text)
-    _, checks = run_doctor(*arguments)
+    checks = machine.doctor(*arguments)
     expect(checks["disk rate"], "ok", "write 400 MB/s, read 800 MB/s")
     expect(checks["all-reduce"], "ok", "4 MB in 2.0 ms")
     expect(checks["train step"], "ok", "Test CPU, fp32, eager", "first 3.0 s", "0.25 s")
@@ -65,8 +100,7 @@ def test_verdicts_of_the_self_test(run_doctor: RunDoctor, machine: Machine, tmp_
     machine.probe_prints("disk", '{"write": 4e8}\n{"read": 4e7}')
     machine.probe_prints("ranks", "{}", EXIT_1)
     machine.probe_prints("step", STEP.splitlines()[0], EXIT_1)
-    code, checks = run_doctor(*arguments)
-    assert code == 2
+    checks = machine.doctor(*arguments, code=2)
     expect(checks["disk rate"], "warn", "read 40 MB/s", "local disk")
     expect(checks["all-reduce"], "fail", "rank 1: no luck")
     expect(checks["train step"], "fail", "Test CPU", "no luck")
@@ -94,69 +128,55 @@ def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.Monkey
     assert all(" " not in line.strip(" ->") for line in long), "only what cannot be broken"
 
 
-def test_the_first_line_is_the_verdict(cli: Cli, machine: Machine, tmp_path: Path) -> None:
-    ready = cli("doctor").out.splitlines()[0]
-    assert re.match(r"Ready to train on the CPU \(\d+ cores, bf16\)", ready)
-    assert "ssdctl demo" in ready
-    warned = cli("doctor", "--data", tmp_path / "none")
-    assert "1 warning" in warned.out.splitlines()[0]
-    broken = cli("doctor", "--set", "train.device=hpu")
-    assert broken.code == 2
-    assert "hpu" in broken.out.splitlines()[0]
-    assert "Ready" not in broken.out
-
-
-def test_quiet_shows_only_problems_and_verbose_everything(
+def test_the_first_line_is_the_verdict_and_quiet_shows_only_problems(
     cli: Cli, machine: Machine, tmp_path: Path
 ) -> None:
-    assert cli("doctor", "-q") == Result(0, "", "")
-    problems = cli("doctor", "-q", "--data", tmp_path / "none").out
-    assert problems.splitlines()[0].startswith("  ! dataset")
     usual, everything = cli("doctor").out, cli("doctor", "-v").out
+    assert re.match(r"Ready to train on the CPU \(\d+ cores, bf16\).* ssdctl demo\n", usual)
     assert not re.search(rf"^  {MARK} mpirun ", usual, re.MULTILINE)
     assert "open files" not in usual
     assert re.search(r"^  \u2013 mpirun ", everything, re.MULTILINE)
     assert re.search(r"^  \u2713 open files ", everything, re.MULTILINE)
+    assert cli("doctor", "-q") == Result(0, "", "")
+    options = ("--data", tmp_path / "none")
+    assert "1 warning" in cli("doctor", *options).out.splitlines()[0]
+    assert cli("doctor", "-q", *options).out.splitlines()[0].startswith("  ! dataset")
+    broken = cli("doctor", "--set", "train.device=hpu")
+    assert broken.code == 2
+    assert broken.out.startswith("Not ready: hpu")
 
 
-def test_marks_in_an_encoding_without_them(machine: Machine) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    with contextlib.redirect_stdout(stream), pytest.raises(SystemExit):
-        main(["doctor"])
-    stream.seek(0)
-    assert "\n  + python " in stream.read()
-
-
-@pytest.mark.parametrize(("no_color", "start"), [("", "\033[32mReady"), ("1", "Ready")])
-def test_colors_only_on_a_terminal(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, no_color: str, start: str
+def test_marks_and_colors_are_those_of_the_terminal(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NO_COLOR", no_color)
+    def output(stream: io.TextIOWrapper) -> str:
+        with contextlib.redirect_stdout(stream), pytest.raises(SystemExit):
+            main(["doctor"])
+        stream.seek(0)
+        return stream.read()
+
+    assert "\n  + python " in output(io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     monkeypatch.setenv("TERM", "xterm")
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
-    with contextlib.redirect_stdout(terminal), pytest.raises(SystemExit):
-        main(["doctor"])
-    assert terminal.getvalue().startswith(start)
-    assert ("\033" in terminal.getvalue()) == (no_color == "")
+    for no_color, start in (("", "\033[32mReady"), ("1", "Ready")):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        terminal = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        terminal.isatty = lambda: True  # type: ignore[method-assign]
+        text = output(terminal)
+        assert text.startswith(start)
+        assert ("\033" in text) == (no_color == "")
 
 
-def test_no_secrets(
-    run_doctor: RunDoctor, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_secrets(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("LOGNAME", "alice")
-    _, checks = run_doctor("--data", tmp_path / "home" / "coco", "--store", "/scratch/alice/store")
+    checks = machine.doctor("--data", tmp_path / "home/coco", "--store", "/scratch/alice/store")
     assert checks["dataset"]["detail"].startswith("~/coco: no such")
     monkeypatch.setenv("HTTPS_PROXY", "http://bob:hush@127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "carol:quiet@127.0.0.1:1")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/scratch/alice/ca.pem")
-    monkeypatch.setattr(
-        network, "RETRY_POLICY", network.RETRY_POLICY._replace(connect_s=0.5, stall_s=1)
-    )
-    code, checks = run_doctor("--network")
-    assert code == 2
-    output = json.dumps(checks)
+    policy = network.RETRY_POLICY._replace(connect_s=0.5, stall_s=1)
+    monkeypatch.setattr(network, "RETRY_POLICY", policy)
+    output = json.dumps(machine.doctor("--network", code=2))
     assert not re.search("hush|quiet|bob|carol|alice", output)
     assert "HTTPS_PROXY=http://***@127.0.0.1:1" in output
     assert "/scratch/$USER/ca.pem" in output

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
-from doctor.machines import RECORDED, STANDIN, Machine, RunDoctor, expect
+from doctor.machines import CPU, RECORDED, STANDIN, Machine, expect
 
 from ssdctl.runtime import hardware
 
@@ -24,12 +25,12 @@ if ['ssdctl.doctor.probes', 'torch'] == sys.orig_argv[4:6]:
 # What `nvidia-smi -q -x` says of each card, as far as it is used.
 CARD = """<gpu><mig_mode><current_mig>{mig}</current_mig></mig_mode>
 <fabric><state>{fabric}</state></fabric>
-<fb_memory_usage><total>81559 MiB</total><used>{used} MiB</used></fb_memory_usage>
+<fb_memory_usage><total>80000 MiB</total><used>{used} MiB</used></fb_memory_usage>
 <ecc_errors><volatile><sram_uncorrectable_parity>0</sram_uncorrectable_parity>
 <dram_uncorrectable>{ecc}</dram_uncorrectable></volatile></ecc_errors>
 <remapped_rows><remapped_row_pending>{pending}</remapped_row_pending>
 <remapped_row_failure>{failure}</remapped_row_failure></remapped_rows></gpu>"""
-HEALTHY = {"mig": "Disabled", "fabric": "N/A", "used": "4", "ecc": "0", "pending": "No",
+HEALTHY = {"mig": "Disabled", "fabric": "N/A", "used": "4000", "ecc": "0", "pending": "No",
            "failure": "No"}  # fmt: skip
 GPU = {"name": "Test", "memory_bytes": 2**34, "capability": [9, 0], "has_kernels": True}
 
@@ -42,89 +43,71 @@ def nvidia_smi(machine: Machine, *cards: dict[str, str], driver: str = "580.65.0
 
 
 @pytest.mark.slow(in_ci=True)
-def test_gpus_as_torch_sees_them(run_doctor: RunDoctor, machine: Machine) -> None:
+def test_gpus_as_torch_sees_them(machine: Machine) -> None:
     nvidia_smi(machine, {}, {})
     machine.put(machine.modules / "sitecustomize.py", GPUS)
-    _, checks = run_doctor()
+    checks = machine.doctor()
     expected = "2 x Test GPU (80 GiB, compute 8.6); torch's CUDA 13.0, driver 580.65.06"
     expect(checks["cuda"], "ok", expected)
     expect(checks["cuda precision"], "ok", "fp32, fp16 and bf16")
     expect(checks["cuda state"], "ok")
 
 
-@pytest.mark.parametrize(
-    ("capability", "has_kernels", "code", "precision"),
-    [([7, 5], True, 0, "no native bf16"), ([6, 1], False, 2, "no tensor cores")],
-)
-def test_old_gpus(
-    run_doctor: RunDoctor,
-    machine: Machine,
-    capability: list[int],
-    has_kernels: bool,
-    code: int,
-    precision: str,
-) -> None:
-    gpu = GPU | {"capability": capability, "has_kernels": has_kernels}
-    machine.torch_says(**RECORDED | {"gpus": [gpu], "gpu_compile": ["no triton"]})
-    got, checks = run_doctor()
-    assert got == code
-    expect(checks["cuda"], "ok" if has_kernels else "fail")
-    expect(checks["cuda precision"], "ok", precision)
-    expect(checks["cuda compile"], "warn", "no triton")
+def test_old_gpus_and_a_cpu_without_compiler_or_bf16(machine: Machine) -> None:
+    cpu = CPU | {"has_native_bf16": False, "compile": ["no C++ compiler"]}
+    for capability, has_kernels, precision in (
+        ([7, 5], True, "no native bf16"),
+        ([6, 1], False, "no tensor cores"),
+    ):
+        gpu = GPU | {"capability": capability, "has_kernels": has_kernels}
+        machine.torch_says(gpus=[gpu], gpu_compile=["no triton"], cpu=cpu)
+        checks = machine.doctor(code=0 if has_kernels else 2)
+        expect(checks["cuda"], "ok" if has_kernels else "fail")
+        expect(checks["cuda precision"], "ok", precision)
+        expect(checks["cuda compile"], "warn", "no triton")
+        expect(checks["cpu"], "ok", "prefer --fp32")
+        expect(checks["cpu compile"], "warn", "no C++ compiler", "g++")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "detail", "remedy"),
-    [
+def test_the_state_of_gpus(machine: Machine) -> None:
+    machine.torch_says(gpus=[GPU, GPU])
+    for wrong, *parts in (
         ({"ecc": "3"}, "GPU 1: uncorrectable ECC", "reset"),
         ({"pending": "Yes"}, "GPU 1: rows", "reset"),
         ({"failure": "Yes"}, "GPU 1: remapping", "replaced"),
         ({"mig": "Enabled"}, "GPU 1: partitioned (MIG)", "-mig 0"),
         ({"fabric": "In Progress"}, "GPU 1: NVSwitch fabric In Progress", "nvidia-fabricmanager"),
         ({"used": "40000"}, "GPU 1 (40,000 MiB): memory", "nvidia-smi"),
-    ],
-)
-def test_the_state_of_gpus(
-    run_doctor: RunDoctor, machine: Machine, wrong: dict[str, str], detail: str, remedy: str
-) -> None:
-    nvidia_smi(machine, {}, wrong)
-    machine.torch_says(**RECORDED | {"gpus": [GPU, GPU]})
-    code, checks = run_doctor()
-    assert code == 0
-    expect(checks["cuda state"], "warn", detail, remedy)
+    ):
+        nvidia_smi(machine, {}, wrong)
+        machine.expect("cuda state", "warn", *parts)
 
 
-def test_errors_in_the_kernels_log_and_an_old_driver(
-    run_doctor: RunDoctor, machine: Machine
-) -> None:
+def test_errors_in_the_kernels_log_and_an_old_driver(machine: Machine) -> None:
     nvidia_smi(machine, {}, driver="525.60.13")
     line = "[12.3] NVRM: Xid (PCI:0000:07:00): 79, pid=1, GPU has fallen off the bus."
     machine.program("dmesg", f"echo '{line}'; echo '{line}'")
-    machine.torch_says(**RECORDED | {"gpus": [GPU], "cuda_build": "12.8"})
-    _, checks = run_doctor()
+    machine.torch_says(gpus=[GPU], cuda_build="12.8")
+    checks = machine.doctor()
     expect(checks["cuda"], "ok")
     expect(checks["cuda xid"], "warn", "Xid (PCI:0000:07:00): 79 (2 times)")
-    machine.torch_says(**RECORDED | {"gpus": [GPU], "cuda_build": "13.0"})
-    expect(run_doctor()[1]["cuda"], "warn", "driver 580.65")
+    machine.torch_says(gpus=[GPU], cuda_build="13.0")
+    machine.expect("cuda", "warn", "driver 580.65")
 
 
-def test_a_gpu_that_torch_cannot_use(run_doctor: RunDoctor, machine: Machine) -> None:
-    expect(run_doctor()[1]["cuda"], "absent")
+def test_a_gpu_that_torch_cannot_use(machine: Machine) -> None:
+    machine.expect("cuda", "absent")
     machine.card(hardware.NVIDIA, kind="0x030200")
     machine.card(hardware.NVIDIA, number=1, kind="0x040300")  # its sound
     machine.program("nvidia-smi", "echo 'cannot talk to the driver'; exit 9")
-    code, checks = run_doctor()
-    assert code == 0
-    expect(checks["cuda"], "warn", "1 GPU(s)", "no driver", "nvidia-smi: cannot talk", "install")
-    assert run_doctor("--set", "train.device=cuda")[0] == 2
-    machine.torch_says(**RECORDED | {"cuda_build": None})
-    expect(run_doctor()[1]["cuda"], "warn", "built for CUDA")
-
-
-def test_a_driver_that_kills_its_caller(run_doctor: RunDoctor, machine: Machine) -> None:
-    reported = {"torch", "import_s", "has_gloo", "cpu", "cuda_build"}
-    machine.torch_says("os.abort()", **{k: v for k, v in RECORDED.items() if k in reported})
-    _, checks = run_doctor()
+    machine.expect("cuda", "warn", "1 GPU(s)", "no driver", "smi: cannot talk", "install")
+    machine.doctor("--set", "train.device=cuda", code=2)
+    machine.torch_says(cuda_build=None)
+    machine.expect("cuda", "warn", "built for CUDA")
+    reported = ("torch", "import_s", "has_gloo", "cpu", "cuda_build")
+    facts = json.dumps({name: RECORDED[name] for name in reported})
+    machine.probe_prints("torch", facts, "os.abort()")  # as a driver that kills its caller
+    checks = machine.doctor()
     assert [checks[name]["state"] for name in ("torch import", "cpu")] == ["ok", "ok"]
     expect(checks["cuda"], "warn", "SIGABRT")
 
@@ -144,15 +127,14 @@ def gaudi(machine: Machine, *, name: str, driver: str) -> None:
         f"echo '{name}, {driver}, 0000:00:00.0'; echo '{name}, {driver}, 0000:01:00.0'",
     )
     shutil.copytree(STANDIN / "habana_frameworks", machine.packages / "habana_frameworks")
-    machine.package(machine.packages, "habana-torch-plugin", "1.22.1.6")
+    machine.package("habana-torch-plugin", "1.22.1.6")
     machine.use_packages()
 
 
-def test_gaudi(run_doctor: RunDoctor, machine: Machine) -> None:
+def test_gaudi(machine: Machine) -> None:
     gaudi(machine, name="HL-225", driver="1.22.0-ab12")
     machine.put(machine.proc / "meminfo", "HugePages_Total: 11874\nHugepagesize: 2048 kB")
-    code, checks = run_doctor("--set", "train.batch_size=48")
-    assert code == 0
+    checks = machine.doctor("--set", "train.batch_size=48")
     expect(checks["hpu"], "ok", "2 x HL-225, driver 1.22.0-ab12, bridge 1.22.1.6")
     expect(checks["huge pages"], "ok", "11,874 of 2048 kB")
     expect(checks["hpu ports"], "ok", "4 up")
@@ -161,14 +143,13 @@ def test_gaudi(run_doctor: RunDoctor, machine: Machine) -> None:
     expect(checks["hpu precision"], "ok", "bf16 native")
     assert "hpu batch" not in checks
     expect(checks["mpirun"], "warn")  # launch --hpus needs it
-    expect(
-        run_doctor("--set", "train.batch_size=128")[1]["hpu batch"], "ok", "--bs 120 or --bs 144"
-    )
+    checks = machine.doctor("--set", "train.batch_size=128")
+    expect(checks["hpu batch"], "ok", "--bs 120 or --bs 144")
 
 
-def test_gaudi_releases_that_do_not_match(run_doctor: RunDoctor, machine: Machine) -> None:
+def test_gaudi_releases_that_do_not_match(machine: Machine) -> None:
     gaudi(machine, name="HL-205", driver="1.20.1-ab12")
-    _, checks = run_doctor()
+    checks = machine.doctor()
     expect(checks["hpu"], "warn", "release 1.20", "to 1.22")
     assert "hpu batch" not in checks, "the first Gaudi does not care"
     expect(checks["hpu ports"], "warn", "0000:00:00.0 port 11; 0000:01:00.0 port 11")
@@ -176,51 +157,45 @@ def test_gaudi_releases_that_do_not_match(run_doctor: RunDoctor, machine: Machin
     expect(checks["huge pages"], "warn", "11,874 are recommended", *words)
 
 
-def test_a_gaudi_bridge_that_is_broken_or_without_a_card(
-    run_doctor: RunDoctor, machine: Machine
-) -> None:
+def test_a_gaudi_bridge_that_is_broken_or_without_a_card(machine: Machine) -> None:
     gaudi(machine, name="HL-225", driver="1.22.0")
     core = machine.packages / "habana_frameworks" / "torch" / "core.py"
     machine.put(core, "raise OSError('libSynapse.so: cannot open')")
-    expect(run_doctor()[1]["hpu bridge"], "warn", "libSynapse.so: cannot open")
-    assert run_doctor("--set", "train.device=hpu")[0] == 2
+    machine.expect("hpu bridge", "warn", "libSynapse.so: cannot open")
+    machine.doctor("--set", "train.device=hpu", code=2)
     shutil.rmtree(machine.sys / "bus")
     (machine.bin / "hl-smi").unlink()
-    code, checks = run_doctor()
-    assert code == 2
-    expect(checks["hpu"], "fail", "--device auto")
-    assert run_doctor("--set", "train.device=cpu")[0] == 0
+    machine.expect("hpu", "fail", "--device auto")
+    expect(machine.doctor("--set", "train.device=hpu", code=2)["hpu"], "fail", "hl-smi must list")
+    machine.doctor("--set", "train.device=cpu")
 
 
-def test_gaudi_cards_without_the_vendors_software(run_doctor: RunDoctor, machine: Machine) -> None:
-    _, checks = run_doctor()
+def test_gaudi_cards_without_the_vendors_software(machine: Machine) -> None:
+    checks = machine.doctor()
     expect(checks["hpu"], "absent")
     expect(checks["huge pages"], "absent")
-    code, checks = run_doctor("--set", "train.device=hpu")
-    assert code == 2
-    expect(checks["hpu"], "fail")
+    expect(machine.doctor("--set", "train.device=hpu", code=2)["hpu"], "fail")
     machine.card(hardware.HABANA)
     machine.put(machine.sys / "module/habanalabs/version", "1.21.0-cc")
     expected = "1 x Gaudi, driver 1.21.0-cc, bridge absent"
-    expect(run_doctor()[1]["hpu"], "warn", expected, "vendor's PyTorch image")
+    machine.expect("hpu", "warn", expected, "vendor's PyTorch image")
 
 
-def test_tpus(run_doctor: RunDoctor, machine: Machine) -> None:
-    def check(runtime: str, version: str) -> dict[str, str]:
-        """With torch 2.9 and a torch_xla of that version."""
-        shutil.rmtree(machine.packages, ignore_errors=True)
-        machine.put(machine.packages / "torch_xla" / "__init__.py", "")
-        machine.put(machine.packages / "torch_xla" / "runtime.py", runtime)
-        for name, number in (("torch", "2.9.1"), ("torch_xla", version)):
-            machine.package(machine.packages, name, number)
-        return run_doctor()[1]["tpu"]
-
-    expect(run_doctor()[1]["tpu"], "absent")
+def test_tpus(machine: Machine) -> None:
+    runtime = "def global_runtime_device_count(): return 4\ndef device_type(): return 'TPU'"
+    machine.expect("tpu", "absent")
     for number in range(4):
         machine.card(hardware.GOOGLE, number, device="0x0063")
-    expect(run_doctor()[1]["tpu"], "warn", "4 x TPU v5e", "torch_xla[tpu]==2.9.*", "TorchTPU")
+    machine.expect("tpu", "warn", "4 x TPU v5e", "torch_xla[tpu]==2.9.*", "TorchTPU")
     machine.use_packages()
-    runtime = "def global_runtime_device_count(): return 4\ndef device_type(): return 'TPU'"
-    expect(check(runtime, "2.9.0"), "ok", "4 x TPU, 4 x TPU v5e")
-    expect(check("raise RuntimeError('chip is in use')", "2.9.0"), "warn", "chip is in use")
-    expect(check(runtime, "2.8.0"), "warn", "torch==2.8")
+    for code, version, state, text in (
+        (runtime, "2.9.0", "ok", "4 x TPU, 4 x TPU v5e"),
+        ("raise RuntimeError('chip is in use')", "2.9.0", "warn", "chip is in use"),
+        (runtime, "2.8.0", "warn", "torch==2.8"),
+    ):
+        shutil.rmtree(machine.packages, ignore_errors=True)
+        machine.put(machine.packages / "torch_xla" / "__init__.py", "")
+        machine.put(machine.packages / "torch_xla" / "runtime.py", code)
+        machine.package("torch", "2.9.1")
+        machine.package("torch_xla", version)
+        machine.expect("tpu", state, text)

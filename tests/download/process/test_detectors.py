@@ -24,13 +24,8 @@ def nvidia_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in NVIDIA's layout, of random weights, without a table of names."""
     torch.manual_seed(0)
     state = SSD300("tiny", 81, "batch").state_dict()
-    payload = {
-        "epoch": 64,
-        "iteration": 7500,
-        "optimizer": {},
-        "scheduler": {},
-        "model": third_party.to_third_party(state, "nvidia"),
-    }
+    payload = {"epoch": 64, "iteration": 7500, "optimizer": {}, "scheduler": {}}
+    payload["model"] = third_party.to_third_party(state, "nvidia")
     path = tmp_path_factory.mktemp("nvidia") / "nvidia_ssdpyt_amp_200703.pt"
     torch.save(payload, path)
     return path
@@ -57,12 +52,8 @@ def published(
 
 @pytest.fixture
 def cached(tmp_path: Path) -> Path:
-    """NVIDIA's file in the cache; `recorded` is the file with its SHA-256."""
+    """NVIDIA's file in the cache."""
     return tmp_path / "torch/hub/checkpoints/nvidia_ssdpyt_amp_200703.pt"
-
-
-def recorded(path: Path) -> Path:
-    return path.with_name(path.name + ".sha256")
 
 
 def sha256_of(path: Path) -> str:
@@ -73,12 +64,20 @@ def export(cli: Cli, name: str = NAMES[1], kind: str = "nvidia") -> Result:
     return cli("export", name, "--format", kind, "--out", "x.pt")
 
 
-def test_a_name_is_fetched_and_exported(cli: Cli, published: Server, cached: Path) -> None:
+def test_a_name_is_fetched_recorded_and_exported(
+    cli: Cli, published: Server, cached: Path, nvidia_file: Path
+) -> None:
+    recorded = cached.with_name(cached.name + ".sha256")
+    published.route(f"/files/{cached.name}", file(b"not a checkpoint" * 100))
+    assert export(cli).code == 5
+    assert not recorded.exists()
+    cached.unlink()
+    published.route(f"/files/{cached.name}", file(nvidia_file.read_bytes()))
     result = export(cli)
     assert result.code == 0, result.err
     digest = sha256_of(cached)
     assert digest in result.err  # named at the first use
-    assert digest in recorded(cached).read_text()
+    assert digest in recorded.read_text()
     # COCO's names and ids come with 81 outputs.
     names = torch.load("x.pt", weights_only=True)["label_map"]
     assert (names[1], names[80]) == ("person", "toothbrush")
@@ -89,6 +88,17 @@ def test_a_name_is_fetched_and_exported(cli: Cli, published: Server, cached: Pat
     assert result.code == 5
     assert digest in result.err
     assert sha256_of(cached) in result.err
+    assert cli("models").code == 5
+
+    cached.unlink()
+    recorded.unlink()
+    result = cli("fetch-weights", "nvidia-ssd300-coco", "--json")
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    assert (answer["path"], answer["sha256"]) == (str(cached), digest)
+    assert answer["trust"] == "first use"
+    assert digest in recorded.read_text()
+    assert json.loads(cli("models", "--json").out)["models"][1]["path"] == str(cached)
 
 
 def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, shapes: Path) -> None:
@@ -112,17 +122,6 @@ def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, sh
     assert "nvidia_ssdpyt_amp_200703.pt" in result.err
 
 
-def test_fetch_weights_fetches_detectors(cli: Cli, published: Server, cached: Path) -> None:
-    result = cli("fetch-weights", "nvidia-ssd300-coco", "--json")
-    assert result.code == 0, result.err
-    answer = json.loads(result.out)
-    assert answer["path"] == str(cached)
-    assert answer["sha256"] == sha256_of(cached)
-    assert answer["trust"] == "first use"
-    assert answer["sha256"] in recorded(cached).read_text()
-    assert json.loads(cli("models", "--json").out)["models"][1]["path"] == str(cached)
-
-
 def test_predict_fetches_from_the_mirror(
     cli: Cli, published: Server, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,14 +130,6 @@ def test_predict_fetches_from_the_mirror(
     mirror = f"download.mirror={published.url}/files"
     result = cli("predict", "nvidia-ssd300-coco", image, "--device", "cpu", "--set", mirror)
     assert result.code == 0, result.err
-
-
-def test_a_file_that_is_not_a_checkpoint_is_not_recorded(
-    cli: Cli, published: Server, cached: Path
-) -> None:
-    published.route(f"/files/{cached.name}", file(b"not a checkpoint" * 100))
-    assert export(cli).code == 5
-    assert not recorded(cached).exists()
 
 
 def test_without_network_the_error_names_url_and_folder(

@@ -1,23 +1,32 @@
-"""Detection over a split: every image once, for all batch sizes; bad outputs are named."""
+"""Detection over a split: every image once, for all batch sizes and numbers of ranks; bad outputs
+are named. Classes are matched by name: a new export may renumber and reorder them."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
+from conftest import TINY_RUN, Cli, Result
 from PIL import Image
 
 from ssdctl.checkpoint.file import load_checkpoint, load_network
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
+from ssdctl.distributed.ranks import free_port
 from ssdctl.evaluation import detect
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import Detector, DetectorConfig
+
+LOW = ("--score-threshold", "0.01")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +66,20 @@ def test_batches_do_not_matter(
     assert np.array_equal(rows[np.argsort(rows[:, 0], kind="stable")], table(at_once))
 
 
+def test_images_without_objects_can_be_left_out(cli: Cli, checkpoint: Path, dataset: Path) -> None:
+    """Of two images: one has a single object, the other none."""
+    path = dataset / "annotations/instances_val2017.json"
+    content = json.loads(path.read_text())
+    content["images"] = content["images"][:2]
+    own = [a for a in content["annotations"] if a["image_id"] == content["images"][0]["id"]]
+    path.write_text(json.dumps({**content, "annotations": own[:1]}))
+    for options, count in ([], 2), (["--annotated-only"], 1):
+        result = cli(
+            "evaluate", checkpoint, "--data", dataset, "--json", "--device", "cpu", *options
+        )
+        assert json.loads(result.out)["images"] == count, result.err
+
+
 def test_images_that_do_not_open_have_no_detections(checkpoint: Path, split: Split) -> None:
     usable = split.usable.copy()
     usable[[0, 5]] = False
@@ -90,3 +113,116 @@ def test_bad_weights_exit_7(cli: Cli, checkpoint: Path, value: float) -> None:
         assert result.code == 7, result.err
         assert "NaN or infinite" in result.err
         assert result.out == ""
+
+
+def evaluate_on(ranks: int, *arguments: object) -> list[Result]:
+    """Run `ssdctl evaluate` on ranks. No forks: hotcoco's threads would not exist in them."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ssdctl", "evaluate", *map(str, arguments)],
+            env={**os.environ, **common, "WORLD_SIZE": str(ranks), "RANK": r, "LOCAL_RANK": r},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for r in map(str, range(ranks))
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in processes]
+    return [Result(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
+
+
+def by_image(name: str) -> list[tuple[object, ...]]:
+    rows = json.loads(Path(name).read_text())
+    return sorted((r["image_id"], -r["score"], r["category_id"], *r["bbox"]) for r in rows)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.slow(in_ci=True)), pytest.param(5, marks=pytest.mark.slow)],
+)
+def test_ranks_equal_one(cli: Cli, checkpoint: Path, ranks: int) -> None:
+    """Nine images: they divide by neither number."""
+    one = cli("evaluate", checkpoint, "--json", "--device", "cpu", *LOW, "--detections", "one.json")
+    assert one.code == 0, one.err
+    options = ("--json", "--device", "cpu", *LOW, "--detections", "several.json")
+    several = evaluate_on(ranks, checkpoint, *options)
+    assert [rank.code for rank in several] == [0] * ranks, several
+    expected, actual = json.loads(one.out), json.loads(several[0].out)
+    assert actual["images"] == 9
+    assert actual["detections"] == expected["detections"] > 0
+    for key, value in expected.items():
+        if isinstance(value, float):
+            assert actual[key] == pytest.approx(value, abs=1e-9), key
+    assert by_image("several.json") == by_image("one.json")
+
+
+@pytest.mark.slow
+def test_nan_on_every_rank_is_reported_once(checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    payload["model"]["box_heads.0.bias"][0] = float("nan")
+    torch.save(payload, "bad.pt")
+    ranks = evaluate_on(2, "bad.pt", "--device", "cpu")
+    assert [rank.code for rank in ranks] == [7, 7], ranks
+    assert sum(rank.err.count("NaN or infinite") for rank in ranks) == 1
+    assert [rank.out for rank in ranks] == ["", ""]
+
+
+def exported_again(shapes: Path, root: Path, *, reverse: bool) -> dict[int, int]:
+    """Copy a dataset with other category ids; return the new ids by the old ones."""
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    new: dict[int, int] = {}
+    for path in root.glob("annotations/*.json"):
+        content: dict[str, Any] = json.loads(path.read_text())
+        new = {c["id"]: 1000 - 10 * c["id"] for c in content["categories"]}
+        for category in content["categories"]:
+            category["id"] = new[category["id"]]
+        for entry in content["annotations"]:
+            entry["category_id"] = new[entry["category_id"]]
+        if reverse:
+            content["categories"].reverse()
+        path.write_text(json.dumps(content))
+    return new
+
+
+def test_evaluation_matches_by_name(
+    cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "again"
+    new = exported_again(shapes, root, reverse=True)
+    options = ("--device", "cpu", "--score-threshold", "0.01", "--json", "--verify")
+    before = cli("evaluate", checkpoint, "--data", shapes, *options, "--detections", "before.json")
+    after = cli("evaluate", checkpoint, "--data", root, *options, "--detections", "after.json")
+    assert after.code == 0, after.err
+    expected, actual = json.loads(before.out), json.loads(after.out)
+    assert actual["AP"] == pytest.approx(expected["AP"], abs=1e-12)
+    objects = {c["name"]: c["objects"] for c in expected["per_class"]}
+    assert {c["name"]: c["objects"] for c in actual["per_class"]} == objects
+    rows = [json.loads(Path(name).read_text()) for name in ("before.json", "after.json")]
+    assert len(rows[0]) > 0
+    for row in rows[0]:
+        row["category_id"] = new[row["category_id"]]
+    assert rows[0] == rows[1]
+
+    for path in root.glob("annotations/*.json"):
+        path.write_text(path.read_text().replace('"star"', '"comet"'))
+    refused = cli("evaluate", checkpoint, "--data", root, *options)
+    assert refused.code == 5
+    message = " ".join(refused.err.split())
+    assert "missing: star; not in the checkpoint: comet" in message
+    assert "brick" not in message
+
+
+def test_a_run_resumes_with_renumbered_classes(
+    cli: Cli, tiny_run: Path, shapes: Path, tmp_path: Path
+) -> None:
+    exported_again(shapes, tmp_path / "again", reverse=False)
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    train = ("train", "--out", run, *TINY_RUN.split())
+    result = cli(*train, "--data", tmp_path / "again", "--steps", 4)
+    assert result.code == 0, result.err
+    assert "category ids differ" in result.err
+    exported_again(shapes, tmp_path / "reversed", reverse=True)
+    refused = cli(*train, "--data", tmp_path / "reversed", "--steps", 5)
+    assert refused.code == 5
+    assert "another order" in refused.err
+    assert "--init" in refused.err

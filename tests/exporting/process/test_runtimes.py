@@ -1,10 +1,12 @@
-"""Files for other runtimes give PyTorch's boxes there, in a process that cannot import ssdctl."""
+"""Files for other runtimes give PyTorch's boxes and AP there, for any batch; a wrong one is not
+written."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,15 +23,15 @@ import ssdctl
 from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.checkpoint.file import load_checkpoint, load_network
 from ssdctl.device import open_device
+from ssdctl.errors import IntegrityError
 from ssdctl.exporting import graphs
-from ssdctl.exporting.deployed import Deployment, images_of
+from ssdctl.exporting.deployed import Deployed, Deployment, Reference, images_of
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.inference.onnx_detector import DECODED, HEADS
 from ssdctl.model.postprocess import boxes_and_scores
 
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 DOCS = Path(__file__).parents[3] / "docs"
-SCRIPT = Path(__file__).parents[1] / "run_exported.py"
 is_old_torch = torch.__version__.startswith("2.6")
 needs_onnx_export = pytest.mark.skipif(
     is_old_torch, reason="torch 2.6 cannot export the network to ONNX"
@@ -43,20 +45,28 @@ def images(shapes: Path) -> np.ndarray:
 
 def exported(cli: Cli, checkpoint: Path, out: str, *options: object) -> Path:
     kind = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2"}[Path(out).suffix]
+    if kind == "openvino":
+        pytest.importorskip("openvino")
     result = cli("export", checkpoint, "--format", kind, "--out", out, "--score-threshold", THRESHOLD, *options)  # fmt: skip
     assert result.code == 0, result.err
     assert "agrees with PyTorch on 5 images" in result.err
     return Path(out)
 
 
-def run_elsewhere(path: Path, images: np.ndarray) -> dict[str, np.ndarray]:
-    """Run a file by its runtime, in another process."""
-    np.save("images.npy", images)
-    command = [sys.executable, str(SCRIPT), str(path), "images.npy", "outputs.npz"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    with np.load("outputs.npz") as outputs:
-        return dict(outputs)
+def run(path: Path, images: np.ndarray) -> dict[str, np.ndarray]:
+    """Run a file by its runtime."""
+    if path.suffix == ".pt2":
+        outputs = torch.export.load(path).module()(torch.from_numpy(images))
+        return {f"output{i}": tensor.numpy() for i, tensor in enumerate(outputs)}
+    if path.suffix == ".xml":
+        openvino = pytest.importorskip("openvino")
+        hints = {"INFERENCE_PRECISION_HINT": "f32"}
+        compiled = openvino.Core().compile_model(path, "CPU", hints)
+        return {output.any_name: array for output, array in compiled(images).items()}
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, {"images": images}), strict=True))
 
 
 def detector_of(checkpoint: Path) -> Detector:
@@ -98,11 +108,9 @@ def test_outputs_before_nms(
     cli: Cli, checkpoint: Path, images: np.ndarray, name: str, options: tuple[object, ...]
 ) -> None:
     """Decoded or raw, for any batch or a fixed one; fp16 weights take half the size."""
-    if name == "x.xml":
-        pytest.importorskip("openvino")
     path = exported(cli, checkpoint, name, *options)
     for batch in [4] if "--batch" in options else [4, 1]:
-        outputs = run_elsewhere(path, images[:batch])
+        outputs = run(path, images[:batch])
         expected = detector_of(checkpoint).forward(torch.from_numpy(images[:batch]))
         names = HEADS
         if "--raw" not in options:
@@ -139,7 +147,7 @@ def test_the_default_file(cli: Cli, checkpoint: Path, images: np.ndarray) -> Non
     quantization = pytest.importorskip("onnxruntime.quantization")
     path = exported(cli, checkpoint, "x.onnx")
     for batch in (1, 4):
-        check_detections(checkpoint, images[:batch], run_elsewhere(path, images[:batch]))
+        check_detections(checkpoint, images[:batch], run(path, images[:batch]))
     model = onnx.load(path)
     facts = {entry.key: entry.value for entry in model.metadata_props}
     assert json.loads(facts["classes"]) == ["ball", "brick", "cone", "star", "ring"]
@@ -147,7 +155,7 @@ def test_the_default_file(cli: Cli, checkpoint: Path, images: np.ndarray) -> Non
     assert len(domains) == len(set(domains))
     quantization.quantize_dynamic(path, "small.onnx", weight_type=quantization.QuantType.QUInt8)
     assert Path("small.onnx").stat().st_size < path.stat().st_size / 2
-    assert run_elsewhere(Path("small.onnx"), images[:1])["boxes"].shape == (1, 200, 4)
+    assert run(Path("small.onnx"), images[:1])["boxes"].shape == (1, 200, 4)
 
 
 @pytest.mark.slow
@@ -159,11 +167,9 @@ def test_the_default_file(cli: Cli, checkpoint: Path, images: np.ndarray) -> Non
 def test_detections(
     cli: Cli, checkpoint: Path, images: np.ndarray, name: str, options: tuple[object, ...]
 ) -> None:
-    if name == "x.xml":
-        pytest.importorskip("openvino")
     path = exported(cli, checkpoint, name, *options)
     tolerance = 1e-2 if "--fp16" in options else 1e-3
-    check_detections(checkpoint, images, run_elsewhere(path, images), tolerance)
+    check_detections(checkpoint, images, run(path, images), tolerance)
 
 
 @pytest.mark.slow(in_ci=True)
@@ -223,8 +229,6 @@ PLUGIN_OUTPUTS = {  # type, dimensions after the batch
 def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
     """The node of EfficientNMS_TRT is as documented."""
     onnx = pytest.importorskip("onnx")
-    onnxruntime = pytest.importorskip("onnxruntime")
-    source = load_checkpoint(checkpoint)
     size = str(batch or "batch")
     decoder = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 18]> decoder '
@@ -232,6 +236,7 @@ def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
         f"(float[{size}, 8732, 4] all_boxes, float[{size}, 5, 8732] all_scores) "
         "{ all_boxes = Identity (b) all_scores = Identity (s) }"
     )
+    source = load_checkpoint(checkpoint)
     deployment = Deployment(source, "efficientnms", batch, score_threshold=0.3, nms_iou=0.4)
     model = graphs.with_nms(decoder, deployment)
     node = next(node for node in model.graph.node if node.op_type == "EfficientNMS_TRT")
@@ -247,28 +252,17 @@ def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
         assert tensor.shape.dim[0].dim_value == (batch or 0)
 
     # Its inputs are the boxes (B, N, 4) and the scores, transposed to (B, N, C).
-    model.graph.node.remove(node)
-    model.opset_import.remove(next(o for o in model.opset_import if o.domain == node.domain))
-    del model.graph.output[:]
-    for name, last in zip(node.input, (4, 5), strict=True):
-        dimensions = [batch or "batch", 8732, last]
-        model.graph.output.append(
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dimensions)
-        )
-    generator = np.random.default_rng(0)
-    boxes = generator.random((2, 8732, 4)).astype(np.float32)
-    scores = generator.random((2, 5, 8732)).astype(np.float32)
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    inputs = session.run(None, {"b": boxes, "s": scores})
-    np.testing.assert_array_equal(inputs[0], boxes)
-    np.testing.assert_array_equal(inputs[1], scores.transpose(0, 2, 1))
+    boxes, scores = node.input
+    (transposed,) = (n for n in model.graph.node if scores in n.output)
+    assert (transposed.op_type, list(transposed.attribute[0].ints)) == ("Transpose", [0, 2, 1])
+    assert [boxes, *transposed.input] == ["all_boxes", "all_scores"]
 
 
 @pytest.mark.slow
 @needs_onnx_export
 def test_a_file_for_tensorrt_is_not_for_predict(cli: Cli, checkpoint: Path) -> None:
     path = exported(cli, checkpoint, "x.onnx", "--nms", "efficientnms", "--batch", 4)
-    result = cli("predict", path, SCRIPT)
+    result = cli("predict", path, "photo.jpg")
     assert result.code == 2
     assert "--nms onnx" in result.err.splitlines()[-1]
 
@@ -308,3 +302,99 @@ def test_without_the_extra(
     assert result.code == 2, result.err
     assert f"pip install {kind}" in result.err
     assert not Path(out).exists()
+
+
+@pytest.mark.slow
+@needs_onnx_export
+def test_the_same_scores(cli: Cli, checkpoint: Path, shapes: Path) -> None:
+    """`evaluate` scores the ONNX files and safetensors as it scores the checkpoint."""
+    files = [checkpoint, Path("ssd.onnx"), Path("ssd.safetensors"), Path("raw.onnx")]
+    for kind, file, *options in (
+        ("onnx", files[1], "--score-threshold", THRESHOLD),
+        ("safetensors", files[2]),
+        ("onnx", files[3], "--raw"),
+    ):
+        result = cli("export", checkpoint, "--format", kind, "--out", file, *options)
+        assert result.code == 0, result.err
+    figures = []
+    for file in files:
+        result = cli("evaluate", file, "--data", shapes, "--device", "cpu", "--json",
+                     "--score-threshold", THRESHOLD)  # fmt: skip
+        assert result.code == 0, result.err
+        figures.append(json.loads(result.out))
+    for other in figures[1:]:
+        assert other["AP"] == pytest.approx(figures[0]["AP"], abs=1e-3)
+        assert abs(other["detections"] - figures[0]["detections"]) <= 2
+    assert figures[1]["step"] == figures[0]["step"] == 3
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_images_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepared: bool) -> None:
+    """The dataset's, anywhere in it; its store's if only that is left; else generated ones."""
+    root = tmp_path / "root"
+    (root / "photos").mkdir(parents=True)
+    shutil.copytree(shapes / "val2017", root / "photos/deep")
+    document = json.loads((shapes / "annotations/instances_val2017.json").read_text())
+    for image in document["images"]:
+        image["file_name"] = f"deep/{image['file_name']}"
+    (root / "val.json").write_text(json.dumps(document))
+    (root / "dataset.toml").write_text('[val]\nimages = "photos"\nannotations = "val.json"\n')
+    if is_prepared:
+        result = cli("prepare", "--data", root)
+        assert result.code == 0, result.err
+        assert images_of(root, root / "prepared")[1] == str(root)
+    shutil.rmtree(root / "photos")
+    pixels, source = images_of(root, root / "prepared")
+    assert pixels.shape == (5, 300, 300, 3)
+    assert source == (str(root) if is_prepared else "generated shapes")
+
+
+def test_weights_that_are_nan_are_named(cli: Cli, checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    payload["model"]["backbone.conv1.weight"].fill_(float("nan"))
+    torch.save(payload, "nan.pt")
+    result = cli("export", "nan.pt", "--format", "onnx", "--batch", 1, "--out", "x.onnx")
+    assert (result.code, "NaN" in result.err) == (7, True)
+
+
+def test_a_file_that_differs_is_not_published(
+    cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    wrong = """
+        <ir_version: 10, opset_import: ["" : 18]>
+        zeros (uint8[batch, 300, 300, 3] images) => (float[b, 4, 8732] offsets, float[b, 6, 8732] logits)
+        {
+            shape = Shape <end = 1> (images)
+            box = Constant <value = int64[2] {4, 8732}> ()
+            classes = Constant <value = int64[2] {6, 8732}> ()
+            box_shape = Concat <axis = 0> (shape, box)
+            class_shape = Concat <axis = 0> (shape, classes)
+            offsets = ConstantOfShape (box_shape)
+            logits = ConstantOfShape (class_shape)
+        }
+    """
+    graph = onnx.parser.parse_model(wrong)
+    monkeypatch.setattr(graphs, "network_graph", lambda deployment: graph)
+    result = cli("export", checkpoint, "--format", "onnx", "--raw", "--out", "x.onnx")
+    assert result.code == 5, result.err
+    assert "differs from PyTorch" in result.err
+    assert not list(Path().glob("*x.onnx*"))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("difference", [0.1, float("nan")])
+def test_each_difference_is_refused(checkpoint: Path, number: int, difference: float) -> None:
+    deployment = Deployment(load_checkpoint(checkpoint), "none")
+    network = Deployed(deployment)
+    reference = Reference(deployment, np.zeros((2, 300, 300, 3), np.uint8), "x")
+    changes = [0.0, 0.0]
+
+    def run(images: np.ndarray) -> list[np.ndarray]:
+        outputs = network(torch.from_numpy(images))
+        return [(x + change).numpy() for x, change in zip(outputs, changes, strict=True)]
+
+    assert max(reference.check_outputs(run).values()) < 1e-6
+    changes[number] = difference
+    with pytest.raises(IntegrityError):
+        reference.check_outputs(run)

@@ -36,16 +36,6 @@ def predictor(tiny_run: Path) -> Predictor:
     return ssdctl.load(tiny_run, device="cpu", score=0.02)
 
 
-@pytest.fixture(scope="module")
-def image_files(shapes: Path) -> list[Path]:
-    return sorted((shapes / "val2017").iterdir())
-
-
-@pytest.fixture(scope="module")
-def image_file(image_files: list[Path]) -> Path:
-    return image_files[0]
-
-
 @pytest.fixture
 def predict(cli: Cli, checkpoint: Path) -> Cli:
     """Return a function that runs `ssdctl predict` with the tiny checkpoint."""
@@ -221,14 +211,14 @@ def test_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None:
             predictor.predict("x.jpg")
     with pytest.raises(UsageError, match="float64"):
         predictor.predict(np.zeros((5, 5, 3)))
-    with pytest.raises(UsageError, match=r"none\.pt"):
-        ssdctl.load("none.pt", device="cpu")
     for name in ("ssd.pt2", "ssd.xml"):
         Path(name).write_bytes(b"PK")
+    for name in ("none.pt", "ssd.pt2", "ssd.xml"):
         with pytest.raises(UsageError, match=name):
             ssdctl.load(name, device="cpu")
-    with pytest.raises(UsageError, match="fp8"):
-        ssdctl.load(checkpoint, device="cpu", precision="fp8")
+    for options in ({"precision": "fp8"}, {"tile": 5}):
+        with pytest.raises(UsageError, match=str(*options.values())):
+            ssdctl.load(checkpoint, device="cpu", **options)  # type: ignore[arg-type]
 
 
 def test_folders_patterns_and_bad_files(predict: Cli, image_files: list[Path]) -> None:
@@ -251,9 +241,7 @@ def test_folders_patterns_and_bad_files(predict: Cli, image_files: list[Path]) -
     assert predict("empty").code == 2
 
 
-def test_drawn_images_keep_their_format_and_failures_are_named(
-    predict: Cli, image_file: Path
-) -> None:
+def test_drawn_images_keep_their_format(predict: Cli, image_file: Path) -> None:
     Path("photos").mkdir()
     with Image.open(image_file) as image:
         for suffix in ("JPG", "png", "webp", "bmp", "tif", "gif"):
@@ -297,7 +285,7 @@ def test_an_image_alone_is_predicted_with_the_newest_run(
     assert cli("predict", "runs/old", "--device", "cpu").code == 2  # no image
 
 
-def test_precision_and_style(predict: Cli, image_file: Path) -> None:
+def test_precision_style_and_output(predict: Cli, image_file: Path) -> None:
     """-v prints the boxes; --bf16 computes others, and options change what is drawn."""
     assert predict(image_file, "--bf16", "-v").out != predict(image_file, "-v").out
     sizes = []
@@ -306,6 +294,10 @@ def test_precision_and_style(predict: Cli, image_file: Path) -> None:
         sizes.append(Path("drawn", image_file.name).stat().st_size)
     assert len(set(sizes)) == 3
     assert predict(image_file, "--line-width", 0).code == 2
+    Path("file").touch()
+    for options in ([], ["--save", "coco"]):  # reported before the detection
+        result = predict(image_file, "--out", "file", *options)
+        assert (result.code, result.out) == (6, "")
 
 
 def test_images_are_not_replaced_by_drawn_ones(predict: Cli) -> None:
@@ -325,15 +317,6 @@ def test_images_are_not_replaced_by_drawn_ones(predict: Cli) -> None:
     assert predict("b-2.jpg", "b.jpg", "deep", "--out", "x").code == 0
     assert predict("deep/b.jpg", "deep/b.jpg", "b-2.jpg", "--out", ".").code == 2
     assert Path("b-2.jpg").read_bytes() == content
-
-
-def test_a_folder_that_cannot_be_written_is_reported_before_the_detection(
-    predict: Cli, image_file: Path
-) -> None:
-    Path("file").touch()
-    for options in ((), ("--save", "coco")):
-        result = predict(image_file, "--out", "file", *options)
-        assert (result.code, result.out) == (6, "")
 
 
 def test_chosen_classes(predict: Cli, predictor: Predictor, image_file: Path) -> None:
@@ -418,8 +401,6 @@ def test_tiles_from_the_command_line(predict: Cli, checkpoint: Path, image_file:
     expected = ssdctl.load(checkpoint, device="cpu", score=0.02, tile=300).predict("large.png")
     assert [d["name"] for d in tiled["detections"]] == [d.name for d in expected]
     assert predict("large.png", "--tile", 5).code == 2
-    with pytest.raises(UsageError, match="tile: 5"):
-        ssdctl.load(checkpoint, device="cpu", tile=5)
 
 
 def test_a_third_party_file_without_class_names(

@@ -37,11 +37,6 @@ def write_video(path: Path, image_files: list[Path], count: int, *, rate: int = 
         container.mux(stream.encode(None))
 
 
-@pytest.fixture
-def image_files(shapes: Path) -> list[Path]:
-    return sorted((shapes / "val2017").iterdir())
-
-
 def test_all_frames_and_every_second(cli: Cli, checkpoint: Path, image_files: list[Path]) -> None:
     write_video(Path("a.mp4"), image_files, 11)
     result = cli("predict", checkpoint, "a.mp4", "--json", "--bs", 4, *COMMON)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import Cli, run_cli
 from PIL import Image
-from reporting.test_damaged_runs import report, script_data
+from reporting.test_damaged_runs import evaluated, report, script_data
 
 from ssdctl.evaluation.analysis import best_threshold, diagnosis
 from ssdctl.runs.reader import read_run
@@ -77,18 +77,15 @@ def test_page_needs_nothing_else_and_runs_only_its_own_script(page: str) -> None
     assert f"script-src 'sha256-{digest}'" in policy[1].replace("&#39;", "'")
 
 
-def test_page_shows_the_run(page: str) -> None:
+def test_page_shows_the_run(page: str, tiny_run: Path) -> None:
     assert page.count("<figure>") == page.count("data:image/jpeg") == 9  # the validation images
-    (run,) = script_data(page)["runs"]
-    assert len(run["images"]) == 9
-    assert sum(map(len, run["confusion"])) == 36  # five classes and the background
+    (data,) = script_data(page)["runs"]
+    assert len(data["images"]) == 9
+    assert sum(map(len, data["confusion"])) == 36  # five classes and the background
     places = [page.index(f'id="{name}"') for name in ("samples", "classes", "errors", "metrics")]
     assert places == sorted(places)
     assert len(re.findall(r'<tr class="pick" data-class="\d"', page)) == 5
     assert page.count('data-kind="') == 6  # TIDE's types of error
-
-
-def test_the_header_names_the_run(page: str, tiny_run: Path) -> None:
     run = read_run(tiny_run)
     header = html.unescape(section(page, "<h1>", 'id="samples"'))
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", header))
@@ -120,6 +117,13 @@ def test_the_curves(page: str, tiny_run: Path) -> None:
     assert [line["name"] for line in charts[0]["lines"]] == ["training", "validation"]
     assert len({tuple(chart["scale"][:2]) for chart in charts}) == 1
     assert all(any(len(line["x"]) > 1 for line in chart["lines"]) for chart in charts)
+    (line, *_), (left, top, width, height) = charts[0]["lines"], charts[0]["area"]
+    x0, x1, y0, y1 = charts[0]["scale"]
+    drawn = section(page, f'data-chart="{all_charts.index(charts[0])}"', 'class="tip"')
+    points = re.findall(r"([\d.]+),([\d.]+)", re.findall(r'points="(.*?)"', drawn)[0])
+    for point, x, y in zip(points, line["x"], line["y"], strict=True):
+        expected = left + (x - x0) / (x1 - x0) * width, top + (y1 - y) / (y1 - y0) * height
+        assert [float(v) for v in point] == pytest.approx(expected, abs=0.06)
     evaluation = read_run(tiny_run).evaluation
     assert evaluation is not None
     best = best_threshold(evaluation)
@@ -155,11 +159,9 @@ def test_runs_with_equal_names_are_shown_by_their_paths(
     assert len(script_data(report_of_two(cli, tiny_run, tiny_run))["runs"]) == 2
 
 
-def test_a_folder_of_runs_names_them(tiny_run: Path, cli: Cli) -> None:
-    for path, subject in (
-        (tiny_run.parent, str(tiny_run)),
-        (tiny_run / "checkpoints/best.pt", "best.pt"),
-    ):
+def test_what_is_no_run_is_refused(tiny_run: Path, cli: Cli) -> None:
+    named = {tiny_run.parent: str(tiny_run), tiny_run / "checkpoints/best.pt": "best.pt"}
+    for path, subject in named.items():
         result = cli("report", path)
         assert (result.code, subject in result.err) == (2, True), result.err
 
@@ -173,14 +175,9 @@ def test_run_without_checkpoint_or_evaluation(run: Path, tmp_path: Path, cli: Cl
     assert "<b>bold" not in page
 
 
-def test_report_of_an_evaluation_without_a_run(shapes: Path, cli: Cli) -> None:
+def test_report_of_an_evaluation_without_a_run(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """From a file of detections: neither torch nor a run is needed, and the images are found."""
-    truth = json.loads((shapes / "annotations/instances_val2017.json").read_text())["annotations"]
-    keys = ("image_id", "category_id", "bbox")
-    Path("d.json").write_text(json.dumps([{k: a[k] for k in keys} | {"score": 0.9} for a in truth]))
-    result = cli("evaluate", "d.json", "--data", shapes, "--report", "out", "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["AP"] == pytest.approx(1)
+    evaluated(tmp_path / "out", shapes, cli)
     page = Path("out/report.html").read_text()
     assert page.count("<figure>") == 9
     assert report(cli, Path("out")) == page  # again, from evaluation.json

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Result
-from helpers import ForkedProcess, wait_for
+from conftest import Result
+from helpers import ForkedProcess, records, train_command, wait_for
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.cli.main import main
@@ -101,12 +101,13 @@ def test_the_lock_has_one_owner(
 def test_two_trainings_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "WAIT_S", 0.0)
     generate(tmp_path / "data", num_train=2, num_val=1)  # the evaluation is most of the time
-    train = ["train", "--data", tmp_path / "data", "--steps", 1, *TINY_RUN.split()]
-    import_modules_of(command(*train, "--out", tmp_path / "first"))  # it also prepares the dataset
+    train = partial(train_command, tmp_path / "data")
+    # It also prepares the dataset.
+    import_modules_of(command(*train(tmp_path / "first", "--steps", 1)))
     assert RunDir(tmp_path / "first").last.is_file()
     for number in range(ROUNDS):
         run = RunDir(tmp_path / str(number))
-        ended = run_twice(command(*train, "--out", run.path))
+        ended = run_twice(command(*train(run.path, "--steps", 1)))
         assert sorted(e.code for e in ended) in ([0, 2], [0, 0]), ended
         # On a busy machine the second one may ask for the lock after the first one's end.
         refused = [e for e in ended if e.code == 2]
@@ -114,8 +115,7 @@ def test_two_trainings_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert len(refused) + len(late) == 1, ended
         assert all(str(run.path) in e.err for e in refused)
         assert load_checkpoint(run.last).step == 1
-        steps = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-        assert [r["step"] for r in steps if r["kind"] == "train"] == [1], number
+        assert [r["step"] for r in records(run.path, "train")] == [1], number
         assert not leftovers(run.path)
         assert not run.lock.exists()
 

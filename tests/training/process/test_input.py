@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import TINY_RUN, Cli
-from helpers import records
+from conftest import Cli
+from helpers import has_steps, records, train_command
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
-from ssdctl.training import run_log
+from ssdctl.data.prepare import prepare
+from ssdctl.training import run_log, setup
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
-
-OPTIONS = TINY_RUN.split()
 
 
 def bad_images(run: Path) -> list[dict[str, Any]]:
@@ -29,8 +29,6 @@ def bad_images(run: Path) -> list[dict[str, Any]]:
 
 def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
     """Cut some training images once the run has checked its data; return their ids."""
-    from ssdctl.training import setup
-
     split = open_dataset(root, root / "prepared")["train"]
     rows = split.trainable[:number]
     begin = setup.load_first_weights
@@ -73,15 +71,11 @@ def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path)
     """Deleted under a run without a packed store; each rank reads another half of them."""
     split = open_dataset(dataset, dataset / "prepared")["train"]
     run = tmp_path / "run"
-    options = [*OPTIONS, "--bs", "1", "--epochs", "1000"]
-    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(dataset)]
-    process = subprocess.Popen(
-        [*command, "--out", str(run), *options], stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+    _, *options = map(str, train_command(dataset, run, "--bs", 1, "--epochs", 1000))
+    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not has_steps(run, 0):
         assert process.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.1)
     for row in split.trainable[:12]:
         Path(split.location(int(row))).unlink()
@@ -94,7 +88,9 @@ def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path)
     assert not lost & {event["replaced_by"] for event in reported}
 
 
-def test_fake_data_needs_no_dataset(cli: Cli, train: Train) -> None:
+def test_fake_data_needs_no_dataset_and_takes_the_sizes_of_one_that_is_there(
+    cli: Cli, tmp_path: Path, train: Train
+) -> None:
     data = Path("nowhere")
     plan = cli("train", "--fake-data", "--data", data, "--bs", 32, "--dry-run", "--json")
     assert plan.code == 0, plan.err
@@ -102,15 +98,11 @@ def test_fake_data_needs_no_dataset(cli: Cli, train: Train) -> None:
     assert "fake data" in train("--fake-data", "--steps", 2, data=data)
     assert not data.exists()
     train("--steps", 3, data=data, code=3)
-
-
-def test_fake_data_takes_the_sizes_of_a_dataset_that_is_there(tmp_path: Path, train: Train) -> None:
-    train("--fake-data", "--steps", 1)
-    assert not records(tmp_path / "run", "eval")
-
-
-def test_another_pipeline_is_a_changed_setting(run: Path, train: Train) -> None:
-    assert "train.fake_data" in train("--steps", 4, "--fake-data", code=2)
+    log = tmp_path / "mlperf.log"
+    train("--fake-data", "--steps", 1, "--mllog", log, out=tmp_path / "other")
+    assert not records(tmp_path / "other", "eval")
+    keys = [json.loads(line.partition(" ")[2])["key"] for line in log.read_text().splitlines()]
+    assert keys[-3:] == ["epoch_stop", "block_stop", "run_stop"]
 
 
 @pytest.mark.skipif(
@@ -120,3 +112,30 @@ def test_another_pipeline_is_a_changed_setting(run: Path, train: Train) -> None:
 def test_dali_that_is_not_installed_is_named_first(tmp_path: Path, train: Train) -> None:
     words = train("--pipeline", "dali", data=tmp_path / "nothing", code=2)
     assert "pip install nvidia-dali-cuda" in words
+
+
+def test_a_validation_image_that_does_not_open_counts_without_detections(
+    checkpoint: Path, dataset: Path, cli: Cli
+) -> None:
+    (dataset / "val2017/000000000002.jpg").write_bytes(b"spoiled")
+    prepare(dataset, dataset / "prepared", PrepareConfig(pack=False, allow_dropped=True))
+    options = ["--data", dataset, "--device", "cpu", "--score-threshold", 0.01, "--json"]
+    result = cli("evaluate", checkpoint, *options, "--detections", "found.json")
+    assert result.code == 0, result.err
+    assert "1 images cannot be decoded" in result.err
+    assert json.loads(result.out)["images"] == 9
+    image_ids = {d["image_id"] for d in json.loads(Path("found.json").read_text())}
+    assert image_ids
+    assert 2 not in image_ids
+
+
+def test_data_of_an_option_or_a_variable_beat_the_checkpoints_and_those_of_a_file_do_not(
+    checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("ssdctl.toml").write_text('[data]\nroot = "elsewhere"\n')
+    evaluate = ["evaluate", checkpoint, "--device", "cpu"]
+    assert cli(*evaluate, "--limit", 2).code == 0
+    option = cli(*evaluate, "--set", "data.root=nowhere")
+    monkeypatch.setenv("SSDCTL_DATA__ROOT", "nowhere")
+    for result in (option, cli(*evaluate)):
+        assert (result.code, "nowhere" in result.err) == (3, True)

@@ -1,43 +1,28 @@
-"""Runs: resumed bit-equal, stopped by signals, refused if figures would be wrong, on two ranks."""
+"""Runs and their options: what they write, how they end, what a bad step leads to, two ranks."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import select
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from conftest import TINY_RUN, Cli
-from helpers import (
-    ForkedProcess,
-    assert_same_state,
-    is_mountable,
-    last,
-    records,
-    run_script,
-    start,
-    wait_for,
-)
+from helpers import assert_same_state, is_mountable, last, records, train_command
 
+from ssdctl.checkpoint import Checkpoint
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.cli.main import main
-from ssdctl.data import open_dataset
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations import color
+from ssdctl.training import setup
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
-
-
-OPTIONS = TINY_RUN.split()
 
 
 def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) -> None:
@@ -49,9 +34,8 @@ def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) 
     assert keys | {"grad_norm", "data_wait", "memory_bytes"} == set(train[0])
     assert train[0]["loss"] == pytest.approx(train[0]["loss_box"] + train[0]["loss_class"])
     (evaluation,) = records(tiny_run, "eval")
-    assert {"AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs"} < set(
-        evaluation
-    )
+    figures = {"AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs"}
+    assert figures < set(evaluation)
     assert f'root = "{shapes}"' in (tiny_run / "config.toml").read_text()
     config = torch.load(tiny_run / "checkpoints" / "last.pt", weights_only=True)["config"]
     assert {path.partition(".")[0] for path in config} == {"data", "model", "train", "evaluate"}
@@ -66,33 +50,11 @@ def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
     assert f"{run / 'checkpoints/best.pt'} (AP " in words
     assert f"ssdctl predict {run} " in words
     assert f"ssdctl report {run}" in words
+    finished = last(run)
     for quiet in ("-q", "--json"):
         assert "ssdctl report" not in train("--steps", 4, quiet)
-
-
-def test_a_plan_knows_the_time_of_a_run_that_was_started(
-    tiny_run: Path, shapes: Path, cli: Cli
-) -> None:
-    plan = ["train", "--data", shapes, "--steps", 4, *OPTIONS, "--dry-run"]
-    assert "img/s" in cli(*plan, "--out", tiny_run).out
-    assert "img/s" not in cli(*plan, "--out", "another").out
-
-
-def test_resumed_run_is_bit_equal(run: Path, tmp_path: Path, train: Train) -> None:
-    """Three steps and then three more, with other threads, or six at once: the same weights."""
-    straight = tmp_path / "straight"
-    assert "step-00000003.pt" in train("--steps", 6, "--workers", 3)
-    train("--steps", 6, out=straight)
-    assert_same_state(last(run), last(straight))
-    assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4, 5, 6]
-    losses = ([r["loss"] for r in records(folder, "train")] for folder in (run, straight))
-    assert next(losses) == next(losses)
-
-
-def test_finished_run_is_not_trained_again(run: Path, train: Train) -> None:
-    before = last(run)
-    assert "step 3 of 3" in train("--steps", 3)
-    assert_same_state(before, last(run))
+    assert "step 4 of 4" in train("--steps", 4)
+    assert_same_state(last(run), finished)
 
 
 def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
@@ -104,218 +66,74 @@ def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
     assert all(r["duration_s"] > 0 and r["images_per_second"] > 0 for r in epochs)
 
 
-def test_resuming_with_another_folder_is_reported(
-    run: Path, shapes: Path, tmp_path: Path, train: Train
-) -> None:
-    moved = tmp_path / "moved"
-    moved.symlink_to(shapes)
-    words = train("--steps", 3, data=moved).split()
-    assert {str(shapes), str(moved)} <= {word.strip(",;:.") for word in words}
-    assert "0.0 img/s" not in " ".join(words)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["--lr", "0.1"], 2, "train.lr was 0.0025, is 0.1"),
-        (["--seed", "5"], 2, "train.seed was 0, is 5"),
-        (["--lr", "0.1", "--resume-changed"], 0, "train.lr was 0.0025, is 0.1"),
-        (["--keep", "5", "--save-every", "1st"], 0, "step-00000003.pt"),
-    ],
-)
-def test_what_a_resume_refuses(
-    run: Path, train: Train, options: list[str], code: int, words: str
-) -> None:
-    assert words in train("--steps", 4, *options, code=code)
-
-
-def test_a_checkpoint_of_a_newer_version_is_left_alone(run: Path, train: Train) -> None:
-    newest = run / "checkpoints/step-00000003.pt"
-    torch.save(torch.load(newest, weights_only=True) | {"format": 2}, newest)
-    content, names = newest.read_bytes(), sorted(p.name for p in newest.parent.iterdir())
-    assert newest.name in train("--steps", 4, code=2)
-    assert newest.read_bytes() == content
-    assert sorted(p.name for p in newest.parent.iterdir()) == names
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_saves_and_exits_75(
-    shapes: Path, tmp_path: Path, train: Train, number: signal.Signals
-) -> None:
+@pytest.mark.slow(in_ci=True)
+def test_evaluates_at_the_given_epochs_and_ends_without_gain(tmp_path: Path, train: Train) -> None:
+    """A network that learns nothing (a rate near 0) has the same AP again and again."""
     run = tmp_path / "run"
-    process = start("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1000)
-    wait_for(lambda: has_steps(run), process)
-    process.send_signal(number)
-    _, words = process.communicate(timeout=120)
-    assert process.returncode == 75, words
-    assert number.name in words
-    assert "Traceback" not in words
+    # 20 images in batches of 2: an epoch is 10 steps.
+    options = ["--steps", 30, "--lr", 1e-9, "--patience", 3, "--limit-train", 20]
+    options += ["--eval-at", "0.1,0.2", "--eval-every", "3st"]
+    assert "--patience" in train(*options)
+    steps = [r["step"] for r in records(run, "eval")]
+    assert steps[:4] == [1, 2, 3, 6]  # the one of step 6 is the third without a gain
     stopped = last(run).step
-    assert stopped == records(run, "train")[-1]["step"]
-    train("--steps", stopped + 1)
-    assert [r["step"] for r in records(run, "train")] == list(range(1, stopped + 2))
-
-
-def has_steps(run: Path) -> bool:
-    return (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1
-
-
-def test_nohup_ignores_a_lost_terminal(shapes: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1000]
-
-    def under_nohup() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        main(list(map(str, options)))
-
-    process = ForkedProcess(under_nohup)
-    wait_for(lambda: has_steps(run), process)
-    process.send_signal(signal.SIGHUP)
-    steps = len(records(run, "train"))
-    wait_for(lambda: len(records(run, "train")) > steps + 1, process)
-    process.send_signal(signal.SIGTERM)
-    _, words = process.communicate(timeout=120)
-    assert process.returncode == 75, words
-    assert "SIGTERM" in words
-
-
-def test_a_run_whose_terminal_closes_is_saved(shapes: Path, tmp_path: Path) -> None:
-    """The kernel sends SIGHUP, and all output fails from then on."""
-    run = tmp_path / "run"
-    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1000]
-    controlled = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY); "
-    controlled += "os.execv(sys.executable, [sys.executable, '-m', 'ssdctl', *sys.argv[1:]])"
-    ours, theirs = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", controlled, *map(str, options)],
-        stdin=theirs, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
-    os.close(theirs)
-    while not has_steps(run):
-        assert process.poll() is None
-        if select.select([ours], [], [], 0.05)[0]:
-            os.read(ours, 4096)
-    os.close(ours)
-    assert process.wait(60) == 75
-    assert last(run).step == records(run, "train")[-1]["step"]
-
-
-SLOW_STEP = """
-import sys, time
-from ssdctl.cli.main import main
-from ssdctl.training.step import TrainStep
-
-def slow(*given):
-    print("stepping", flush=True)
-    time.sleep(60)
-
-TrainStep.__call__ = slow
-main(sys.argv[1:])
-"""
-
-
-def test_a_second_interrupt_ends_in_mid_step(shapes: Path, tmp_path: Path) -> None:
-    """The first one would wait for the step's end, and a step may hang."""
-    options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 2]
-    process = run_script(SLOW_STEP, *options)
-    wait_for(lambda: "stepping" in process.output(), process)
-    process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.5)
-    process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=30)
-    assert process.returncode == 130, words
-    assert "interrupted" in words
-    assert "Traceback" not in words
+    assert stopped < 30  # a score is recorded some steps after its detections
+    train(*options)  # the next start counts the evaluations of this one
+    assert last(run).step == stopped
 
 
 @pytest.mark.slow(in_ci=True)
-@pytest.mark.parametrize("module", ["torch.version", "typer"])
-def test_a_signal_during_the_imports_ends_it_there(
-    shapes: Path, tmp_path: Path, module: str
+def test_average_of_the_weights(tmp_path: Path, train: Train) -> None:
+    """It is evaluated; training continues from the weights themselves, resumed or not."""
+    plain, averaged, straight = (tmp_path / name for name in ("plain", "averaged", "straight"))
+    train("--lr", "1e-2", "--steps", 4, out=plain)
+    for steps in (2, 4):
+        train("--lr", "1e-2", "--steps", steps, "--ema", 0.5, out=averaged)
+    actual, expected = last(averaged), last(plain)
+    assert actual.trained is not None
+    assert_same_state(actual._replace(model=actual.trained), expected)
+    name = "box_heads.0.weight"
+    assert not torch.equal(actual.model[name], actual.trained[name])
+    train("--lr", "1e-2", "--steps", 4, "--ema", 0.5, out=straight)
+    assert_same_state(actual, last(straight))
+
+
+def test_the_checkpoint_of_init_is_read_once(
+    shapes: Path, cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python reports each import at its end: a package's own comes after its modules."""
-    options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 9]
-    command = [sys.executable, "-X", "importtime", "-m", "ssdctl", *map(str, options)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.rpartition("|")[2].strip() == module:
-            break
-    process.send_signal(signal.SIGTERM)
-    _, rest = process.communicate(timeout=120)
-    assert process.returncode == 75, rest[-2000:]
-    assert "before the first step" in rest
-    assert rest.count("import time:") < 100  # of some thousand
-    assert not (tmp_path / "run").exists()
+    """Without a preset: for the network and for its weights."""
+    read: list[Path] = []
+
+    def counted(path: Path) -> Checkpoint:
+        read.append(path)
+        return load_checkpoint(path)
+
+    monkeypatch.setattr(setup, "load_checkpoint", counted)
+    command = ["train", "--data", shapes, "--out", "run", "--init", checkpoint, "--steps", 1]
+    result = cli(*command, "--workers", 1, "--device", "cpu", "--warmup", "1st")
+    assert result.code == 0, result.err
+    assert read == [checkpoint]
 
 
-def test_a_signal_while_it_prepares_ends_it_there(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A large dataset takes minutes, and nothing needs to be saved yet."""
-    went_on: list[bool] = []
+def test_writes_tensorboard_and_mlperfs_log(tmp_path: Path, train: Train) -> None:
+    pytest.importorskip("tensorboard", reason="the extra is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def interrupted(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        went_on.append(True)
-
-    monkeypatch.setattr(open_dataset, "open_dataset", interrupted)
-    train("--steps", 1, data=Path("data"), code=75)
-    assert not went_on
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow(in_ci=True)
-def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """Two gloo ranks through torchrun; nine validation images do not divide by two.
-
-    Containers have little shared memory: none is needed.
-    """
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(shapes)]
-    # The moving average has the statistics of batch norm of both ranks, too.
-    command += ["--out", str(run), "--steps", "2", *OPTIONS, "--bs", "1", "--ema", "0.5"]
-    if is_mountable(tmp_path):
-        fill = "head -c 64K /dev/zero > /dev/shm/full"
-        script = f'mount -t tmpfs -o size=64k none /dev/shm && {fill} && exec "$@"'
-        command = ["unshare", "-m", "sh", "-c", script, "sh", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    checkpoint = last(run)
-    assert checkpoint.step == 2
-    assert checkpoint.samples_seen == 4
-    (evaluation,) = records(run, "eval")
-    evaluated = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
-    assert evaluated.code == 0, evaluated.err
-    figures = json.loads(evaluated.out)
-    for name in ("AP", "AP50", "AR100", "ARm"):
-        assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
-    assert figures["images"] == 9
-
-
-@pytest.mark.slow(in_ci=True)
-def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
-    shapes: Path, tmp_path: Path
-) -> None:
-    """Averaging their statistics of batch norm at the signal would change what follows."""
-    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(shapes)]
-    command += [*OPTIONS, "--bs", "1", "--ema", "0.5", "--steps", "100"]
-    command += ["--save-every", "1000st", "--eval-every", "1000st", "--out"]
-    whole = subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, text=True)
-    assert whole.returncode == 0, whole.stderr
-    run = tmp_path / "run"
-    process = subprocess.Popen([*command, str(run)], stderr=subprocess.PIPE, text=True)
-    while not has_steps(run):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, words = process.communicate(timeout=120)
-    assert process.returncode == 75, words
-    assert 1 < last(run).step < 100
-    again = subprocess.run([*command, str(run)], capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert_same_state(last(run), last(tmp_path / "whole"))
+    run, log = tmp_path / "run", tmp_path / "mlperf.log"
+    try:
+        train("--steps", 2, "--tensorboard", "--mllog", log, "--deterministic")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
+    assert events.Scalars("eval/AP")[0].value == pytest.approx(records(run, "eval")[0]["AP"])
+    assert len(events.Tags()["images"]) == 4
+    lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
+    keys = [line["key"] for line in lines]
+    ends = ["epoch_stop", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop"]
+    assert keys[-6:] == ends  # the epoch is not complete
+    assert lines[-1]["metadata"]["status"] == "success"
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
@@ -349,13 +167,12 @@ def test_what_a_bad_step_leads_to(
         assert checkpoint.step == 2
         return
     assert [r["step"] for r in trained] == [1, 2, 3, 4, 5, 6]
-    # A rollback from step 4 to step 2 takes two more batches than a skip does.
-    assert checkpoint.samples_seen == (12 if policy == "skip" else 16)
-    kinds = [r["event"] for r in records(run, "event")]
-    assert ("rolled_back" in kinds) == (policy == "rollback")
-    # A run resumed from there must not read the offending images again.
+    # A rollback from step 4 to step 2 takes two more batches than a skip does. A run resumed from
+    # there must not read the offending images again.
     rolled_back = [(2, 4), (2, 8), (4, 12), (6, 16)]
     assert saved == ([(2, 4), (4, 8), (6, 12)] if policy == "skip" else rolled_back)
+    kinds = [r["event"] for r in records(run, "event")]
+    assert ("rolled_back" in kinds) == (policy == "rollback")
     assert (trained[3]["loss"] == -1) == (policy == "skip")
 
 
@@ -363,17 +180,23 @@ PLAIN_RUN = TINY_RUN.replace("--preset stable-r34 ", "").split()
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--overfit", "2"], ["--limit-train", "7"], ["--overfit", "5", "--limit-train", "3"]],
+    ("options", "images"),
+    [("--overfit 2", 2), ("--limit-train 7", 7), ("--overfit 5 --limit-train 3", 3)],
 )
-def test_the_dry_run_plans_what_is_trained(cli: Cli, shapes: Path, options: list[str]) -> None:
-    command = ["train", "--data", shapes, "--out", "run", *PLAIN_RUN, "--steps", 1, *options]
-    plan = json.loads(cli(*command, "--dry-run", "--json").out)
-    assert not Path("run").exists()
-    assert cli(*command).code == 0
-    started = records(Path("run"), "event")[0]
-    assert plan["images"] == started["train_images"]
+def test_the_dry_run_plans_what_is_trained(
+    cli: Cli, shapes: Path, options: str, images: int
+) -> None:
+    run = Path("run")
+    command = ["train", "--data", shapes, "--out", run, *PLAIN_RUN, "--steps", 1]
+    plan = json.loads(cli(*command, *options.split(), "--dry-run", "--json").out)
+    assert not run.exists()
+    assert cli(*command, *options.split()).code == 0
+    started = records(run, "event")[0]
+    assert plan["images"] == started["train_images"] == last(run).images == images
     assert plan["global_batch_size"] == started["global_batch_size"]
+    if "--overfit" in options:  # scores on the images that it trains on
+        about = json.loads((run / "evaluation.json").read_text())["about"]
+        assert (about["images"], about["split"]) == (images, "train")
 
 
 def test_the_dry_run_plans_the_network_of_init(cli: Cli, shapes: Path, checkpoint: Path) -> None:
@@ -385,3 +208,57 @@ def test_the_dry_run_plans_the_network_of_init(cli: Cli, shapes: Path, checkpoin
 
     tiny = ["--backbone", "tiny", "--backbone-weights", "none"]
     assert size("--init", checkpoint) == size(*tiny) != size()
+
+
+def test_the_dry_run_knows_the_time_of_a_run_that_was_started(
+    tiny_run: Path, shapes: Path, cli: Cli
+) -> None:
+    for run, is_known in ((tiny_run, True), (Path("another"), False)):
+        plan = cli(*train_command(shapes, run, "--steps", 4), "--dry-run")
+        assert ("img/s" in plan.out) == is_known
+
+
+def test_a_training_process_imports_no_package_that_takes_seconds(tmp_path: Path) -> None:
+    code = (
+        "import json, sys\n"
+        "from ssdctl.cli.main import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as exit:\n"
+        "    assert not exit.code, exit.code\n"
+        "print('\\n' + json.dumps(list(sys.modules)))"
+    )
+    options = "--fake-data --steps 2 --warmup 1st --bs 1 --backbone tiny --backbone-weights none"
+    command = ["train", *options.split(), "--device", "cpu", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-c", code, *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "torch" in loaded
+    assert (tmp_path / "run/checkpoints/last.pt").exists()
+    assert not loaded & {"torchvision", "torch._dynamo", "torch._inductor", "sympy"}
+
+
+@pytest.mark.slow(in_ci=True)
+def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Two gloo ranks through torchrun; nine validation images do not divide by two.
+
+    Containers have little shared memory: none is needed. The moving average has the statistics of
+    batch norm of both ranks, too.
+    """
+    run = tmp_path / "run"
+    _, *options = map(str, train_command(shapes, run, "--steps", 2, "--bs", 1, "--ema", 0.5))
+    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", *options]
+    if is_mountable(tmp_path):
+        fill = "head -c 64K /dev/zero > /dev/shm/full"
+        script = f'mount -t tmpfs -o size=64k none /dev/shm && {fill} && exec "$@"'
+        command = ["unshare", "-m", "sh", "-c", script, "sh", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert (last(run).step, last(run).samples_seen) == (2, 4)
+    (evaluation,) = records(run, "eval")
+    evaluated = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
+    assert evaluated.code == 0, evaluated.err
+    figures = json.loads(evaluated.out)
+    for name in ("AP", "AP50", "AR100", "ARm"):
+        assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
+    assert figures["images"] == 9

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
+from helpers import last, records
 from torch import Tensor
-
-from ssdctl.checkpoint.file import load_checkpoint
 
 RUN = "--backbone tiny --backbone-weights none --workers 1 --fp32 --device cpu --log-every 1"
 
@@ -28,17 +27,12 @@ def test_a_run_records_the_rule(cli: Cli, shapes: Path) -> None:
     assert json.loads(again.out)["step"] == 4
 
 
-def weights(run: Path) -> dict[str, Tensor]:
-    return load_checkpoint(run / "checkpoints" / "last.pt").model
-
-
 def fine_tune(cli: Cli, shapes: Path, tiny_run: Path, *options: object) -> dict[str, Tensor]:
-    last = tiny_run / "checkpoints" / "last.pt"
-    result = cli("train", "--data", shapes, "--out", "tuned", "--init", last, "--steps", 3,
-                 "--workers", 1, "--fp32", "--device", "cpu", *options)  # fmt: skip
+    command = ["train", "--data", shapes, "--out", "tuned", "--init", tiny_run, "--steps", 3]
+    result = cli(*command, "--workers", 1, "--fp32", "--device", "cpu", *options)
     assert result.code == 0, result.err
     assert "fine-tuning rule" in result.err
-    return weights(Path("tuned"))
+    return last(Path("tuned")).model
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor], part: str) -> set[str]:
@@ -47,7 +41,7 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor], part: str) -> s
 
 
 def test_frozen_stages_do_not_change(cli: Cli, shapes: Path, tiny_run: Path) -> None:
-    before = weights(tiny_run)
+    before = last(tiny_run).model
     after = fine_tune(cli, shapes, tiny_run, "--freeze", 2, "--no-freeze-norm")
     for part in ("backbone.conv1", "backbone.bn1", "backbone.layer1"):
         assert any(name.startswith(part) for name in before)
@@ -65,7 +59,7 @@ def test_fine_tuning_takes_the_network_of_the_checkpoint(
     """
     Path("tuned").mkdir()
     Path("tuned/train.log").touch()  # of a shell: ssdctl train --out tuned > tuned/train.log
-    before = weights(tiny_run)
+    before = last(tiny_run).model
     after = fine_tune(cli, shapes, tiny_run, "--bs", 4)
     assert before.keys() == after.keys()
     assert not any("running_" in name for name in changed(before, after, ""))
@@ -78,15 +72,14 @@ def test_the_validation_loss_is_the_training_loss_of_those_images(
 ) -> None:
     """Frozen weights at a rate of nearly 0: both losses are of the same network and images."""
     result = cli(
-        "train", "--data", shapes, "--out", "run", "--init", tiny_run / "checkpoints" / "last.pt",
+        "train", "--data", shapes, "--out", "run", "--init", tiny_run,
         "--overfit", 2, "--bs", 2, "--steps", 1, "--lr", 1e-12, "--freeze-norm", "--warmup", "0",
         "--workers", 1, "--fp32", "--device", "cpu", "--log-every", 1,
     )  # fmt: skip
     assert result.code == 0, result.err
-    lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
-    records = {line["kind"]: line for line in lines}
+    (evaluated,), (trained,) = (records(Path("run"), kind) for kind in ("eval", "train"))
     for name in ("loss", "loss_box", "loss_class"):
-        assert records["eval"][name] == pytest.approx(records["train"][name], rel=1e-3)
+        assert evaluated[name] == pytest.approx(trained[name], rel=1e-3)
     assert "val loss" in result.err
 
 

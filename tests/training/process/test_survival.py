@@ -11,22 +11,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import TINY_RUN, Cli
+from conftest import Cli
 from helpers import (
     ForkedProcess,
     assert_same_state,
+    has_steps,
     is_mountable,
     last,
     records,
     run_script,
     start,
+    train_command,
     wait_for,
 )
 
@@ -35,24 +36,13 @@ from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.distributed.ranks import free_port
 from ssdctl.errors import DiskError
 from ssdctl.evaluation import analysis
-from ssdctl.inference.detector import Detector
 from ssdctl.runs import metrics
-from ssdctl.training import evaluator
 from ssdctl.training.step import TrainStep
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
 
-OPTIONS = TINY_RUN.split()
 DAY_S = 24 * 60 * 60
-
-
-class Mirror(NamedTuple):
-    """A folder, where it is mounted a second time, and the process that serves the mount."""
-
-    source: Path
-    mount: Path
-    server: subprocess.Popen[bytes]
 
 
 def killed_at_random(command: list[object], number: signal.Signals, within_s: float) -> int:
@@ -70,22 +60,21 @@ def survive(
 ) -> None:
     """Kill a run repeatedly, let it end, and compare it with an uninterrupted one."""
     uninterrupted, run = tmp_path / "whole", tmp_path / "run"
-    command = ["train", "--data", shapes, *OPTIONS, "--steps", steps]
-    command += ["--save-every", "2st", "--eval-every", "5st"]
+    options = ["--steps", steps, "--save-every", "2st", "--eval-every", "5st"]
     begin = time.monotonic()
-    process = start(*command, "--out", uninterrupted)
+    process = start(*train_command(shapes, uninterrupted, *options))
     _, words = process.communicate(timeout=600)
     assert process.returncode == 0, words
     alone_s = time.monotonic() - begin
     for number, sent in enumerate(signals):
-        more = ["--workers", str(1 + number % 3)]
-        code = killed_at_random([*command, "--out", run, *more], sent, 1.1 * alone_s)
+        command = train_command(shapes, run, *options, "--workers", 1 + number % 3)
+        code = killed_at_random(command, sent, 1.1 * alone_s)
         expected = {0, -sent} if sent == signal.SIGKILL else {0, 75, -sent}
         assert code in expected
         if code == 0:  # it came to its end before the signal: begin again
             assert_same_state(last(run), last(uninterrupted))
             shutil.rmtree(run)
-    result = cli(*command, "--out", run)
+    result = cli(*train_command(shapes, run, *options))
     assert result.code == 0, result.err
     assert_same_state(last(run), last(uninterrupted))
     for kind in ("train", "eval"):
@@ -99,27 +88,6 @@ def survive(
 def test_killed_runs_end_bit_equal(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     random.seed(1)
     survive(shapes, tmp_path, cli, [signal.SIGKILL, signal.SIGTERM], steps=6)
-
-
-def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    detect, options = evaluator.detect, ["--steps", 4, "--eval-every", "2st"]
-
-    def interrupted(*given: Any, **options: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm and mpirun do
-        return detect(*given, **options)
-
-    def looks_on(*_: Any, **__: Any) -> Any:
-        raise AssertionError("the other images are left out")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluator, "detect", interrupted)
-        patch.setattr(Detector, "forward", looks_on)
-        train(*options, code=75)
-    assert last(tmp_path / "run").step == 2  # not a step further
-    train(*options)
-    assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
 
 
 def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process(
@@ -165,7 +133,7 @@ def test_a_store_that_is_cut_in_mid_run_ends_it_with_its_newest_state_saved(
     store, run = tmp_path / "store", tmp_path / "run"
     prepare = ["prepare", "--data", shapes, "--store", store, "--encoding", encoding, "--force"]
     assert cli(*prepare).code == 0
-    command = ["train", "--data", shapes, "--store", store, *OPTIONS, "--out", run]
+    command = train_command(shapes, run, "--store", store)
     process = start(*command, "--steps", 1000)
     wait_for(lambda: has_steps(run, 1), process)
     files = [*store.glob("*.arrow")]
@@ -212,39 +180,36 @@ def test_a_refusal_of_the_file_system_is_tried_again_before_the_run_stops(
     assert last(run).step == 3
 
 
-@pytest.fixture
-def mirror(tmp_path: Path) -> Iterator[Mirror]:
-    """Mount a folder a second time through a process, without which the mount is disconnected."""
-    source, mount = tmp_path / "source", tmp_path / "mount"
-    if shutil.which("bindfs") is None or not os.access("/dev/fuse", os.W_OK):
-        pytest.skip("needs bindfs and /dev/fuse")
-    source.mkdir()
+@pytest.mark.skipif(
+    shutil.which("bindfs") is None or not os.access("/dev/fuse", os.W_OK),
+    reason="needs bindfs and /dev/fuse",
+)
+def test_a_run_folder_whose_file_system_disconnects(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """The folder is mounted a second time through a process, which is killed."""
+    folder, mount = tmp_path / "source", tmp_path / "mount"
+    folder.mkdir()
     mount.mkdir()
-    server = subprocess.Popen(["bindfs", "-f", "--no-allow-other", source, mount])
+    server = subprocess.Popen(["bindfs", "-f", "--no-allow-other", folder, mount])
     try:
         while not mount.is_mount():
             if server.poll() is not None:
                 pytest.skip("this container may not mount")
             time.sleep(0.01)
-        yield Mirror(source, mount, server)
+        options = ["--save-every", "2st", "--steps"]
+        process = start(*train_command(shapes, mount / "run", *options, 10_000))
+        wait_for((folder / "run/checkpoints/last.pt").exists, process)
+        server.kill()
+        _, words = process.communicate(timeout=60)
     finally:
         server.kill()
         server.wait()
         subprocess.run(["fusermount", "-u", "-z", mount], capture_output=True)
-
-
-def test_a_run_folder_whose_file_system_disconnects(mirror: Mirror, shapes: Path, cli: Cli) -> None:
-    source, mounted = (folder / "run" for folder in mirror[:2])
-    command = ["train", "--data", shapes, *OPTIONS, "--save-every", "2st"]
-    process = start(*command, "--out", mounted, "--steps", 10_000)
-    wait_for((source / "checkpoints" / "last.pt").exists, process)
-    mirror.server.kill()
-    _, words = process.communicate(timeout=60)
     assert process.returncode == 6, words
     assert os.strerror(errno.ENOTCONN) in words
-    assert any(f"{mounted}/{name}" in words for name in ("metrics.jsonl", "checkpoints")), words
+    assert any(f"{mount}/run/{name}" in words for name in ("metrics.jsonl", "checkpoints")), words
     assert "Traceback" not in words
-    done = cli(*command, "--out", source, "--steps", last(source).step + 1)
+    run = folder / "run"
+    done = cli(*train_command(shapes, run, *options, last(run).step + 1))
     assert done.code == 0, done.err
 
 
@@ -320,71 +285,36 @@ def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path
         assert kept <= 3
 
 
-def in_small_disk(
-    place: Path, megabytes: int, *arguments: object
-) -> subprocess.CompletedProcess[str]:
-    """Run ssdctl where `place` is a disk of that size."""
-    words = " ".join(map(str, arguments))
-    script = (
-        f"mount -t tmpfs -o size={megabytes}m none {place} && {sys.executable} -m ssdctl {words}"
-    )
-    script += f"; code=$?; ls -A {place}/run/checkpoints; exit $code"
-    return subprocess.run(
-        ["unshare", "-m", "sh", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
     """The write fails during training; the next step raises it, and the older checkpoint is intact."""
     place = tmp_path / "disk"
     place.mkdir()
     if not is_mountable(place):
         pytest.skip("mounting needs rights that this user lacks")
-    command = ["train", "--data", shapes, "--out", place / "run", *OPTIONS, "--steps", 6]
-    done = in_small_disk(place, 3, *command, "--save-every", "2st", "--keep", 5)
+    options = ["--steps", 6, "--save-every", "2st", "--keep", 5]
+    words = " ".join(map(str, train_command(shapes, place / "run", *options)))
+    script = f"mount -t tmpfs -o size=3m none {place} && {sys.executable} -m ssdctl {words}; "
+    script += f"code=$?; ls -A {place}/run/checkpoints; exit $code"
+    command = ["unshare", "-m", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 6, done.stderr
     assert "no space left" in done.stderr
     assert "Traceback" not in done.stderr
     files = done.stdout.split()
-    assert "step-00000002.pt" in files
-    assert "last.pt" in files
+    assert {"step-00000002.pt", "last.pt"} <= set(files)
     assert not [name for name in files if name.endswith(".tmp")]
 
 
 def test_a_failed_save_ends_the_run_at_the_next_step(
-    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise DiskError("no space left")
 
     monkeypatch.setattr(CheckpointFolder, "write", full)
-    run = tmp_path / "run"
-    command = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "3st"]
-    result = cli(*command, "--steps", 9)
-    assert result.code == 6, result.err
-    assert 3 <= records(run, "train")[-1]["step"] < 6  # before the next save
-
-
-def test_what_a_signal_could_not_save_is_not_called_saved(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = TrainStep.__call__
-
-    def interrupted(*given: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return step(*given)
-
-    def full(*_: object) -> None:
-        raise DiskError("no space left")
-
-    monkeypatch.setattr(TrainStep, "__call__", interrupted)
-    monkeypatch.setattr(CheckpointFolder, "write", full)
-    words = train("--steps", 3, code=6)
-    assert "no space left" in words
-    assert "saved" not in words
+    train("--save-every", "3st", "--steps", 9, code=6)
+    steps = [r["step"] for r in records(tmp_path / "run", "train")]
+    assert 3 <= steps[-1] < 6  # before the next save
 
 
 def two_ranks(*command: object) -> list[ForkedProcess]:
@@ -393,17 +323,12 @@ def two_ranks(*command: object) -> list[ForkedProcess]:
     return [start(*command, RANK=str(r), LOCAL_RANK=str(r), **common) for r in (0, 1)]
 
 
-def has_steps(run: Path, count: int) -> bool:
-    return (run / "metrics.jsonl").exists() and len(records(run, "train")) > count
-
-
 @pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, how: str) -> None:
     """Without a launcher's help: the ranks notice by themselves."""
     run = tmp_path / "run"
-    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 10_000]
-    options += ["--rank-timeout", 6, "--bs", 1]
-    ranks = two_ranks(*options)
+    options = ["--steps", 10_000, "--rank-timeout", 6, "--bs", 1]
+    ranks = two_ranks(*train_command(shapes, run, *options))
     try:
         wait_for(lambda: has_steps(run, 2), ranks[0])
         ranks[1].send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
@@ -421,9 +346,8 @@ def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, h
 @pytest.mark.slow(in_ci=True)
 def test_a_rank_that_is_suspended_for_some_seconds_continues(shapes: Path, tmp_path: Path) -> None:
     """As by SIGSTOP, or with its virtual machine; the others wait for it."""
-    options = ["train", "--data", shapes, *OPTIONS, "--bs", 1, "--steps", 12]
     for run, suspended in ((tmp_path / "whole", ()), (tmp_path / "run", (0, 1))):
-        ranks = two_ranks(*options, "--out", run)
+        ranks = two_ranks(*train_command(shapes, run, "--bs", 1, "--steps", 12))
         try:
             for rank in suspended:
                 wait_for(partial(has_steps, run, 3 * rank + 2), ranks[0])

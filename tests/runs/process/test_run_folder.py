@@ -1,8 +1,9 @@
-"""A run folder has one run at a time; the lock of a dead run does not block a new one."""
+"""The run folder: its place without --out; one run at a time; a dead run's lock blocks none."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Cli
+from conftest import Cli
+from helpers import train_command
 
+from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.errors import DiskError, UsageError
 from ssdctl.runs import layout
-from ssdctl.runs.layout import RunDir, exclusive_run
+from ssdctl.runs.layout import RunDir, exclusive_run, run_dir
 
 
 def test_a_second_run_is_refused(
@@ -24,7 +27,7 @@ def test_a_second_run_is_refused(
 ) -> None:
     monkeypatch.setattr(layout, "WAIT_S", 0.1)
     out = tmp_path / "run"
-    train = ["train", "--data", shapes, "--out", out, "--steps", 1, *TINY_RUN.split()]
+    train = train_command(shapes, out, "--steps", 1)
     with exclusive_run(out):
         refused = cli(*train)
         assert (refused.code, str(out) in refused.err) == (2, True), refused.err
@@ -101,3 +104,42 @@ def test_another_machines_lock_is_a_warning(
         path.write_text(f"7 on {socket.gethostname()}")
         with pytest.raises(UsageError), exclusive_run(tmp_path):
             pass
+
+
+def folder(**values: object) -> str:
+    """Return the run folder for settings given as `section__name`."""
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    overrides = [Override(key, value, of_call("--x")) for key, value in given.items()]
+    return str(run_dir(resolve(overrides=overrides, environment={}).config))
+
+
+def test_the_name_has_dataset_network_and_preset(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/data.yaml").touch()
+    assert folder(data__root="parts") == "runs/parts-resnet34"
+    assert folder(data__root=str(tmp_path / "parts/")) == "runs/parts-resnet34"
+    assert folder(data__root="parts/data.yaml") == "runs/parts-resnet34"
+    assert folder(data__root="parts/..") == f"runs/{tmp_path.name}-resnet34"
+    assert folder(data__root="/") == "runs/data-resnet34"
+    assert folder() == "runs/coco-resnet34"
+    assert folder(model__backbone="resnet18", data__root="parts") == "runs/parts-resnet18"
+    assert folder(train__preset="nvidia-r50") == "runs/coco-resnet50-nvidia-r50"
+    assert folder(train__fake_data=True, data__root="parts") == "runs/fake-resnet34"
+    assert folder(train__out="here", data__root="parts") == "here"
+    (tmp_path / "versions/7").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("versions/7")
+    assert folder(data__root="link") == "runs/link-resnet34"
+
+
+def test_a_run_of_an_earlier_version_continues_in_its_folder(tiny_run: Path, shapes: Path) -> None:
+    shutil.copytree(tiny_run, "runs/stable-r34")
+    fits = {"data__root": str(shapes), "model__backbone": "tiny", "model__weights": "none"}
+    assert folder(**fits) == "runs/stable-r34"
+    assert folder(**fits, train__preset="mlperf-r34") == "runs/shapes-tiny-mlperf-r34"
+    assert folder(data__root=str(shapes)) == "runs/shapes-resnet34"
+    assert folder(**{**fits, "data__root": "shapes"}) == "runs/shapes-tiny"
+    shutil.copytree(tiny_run, "runs/shapes-tiny")
+    assert folder(**fits) == "runs/shapes-tiny"
+    shutil.rmtree("runs/shapes-tiny")
+    Path("runs/stable-r34/config.toml").write_text("data = 3")
+    assert folder(**fits) == "runs/shapes-tiny"

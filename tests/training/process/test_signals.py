@@ -1,0 +1,227 @@
+"""Signals that stop a run: it is saved, exits with 75 and continues bit-equal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from helpers import (
+    ForkedProcess,
+    assert_same_state,
+    has_steps,
+    last,
+    records,
+    run_script,
+    start,
+    train_command,
+    wait_for,
+)
+
+from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.cli.main import main
+from ssdctl.data import open_dataset
+from ssdctl.errors import DiskError
+from ssdctl.inference.detector import Detector
+from ssdctl.training import evaluator
+from ssdctl.training.step import TrainStep
+
+if TYPE_CHECKING:
+    from training.process.conftest import Train
+
+
+@pytest.fixture
+def command(shapes: Path, tmp_path: Path) -> list[str]:
+    return list(map(str, train_command(shapes, tmp_path / "run", "--steps", 1000)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_saves_and_exits_75(
+    command: list[str], tmp_path: Path, train: Train, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    process = start(*command)
+    wait_for(lambda: has_steps(run), process)
+    process.send_signal(number)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 75, words
+    assert number.name in words
+    assert "Traceback" not in words
+    stopped = last(run).step
+    assert stopped == records(run, "train")[-1]["step"]
+    train("--steps", stopped + 1)
+    assert [r["step"] for r in records(run, "train")] == list(range(1, stopped + 2))
+
+
+def test_nohup_ignores_a_lost_terminal(command: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def under_nohup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        main(command)
+
+    process = ForkedProcess(under_nohup)
+    wait_for(lambda: has_steps(run), process)
+    process.send_signal(signal.SIGHUP)
+    steps = len(records(run, "train"))
+    wait_for(lambda: has_steps(run, steps + 1), process)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 75, words
+    assert "SIGTERM" in words
+
+
+def test_a_run_whose_terminal_closes_is_saved(command: list[str], tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and all output fails from then on."""
+    run = tmp_path / "run"
+    controlled = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY); "
+    controlled += "os.execv(sys.executable, [sys.executable, '-m', 'ssdctl', *sys.argv[1:]])"
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", controlled, *command], stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    while not has_steps(run):
+        assert process.poll() is None
+        if select.select([ours], [], [], 0.05)[0]:
+            os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(60) == 75
+    assert last(run).step == records(run, "train")[-1]["step"]
+
+
+SLOW_STEP = """
+import sys, time
+from ssdctl.cli.main import main
+from ssdctl.training.step import TrainStep
+
+def slow(*given):
+    print("stepping", flush=True)
+    time.sleep(60)
+
+TrainStep.__call__ = slow
+main(sys.argv[1:])
+"""
+
+
+def test_a_second_interrupt_ends_in_mid_step(command: list[str]) -> None:
+    """The first one would wait for the step's end, and a step may hang."""
+    process = run_script(SLOW_STEP, *command)
+    wait_for(lambda: "stepping" in process.output(), process)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == 130, words
+    assert "interrupted" in words
+    assert "Traceback" not in words
+
+
+@pytest.mark.slow(in_ci=True)
+@pytest.mark.parametrize("module", ["torch.version", "typer"])
+def test_a_signal_during_the_imports_ends_it_there(
+    command: list[str], tmp_path: Path, module: str
+) -> None:
+    """Python reports each import at its end: a package's own comes after its modules."""
+    reporting = [sys.executable, "-X", "importtime", "-m", "ssdctl", *command]
+    process = subprocess.Popen(reporting, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip() == module:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 75, rest[-2000:]
+    assert "before the first step" in rest
+    assert rest.count("import time:") < 100  # of some thousand
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_while_it_prepares_ends_it_there(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large dataset takes minutes, and nothing needs to be saved yet."""
+    went_on: list[bool] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        went_on.append(True)
+
+    monkeypatch.setattr(open_dataset, "open_dataset", interrupted)
+    train("--steps", 1, data=Path("data"), code=75)
+    assert not went_on
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detect, options = evaluator.detect, ["--steps", 4, "--eval-every", "2st"]
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm and mpirun do
+        return detect(*given, **options)
+
+    def looks_on(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the other images are left out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluator, "detect", interrupted)
+        patch.setattr(Detector, "forward", looks_on)
+        train(*options, code=75)
+    assert last(tmp_path / "run").step == 2  # not a step further
+    train(*options)
+    assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
+
+
+def test_what_a_signal_could_not_save_is_not_called_saved(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = TrainStep.__call__
+
+    def interrupted(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(*given)
+
+    def full(*_: object) -> None:
+        raise DiskError("no space left")
+
+    monkeypatch.setattr(TrainStep, "__call__", interrupted)
+    monkeypatch.setattr(CheckpointFolder, "write", full)
+    words = train("--steps", 3, code=6)
+    assert "no space left" in words
+    assert "saved" not in words
+
+
+@pytest.mark.slow(in_ci=True)
+def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
+    shapes: Path, tmp_path: Path
+) -> None:
+    """Averaging their statistics of batch norm at the signal would change what follows."""
+
+    def launch(run: Path) -> subprocess.Popen[str]:
+        options = ["--bs", 1, "--ema", 0.5, "--steps", 100]
+        options += ["--save-every", "1000st", "--eval-every", "1000st"]
+        _, *options = train_command(shapes, run, *options)
+        command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", *map(str, options)]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for folder, code in ((whole, 0), (run, 75), (run, 0)):
+        process = launch(folder)
+        if code == 75:
+            while not has_steps(run):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+        _, words = process.communicate(timeout=300)
+        assert process.returncode == code, words
+        assert 1 < last(folder).step < 100 or code == 0
+    assert_same_state(last(run), last(whole))
