@@ -17,7 +17,7 @@ import pytest
 from conftest import Cli
 
 import ssdctl
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.runtime.progress import progress_bar
 
 
@@ -117,6 +117,15 @@ def test_data_errors_are_those_of_the_commands_with_their_hints(tmp_path: Path) 
             call(tmp_path / "nowhere")
         assert error.value.hint
         assert str(error.value).count(error.value.hint) == 1
+
+
+def test_a_detector_comes_from_the_mirror_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    config = ssdctl.configure(download={"mirror": "http://127.0.0.1:1"})
+    with pytest.raises(NetworkError, match=r"127\.0\.0\.1:1"):
+        ssdctl.evaluate("ssd300-vgg16-coco", config=config)
 
 
 def test_prepare_writes_the_store(shapes: Path, tmp_path: Path, cli: Cli) -> None:

@@ -26,6 +26,7 @@ from ssdctl.config.settings import (
     SPLIT_KEYS,
     Config,
     Setting,
+    SettledConfig,
     all_settings,
     conflicts,
     paths_by_key,
@@ -109,6 +110,18 @@ class Resolved:
         sources = self.sources if source is None else {**self.sources, path: source}
         config = msgspec.structs.replace(self.config, **{section: table})
         return dataclasses.replace(self, config=config, sources=sources)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled(Resolved):
+    """Settings whose batch size is a number."""
+
+    config: SettledConfig
+
+    @classmethod
+    def of(cls, resolved: Resolved) -> Settled:
+        config = msgspec.convert(resolved.config, SettledConfig, from_attributes=True)
+        return cls(config, resolved.sources)
 
 
 def resolve(

@@ -312,11 +312,11 @@ class TrainConfig(Section, frozen=True):
         str | None, _saving("Append MLPerf log lines to this file", metavar="FILE")
     ] = None
 
-    @property
-    def settled_batch_size(self) -> int:
-        """The batch size after `auto` was replaced."""
-        assert isinstance(self.batch_size, int)
-        return self.batch_size
+
+class SettledTrainConfig(TrainConfig, frozen=True):
+    """A training run whose batch size is a number."""
+
+    batch_size: Count
 
 
 class EvaluateConfig(Section, frozen=True):

@@ -34,6 +34,7 @@ from ssdctl.config.sections import (
     ModelConfig,
     PredictConfig,
     PrepareConfig,
+    SettledTrainConfig,
     TrainConfig,
 )
 from ssdctl.errors import UsageError
@@ -76,6 +77,10 @@ else:
         namespace={"__doc__": "All settings, resolved."},
         **dict.fromkeys(("frozen", "kw_only", "forbid_unknown_fields", "dict"), True),
     )
+
+
+class SettledConfig(Config, frozen=True):
+    train: SettledTrainConfig
 
 
 def conflicts(config: Config) -> Iterator[tuple[str, str]]:

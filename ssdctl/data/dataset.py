@@ -85,7 +85,7 @@ def warning_without_validation(root: Path) -> str:
 def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     """Return the format of a folder or of a file such as data.yaml; without a name, detect it."""
     require_root(path)
-    _refuse_both(path, name)
+    _refuse_format_beside_toml(path, name)
     if name is not None and not path.is_file():
         return name, load(name)  # it says what is absent
     if coco.own_splits(path):
@@ -105,7 +105,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     return name, module
 
 
-def _refuse_both(root: Path, name: str | None) -> None:
+def _refuse_format_beside_toml(root: Path, name: str | None) -> None:
     toml = root / coco.TOML
     if name is not None and toml.is_file():
         raise UsageError(
@@ -146,7 +146,7 @@ def labels_changed(root: Path, made: index.Made) -> bool:
     """Return whether label files changed since they were read; not if all are gone, or unknown."""
     state, content = made.labels.state, made.labels.content
     with contextlib.suppress(SsdctlError, OSError):  # reported by the command that reads them
-        _refuse_both(root, made.conversion.source)
+        _refuse_format_beside_toml(root, made.conversion.source)
         if state and label_version(root, made.format).state not in ("", state):
             current = label_version(root, made.format, content=bool(content))
             return not content or current.content != content

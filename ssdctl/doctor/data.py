@@ -16,7 +16,7 @@ from ssdctl.config import Config
 from ssdctl.data.annotations import SPLITS
 from ssdctl.data.dataset import find, labels_changed
 from ssdctl.data.formats.coco import TOML
-from ssdctl.data.index import index_path, read_made, read_metadata
+from ssdctl.data.index import Made, Metadata, index_path, read_made, read_metadata
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor import ABSENT, OK, Check, Doctor, result
@@ -40,9 +40,14 @@ def check_data(doctor: Doctor) -> Iterator[Check]:
     """Yield the results for the dataset, the store, the disk and the weights of a config."""
     config = doctor.config
     root, folder = dataset_folders(config.data)
-    dataset = _dataset(root, folder, is_given=config.data.root is not None)
+    made = read_made(folder)
+    metadata = [m for s in (made.splits if made else ()) if (m := read_metadata(folder, s))]
+    dataset = _dataset(root, made, metadata)
+    if config.data.root is None and not root.exists():
+        remedy = "give --data DIR; `ssdctl download` fetches COCO"
+        dataset = Check("dataset", ABSENT, f"none given, and no {root}", remedy)
     yield dataset
-    store = _store(root, folder) if dataset.state == OK else None
+    store = _store(root, folder, made, metadata) if dataset.state == OK else None
     if store is not None:
         yield store
     yield _space(root, folder, store)
@@ -57,33 +62,27 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-def _dataset(root: Path, folder: Path, *, is_given: bool) -> Check:
-    if not is_given and not root.exists():
-        remedy = "give --data DIR; `ssdctl download` fetches COCO"
-        return Check("dataset", ABSENT, f"none given, and no {root}", remedy)
-    made = read_made(folder)
+def _dataset(root: Path, made: Made | None, metadata: list[Metadata]) -> Check:
     if made is None or not root.exists():
         try:
             return result("dataset", f"{root}: {find(root)[0]}")
         except SsdctlError as error:
             is_broken = (root / TOML).is_file()  # else there is no dataset yet
             return result("dataset", str(error), error.hint or "", is_wanted=is_broken)
-    images = [image_folder(root, m) for s in made.splits if (m := read_metadata(folder, s))]
+    images = [image_folder(root, m) for m in metadata]
     detail = f"{root}: {' and '.join(made.splits)}"
     if missing := [str(path) for path in images if not path.is_dir()]:
         detail += f"; no image folder {', '.join(missing)}: only a packed store works"
     return result("dataset", detail)
 
 
-def _store(root: Path, folder: Path) -> Check:
+def _store(root: Path, folder: Path, made: Made | None, metadata: list[Metadata]) -> Check:
     again = f"ssdctl prepare --data {shlex.quote(str(root))}"
     again += "" if folder == root / "prepared" else f" --store {shlex.quote(str(folder))}"
-    made = read_made(folder)
     if made is None:
         has_index = any(index_path(folder, split).is_file() for split in SPLITS)
         state = "incomplete, unreadable, or of another version" if has_index else "not prepared"
         return result("store", f"{folder}: {state}", again)
-    metadata = [m for split in made.splits if (m := read_metadata(folder, split))]
     if not all((folder / shard.file).is_file() for m in metadata for shard in m.shards):
         return result("store", f"{folder}: incomplete (a shard is missing)", again)
     if labels_changed(root, made):

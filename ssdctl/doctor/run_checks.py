@@ -76,6 +76,7 @@ def examine(config: Config, *, network: bool = False, self_test: bool = False) -
     """
     doctor = Doctor(config)
     try:
+        doctor.start_torch()
         checks = (*CHECKS, NETWORK) if network else CHECKS
         started = [(n, run_in_daemon_thread(partial(_run, n, c, doctor))) for n, c in checks]
         results = []

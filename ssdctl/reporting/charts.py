@@ -64,11 +64,7 @@ TRAINING = [
     ("Loss", [Metric("loss", "training"), Metric("loss", "validation", True, 1)]),
     (
         "AP on the validation split",
-        [
-            Metric("AP", "AP", True),
-            Metric("AP50", "AP50", True, 1),
-            Metric("AP75", "AP75", True, 2),
-        ],
+        [Metric(name, name, True, color) for color, name in enumerate(("AP", "AP50", "AP75"))],
     ),
     (
         "Box and class loss",

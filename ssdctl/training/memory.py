@@ -175,7 +175,7 @@ def out_of_memory_hints(
         need = estimate(architecture, config, run.precision)
         raise UsageError(
             f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
-            hint=_proposal(need, config.settled_batch_size, config.accumulate, device),
+            hint=_proposal(need, config.batch_size, config.accumulate, device),
         ) from error
 
 

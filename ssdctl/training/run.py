@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config, Resolved
-from ssdctl.config.resolve import Kind, Source
+from ssdctl.config.resolve import Kind, Settled, Source
+from ssdctl.config.settings import SettledConfig
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import run_dir
@@ -49,14 +50,14 @@ class Network(NamedTuple):
 
 
 class SettledRun(NamedTuple):
-    resolved: Resolved  # the precision is `auto` if the device is not open
+    resolved: Settled  # the precision is `auto` if the device is not open
     plan: TrainSchedule  # its images, its batch size, its steps
     out: Path
     rule: str | None  # the rule for few images, with the values that it changed
     notices: tuple[str, ...]  # warnings about what was replaced
 
     @property
-    def config(self) -> Config:
+    def config(self) -> SettledConfig:
         return self.resolved.config
 
     @property
@@ -111,7 +112,7 @@ def finalize(
     images = min(images, config.limit_train or images, config.overfit or images)
     if config.batch_size == "auto":
         resolved = _with_largest_batch(resolved, images, ranks, largest_batch)
-    settled, rule = adapt_to_data(resolved, images, ranks.world_size)
+    settled, rule = adapt_to_data(Settled.of(resolved), images, ranks.world_size)
     plan = make_plan(
         settled.config.train,
         images,
@@ -187,7 +188,7 @@ def _with_largest_batch(
             "--bs auto depends on the device's memory, and a plan does not open the device",
             hint="give a number, as in --bs 32",
         )
-    any_size = resolved.with_value("train.batch_size", 1)
+    any_size = Settled.of(resolved.with_value("train.batch_size", 1))
     trial, _ = adapt_to_data(any_size, images, ranks.world_size)
     return resolved.with_value("train.batch_size", largest_batch(trial.config))
 
@@ -205,7 +206,7 @@ SMALL_DATA = Rule("small-data rule", fewest_samples=8000, fewest_epochs=20, peak
 FINE_TUNING = Rule("fine-tuning rule", fewest_samples=3000, fewest_epochs=10, peak_lr=1e-3)
 
 
-def adapt_to_data(resolved: Resolved, images: int, world_size: int) -> tuple[Resolved, str | None]:
+def adapt_to_data(resolved: Settled, images: int, world_size: int) -> tuple[Settled, str | None]:
     """Apply the rule for few images or for fine-tuning to what the user left at its default.
 
     The default preset is a recipe for COCO: on 9 images it takes 18 steps. A preset that the user
@@ -232,7 +233,7 @@ def adapt_to_data(resolved: Resolved, images: int, world_size: int) -> tuple[Res
     return resolved, line
 
 
-def _values(resolved: Resolved, rule: Rule, images: int, world_size: int) -> dict[str, Any]:
+def _values(resolved: Settled, rule: Rule, images: int, world_size: int) -> dict[str, Any]:
     """Return the new values of those settings that the user did not set."""
     config = resolved.config.train
     values: dict[str, Any] = {}
@@ -240,7 +241,7 @@ def _values(resolved: Resolved, rule: Rule, images: int, world_size: int) -> dic
     def is_open(*names: str) -> bool:
         return not resolved.is_chosen(*(f"train.{name}" for name in names))
 
-    per_batch_size, batch_size = world_size * config.accumulate, config.settled_batch_size
+    per_batch_size, batch_size = world_size * config.accumulate, config.batch_size
     if is_open("batch_size"):
         fewest = 2 if resolved.config.model.extra_norm == "batch" else 1
         values["batch_size"] = batch_size = max(REFERENCE_BATCH // per_batch_size, fewest)

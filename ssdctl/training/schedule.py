@@ -16,6 +16,7 @@ from ssdctl.model.backbones import find_backbone
 if TYPE_CHECKING:
     from ssdctl.checkpoint import Checkpoint
     from ssdctl.config import TrainConfig
+    from ssdctl.config.sections import SettledTrainConfig
 
 COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end
 DECAY_FACTOR = 0.1
@@ -104,7 +105,7 @@ def check_warmup(config: TrainConfig) -> None:
 
 
 def make_plan(
-    config: TrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
+    config: SettledTrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
 ) -> TrainSchedule:
     """Compute the schedule of a run.
 
@@ -115,7 +116,7 @@ def make_plan(
     Raises:
         UsageError: The warm-up is longer than the run.
     """
-    global_batch = config.settled_batch_size * world_size * config.accumulate
+    global_batch = config.batch_size * world_size * config.accumulate
 
     def steps(epochs: float) -> int:
         return int(epochs * images / global_batch)
@@ -142,7 +143,7 @@ def make_plan(
         peak_lr=config.lr * global_batch / 32,
         decay_steps=tuple(steps(epoch) for epoch in config.decay_epochs),
         is_cosine=config.lr_decay == "cosine",
-        batch_size=config.settled_batch_size,
+        batch_size=config.batch_size,
     )
 
 

@@ -110,16 +110,6 @@ STEM = f"tiny-{DIGEST[:8]}"
 QUICK = RetryPolicy(connect_retries=0)
 
 
-@pytest.fixture
-def tiny(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Weights that the loopback server has, pinned by the start of their hash."""
-    url = server.route(f"/models/{STEM}.pth", file(CONTENT))
-    pinned = PinnedFile(f"{STEM}.pth", url, DIGEST[:8])
-    monkeypatch.setitem(tiny_backbone.WEIGHTS, "v1", pinned)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    return STEM
-
-
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -139,29 +129,33 @@ def test_the_cache_is_that_of_torch_hub(
     assert str(torch_cache_dir()) == f"{expected}/hub/checkpoints"
 
 
-def test_fetched_once_then_cached(
-    server: Server, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_weights_are_fetched_once_then_cached(
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    url = server.route(f"/models/{STEM}.pth", file(CONTENT))
+    pin = PinnedFile(f"{STEM}.pth", url, DIGEST[:8])
+    monkeypatch.setitem(tiny_backbone.WEIGHTS, "v1", pin)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     caplog.set_level(logging.INFO, "ssdctl")
-    assert find_weights(tiny) is None
-    path = fetch_weights("tiny-v1", retry_policy=QUICK)
-    assert path == tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth"
+    assert find_weights(STEM) is None
+    path = tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth"
+    with Server() as stopped:
+        nowhere = stopped.url
+    with pytest.raises(NetworkError) as error:
+        fetch_weights(STEM, mirror=nowhere, retry_policy=QUICK)
+    assert f"/models/{STEM}.pth" in str(error.value.hint)
+    assert str(path) in str(error.value.hint)
+    caplog.clear()
+    assert fetch_weights("tiny-v1", retry_policy=QUICK) == path
     assert path.read_bytes() == CONTENT
     assert len(caplog.messages) == 1
-    assert find_weights(tiny) == path
+    assert find_weights(STEM) == path
     before, stamp = len(server.requests), path.parent.stat().st_mtime_ns
-    assert fetch_weights(tiny, retry_policy=QUICK) == path
+    assert fetch_weights(STEM, retry_policy=QUICK) == path
     assert len(server.requests) == before
     assert len(caplog.messages) == 1
     # Without a lock file: the folder's time is unchanged (root could write anywhere).
     assert path.parent.stat().st_mtime_ns == stamp
-
-
-def test_without_network_the_hint_names_the_file_and_its_folder(tiny: str, tmp_path: Path) -> None:
-    with Server() as stopped:
-        nowhere = stopped.url
-    with pytest.raises(NetworkError) as error:
-        fetch_weights(tiny, mirror=nowhere, retry_policy=QUICK)
-    hint = error.value.hint or ""
-    assert f"/models/{STEM}.pth" in hint
-    assert str(tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth") in hint

@@ -416,6 +416,9 @@ def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -
     assert train.is_crowd.tolist() == [1, 1, 0, 0, 0, 1]
     assert "1 boxes without LabelName" in train.notes[0]
     assert "1 boxes of 1 images" in train.notes[1]
+    config = PrepareConfig(pack=False, allow_dropped=True)
+    findings = prepare(tmp_path, tmp_path / "prepared", config).splits[0].findings
+    assert [f.image_id for f in findings if f.kind == "image dropped"] == [5]
 
 
 def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Cli) -> None:
