@@ -19,11 +19,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.config import Config
 from ssdctl.runtime.hardware import find_hardware
 from ssdctl.runtime.threads import run_in_daemon_thread
+
+if TYPE_CHECKING:
+    from ssdctl.config import Config
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 ABSENT = "absent"  # optional, and not wanted by the config

@@ -20,7 +20,13 @@ Row = tuple[tuple[int, int, int, int], float, int, bool]  # box, score, label, i
 
 @pytest.mark.parametrize(
     ("width", "height", "size", "overlap"),
-    [(8000, 6000, 1000, 0.2), (301, 300, 300, 0.0), (1000, 200, 333, 0.5), (640, 480, 300, 0.9)],
+    [
+        (8000, 6000, 1000, 0.2),
+        (301, 300, 300, 0.0),
+        (1000, 200, 333, 0.5),
+        (200, 1000, 333, 0.5),
+        (640, 480, 300, 0.9),
+    ],
 )
 def test_tiles_cover_the_image_and_overlap(
     width: int, height: int, size: int, overlap: float

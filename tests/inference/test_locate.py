@@ -10,7 +10,7 @@ from download.http_server import Reply, Server, file
 
 from ssdctl.errors import NetworkError, UsageError
 from ssdctl.inference import locate
-from ssdctl.inference.locate import find_sources, source_of, split_videos
+from ssdctl.inference.locate import find_sources, looks_like_image, source_of, split_videos
 
 
 def touch(*names: str) -> None:
@@ -107,7 +107,11 @@ def test_failures_of_the_network(server: Server, monkeypatch: pytest.MonkeyPatch
         assert url in str(caught.value)
 
 
-def test_which_names_are_videos() -> None:
+def test_which_names_are_images_and_videos() -> None:
+    for name in ("-", "/dev/video0", "HTTPS://host/", "a.MP4", "a.jpg", "*.none"):
+        assert looks_like_image(name), name
+    for name in ("best.pt", "hf://org/name", "ssd300-vgg16-coco", "s3://bucket/a"):
+        assert not looks_like_image(name), name
     assert split_videos(["a.MP4", "/dev/video0"]) == ["a.MP4", "/dev/video0"]
     assert split_videos(["a.jpg", "-"]) == []
     with pytest.raises(UsageError):

@@ -383,7 +383,7 @@ def test_a_file_that_differs_is_not_published(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("difference", [0.1, float("nan")])
+@pytest.mark.parametrize("difference", [0.005, float("nan")])  # fp16 weights may differ by 0.01
 def test_each_difference_is_refused(checkpoint: Path, number: int, difference: float) -> None:
     deployment = Deployment(load_checkpoint(checkpoint), "none")
     network = Deployed(deployment)

@@ -81,7 +81,7 @@ def test_epochs_and_blocks_surround_the_training(log: Path) -> None:
     assert counts == [1, 2]
     values = {line["key"]: line["value"] for line in events}
     assert values["seed"] == 9
-    assert values["model_bn_span"] == 2
+    assert (values["model_bn_span"], values["max_samples"]) == (2, 1)
     assert values["opt_learning_rate_warmup_factor"] == 0
     assert values["opt_learning_rate_decay_boundary_epochs"] == [40, 50]
 

@@ -20,7 +20,7 @@ def test_a_run_records_the_rule(cli: Cli, shapes: Path) -> None:
     command = ["train", "--data", shapes, "--out", "run", *RUN.split()]
     result = cli(*command, "--steps", 2)
     assert result.code == 0, result.err
-    assert "small-data rule" in result.err
+    assert "small-data rule, fitted to --steps 2" in " ".join(result.err.split())
     assert 'optimizer = "adamw"  # small-data rule' in Path("run/config.toml").read_text()
     again = cli(*command, "--steps", 4, "--json")  # not refused because of what the rule chose
     assert again.code == 0, again.err
