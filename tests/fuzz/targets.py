@@ -54,6 +54,7 @@ from ssdctl.download.pinned_files import PinnedFile, read_manifest
 from ssdctl.evaluation.evaluate import read_detections
 from ssdctl.exporting.weights import export_weights
 from ssdctl.launch.mpirun import read_hosts
+from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.reader import read_run
 from ssdctl.training.optimizer import build_optimizer
@@ -223,7 +224,7 @@ def checkpoint(folder: Path) -> Iterator[Target]:
     torch.save(payload(), path)
     ours = {**payload(), "optimizer": build(path)[2].state_dict()}
     ours["config"]["train.optimizer"] = "sgd"
-    state = to_third_party(payload(4)["model"], "nvidia")
+    state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
     theirs = {"model": state, "epoch": 3, "iteration": 40, "label_map": dict(enumerate("abcd"))}
     tensors = [
         *(torch.zeros(size) for size in (0, 7, ())),
