@@ -106,8 +106,6 @@ def download(
         For each file: `name`, `bytes`, `sha256`, `state` (`fetched` or `present`), and for
         archives `files`, the number unpacked.
     """
-    for file in files:
-        file.urls(mirror)  # a mirror that is no URL is seen before anything is made
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
 

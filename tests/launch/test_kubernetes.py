@@ -161,6 +161,8 @@ def test_voyager(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
             {"name": "volume-0", "hostPath": {"path": "/ceph/me", "type": "Directory"}},
             {"name": "volume-1", "persistentVolumeClaim": {"claimName": "coco"}},
         ]
+        mounted = {mount["name"] for mount in pods["worker"]["volumeMounts"]}
+        assert mounted <= {volume["name"] for volume in pod["volumes"]}
     assert pods["launcher"]["volumeMounts"] == pods["worker"]["volumeMounts"]
     words = pods["launcher"]["command"]
     assert words[:4] == ["/opt/ssdctl/bin/python", "-m", "ssdctl", "launch"]

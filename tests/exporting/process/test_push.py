@@ -53,6 +53,7 @@ def test_a_run_is_pushed_and_used_by_its_name(
 def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     result = push(cli, tiny_run, "--out", "card", "--data-license", "CC0 [see|here]")
     assert result.code == 0, result.err
+    assert "--license" not in result.err
     text = Path("card/README.md").read_text()
     header = yaml.safe_load(text.split("---\n")[1])
     assert header["license"] == "mit"
