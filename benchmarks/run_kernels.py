@@ -115,7 +115,7 @@ def _predictions() -> tuple[Tensor, Tensor]:
     return torch.randn(2, 4, 8732), torch.randn(2, 5, 8732)
 
 
-def _pictures(size: int = 40) -> tuple[Tensor, Tensor]:
+def _images(size: int = 40) -> tuple[Tensor, Tensor]:
     jitter = torch.rand(2, 4) * 0.1 + torch.tensor([1.0, 1.0, 1.0, 0.0])
     return torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8), jitter
 
@@ -136,7 +136,7 @@ PARTS = {
         f"loss and mining {f}": Case(MultiboxLoss, lambda: (*_predictions(), *_truth()), f, 2)
         for f in _forms(MultiboxLoss)
     },
-    **{f"normalization {f}": Case(_normalize, _pictures, f) for f in _forms(Normalize)},
+    **{f"normalization {f}": Case(_normalize, _images, f) for f in _forms(Normalize)},
     "box coder": Case(_Encode, lambda: (torch.rand(2, 8732, 4) + 0.1, default_boxes_cxcywh())),
     "decoding": Case(_Decode, lambda: (*_predictions(), default_boxes_cxcywh())),
     "heads": Case(lambda: _Heads("tiny", 5), lambda: (torch.randn(2, 32, 5, 5),), ("gpu",), 1),
@@ -223,7 +223,7 @@ def _step(options: argparse.Namespace) -> Case:
 
     def arguments() -> tuple[Tensor, ...]:
         boxes, labels = _truth()
-        return *_pictures(300), boxes, labels
+        return *_images(300), boxes, labels
 
     return Case(build, arguments, ("gpu",), precision=options.precision)
 

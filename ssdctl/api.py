@@ -41,7 +41,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
     """Return a config with all settings, for the `config` of other functions.
 
     Args:
-        config: A config, or a config file; None: the defaults.
+        config: A config or a config file; None uses the defaults.
         tables: Settings by table: `train={"augment": "none"}, model={"extra_norm": "batch"}`.
             `ssdctl config show` lists them.
 
@@ -86,12 +86,12 @@ def load(
             this rank.
         score: Return only detections with a score above this, 0 to 1.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
-            None: the network's own (0.5; VGG16 0.45).
+            None uses the network's default (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
-        classes: The names of the classes to return; empty: all.
-        max_detections: Keep at most this many detections per image, best first; None: all.
-        tile: Tile size in pixels; merges tiles with the full image. For small objects. None: only
-            the full image.
+        classes: Names of the classes to return; empty returns all.
+        max_detections: Keep at most this many detections per image, best first; None keeps all.
+        tile: Tile size in pixels; merges tiles with the full image. For small objects. None
+            detects on the full image only.
         tile_overlap: Overlap of neighboring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
@@ -124,12 +124,12 @@ def prepare(
 
     Args:
         data: The dataset folder or file; the format is detected.
-        store: The folder of the store; None: `prepared/` in the dataset folder.
+        store: Folder of the prepared data; None is `prepared/` in the dataset folder.
         split: Fraction of the images for training, 0 to 1; the others are for validation.
         classes: Keep only these classes.
         pack: Pack images for fast training (the default), else only index them.
         shrink: Downscale images whose shorter side exceeds this, in pixels.
-        jobs: Threads that check images; None: one per core.
+        jobs: Threads that check images; None starts one per core.
         config: A config, or a config file, with other settings.
         force: Write the store again even if nothing changed.
         progress: Show a progress bar, on a terminal and in a notebook.
@@ -177,7 +177,7 @@ def train(
 
     Args:
         data: The dataset folder or file.
-        out: The run folder; None: `runs/DATASET-BACKBONE`.
+        out: The run folder; None is `runs/DATASET-BACKBONE`.
         init: Start from the weights of this checkpoint; other classes get new class heads.
         preset: The recipe, such as `stable-r34` or `nvidia-r50`.
         backbone: Such as `resnet18`, `resnet34`, `resnet50` or `vgg16`.
@@ -188,10 +188,10 @@ def train(
         lr: Learning rate at a global batch of 32; it is scaled linearly with the global batch.
         warmup: Length of the warm-up: `"300st"` in steps, `3` or `"3ep"` in epochs.
         optimizer: `sgd` or `adamw`.
-        precision: Of the network: `fp32`, `bf16`, `fp16`, or `auto`, the device's fastest.
+        precision: Network precision: `fp32`, `bf16`, `fp16`, or `auto`, the device's fastest.
         device: `auto` is the accelerator of this machine, else the CPU.
         workers: Threads that decode images.
-        seed: Of the weights, the order of the images and their augmentation.
+        seed: Seed of the weights, the data order and the augmentation.
         config: A config, or a config file, with other settings.
         progress: Show a progress bar, on a terminal and in a notebook.
 
@@ -234,14 +234,15 @@ def evaluate(
     Args:
         checkpoint: As `load` takes it, or a file in COCO's results format, which is scored without
             torch.
-        data: The dataset; None: the one that the checkpoint was trained on.
+        data: The dataset; None uses the one that the checkpoint was trained on.
         split: `val` (the default), `train` or `test`.
         batch_size: Images per pass through the network.
         device: `auto` is the accelerator of this machine, else the CPU.
-        precision: Of the network; None: that of the run, else fp32.
+        precision: Network precision; None uses the run's, else fp32.
         workers: Threads that decode images.
         limit: Score only the first images.
-        score_threshold: Count detections with a score above this, 0 to 1; None: the network's own.
+        score_threshold: Count detections with a score above this, 0 to 1; None uses the network's
+            default.
         nms_iou: See `load`.
         config: A config, or a config file, with other settings.
         detections: Write the detections in COCO's results format to this file.
@@ -305,14 +306,14 @@ def export(
         format: The file's format.
         nms: `onnx`: detections; `efficientnms`: TensorRT's plugin; `none`: all boxes and scores.
         raw: The raw heads, without decoding and NMS.
-        batch: Batch size of the file; None: any.
+        batch: Fixed batch size of the file; None allows any.
         fp16: Weights in half precision; the network computes in fp32.
         int8: ONNX: quantize, and score the result.
         calibrate: Images for the ranges of int8.
         max_ap_loss: Fail if int8 loses more AP than this.
-        score_threshold: Of the NMS in the file, 0 to 1; None: the network's own.
-        nms_iou: Of the NMS in the file, 0 to 1; None: the network's own.
-        data: The dataset of int8; None: the one that the checkpoint was trained on.
+        score_threshold: Score threshold of the NMS, 0 to 1; None uses the network's default.
+        nms_iou: IoU threshold of the NMS, 0 to 1; None uses the network's default.
+        data: Dataset to calibrate and score int8; None uses the one of the training.
         limit: Score int8 on the first images only.
         config: A config, or a config file, with other settings.
         progress: Show a progress bar, on a terminal and in a notebook.
@@ -342,7 +343,7 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
 
     Args:
         runs: Runs or run folders, or folders that `evaluate(report=...)` wrote.
-        out: The file to write; None: report.html in the folder of the first run.
+        out: The file to write; None is report.html in the folder of the first run.
 
     Raises:
         ssdctl.errors.UsageError: None is named, or one is not a run folder.
@@ -366,7 +367,7 @@ def default_boxes(dtype: torch.dtype | None = None) -> torch.Tensor:
     shape, row, column.
 
     Args:
-        dtype: Of the tensor; None: float32.
+        dtype: Type of the tensor; None is float32.
     """
     import torch
 

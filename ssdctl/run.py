@@ -74,7 +74,7 @@ class Run:
         """Write the report, a self-contained HTML page, and return its path.
 
         Args:
-            out: The file; None: report.html in the run folder.
+            out: The file; None is report.html in the run folder.
 
         Raises:
             ssdctl.errors.DiskError: It cannot be written.

@@ -41,12 +41,12 @@ class Dataset(torch.utils.data.Dataset[Item]):
         data: The dataset folder or file; any format that `ssdctl.prepare` reads.
         split: `train`, `val` or `test`. In `train`, images without boxes are left out.
         augment: `ssd` (crops, flips and colors of the SSD paper; the image is 300 x 300 then),
-            `ssd-zoom` (smaller objects too), a list as of `train --augment`, or `none` (the whole
-            image in its size).
-        store: The folder of the store; None: `prepared/` in the dataset folder.
+            `ssd-zoom` (also smaller objects), a list as for `train --augment`, or `none` (the whole
+            image in its own size).
+        store: Folder of the prepared data; None is `prepared/` in the dataset folder.
 
     Attributes:
-        class_names: Of the labels 1 and up; a network has one class more, the background.
+        class_names: Names of the labels 1 and up; a network has one more class, the background.
 
     Raises:
         ssdctl.errors.UsageError: There is no such split or augmentation.

@@ -49,8 +49,8 @@ class Trainer:
                 print(trainer.model)
         trainer.path
 
-    The same steps as of `ssdctl.train`: it logs, evaluates, saves and resumes. A loop may be left
-    and entered again. The end of the run closes it; so does `close`, or a `with` block.
+    Like `ssdctl.train`, it logs, evaluates, saves and resumes. A loop may be left and entered
+    again. The end of the run closes it; so does `close`, or a `with` block.
 
     Args:
         data: The dataset folder or file.

@@ -271,7 +271,7 @@ def jitter_colors(
 ) -> np.ndarray:
     """Sequential jitter of an (H, W, 3) image in 0 to 1, clamped after every step.
 
-    The hue turns in HSV by a fraction of a full turn: red goes towards yellow where positive.
+    The hue turns in HSV by a fraction of a full turn: red goes toward yellow where positive.
     """
     height, width, _ = image.shape
     pixels = [[float(v) for v in rgb] for row in image for rgb in row]

@@ -176,7 +176,8 @@ def timed(
         drain: Wait at every check of the time, so that the host does not run far ahead of the
             device. Otherwise only after the first and the last repetition: each wait leaves the
             device without work until the host has submitted more.
-        is_any: Returns whether the flag is true on any rank; all ranks must call it equally often.
+        is_any: Returns whether the flag is true on any rank. Collective: every rank must make the
+            same number of calls.
 
     Returns:
         The number of repetitions, equal on all ranks, and the seconds.

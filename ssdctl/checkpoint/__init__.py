@@ -180,7 +180,7 @@ def require_file(path: Path) -> None:
     if path.is_dir():
         raise UsageError(
             f"{path} is a folder, not a checkpoint",
-            hint=f"name one of it, as {path / 'checkpoints' / 'best.pt'}",
+            hint=f"name a file in it, such as {path / 'checkpoints' / 'best.pt'}",
         )
     if not path.is_file():
         raise UsageError(
@@ -201,7 +201,7 @@ def compare_shapes(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], p
     if wrong:
         raise IntegrityError(
             f"{path}: does not fit the network: {listed(wrong, SHOWN, '; ')}",
-            hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
+            hint="it may belong to another --backbone, --extra-norm or dataset",
         )
 
 

@@ -76,7 +76,7 @@ def demo(
         step_s = seconds_per_step(call.resolved)
         steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
         time_s, pace = duration(total_seconds(steps, step_s)), step_time(step_s)
-        about = f"In all about {time_s} on this machine ({pace} measured just now)."
+        about = f"This takes about {time_s} on this machine ({pace} measured just now)."
     for number, (name, description) in enumerate(STAGES.items(), 1):
         console.info(f"  {number} {name:<9} {description.format(steps=steps)}")
     console.info(f"{about} Ctrl-C stops at any time; the same command continues.")

@@ -155,8 +155,8 @@ def _predict(
         make_dir(out)  # before the detection, which may take hours
         writer = WRITERS[settings.save or "json"](out, detector.selected_classes)
 
-    def prepare(source: ImageSource, cancelled: threading.Event) -> PreparedImage:
-        content = source.open(cancelled)
+    def prepare(source: ImageSource, canceled: threading.Event) -> PreparedImage:
+        content = source.open(canceled)
         return detector.prepare(source, content, open_image(content))
 
     results = detect_ahead(

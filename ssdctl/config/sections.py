@@ -276,7 +276,7 @@ class TrainConfig(Section, frozen=True):
         ),
     ] = "ssd"
     limit_train: Annotated[Count | None, _input("Train only on the first N images")] = None
-    overfit: Annotated[Count | None, _input("Train and evaluate on N images, to check")] = None
+    overfit: Annotated[Count | None, _input("Train and evaluate on the same N images")] = None
 
     # Evaluation, saving, logging
     eval_every: Annotated[

@@ -161,7 +161,10 @@ def _note(header: Header, size: tuple[int, int]) -> str | None:
     elif header.orientation != 1 and header.stored_size == header.upright_size:
         notes.append(f"{AMBIGUOUS}, EXIF orientation {header.orientation}: read as stored")
     elif header.orientation != 1:
-        notes.append(f"its EXIF orientation ({header.orientation}) is ignored, by its size")
+        notes.append(
+            f"EXIF orientation {header.orientation} ignored: the annotated size matches the stored "
+            "pixels"
+        )
     return "; ".join(notes) or None
 
 

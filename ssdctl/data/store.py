@@ -175,7 +175,7 @@ class PackedImages:
     def _require(self, is_complete: bool, path: Path) -> None:
         if not is_complete:
             raise DiskError(
-                f"{path}: the file was cut while it was in use, or its disk cannot be read",
+                f"{path}: the file was truncated while it was in use, or its disk cannot be read",
                 hint="run ssdctl prepare --force, then the same command again",
             )
 

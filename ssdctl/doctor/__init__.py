@@ -102,8 +102,8 @@ class Doctor:
 
         Args:
             timeout_s: After this time it is killed with its children; its output so far is kept.
-            text: Its stdin.
-            environment: Its variables; None is this process's environment.
+            text: What it reads from stdin.
+            environment: Its environment variables; None passes those of this process.
         """
         pipe = subprocess.PIPE
         with self._lock:

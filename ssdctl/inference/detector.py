@@ -32,7 +32,7 @@ class DetectorConfig(NamedTuple):
     """The settings of a detector.
 
     Detections score more than `score_threshold`. A box that overlaps a better one of its class by
-    more than `nms_iou` is dropped. None: the network's own.
+    more than `nms_iou` is dropped. None uses the network's default.
     """
 
     precision: str = "fp32"

@@ -98,7 +98,7 @@ def draw(
 
     Boxes are (N, 4): left, top, right, bottom in pixels, the most important first: it is drawn on
     top, and its label is placed first. Labels, 1 and up, select the colors. The text follows the
-    width of the lines, in pixels; None: from the size of the image.
+    width of the lines, in pixels; None fits it to the image.
     """
     result = image.convert("RGB")
     pen = ImageDraw.Draw(result)

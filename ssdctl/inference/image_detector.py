@@ -178,11 +178,11 @@ def detect_ahead(
     ahead = 2 * batch_size
     if detector.options.tile is not None:
         threads = ahead = 1
-    cancelled = threading.Event()
+    canceled = threading.Event()
 
     def prepared(item: Any) -> PreparedImage | Prediction | None:
         try:
-            return prepare(item, cancelled)
+            return prepare(item, canceled)
         except SsdctlError as error:
             return Prediction(item, error)
 
@@ -191,7 +191,7 @@ def detect_ahead(
         ready = map_ahead(pool, prepared, items, ahead)
         yield from detector.detect(iter(ready.__next__, None), batch_size)
     finally:  # also after Ctrl-C
-        cancelled.set()
+        canceled.set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -222,7 +222,7 @@ def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
     return [label for label, name in enumerate(names, start=1) if name in chosen]
 
 
-def open_image(image: OneImage, cancelled: threading.Event | None = None) -> Image.Image:
+def open_image(image: OneImage, canceled: threading.Event | None = None) -> Image.Image:
     """Open a user's image of any kind, upright, in RGB. The event ends a download.
 
     Raises:
@@ -231,7 +231,7 @@ def open_image(image: OneImage, cancelled: threading.Event | None = None) -> Ima
         UsageError: It is not an image, pixels of an unsupported shape or type, or another URL.
     """
     if isinstance(image, str):
-        image = source_of(image).open(cancelled)
+        image = source_of(image).open(canceled)
     return Image.fromarray(read_rgb(image))
 
 

@@ -167,11 +167,11 @@ class ImageSource(NamedTuple):
         """The name in messages, without passwords and tokens."""
         return redact_url(self.url) if self.url else str(self.path)
 
-    def open(self, cancelled: threading.Event | None = None) -> Path | io.BytesIO:
+    def open(self, canceled: threading.Event | None = None) -> Path | io.BytesIO:
         """Return what `read_rgb` takes; a URL is fetched."""
         if not self.url:
             return self.path
-        file = io.BytesIO(fetch_image(self.url, cancelled))
+        file = io.BytesIO(fetch_image(self.url, canceled))
         setattr(file, "name", self.label)  # noqa: B010 - read_rgb names it in errors
         return file
 
@@ -295,17 +295,17 @@ def _listed(stdin: IO[bytes]) -> list[ImageSource]:
     sources = [source_of(os.fsdecode(line)) for line in lines if line.strip()]
     if not sources:
         raise UsageError(
-            "-: standard input has no names of images",
+            "-: standard input names no images",
             hint="one path or URL per line: find photos -name '*.jpg' | ssdctl predict CKPT -",
         )
     return sources
 
 
-def fetch_image(url: str, cancelled: threading.Event | None = None) -> bytes:
+def fetch_image(url: str, canceled: threading.Event | None = None) -> bytes:
     """Fetch a file of at most `MAX_URL_BYTES` within `TOTAL_S` seconds.
 
     Raises:
-        NetworkError: No answer in time, a refusal, a file that is too large, or it was cancelled.
+        NetworkError: No answer in time, a refusal, a file that is too large, or it was canceled.
     """
     import requests
     import urllib3
@@ -322,8 +322,8 @@ def fetch_image(url: str, cancelled: threading.Event | None = None) -> bytes:
             # iter_content would wait for a whole chunk, however slowly its bytes come.
             while data := reply.raw.read1(CHUNK_BYTES):
                 content += data
-                if cancelled is not None and cancelled.is_set():
-                    raise NetworkError(f"{name}: cancelled")
+                if canceled is not None and canceled.is_set():
+                    raise NetworkError(f"{name}: canceled")
                 if len(content) > MAX_URL_BYTES:
                     problem = f"larger than {MAX_URL_BYTES >> 20} MiB, the limit of an image by URL"
                     raise NetworkError(f"{name}: {problem}", hint=GIVE_PATH)

@@ -130,8 +130,8 @@ class Predictor:
                     raise result
                 yield result
 
-    def _prepare(self, image: OneImage, cancelled: threading.Event | None = None) -> PreparedImage:
-        opened = open_image(image, cancelled)
+    def _prepare(self, image: OneImage, canceled: threading.Event | None = None) -> PreparedImage:
+        opened = open_image(image, canceled)
         is_url = isinstance(image, str) and bool(source_of(image).url)
         # A file object and a URL are read only once; anything else is opened again to plot it.
         source = opened if is_url or hasattr(image, "read") else image

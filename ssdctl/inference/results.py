@@ -51,8 +51,8 @@ class Result:
         boxes: (N, 4) float64: left, top, right, bottom in pixels, clipped to the image.
         scores: (N,) float64, 0 to 1, in descending order.
         labels: (N,) int64: the network's labels, 1 and up.
-        size: Width and height of the image in pixels, upright.
-        image: What was given to the predictor.
+        size: Width and height of the upright image in pixels.
+        image: The input of the predictor.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Result:
 
     @property
     def class_names(self) -> list[str]:
-        """The names of all classes of the network; that of label 1 is first."""
+        """The names of all classes of the network, starting with label 1."""
         return [c.name for c in self._classes]
 
     def __len__(self) -> int:
@@ -131,12 +131,12 @@ class Result:
         """Return the image with its boxes; a path is opened again.
 
         Args:
-            line_width: Of the boxes in pixels; the text follows. None: from the size of the image.
+            line_width: Line width in pixels; the text scales with it. None fits it to the image.
             labels: Write the names of the classes.
             scores: Write the scores.
 
         Raises:
-            DataError: The file does not exist any more.
+            DataError: The file no longer exists.
         """
         return draw(
             self._open_image(self.image),
@@ -166,7 +166,7 @@ class Result:
 
         Raises:
             UsageError: The suffix is another one.
-            DataError: The image does not exist any more.
+            DataError: The image no longer exists.
             DiskError: The file cannot be written.
         """
         save_image(self.plot(line_width=line_width, labels=labels, scores=scores), Path(path))

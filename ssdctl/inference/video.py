@@ -114,7 +114,7 @@ def predict_frames(
 ) -> Iterator[tuple[Frame, Result]]:
     """Detect on frames in their order; a thread decodes the next batches in the meantime."""
 
-    def prepare(_: None, cancelled: threading.Event) -> PreparedImage | None:
+    def prepare(_: None, canceled: threading.Event) -> PreparedImage | None:
         frame = next(frames, None)
         return frame and detector.prepare(frame, frame.pixels, Image.fromarray(frame.pixels))
 

@@ -126,10 +126,11 @@ def warning_of_cut(run: SettledRun) -> str | None:
         missed = missed[-1:] if plan.lr(total - 1) > NEARLY_DECAYED * plan.peak_lr else []
     if not missed:
         return None
-    what = "cosine decay ends at step" if plan.is_cosine else "decay at step"
+    what = "the end of its cosine decay" if plan.is_cosine else "its decay"
     return (
-        f"--steps {total} ends before the learning rate does: {what} {' and '.join(missed)} is "
-        "not reached; --epochs or --decay-epochs fit the recipe to a short run"
+        f"--steps {total} ends before the learning rate does: {what} at step "
+        f"{' and '.join(missed)} is not reached; --epochs or --decay-epochs fit the recipe to a "
+        "short run"
     )
 
 

@@ -198,6 +198,6 @@ def _proposal(need: MemoryEstimate, tried: int, accumulate: int, device: Device)
     counted = (need.fixed + tried * need.per_image) / 1e9
     remedy = "" if device.is_host else " (--bs auto measures it)"
     return (
-        f"--bs {fits}, half of it: network and activations need {counted:.1f} GB, what else the "
-        f"device needs is not known{remedy}; {same}"
+        f"--bs {fits}, half of it: network and activations need {counted:.1f} GB, and how much "
+        f"else the device needs is unknown{remedy}; {same}"
     )

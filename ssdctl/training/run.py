@@ -92,9 +92,9 @@ def finalize(
     """Replace `auto` and whatever the user left open by what fits device, data and checkpoint.
 
     Args:
-        device: To train on; None: any, as in a plan for another machine.
+        device: The device to train on; None for a plan without one.
         images: Training images of the dataset, before --limit-train and --overfit.
-        network: Of the checkpoint of --init, or of the run to resume.
+        network: The network of the checkpoint of --init, or of the run to resume.
         largest_batch: Measures `--bs auto`, on an open device.
 
     Raises:

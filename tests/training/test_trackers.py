@@ -64,8 +64,8 @@ class Recording(Tracker):
     def metrics(self, metrics: Metrics) -> None:
         self.received.append(metrics)
 
-    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
-        self.received.append((step, *pictures))
+    def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
+        self.received.append((step, *images))
 
     def checkpoint(self, name: str, step: int, path: Path) -> None:
         self.received.append((name, step, path.name))

@@ -97,7 +97,7 @@ class Tracker:
     def metrics(self, metrics: Metrics) -> None:
         """Add the figures of a step."""
 
-    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
+    def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
         """Add validation images with their detections, (H, W, 3), by image id."""
 
     def checkpoint(self, name: str, step: int, path: Path) -> None:
@@ -243,7 +243,7 @@ class Trackers:
         kind, step = record["kind"], record["step"]
         if kind == "detections":
             images = _first_images(record["split"], record["detections"])
-            self._call(lambda tracker: tracker.pictures(step, images))
+            self._call(lambda tracker: tracker.images(step, images))
         elif kind == "checkpoint":
             name, path = record["name"], record["path"]
             if self._uploads and path.is_file():

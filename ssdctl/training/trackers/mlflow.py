@@ -82,9 +82,9 @@ class MLflow(Tracker):
         for start in range(0, len(entries), MAX_METRICS):
             self._client.log_batch(self._id, metrics=entries[start : start + MAX_METRICS])
 
-    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
-        for name, pixels in pictures.items():
-            file = f"pictures/{name}/step-{step:08d}.png"
+    def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
+        for name, pixels in images.items():
+            file = f"images/{name}/step-{step:08d}.png"
             self._client.log_image(self._id, Image.fromarray(pixels), artifact_file=file)
 
     def checkpoint(self, name: str, step: int, path: Path) -> None:

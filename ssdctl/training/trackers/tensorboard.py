@@ -27,9 +27,9 @@ class TensorBoard(Tracker):
         if metrics.group != "train":
             self._writer.flush()
 
-    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
-        for name, pixels in pictures.items():
-            self._writer.add_image(f"pictures/{name}", pixels, step, dataformats="HWC")
+    def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
+        for name, pixels in images.items():
+            self._writer.add_image(f"images/{name}", pixels, step, dataformats="HWC")
 
     def close(self, *, is_success: bool) -> None:
         self._writer.close()

@@ -44,7 +44,7 @@ class WeightsAndBiases(Tracker):
             config={**run.config, "environment": run.environment},
             allow_val_change=True,
         )
-        for group in (*GROUPS, "pictures"):
+        for group in (*GROUPS, "images"):
             self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
         if self._run.url:
             log.info("tracker wandb: %s", self._run.url)
@@ -59,9 +59,9 @@ class WeightsAndBiases(Tracker):
         values = {f"{metrics.group}/{name}": value for name, value in metrics.values.items()}
         self._run.log({f"{metrics.group}/step": metrics.step, **values})
 
-    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
-        images = {f"pictures/{n}": self._wandb.Image(pixels) for n, pixels in pictures.items()}
-        self._run.log({"pictures/step": step, **images})
+    def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
+        shown = {f"images/{n}": self._wandb.Image(pixels) for n, pixels in images.items()}
+        self._run.log({"images/step": step, **shown})
 
     def checkpoint(self, name: str, step: int, path: Path) -> None:
         artifact = self._wandb.Artifact(f"checkpoint-{self.run.id}", type="model")

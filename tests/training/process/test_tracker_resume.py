@@ -78,7 +78,7 @@ def test_mlflow(shapes: Path, tmp_path: Path) -> None:
     assert actual == pytest.approx(keyed)
     files = {f.path for f in client.list_artifacts(tracked.info.run_id, "checkpoints")}
     assert files == {"checkpoints/best.pt", "checkpoints/last.pt"}
-    assert len(client.list_artifacts(tracked.info.run_id, "pictures")) == 4
+    assert len(client.list_artifacts(tracked.info.run_id, "images")) == 4
 
 
 def log_records(path: Path) -> Iterator[Any]:
@@ -109,7 +109,7 @@ def wandb_figures(path: Path) -> Figures:
         row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
         for name, value in row.items():
             group, _, key = name.partition("/")
-            if key and key != "step" and group != "pictures":
+            if key and key != "step" and group != "images":
                 figures[name, row[f"{group}/step"]] = value
     return figures
 
