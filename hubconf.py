@@ -14,8 +14,13 @@ def ssd300(checkpoint: str | None = None, **options: Any) -> SSD300:
 
     Args:
         checkpoint: What `ssdctl.SSD300.from_checkpoint` takes: a file, a run folder or a name.
-        options: Of `ssdctl.SSD300` if no checkpoint is given: `backbone`, `num_classes`, ...
+        options: Arguments of `ssdctl.SSD300` without a checkpoint: `backbone`, `num_classes`, ...
+
+    Raises:
+        ValueError: Both are given: the checkpoint knows its network.
     """
     if checkpoint is None:
         return SSD300(**{"backbone": "resnet34", "num_classes": 81, **options})
+    if options:
+        raise ValueError(f"a checkpoint knows its network: leave out {', '.join(options)}")
     return SSD300.from_checkpoint(checkpoint)

@@ -52,7 +52,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
         if not isinstance(settings, Mapping):
             raise UsageError(
                 f"configure: {table!r} is not a table of settings",
-                hint=f'write train={{"{table}": ...}}, or the name of its table for train',
+                hint=f'put it into its table, such as train={{"{table}": ...}}',
             )
     given = [
         override_of(f"{table}.{key}", value, f"{table}.{key}")
@@ -157,7 +157,7 @@ def train(
     preset: str | None = None,
     backbone: str | None = None,
     backbone_weights: PathLike | None = None,
-    epochs: float | None = None,
+    epochs: int | None = None,
     steps: int | None = None,
     batch_size: int | Literal["auto"] | None = None,
     lr: float | None = None,

@@ -68,18 +68,19 @@ def refuse_others(
     for name in given:
         if name not in keywords:
             hint = _instead_of(name, section, keywords)
-            raise UsageError(f"{caller}: it has no keyword {name!r}", hint=hint)
+            raise UsageError(f"{caller}() has no keyword {name!r}", hint=hint)
 
 
 def _instead_of(name: str, section: str, keywords: Collection[str]) -> str:
-    tables = (section, "data", "model" if section == "train" else "evaluate")
+    tables = (section, "data", *(["model"] if section == "train" else []))
     for path in filter(None, (setting_path(f"{table}.{name}") for table in tables)):
         table, _, key = path.partition(".")
         keyword = next((k for k, p in KEYWORDS.items() if p == path), key)
         if keyword in keywords:
             return f"write {keyword}="
-        return f'write config=ssdctl.configure({table}={{"{key}": ...}})'
-    if any(setting.section == name for setting in all_settings().values()):
+        if "config" in keywords:
+            return f'write config=ssdctl.configure({table}={{"{key}": ...}})'
+    if "config" in keywords and any(setting.section == name for setting in all_settings().values()):
         return f"write config=ssdctl.configure({name}=...)"
     near = difflib.get_close_matches(name, keywords, n=1)
     return f"did you mean {near[0]}?" if near else "help(ssdctl) lists the functions"
@@ -112,7 +113,7 @@ class TrainSettings(TypedDict, total=False):
     preset: str | None
     backbone: str | None
     backbone_weights: PathLike | None
-    epochs: float | None
+    epochs: int | None
     steps: int | None
     batch_size: int | Literal["auto"] | None
     lr: float | None
@@ -129,6 +130,8 @@ TRAIN_KEYWORDS = frozenset(TrainSettings.__annotations__)
 
 def resolve_call(config: ConfigLike | None, given: Sequence[Override]) -> Resolved:
     """Resolve the config of a call from `config` and `given`; nothing else is read."""
+    if isinstance(config, Mapping):
+        raise UsageError("config: a dictionary", hint="write config=ssdctl.configure(train={...})")
     if not isinstance(config, Config):
         file = None if config is None else os.fspath(config)
         return resolve(file=file, overrides=given, environment={}, default_file=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdctl.config.resolve import resolve
 from ssdctl.config.settings import Config
-from ssdctl.errors import SsdctlError, hints_in_messages
+from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
 from ssdctl.runs.layout import RunDir, find_checkpoint
 from ssdctl.runs.metrics import Record, read_metrics
 from ssdctl.runtime.safe_text import html_table
@@ -42,7 +42,7 @@ class Run:
         Raises:
             ssdctl.errors.UsageError: It is not a run folder.
         """
-        return read_metrics(RunDir(self.path).metrics)[0]
+        return read_metrics(self._require_folder().metrics)[0]
 
     @property
     @hints_in_messages()
@@ -52,7 +52,7 @@ class Run:
         Raises:
             ssdctl.errors.UsageError: There is none.
         """
-        return find_checkpoint(self.path)
+        return find_checkpoint(self._require_folder().path)
 
     @property
     @hints_in_messages()
@@ -106,7 +106,13 @@ class Run:
             axes.legend()
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=100)
-        return Image.open(buffer)
+        return Image.open(buffer).convert("RGB")
+
+    def _require_folder(self) -> RunDir:
+        run = RunDir(self.path)
+        if not run.metrics.is_file():
+            raise UsageError(f"{run}: not a run folder (it has no {run.metrics.name})")
+        return run
 
     def __repr__(self) -> str:
         try:

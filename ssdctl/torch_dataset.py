@@ -41,7 +41,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         data: The dataset folder or file; any format that `ssdctl.prepare` reads.
         split: `train`, `val` or `test`. In `train`, images without boxes are left out.
         augment: `ssd` (crops, flips and colors of the SSD paper; the image is 300 x 300 then),
-            `ssd-zoom` (also smaller objects), a list as for `train --augment`, or `none` (the whole
+            `ssd-zoom` (also smaller objects), names separated by commas, or `none` (the whole
             image in its own size).
         store: Folder of the prepared data; None is `prepared/` in the dataset folder.
 

@@ -111,14 +111,12 @@ class Trainer:
             ssdctl.errors.UsageError: The trainer is closed.
         """
         with hints_in_messages():
-            if not self._is_open:
-                raise UsageError(
-                    f"{self.path}: this trainer is closed",
-                    hint="a new Trainer with the same settings continues the run",
-                )
+            self._require_open()
             try:
                 with signals.handled():
-                    yield from self._trainer
+                    for step in self._trainer:
+                        yield step
+                        self._require_open()
                 # The others may evaluate the checkpoint that the first rank writes.
                 collectives.barrier(self._trainer.opened.ranks)
             except GeneratorExit:  # the loop was left
@@ -140,10 +138,19 @@ class Trainer:
 
         Raises:
             ssdctl.errors.DiskError: It cannot be written.
+            ssdctl.errors.UsageError: The trainer is closed.
         """
+        self._require_open()
         self._trainer.save(is_scheduled=False)
         self._trainer.saver.wait()
         collectives.barrier(self._trainer.opened.ranks)
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise UsageError(
+                f"{self.path}: this trainer is closed",
+                hint="a new Trainer with the same settings continues the run",
+            )
 
     def close(self) -> None:
         """Release the run folder and the process group; what was not saved is lost."""

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import pydoc
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,8 @@ def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> N
         (ssdctl.prepare, {"verify_images": True}, 'configure(prepare={"verify_images": ...})'),
         (ssdctl.evaluate, {"bs": 4}, "write batch_size="),
         (ssdctl.load, {"threshold": 0.5}, "write score="),
+        (ssdctl.load, {"batch_size": 3}, "help(ssdctl)"),  # it has no `config`
+        (ssdctl.prepare, {"batch_size": 3}, "help(ssdctl)"),
         (ssdctl.configure, {"lr": 1e-3}, 'train={"lr": ...}'),
     ],
 )
@@ -85,6 +88,7 @@ def test_old_and_wrong_keywords_name_the_new_ones(
         (ssdctl.train, {"lr": "fast"}, "fast"),
         (ssdctl.train, {"batch_size": 0}, "0"),
         (ssdctl.train, {"config": "none.toml"}, "none.toml"),
+        (ssdctl.train, {"config": {"train": {"lr": 1}}}, "config: a dictionary"),
         (ssdctl.configure, {"train": {"epoch": 1}}, r"train\.epoch\b"),
         (ssdctl.configure, {"train": {"precision": "fp8"}}, r"^train\.precision: 'fp8'"),
         (ssdctl.load, {"score": float("nan")}, "^score: nan"),
@@ -98,7 +102,10 @@ def test_old_and_wrong_keywords_name_the_new_ones(
         (ssdctl.export, {"format": "mlperf", "batch": 4}, "batch"),
         (ssdctl.export, {"batch": 0}, "batch 0"),
         (ssdctl.export, {"format": "pt2", "int8": True}, "int8"),
+        (ssdctl.export, {"batch": 2.5}, r"batch 2\.5"),
         (ssdctl.export, {"calibrate": 10}, "calibrate"),
+        (ssdctl.export, {"int8": True, "calibrate": 0}, "calibrate 0"),
+        (ssdctl.export, {"int8": True, "max_ap_loss": float("nan")}, "max_ap_loss nan"),
         (ssdctl.export, {"out": "."}, "is a folder"),
     ],
 )
@@ -134,6 +141,13 @@ def test_prepare_writes_the_store(shapes: Path, tmp_path: Path, cli: Cli) -> Non
     assert "<td>24</td>" in outcome._repr_html_()
     again = cli("prepare", "--data", shapes, "--store", tmp_path / "store", "--no-pack", "--json")
     assert json.loads(again.out)["unchanged"] is True
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        for name in ("metrics", "best"):
+            with pytest.raises(UsageError, match=re.escape(str(folder))):
+                getattr(ssdctl.Run(folder), name)
 
 
 def test_progress_is_shown_only_on_a_terminal(

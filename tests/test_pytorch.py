@@ -130,6 +130,11 @@ IMAGE = torch.zeros(3, 9, 9)
         ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.tensor([6])}], "6"),
         ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.tensor([0])}], "0"),
         ([IMAGE], [{**target((0, 0, 0, 0)), "boxes": torch.zeros(2, 4)}], "boxes"),
+        ([IMAGE], [{**target((0, 0, 0, 0)), "boxes": torch.zeros(4, 1)}], r"boxes \(4, 1\)"),
+        ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.ones(1, 1).long()}], r"\(1, 1\)"),
+        ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.tensor([1.7])}], "float32"),
+        ([IMAGE.numpy()], [target()], "ndarray"),
+        ([IMAGE], [torch.zeros(1, 4)], "Tensor"),
     ],
 )
 def test_wrong_batches_are_named(
@@ -137,6 +142,15 @@ def test_wrong_batches_are_named(
 ) -> None:
     with pytest.raises(UsageError, match=named):
         model.loss(images, targets)
+
+
+def test_networks_that_do_not_exist_are_refused(model: ssdctl.SSD300) -> None:
+    for backbone, norm in (("tiny", "batc"), ("vgg16", "batch")):
+        with pytest.raises(UsageError, match=f"'{norm}'"):
+            ssdctl.SSD300(backbone, 3, norm)
+    for stages in (-1, 5):
+        with pytest.raises(UsageError, match=str(stages)):
+            model.freeze(stages)
 
 
 def test_default_boxes() -> None:

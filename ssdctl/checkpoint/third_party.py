@@ -10,20 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast
 
 import msgspec
 from torch import Tensor
 
 from ssdctl.boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import MAX_CLASSES, MAX_COUNT, Checkpoint, Count, is_state
-from ssdctl.config.fields import BackboneName
+from ssdctl.config.fields import BACKBONES
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES, UNUSED
 from ssdctl.errors import IntegrityError
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.ssd300 import Architecture
+from ssdctl.runtime.packages import module_names
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
 PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
@@ -219,7 +220,7 @@ def label_map(classes: list[ClassName]) -> dict[int, str]:
 
 
 def backbone_of(state: Mapping[str, Tensor]) -> str | None:
-    """Return the backbone whose modules have these names and shapes, or nearly; None if none has.
+    """Return our backbone whose modules have these names and shapes, or nearly; None if none has.
 
     Weights that are missing or have another shape are reported when they are loaded.
     """
@@ -235,6 +236,6 @@ def backbone_of(state: Mapping[str, Tensor]) -> str | None:
             expected = find_backbone(backbone).build().state_dict()
         return len(shapes ^ {(k, v.shape) for k, v in expected.items() if not k.endswith(counter)})
 
-    difference_of = {name: difference(name) for name in get_args(BackboneName)}
+    difference_of = {name: difference(name) for name in sorted(module_names(BACKBONES[0]))}
     nearest = min(difference_of, key=difference_of.__getitem__)
     return nearest if difference_of[nearest] < len(shapes) else None

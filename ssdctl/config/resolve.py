@@ -268,6 +268,8 @@ def _checked(override: Override) -> Override:
             value = _toml(value)
         elif value == "" and setting.default is None:
             value = None
+        elif target is float:  # .5 and +0.5 are numbers, too
+            value = re.sub(r"^[+]?(-?)\.(?=\d)", r"\g<1>0.", value).removeprefix("+")
     elif target is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)  # warmup = 3 in a file means "3"
     try:

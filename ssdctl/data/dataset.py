@@ -145,11 +145,13 @@ def label_version(root: Path, format_name: str, *, content: bool = False) -> Lab
 def labels_changed(root: Path, made: index.Made) -> bool:
     """Return whether label files changed since they were read; not if all are gone, or unknown."""
     state, content = made.labels.state, made.labels.content
-    with contextlib.suppress(SsdctlError, OSError):  # reported by the command that reads them
+    try:
         _refuse_format_beside_toml(root, made.conversion.source)
         if state and label_version(root, made.format).state not in ("", state):
             current = label_version(root, made.format, content=bool(content))
             return not content or current.content != content
+    except SsdctlError:  # whoever reads them again reports it
+        return True
     return False
 
 

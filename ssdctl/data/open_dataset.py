@@ -59,7 +59,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     source = None if options.source == "auto" else options.source
     conversion = Conversion(source, options.split, options.classes)
     if not conversion and (conversion := _last_conversion(folder)):
-        log.info("using %s, as the last time; other options replace them", conversion)
+        log.info("using the options of the last time: %s; other options replace them", conversion)
     elif conversion and conversion.source is None:
         last = _last_conversion(folder)
         conversion = msgspec.structs.replace(conversion, source=last.source)

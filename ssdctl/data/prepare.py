@@ -169,7 +169,8 @@ def _unchanged_outcome(
             images = index.read_images(folder, split)
             if changed_images(images_dir, images.names, images.fingerprints):
                 return None
-    return msgspec.structs.replace(outcome, unchanged=True)
+    # The folder may have been moved or copied since.
+    return msgspec.structs.replace(outcome, root=str(root), store=str(folder), unchanged=True)
 
 
 def _fits(packing: index.Packing, folder: Path, config: PrepareConfig) -> bool:
@@ -255,7 +256,7 @@ def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) ->
         hashlib.sha256(annotations.sizes.tobytes()).hexdigest(),
         config.shrink,
         verified(config),
-        time.time_ns() * force,
+        time.time_ns() if force else 0,
         config.encoding,
     ]
     return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()

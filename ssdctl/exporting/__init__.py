@@ -101,12 +101,16 @@ def _check(request: ExportRequest) -> Outputs:
     given = [name for name in GRAPH_OPTIONS if getattr(request, name) != defaults[name]]
     if given and kind not in GRAPH_FORMATS:
         raise UsageError(f"{', '.join(given)}: for {', '.join(GRAPH_FORMATS)}, not for {kind}")
-    if batch is not None and not 1 <= batch <= MAX_BATCH:
-        raise UsageError(f"batch {batch}: expected a number from 1 to {MAX_BATCH}")
+    if batch is not None and not (isinstance(batch, int) and 1 <= batch <= MAX_BATCH):
+        raise UsageError(f"batch {batch!r}: expected a whole number from 1 to {MAX_BATCH}")
+    if request.calibrate is not None and request.calibrate < 1:
+        raise UsageError(f"calibrate {request.calibrate}: expected 1 or more")
+    if request.max_ap_loss is not None and not 0 <= request.max_ap_loss <= 1:
+        raise UsageError(f"max_ap_loss {request.max_ap_loss}: expected a number from 0 to 1")
     if request.int8 and (kind != "onnx" or request.fp16):
         raise UsageError("int8 is for the format onnx, and not together with fp16")
     if not request.int8 and (request.calibrate is not None or request.max_ap_loss is not None):
-        raise UsageError("calibrate and max-ap-loss are for int8")
+        raise UsageError("calibrate and max_ap_loss are for int8")
     if request.raw and nms is not None:
         raise UsageError("raw leaves out NMS: give either raw or nms")
     allowed = ALLOWED_NMS.get(kind, NMS)

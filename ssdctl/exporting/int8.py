@@ -99,7 +99,7 @@ def write_int8(
             hint="more images (--calibrate) may help; --max-ap-loss X accepts a larger loss",
         )
     for name, c in (("fp32", before), ("int8", after)):
-        log.info("%s: AP %.4f, %.1f MB, %.1f ms a call", name, c.ap, c.size / 1e6, c.latency_ms)
+        log.info("%s: AP %.4f, %.1f MB, %.1f ms per call", name, c.ap, c.size / 1e6, c.latency_ms)
     log.info("calibrated on %d images; heads in %s", len(calibration), heads)
     costs = {"before": before._asdict(), "after": after._asdict()}
     return {"heads": heads, "pictures": len(calibration), **costs}

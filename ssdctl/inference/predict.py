@@ -82,8 +82,9 @@ class Predictor:
 
         Args:
             image: A path, an http(s) URL, encoded bytes, a binary file object, a Pillow image, or
-                RGB pixels: a uint8 array (H, W, 3) or a uint8 tensor (3, H, W) or (H, W, 3). Or a
-                list of them, which go through the network together.
+                pixels, uint8 or float in 0 to 1: an array (H, W, 3) in RGB or (H, W) in gray, a
+                tensor (3, H, W) or (H, W, 3). Or a list of them, which go through the network
+                together.
 
         Raises:
             DataError: It is not a readable image.
@@ -115,7 +116,9 @@ class Predictor:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(hints_in_messages())
-            if isinstance(images, (str, bytes, os.PathLike, Image.Image)):
+            is_array = getattr(images, "ndim", 0) in (2, 3)  # an array or tensor of pixels
+            is_file = isinstance(images, (str, bytes, os.PathLike)) or hasattr(images, "read")
+            if is_array or is_file or isinstance(images, Image.Image):
                 raise UsageError(
                     f"predict_iter: a single {type(images).__name__}, not several images",
                     hint="give a list, or use predict",

@@ -230,10 +230,11 @@ class Result:
         Raises:
             UsageError: pandas is not installed.
         """
-        frame = import_package("pandas").DataFrame
+        package = import_package("pandas")
+        names = package.Series(self.names.tolist(), dtype="str")  # also without detections
         sides = dict(zip(("left", "top", "right", "bottom"), self.boxes.T, strict=True))
-        columns = {"name": self.names.tolist(), "label": self.labels, "score": self.scores}
-        table: pandas.DataFrame = frame({**columns, **sides})
+        columns = {"name": names, "label": self.labels, "score": self.scores}
+        table: pandas.DataFrame = package.DataFrame({**columns, **sides})
         return table
 
 

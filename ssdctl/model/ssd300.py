@@ -34,9 +34,12 @@ class SSD300(nn.Module):
         num_classes: Classes with background; 81 on COCO.
         extra_norm: `none` (biased convolutions, as MLPerf) or `batch` (batch norm, as NVIDIA).
 
+    Raises:
+        ssdctl.errors.UsageError: There is no such backbone, or it has no such `extra_norm`.
+
     Attributes:
         num_classes: Classes with background.
-        class_names: The checkpoint's, without background; that of label 1 is first. Else empty.
+        class_names: Those of the checkpoint, starting with label 1; empty without one.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
@@ -47,6 +50,11 @@ class SSD300(nn.Module):
         self._frozen_stages = 0
         self._is_norm_frozen = False
         file = find_backbone(backbone)
+        if extra_norm not in file.EXTRA_NORMS:
+            raise UsageError(
+                f"extra_norm {extra_norm!r}: {backbone} has none of that name",
+                hint=f"choose {' or '.join(file.EXTRA_NORMS)}",
+            )
         self.constants = file.CONSTANTS
         built = file.build()
         self.first_map_norm = built.first_map_norm()
@@ -128,8 +136,13 @@ class SSD300(nn.Module):
         """Stop training the first stages of the backbone, statistics of batch norm included.
 
         Args:
-            stages: 1 to 4: stem, layer1, layer2, layer3 of a ResNet; blocks of VGG16.
+            stages: 0 to 4: stem, layer1, layer2, layer3 of a ResNet; blocks of VGG16.
+
+        Raises:
+            ssdctl.errors.UsageError: It has not that many.
         """
+        if not 0 <= stages <= len(self.backbone.stages):
+            raise UsageError(f"freeze: {stages} is not 0 to {len(self.backbone.stages)} stages")
         self._frozen_stages = stages
         for module in self._frozen_modules():
             module.requires_grad_(False)
@@ -182,6 +195,8 @@ def _normalized_batch(
 
 
 def _resized(image: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(image, Tensor):
+        raise UsageError(f"images: a {type(image).__name__}, not a tensor")
     is_number = image.is_floating_point() or image.dtype == torch.uint8
     if image.dim() != 3 or image.shape[0] != 3 or not is_number:
         raise UsageError(
@@ -204,16 +219,23 @@ def _padded_targets(
         raise UsageError(f"{len(images)} images, but {len(targets)} targets")
     boxes, labels = [], []
     for number, (image, target) in enumerate(zip(images, targets, strict=True)):
+        if not isinstance(target, Mapping):
+            raise UsageError(f"target {number}: a {type(target).__name__}, not a dictionary")
         box = torch.as_tensor(target.get("boxes", torch.empty(0, 4))).to(device).float()
-        label = torch.as_tensor(target.get("labels", torch.empty(0))).to(device).long()
-        if box.numel() != 4 * len(label):
+        label = torch.as_tensor(target.get("labels", torch.empty(0))).to(device)
+        is_empty = not (box.numel() or label.numel())
+        if not is_empty and (label.dim() != 1 or box.shape != (len(label), 4)):
             raise UsageError(
                 f"target {number}: boxes {tuple(box.shape)}, labels {tuple(label.shape)}",
                 hint="expected boxes (G, 4) and labels (G,)",
             )
-        if len(label) and not bool(((label > 0) & (label < num_classes)).all()):
+        if label.numel() and label.is_floating_point():
+            raise UsageError(f"target {number}: labels of type {label.dtype}", hint="give integers")
+        label = label.reshape(-1).long()
+        wrong = label[(label < 1) | (label >= num_classes)]
+        if len(wrong):
             raise UsageError(
-                f"target {number}: labels from {int(label.min())} to {int(label.max())}",
+                f"target {number}: label {int(wrong[0])} is out of range",
                 hint=f"the network has the labels 1 to {num_classes - 1}; 0 is the background",
             )
         height, width = image.shape[-2:]

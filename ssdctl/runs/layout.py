@@ -98,7 +98,7 @@ def find_checkpoint(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    run = RunDir(path)
+    run = RunDir(path.parent if path.name == RunDir(path).checkpoints.name else path)
     for checkpoint in (run.best, run.last):
         if checkpoint.is_file():
             return checkpoint
@@ -174,6 +174,11 @@ def exclusive_run(out: Path) -> Iterator[None]:
     descriptor = _wait_for_lock(path)
     if descriptor is None:
         process, host = _owner(path)
+        if (process, host) == (str(os.getpid()), socket.gethostname()):
+            raise UsageError(
+                f"{out}: this process already has a Trainer of this run",
+                hint="close() it first",
+            )
         if host == socket.gethostname():
             raise UsageError(
                 f"{out}: another ssdctl process trains in this folder (process {process})",

@@ -171,21 +171,24 @@ def plugin_names(package: str, group: str) -> list[str]:
         parts = re.split(r"(\d+)", name)
         return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
-    return sorted({*_module_names(package), *entry_point_names(group)}, key=by_number)
+    return sorted({*module_names(package), *entry_point_names(group)}, key=by_number)
 
 
-def _module_names(package: str) -> list[str]:
+def module_names(package: str) -> list[str]:
     folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
     return [path.stem for path in folder.glob("[!_]*.py")]
 
 
 def load_plugin(package: str, group: str, name: str) -> Any:
     """Import and return a module of a package of ours, else an entry point; raise UsageError."""
-    if name in _module_names(package):
+    if name in module_names(package):
         return importlib.import_module(f"{package}.{name}")
     plugin = load_entry_point(group, name)
     if plugin is None:
-        raise UsageError(f"there is no {name} in {package} or among the plugins of {group}")
+        raise UsageError(
+            f"no {name!r} in {package} or among the plugins of {group}",
+            hint=f"choose from {', '.join(plugin_names(package, group))}",
+        )
     return plugin
 
 

@@ -160,7 +160,7 @@ def settle_precision(resolved: Resolved, device: DeviceFacts) -> tuple[Resolved,
     if resolved.is_chosen(key):
         flags = " or ".join(f"--{p}" for p in device.precisions)
         raise UsageError(
-            f"device {device.name} does not compute in {requested}", hint=f"choose {flags}"
+            f"device {device.name} does not support {requested}", hint=f"choose {flags}"
         )
     instead = "its best precision" if best == "auto" else best
     return settled, (

@@ -51,6 +51,8 @@ def test_each_layer_overrides_the_one_below() -> None:
     text = '[train]\npreset = "nvidia-r50"\nlr = 1e-3\n'
     assert resolved(text=text).config.train.lr == 1e-3
     assert resolved(text=text, SSDCTL_TRAIN__LR="2e-3").config.train.lr == 2e-3
+    for number in (".002", "+2e-3", "+.002"):
+        assert resolved(("train.lr", number)).config.train.lr == 2e-3
     top = resolved(("train.lr", "3e-3"), text=text, SSDCTL_TRAIN__LR="2e-3")
     assert top.config.train.lr == 3e-3
     assert top.config.model.backbone == "resnet50"  # the file names its preset
@@ -162,6 +164,8 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_key(
     ("path", "value"),
     [
         ("train.lr", "fast"),
+        ("train.lr", "-.1"),
+        ("train.lr", "++1"),
         ("train.lr", "0"),
         ("train.lr", "nan"),
         ("train.lr", "inf"),

@@ -132,9 +132,25 @@ def test_24_an_unchanged_dataset_is_not_prepared_again(
     # Of a copy, all files have other times.
     assert not prepare(copied, store, INDEX_ONLY).unchanged
     shutil.copytree(copied, tmp_path / "again", copy_function=shutil.copyfile)
-    assert prepare(tmp_path / "again", store, INDEX_ONLY).unchanged
+    again = prepare(tmp_path / "again", store, INDEX_ONLY)
+    assert (again.unchanged, again.root) == (True, str(tmp_path / "again"))
     open_dataset(tmp_path / "again", store)
     assert not prepare(copied, store, INDEX_ONLY, force=True).unchanged
+
+
+def test_a_dataset_toml_that_was_broken_later_is_refused(dataset: Path, store: Path) -> None:
+    """In a copy, too, of which all times differ: the last outcome does not hide it."""
+    text = f'[train]\nimages = "train2017"\nannotations = "{TRAIN}"\n'
+    toml = dataset / "dataset.toml"
+    toml.write_text(text)
+    prepare(dataset, store)
+    for broken in (text.replace("images", "image"), text.replace(TRAIN, "none.json")):
+        toml.write_text(broken)
+        for call in (prepare, open_dataset):
+            with pytest.raises(DataError, match=r"train\.image'|none\.json"):
+                call(dataset, store)
+    toml.write_text(text)
+    assert prepare(dataset, store).unchanged
 
 
 def test_changed_annotations_are_noticed(dataset: Path, store: Path) -> None:

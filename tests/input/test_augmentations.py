@@ -21,6 +21,7 @@ from PIL import Image
 from ssdctl.config.resolve import ASSIGNMENT, Override, resolve
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
+from ssdctl.errors import UsageError
 from ssdctl.input import LoaderConfig
 from ssdctl.input.augmentations import (
     STREAMS,
@@ -261,7 +262,7 @@ def test_another_package_adds_an_augmentation(
 ) -> None:
     """A copy of flip.py under another name has random numbers of its own."""
     content = Path(flip.__file__).read_text()
-    entries = "[ssdctl.augmentations]\nother = elsewhere\n"
+    entries = "[ssdctl.augmentations]\nother = elsewhere\nempty = elsewhere:View\n"
     install_package(tmp_path, monkeypatch, "elsewhere", content, entries)
     resolve(overrides=[Override("train.augment", "crop,other", ASSIGNMENT)])
     names = ("flip", "other", "crop,other", "ssd")
@@ -271,6 +272,8 @@ def test_another_package_adds_an_augmentation(
     assert np.array_equal(flips[1], flips[2])
     assert not np.array_equal(flips[0], flips[1])
     assert np.array_equal(flips[0], flips[3])
+    with pytest.raises(UsageError, match=r"empty.*draw"):
+        TrainLoader(split, plan._replace(augment="empty")).draw(0)
 
 
 def test_an_unknown_name_is_refused(cli: Cli, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_train_and_evaluate(
     assert "data:image/png" in shown
     assert "AP50" in shown
     assert run.plot().size[0] > run.plot().size[1]
+    run.plot().save("curves.jpg")
     assert repr(ssdctl.Run("none")) == "Run(none)"
     assert "none" in ssdctl.Run("none")._repr_html_()
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
@@ -145,7 +146,9 @@ for is_on in (False, True):  # deterministic algorithms import torch._dynamo
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_stepped_run_is_the_run_of_the_command(shapes: Path, cli: Cli) -> None:
+def test_a_stepped_run_is_the_run_of_the_command(
+    shapes: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit by bit: a config file, keywords, a loop that is left and entered again, the command."""
     Path("settings.toml").write_text("[train]\naugment = 'ssd'\nema = 0.9\nlog_every = 1\n")
     options = [w for name, v in TINY.items() if name not in ("progress", "precision") for w in
@@ -176,8 +179,15 @@ def test_a_stepped_run_is_the_run_of_the_command(shapes: Path, cli: Cli) -> None
     with pytest.raises(UsageError, match="batch_size"):
         ssdctl.Trainer(shapes, bs=4)  # type: ignore[call-arg]
     with ssdctl.Trainer(shapes, out="left", **common) as left:
-        next(iter(left))
+        steps = iter(left)
+        next(steps)
         assert left.model.training
+        monkeypatch.setattr("ssdctl.runs.layout.WAIT_S", 0.0)
+        with pytest.raises(UsageError, match="left: this process"):
+            ssdctl.Trainer(shapes, out="left", **common)
+    for call in (left.save, lambda: next(steps)):
+        with pytest.raises(UsageError, match="closed"):
+            call()
     assert ssdctl.Trainer(shapes, out="left", **common).run().best.is_file()  # the lock is free
 
 
@@ -224,15 +234,17 @@ def test_two_ranks(shapes: Path, tmp_path: Path) -> None:
 
 def test_networks_of_checkpoints(checkpoint: Path, tiny_run: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)["model"]
-    hub = torch.hub.load(
-        str(Path(__file__).parents[2]), "ssd300", source="local", checkpoint=str(checkpoint)
-    )
+    repository, local = (str(Path(__file__).parents[2]), "ssd300"), {"source": "local"}
+    hub = torch.hub.load(*repository, checkpoint=str(checkpoint), **local)
     for network in (ssdctl.SSD300.from_checkpoint(checkpoint), hub):
         assert isinstance(network, ssdctl.SSD300)
         assert not network.training
         assert len(network.class_names) == network.num_classes - 1
         for name, value in network.state_dict().items():
             assert torch.equal(value, saved[name]), name
-    assert ssdctl.SSD300.from_checkpoint(tiny_run).num_classes == hub.num_classes
+    for folder in (tiny_run, tiny_run / "checkpoints"):
+        assert ssdctl.SSD300.from_checkpoint(folder).num_classes == hub.num_classes
+    with pytest.raises(ValueError, match="num_classes"):
+        torch.hub.load(*repository, checkpoint=str(checkpoint), num_classes=4, **local)
     with pytest.raises(UsageError, match="no-such-detector"):
         ssdctl.SSD300.from_checkpoint("no-such-detector")

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ssdctl.config.fields import AUGMENTATIONS, augmentation_names
+from ssdctl.errors import UsageError
 from ssdctl.input import LoaderConfig
 from ssdctl.runtime.packages import load_plugin
 
@@ -107,6 +108,8 @@ def load(augment: str) -> tuple[Augmentation, ...]:
     loaded = []
     for name in augmentation_names(augment):
         module = load_plugin(*AUGMENTATIONS, name)
+        if missing := [part for part in ("draw", "apply") if not hasattr(module, part)]:
+            raise UsageError(f"--augment {name}: its plugin lacks {missing[0]}")
         stream = STREAMS.get(name, zlib.crc32(name.encode()))
         loaded.append(Augmentation(stream, module.draw, module.apply))
     return tuple(loaded)

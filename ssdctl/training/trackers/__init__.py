@@ -147,11 +147,14 @@ def _find(name: str) -> type[Tracker]:
         tracker = getattr(import_module(f"{__package__}.{name}"), class_name)
     else:
         tracker = load_entry_point(ENTRY_POINTS, name)
-    if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
+    if tracker is None:
         names = [*BUILT_IN, *entry_point_names(ENTRY_POINTS)]
         raise UsageError(
-            f"--tracker {name}: no such tracker (a subclass of {Tracker.__module__}.Tracker)",
-            hint=f"choose from {', '.join(names)}",
+            f"--tracker {name}: no such tracker", hint=f"choose from {', '.join(names)}"
+        )
+    if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
+        raise UsageError(
+            f"--tracker {name}: its plugin is not a subclass of {Tracker.__module__}.Tracker"
         )
     return tracker
 

@@ -92,6 +92,7 @@ def test_results_are_arrays(predictor: Predictor, image_file: Path) -> None:
     for empty in (result[:0], result[[]], result[result.scores > 1]):
         assert (len(empty), empty.boxes.shape, list(empty), empty.to_coco()) == (0, (0, 4), [], [])
         assert len(empty.to_pandas()) == 0
+        assert not empty.to_pandas()["name"].str.startswith("b").any()
     with pytest.raises(IndexError):
         result[len(result)]
     assert result[0].name in repr(result)
@@ -113,6 +114,8 @@ def test_results_are_drawn(predictor: Predictor, image_file: Path) -> None:
         assert (drawn.format, drawn.size) == ("PNG", size)
     with pytest.raises(UsageError, match=r"drawn\.txt"):
         result.save("drawn.txt")
+    with pytest.raises(UsageError, match="line_width 0"):
+        result.plot(line_width=0)
     shown = result._repr_html_()
     assert "data:image/png" in shown
     assert shown.count("<tr>") == 1 + min(len(result), 10)
@@ -145,7 +148,8 @@ def test_a_stream_of_images(predictor: Predictor, image_files: list[Path]) -> No
     for size in (0, -1):  # a batch of 0 would end the stream at once
         with pytest.raises(UsageError, match=f"batch_size {size}"):
             next(predictor.predict_iter(image_files, batch_size=size))
-    for single in (image_files[0], str(image_files[0]), b"x"):
+    pixels = np.zeros((9, 9, 3), np.uint8)
+    for single in (image_files[0], str(image_files[0]), b"x", pixels, io.BytesIO(b"x")):
         with pytest.raises(UsageError, match=type(single).__name__):
             next(predictor.predict_iter(single))  # type: ignore[arg-type]
 

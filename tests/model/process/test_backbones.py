@@ -108,6 +108,23 @@ def test_another_package_adds_a_backbone(tmp_path: Path, monkeypatch: pytest.Mon
     assert shapes == [tuple(p.shape) for p in SSD300("tiny", 3).parameters()]
 
 
+def test_third_party_files_are_of_our_backbones(tmp_path: Path) -> None:
+    """Whatever is installed; a new process, since the names are read once."""
+    source = (PACKAGE / "model/backbones/resnet18.py").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        entries = "[ssdctl.backbones]\nanother = my_backbone\n"
+        install_package(tmp_path, patch, "my_backbone", source, entries)
+    code = (
+        "from ssdctl.checkpoint.third_party import backbone_of\n"
+        "from ssdctl.model.ssd300 import SSD300\n"
+        "print(backbone_of(SSD300('another', 3).state_dict()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert found.split() == ["resnet18"]
+
+
 def test_an_unknown_backbone_is_refused() -> None:
-    with pytest.raises(UsageError, match="resnet19"):
+    with pytest.raises(UsageError, match="resnet19") as error:
         find_backbone("resnet19")
+    assert "resnet18" in str(error.value.hint)
