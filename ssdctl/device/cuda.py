@@ -122,7 +122,7 @@ def open_device(local_rank: int, execution: str | None) -> Cuda:
     if not torch.cuda.is_available():
         raise UsageError(
             "device cuda: PyTorch finds no GPU on this machine",
-            hint="nvidia-smi shows whether the driver finds one; --device cpu trains without it",
+            hint="nvidia-smi shows whether the driver finds one; --device cpu needs none",
         )
     count = torch.cuda.device_count()
     if count == 1 and "SLURM_LOCALID" in os.environ:
