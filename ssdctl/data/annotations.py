@@ -104,6 +104,7 @@ class Annotations(NamedTuple):
     is_crowd: NDArray[np.bool_]  # M
     findings: Sequence[Finding] = ()  # what the reader repaired, merged or dropped
     notes: Sequence[str] = ()  # how the files were read, for the user
+    upright: bool = False  # boxes fit images turned by their EXIF orientation, whatever their size
 
     @property
     def object_image_ids(self) -> NDArray[np.int64]:

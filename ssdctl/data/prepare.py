@@ -237,6 +237,7 @@ def _prepare_split(
         encoding=config.encoding,
         verified=verified(config),
         key=report.key,
+        upright=(annotations.upright and images.have_orientation) or msgspec.UNSET,
         classes=annotations.classes,
         images=_relative(annotations.folder, root),
         origin=str(annotations.origin),
@@ -296,7 +297,9 @@ def _known_images(job: Job, num_bytes: list[int | None]) -> CheckedImages | None
         for finding in reports[0].findings
         if finding.kind in (DROPPED_IMAGE, NOTED_IMAGE)
     ]
-    return CheckedImages(known.is_usable, known.fingerprints, findings, packing.shards)
+    checked = CheckedImages(known.is_usable, known.fingerprints, findings, packing.shards)
+    is_same = bool(packing.upright) == images.upright or not checked.have_orientation
+    return checked if is_same else None
 
 
 def _note_unlisted(resolved: dict[str, Resolved]) -> None:
