@@ -21,7 +21,8 @@ import pyarrow as pa
 import pytest
 from conftest import Result
 from data.formats.exports import edited
-from PIL import Image
+from data.samples import encoded
+from PIL import ExifTags, Image
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check
@@ -502,6 +503,27 @@ def test_decoded_pixels_are_a_view_of_the_mapped_file(
     export_dataset(open_dataset(dataset, store), tmp_path / "out", "coco")
     exported = open_dataset(tmp_path / "out", tmp_path / "again")["train"]
     np.testing.assert_array_equal(exported.decode(3), pixels)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("turn", [3, 6, -6])
+def test_exported_pixels_are_the_same_in_every_reader(
+    dataset: Path, store: Path, tmp_path: Path, kind: str, turn: int
+) -> None:
+    """Annotated as stored, or (-6) as shown."""
+    image = dataset / "train2017/000000000001.jpg"
+    image.write_bytes(encoded(Image.open(image).convert("RGB"), kind, abs(turn)))
+    with edited(dataset / TRAIN) as document:
+        first = document["images"][0]
+        if turn < 0:
+            first["width"], first["height"] = first["height"], first["width"]
+    prepare(dataset, store, PrepareConfig(pack=False, allow_dropped=True))
+    splits = open_dataset(dataset, store)
+    export_dataset(splits, tmp_path / "out", "coco")
+    (exported,) = (tmp_path / "out/train2017").glob(f"{image.stem}.*")
+    with Image.open(exported) as opened:
+        assert opened.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        np.testing.assert_array_equal(np.asarray(opened), splits["train"].decode(0))
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(
