@@ -9,7 +9,6 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -102,8 +101,6 @@ def read(path: Path) -> dict[str, Annotations]:
     if repeated:
         first = f"are left out, among them {repeated[0]}"
         notes.append(f"{len(repeated):,} XML files of images that have another one {first}")
-    searched = {folders[xml.path.parent] for xml in xmls if not xml.is_listed}
-    notes += _unlabeled(files, searched, {image.with_suffix("") for image in used})
     return from_images(splits, None, path, path, notes)
 
 
@@ -214,21 +211,6 @@ def _image_of(
         if images:
             return next((image for image in images if suffix and image.suffix == suffix), images[0])
     return None
-
-
-def _unlabeled(
-    files: _Files, folders: set[PurePosixPath | None], labeled: set[PurePosixPath]
-) -> list[str]:
-    """Return a note for each of the folders that has images without an XML file."""
-    unlabeled: dict[PurePosixPath, list[PurePosixPath]] = {}
-    for image in itertools.chain.from_iterable(files.images.values()):
-        if image.parent in folders and image.with_suffix("") not in labeled:
-            unlabeled.setdefault(image.parent, []).append(image)
-    return [
-        f"{folder}: {len(images):,} images have no XML file and are left out, among them "
-        f"{min(images).name}"
-        for folder, images in sorted(unlabeled.items())
-    ]
 
 
 def _read(path: Path) -> LabeledImage:

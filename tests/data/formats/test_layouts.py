@@ -132,9 +132,21 @@ def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
     for name in ("b.png", "a.jpg", "notes.txt"):
         (root / "valid" / name).write_bytes(b"")
     train, val, _ = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
-    assert "not listed" not in " ".join(train.notes)
-    assert f"2 images of {root / 'valid'} are not listed" in val.notes[-1]
-    assert val.notes[-1].endswith("a.jpg")
+    assert "left out" not in " ".join(train.notes)
+    assert val.notes[-1].endswith(f"2, such as {root / 'valid/a.jpg'}")
+
+
+@pytest.mark.parametrize(
+    ("make", "image"),
+    [(exports.kitti, "training/image_2/x.png"), (exports.tf_csv, "images/train/5.jpg")],
+)
+def test_images_of_other_formats_without_labels_are_counted(
+    tmp_path: Path, make: Callable[[Path], Path], image: str
+) -> None:
+    make(tmp_path)
+    (tmp_path / image).write_bytes(b"")
+    notes = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits[0].notes
+    assert notes[-1].endswith(f"1, such as {tmp_path / image}")
 
 
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
@@ -383,6 +395,18 @@ def test_cvat_tracks(tmp_path: Path, frame: str, code: int) -> None:
             "boxes outside their frame, left out",
             "sphere shapes, left out",
         ]
+
+
+def test_frames_without_a_box_are_read(tmp_path: Path) -> None:
+    box = '<box frame="4" outside="0" xtl="1" ytl="2" xbr="40" ybr="30"/>'
+    meta = "<task><size>9</size><start_frame>2</start_frame><stop_frame>5</stop_frame></task>"
+    track = f'<track id="5" label="x">{box}</track>'
+    xml = f"<annotations><meta>{meta}</meta>{track}</annotations>"
+    images = dict.fromkeys(f"images/frame_{n:06d}.png" for n in (1, 2, 4, 5, 6))
+    exports.tree(tmp_path, {**images, "annotations.xml": xml})
+    report = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits[0]
+    assert (report.images, report.trainable) == (3, 1)
+    assert report.notes[-1].endswith("2, such as " + str(tmp_path / "images/frame_000001.png"))
 
 
 def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cli) -> None:
