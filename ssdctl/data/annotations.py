@@ -287,7 +287,7 @@ def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annota
     num_train = min(max(round(share * len(names)), 1), len(names) - 1)
     is_train = np.zeros(len(names), np.bool_)
     is_train[order[:num_train]] = True
-    return annotations.with_images(is_train), annotations.with_images(~is_train)
+    return annotations.with_images(is_train), annotations.with_images(~is_train)._replace(notes=())
 
 
 def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> list[int] | None:

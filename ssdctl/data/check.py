@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -245,6 +244,5 @@ def refuse_dropped(report: SplitReport, origin: Path, num_boxes: int) -> None:
 
 
 def _reason(detail: str) -> str:
-    """Return why an image was dropped, without its name and numbers."""
-    reason = detail.partition(": ")[2] or detail
-    return re.sub(r"\d+", "N", reason.partition(" (")[0])
+    """Return why an image was dropped, without its name and what is particular to it."""
+    return (detail.partition(": ")[2] or detail).partition(" (")[0]

@@ -91,7 +91,7 @@ class Header(NamedTuple):
         if self.upright_size == tuple(size):
             return self.orientation
         stored, declared = (" x ".join(map(str, sides)) for sides in (self.stored_size, size))
-        raise ImageError(f"is {stored}, its annotation has {declared}")
+        raise ImageError(f"another size than annotated ({stored}, not {declared})")
 
 
 def read_header(image: Image.Image) -> Header:
@@ -106,9 +106,7 @@ def read_header(image: Image.Image) -> Header:
 
 def _refuse_too_large(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise ImageError(
-            f"refused by its header: {width} x {height} pixels, the limit is {MAX_PIXELS:,}"
-        )
+        raise ImageError(f"over {MAX_PIXELS:,} pixels ({width} x {height} by its header)")
 
 
 def open_image(file: Path | IO[bytes]) -> Image.Image:
@@ -397,6 +395,6 @@ def as_image_error(error: Exception) -> ImageError:
     if isinstance(error, ImageError):
         return error
     if isinstance(error, Image.DecompressionBombError):
-        return ImageError(f"refused by its header: {error}")
+        return ImageError(f"over {MAX_PIXELS:,} pixels ({error})")
     reason = str(error).partition(" <_io")[0] or type(error).__name__
     return ImageError(f"not a readable image ({reason})")

@@ -190,7 +190,7 @@ def test_bad_images_are_dropped_and_listed(
     outcome = prepare(dataset, store, msgspec.structs.replace(config, allow_dropped=True))
     dropped = [f for f in outcome.splits[0].findings if f.kind == "image dropped"]
     assert [f.image_id for f in dropped] == [1, 2, 3]
-    assert "is 5 x 5" in dropped[2].detail
+    assert "(5 x 5, not " in dropped[2].detail
     split = open_split(dataset, store, "train")
     assert not {0, 1, 2}.intersection(split.trainable.tolist())
     assert split.decode(3).shape[2] == 3

@@ -466,7 +466,7 @@ def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Cli) -> None:
     [
         (lambda c: [a.update(bbox=[0, 0, 0, 5]) for a in c["annotations"][:1]], "no size"),
         (lambda c: [a.update(bbox=[900, 0, 9, 5]) for a in c["annotations"]], "outside"),
-        (lambda c: c["images"][0].update(width=50), "annotation has"),
+        (lambda c: c["images"][0].update(width=50), "1 x another size than annotated,"),
         (lambda c: c["annotations"].clear(), "nothing is left"),
     ],
 )
