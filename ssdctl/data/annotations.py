@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.errors import DataError, UsageError
-from ssdctl.runtime.safe_text import listed
+from ssdctl.runtime.safe_text import counted, listed
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
@@ -282,7 +282,8 @@ def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annota
     """
     names = annotations.file_names
     if len(names) < 2:
-        raise DataError(f"{annotations.origin}: {len(names)} images cannot be divided by --split")
+        images = counted(len(names), "image")
+        raise DataError(f"{annotations.origin}: {images} cannot be divided by --split")
     order = sorted(range(len(names)), key=lambda r: hashlib.sha256(os.fsencode(names[r])).digest())
     num_train = min(max(round(share * len(names)), 1), len(names) - 1)
     is_train = np.zeros(len(names), np.bool_)

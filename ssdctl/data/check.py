@@ -40,14 +40,19 @@ DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
 
 class SplitReport(msgspec.Struct, frozen=True):
     split: str
-    images: int
-    boxes: int
+    images: int  # including those that were dropped
+    boxes: int  # to train on, in the others
     classes: int
     trainable: int
     findings: list[Finding]
     key: str  # identifies the job that wrote the index
     warnings: list[str] = []  # for the user
     notes: list[str] = []  # how the files were read
+
+    @property
+    def usable(self) -> int:
+        """The number of images that were not dropped."""
+        return self.images - sum(f.kind == DROPPED_IMAGE for f in self.findings)
 
     def counts(self) -> dict[str, int]:
         """Return the number of findings of each kind."""
@@ -66,7 +71,7 @@ class Outcome(msgspec.Struct, frozen=True):
         rows = []
         for s in self.splits:
             found = ", ".join(f"{count} x {kind}" for kind, count in s.counts().items())
-            rows.append((s.split, s.images, s.boxes, s.classes, found or "none"))
+            rows.append((s.split, s.usable, s.boxes, s.classes, found or "none"))
         return html_table(("split", "images", "boxes", "classes", "findings"), rows, self.store)
 
 

@@ -233,8 +233,8 @@ class CheckedImages(NamedTuple):
         if not ambiguous:
             return []
         return [
-            f"{ambiguous:,} images have an EXIF orientation, and {AMBIGUOUS}: they are read as "
-            "stored. If their boxes were drawn on upright images, turn the files themselves"
+            "images with an EXIF orientation whose annotated size fits stored and upright pixels, "
+            f"read as stored: {ambiguous:,}. If boxes were drawn on upright images, turn the files"
         ]
 
 

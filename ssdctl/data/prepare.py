@@ -219,7 +219,7 @@ def _prepare_split(
     report = SplitReport(
         split=split,
         images=len(names),
-        boxes=int(counts.sum()),
+        boxes=int(counts[images.is_usable].sum()),
         classes=len(annotations.classes),
         trainable=int(is_trainable.sum()),
         findings=findings,

@@ -194,6 +194,8 @@ def test_bad_images_are_dropped_and_listed(
     split = open_split(dataset, store, "train")
     assert not {0, 1, 2}.intersection(split.trainable.tolist())
     assert split.decode(3).shape[2] == 3
+    boxes = len(split.labels) - split.starts[3]
+    assert f"<td>train</td><td>21</td><td>{boxes}</td>" in outcome._repr_html_()
     report = json.loads((store / "report.json").read_text())
     assert len(report["splits"][0]["findings"]) == len(outcome.splits[0].findings)
 

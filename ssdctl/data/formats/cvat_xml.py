@@ -61,7 +61,7 @@ def read(path: Path) -> dict[str, Annotations]:
     used = [box.name for _, image in frames for box in image.boxes]
     classes = list(dict.fromkeys([*filter(None, labels), *used]))
     notes = [
-        f"{file.name}: {count:,} {kind}{'' if kind == ROTATED else ', left out'}"
+        f"{file.name}: {kind}{'' if kind == ROTATED else ', left out'}: {count:,}"
         for kind, count in counts.items()
     ]
     return from_images(_located(frames, root, file), classes, root, file, notes)

@@ -27,6 +27,7 @@ from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, who
 from ssdctl.data.image_files import files_below, header_size, in_threads, is_image
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
+from ssdctl.runtime.safe_text import counted
 
 LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
@@ -94,13 +95,13 @@ def read(path: Path) -> dict[str, Annotations]:
             splits.setdefault(split, []).append(labeled)
     if len(absent) == len(xmls):
         raise DataError(
-            f"no image for {len(xmls):,} XML files was found below {path}",
+            f"no image for {counted(len(xmls), 'XML file')} was found below {path}",
             hint="copy the images there: an image has the name of its XML file",
         )
     refuse(path, "images of annotations are missing", absent)
     if repeated:
-        first = f"are left out, among them {repeated[0]}"
-        notes.append(f"{len(repeated):,} XML files of images that have another one {first}")
+        number = f"{len(repeated):,}, such as {repeated[0]}"
+        notes.append(f"XML files of images that have another one, left out: {number}")
     return from_images(splits, None, path, path, notes)
 
 

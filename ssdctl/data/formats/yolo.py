@@ -286,8 +286,10 @@ def _unused_labels(root: Path, images: list[Path]) -> list[str]:
         for path in sorted(folder.glob("*.txt"))
         if path.stem not in used and not path.name.startswith("._") and has_boxes(path)
     ]
-    first = f"are left out, among them {unused[0]}" if unused else ""
-    return [f"{len(unused):,} label files have no image and {first}"] if unused else []
+    return [
+        f"label files without an image, left out: {len(unused):,}, such as {name}"
+        for name in unused[:1]
+    ]
 
 
 def label_file(root: Path, image: Path) -> Path:

@@ -141,7 +141,7 @@ def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
     yolo(tmp_path, {"images/a.jpg": BOX})
     tree(tmp_path, {"labels/b.txt": BOX, "labels/c.txt": "", "labels/classes.txt": "cat\ndog\n"})
     (note,) = read(tmp_path)["train"].notes  # c has no box to lose
-    assert "1 label files" in note
+    assert "left out: 1, such as" in note
     assert "labels/b.txt" in note
 
 
