@@ -40,8 +40,8 @@ DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
 
 class SplitReport(msgspec.Struct, frozen=True):
     split: str
-    images: int  # including those that were dropped
-    boxes: int  # to train on, in the others
+    images: int  # with those that were dropped
+    boxes: int  # to train on, in usable images
     classes: int
     trainable: int
     findings: list[Finding]
@@ -51,7 +51,6 @@ class SplitReport(msgspec.Struct, frozen=True):
 
     @property
     def usable(self) -> int:
-        """The number of images that were not dropped."""
         return self.images - sum(f.kind == DROPPED_IMAGE for f in self.findings)
 
     def counts(self) -> dict[str, int]:

@@ -19,7 +19,6 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pyarrow as pa
-from PIL import ExifTags
 
 from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split
 from ssdctl.data.check import CLIPPED, clip
@@ -35,6 +34,7 @@ from ssdctl.runtime.progress import Progress, without_progress
 Target = Literal["coco", "yolo", "voc", "hf"]
 SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
+ORIENTATION = 0x112  # EXIF's tag; its value is one (1) 16-bit number (3)
 HF_SHARD_BYTES = 400_000_000
 _Exported = tuple[int, LabeledImage, bytes]  # image id, boxes in the pixels of the store, content
 
@@ -110,13 +110,9 @@ def _image_file(split: Split, row: int) -> tuple[bytes, str]:
     if header.orientation != 1:
         width, height = split.pixel_sizes[row].tolist()
         is_read_as_stored = header.orientation_for((width, height), split.upright) == 1
-        if is_read_as_stored and header.format in JPEG_FORMATS:  # needs no decoding
-            for order in "<>":
-                entry = struct.Struct(f"{order}HHIH")
-                old, new = (
-                    entry.pack(ExifTags.Base.Orientation, 3, 1, value)  # one 16-bit number
-                    for value in (header.orientation, 1)
-                )
+        if is_read_as_stored and header.format in JPEG_FORMATS:
+            for entry in (struct.Struct("<HHIH"), struct.Struct(">HHIH")):  # in either byte order
+                old, new = (entry.pack(ORIENTATION, 3, 1, n) for n in (header.orientation, 1))
                 content = content.replace(old, new)
         if _header(content).orientation != 1:
             content = encode(split.decode(row), "PNG")

@@ -238,7 +238,7 @@ class CheckedImages(NamedTuple):
         ]
 
 
-class _ChunkMetadata(msgspec.Struct, frozen=True):
+class _ChunkMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
     job: str
     start: int  # row of the annotation file
     upright: bool = False

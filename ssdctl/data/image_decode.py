@@ -150,7 +150,8 @@ def decode(
             return _decode_plain(content, frame, rows)
         with open_image(io.BytesIO(content)) as image:
             orientation = read_header(image).orientation_for(size, upright)
-        return apply_orientation(_decode_plain(content, frame, None), orientation)
+        pixels = _decode_plain(content, frame, rows if orientation == 1 else None)
+        return apply_orientation(pixels, orientation)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         raise as_image_error(error) from None
 

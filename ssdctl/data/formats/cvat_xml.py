@@ -15,13 +15,7 @@ from typing import Any
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
 from ssdctl.data.formats import numbers, read_xml, root_element, whole_number
-from ssdctl.data.image_files import (
-    dataset_folder,
-    files_below,
-    find_by_name,
-    header_size,
-    is_image,
-)
+from ssdctl.data.image_files import dataset_folder, files_below, find_by_name, header_size, is_image
 from ssdctl.errors import DataError
 
 LOOKED_FOR = ("annotations.xml",)
@@ -90,10 +84,7 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
 
 
 def _track_frames(tree: Any, path: Path, root: Path, counts: Counter[str]) -> list[_Frame]:
-    """Return the frames of a video: each track has a box for each of its frames.
-
-    Frames of the task without a box are those below `root`.
-    """
+    """Return the frames of a video: those of each track, and others of the task below `root`."""
 
     def meta(tag: str, default: int) -> int:
         text = tree.findtext(f"meta//{tag}", "").strip()
