@@ -130,7 +130,11 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
         ("images", {"file_name": "nine.jpg"}, "images are missing, among them nine.jpg"),
         ("annotations", {"category_id": 0}, "annotation of a category that is not listed, dropped"),
         ("annotations", {"category_id": "car"}, "not in COCO's format: Expected int, got str - at"),
-        ("images", {"width": 120, "height": 160}, "is 160 x 120, its annotation has 120 x 160"),
+        (
+            "images",
+            {"width": 120, "height": 160},
+            "another size than annotated (160 x 120, not 120 x 160)",
+        ),
         ("annotations", {"bbox": [60, 60, 140, 110]}, "box clipped to its image"),
         ("annotations", {"bbox": [10, 10, 5, -1]}, "no training image has a box to learn from"),
     ],

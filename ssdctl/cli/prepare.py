@@ -12,6 +12,7 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command, command_group, stoppable
 from ssdctl.cli.console import table
 from ssdctl.files import refuse_url
+from ssdctl.runtime.safe_text import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -91,7 +92,7 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 
     split, opened = next(iter(open_splits(root, folder).items()))
     num_images = preview(opened, call.config, path)
-    call.console.info(f"{path}: {num_images} images of {split} with their boxes")
+    call.console.info(f"{path}: {counted(num_images, 'image')} of {split} with their boxes")
 
 
 def _tables(outcome: Outcome) -> Group:
@@ -101,12 +102,11 @@ def _tables(outcome: Outcome) -> Group:
 
     rows, lines, issues = [], [], []
     for report in outcome.splits:
-        row = [f"{n:,}" for n in (report.images, report.boxes, report.classes, report.trainable)]
+        row = [f"{n:,}" for n in (report.usable, report.boxes, report.classes, report.trainable)]
         rows.append([report.split, *(row if report.split == "train" else row[:-1])])
         for kind, number in report.counts().items():
             if kind in (NO_BOXES, NO_BOXES_NOT_TRAINED):
-                have = "image has" if number == 1 else "images have"
-                lines.append(f"{report.split}: {number:,} {have} {kind}")
+                lines.append(f"{report.split}: {counted(number, 'image')} with {kind}")
                 continue
             first = (report.split, f"{number:,}", kind)
             for item in [f for f in report.findings if f.kind == kind][:MAX_EXAMPLES]:

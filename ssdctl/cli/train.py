@@ -18,6 +18,7 @@ from ssdctl.runs.display import RunDisplay, duration
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.runtime import signals
 from ssdctl.runtime.packages import check_memory_limit
+from ssdctl.runtime.safe_text import counted
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _show_plan(call: Call) -> None:
     rows["length"] += _known_time(run, device.name)
     rows |= {
         "batch": f"{plan.global_batch_size}{repeated}; "
-        f"{description.counted(plan.steps_per_epoch, 'step')} per epoch",
+        f"{counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
         f"(for a batch of 32) x {plan.global_batch_size} / 32",
         "warm-up steps": f"{plan.warmup_steps:,}",

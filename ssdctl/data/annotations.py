@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.errors import DataError, UsageError
-from ssdctl.runtime.safe_text import listed
+from ssdctl.runtime.safe_text import counted, listed
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
@@ -104,6 +104,7 @@ class Annotations(NamedTuple):
     is_crowd: NDArray[np.bool_]  # M
     findings: Sequence[Finding] = ()  # what the reader repaired, merged or dropped
     notes: Sequence[str] = ()  # how the files were read, for the user
+    upright: bool = False  # boxes fit images turned by their EXIF orientation, whatever their size
 
     @property
     def object_image_ids(self) -> NDArray[np.int64]:
@@ -281,12 +282,13 @@ def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annota
     """
     names = annotations.file_names
     if len(names) < 2:
-        raise DataError(f"{annotations.origin}: {len(names)} images cannot be divided by --split")
+        images = counted(len(names), "image")
+        raise DataError(f"{annotations.origin}: {images} cannot be divided by --split")
     order = sorted(range(len(names)), key=lambda r: hashlib.sha256(os.fsencode(names[r])).digest())
     num_train = min(max(round(share * len(names)), 1), len(names) - 1)
     is_train = np.zeros(len(names), np.bool_)
     is_train[order[:num_train]] = True
-    return annotations.with_images(is_train), annotations.with_images(~is_train)
+    return annotations.with_images(is_train), annotations.with_images(~is_train)._replace(notes=())
 
 
 def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> list[int] | None:

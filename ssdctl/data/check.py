@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,14 +40,18 @@ DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
 
 class SplitReport(msgspec.Struct, frozen=True):
     split: str
-    images: int
-    boxes: int
+    images: int  # with those that were dropped
+    boxes: int  # to train on, in usable images
     classes: int
     trainable: int
     findings: list[Finding]
     key: str  # identifies the job that wrote the index
     warnings: list[str] = []  # for the user
     notes: list[str] = []  # how the files were read
+
+    @property
+    def usable(self) -> int:
+        return self.images - sum(f.kind == DROPPED_IMAGE for f in self.findings)
 
     def counts(self) -> dict[str, int]:
         """Return the number of findings of each kind."""
@@ -67,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True):
         rows = []
         for s in self.splits:
             found = ", ".join(f"{count} x {kind}" for kind, count in s.counts().items())
-            rows.append((s.split, s.images, s.boxes, s.classes, found or "none"))
+            rows.append((s.split, s.usable, s.boxes, s.classes, found or "none"))
         return html_table(("split", "images", "boxes", "classes", "findings"), rows, self.store)
 
 
@@ -245,6 +248,5 @@ def refuse_dropped(report: SplitReport, origin: Path, num_boxes: int) -> None:
 
 
 def _reason(detail: str) -> str:
-    """Return why an image was dropped, without its name and numbers."""
-    reason = detail.partition(": ")[2] or detail
-    return re.sub(r"\d+", "N", reason.partition(" (")[0])
+    """Return why an image was dropped, without its name and what is particular to it."""
+    return (detail.partition(": ")[2] or detail).partition(" (")[0]

@@ -36,6 +36,7 @@ from ssdctl.data.formats import Format, built_in, coco, load, names
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, files_below, is_image
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors
+from ssdctl.runtime.safe_text import counted
 
 LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
@@ -231,7 +232,7 @@ def _no_dataset(path: Path) -> DataError:
     kinds = ["TFRecord" if TFRECORD.search(f.name) else f.suffix.lower() or "other" for f in files]
     first = dict(zip(reversed(kinds), reversed(files), strict=True))
     counts = Counter(kinds).most_common(MAX_NAMED)
-    found = [f"{count:,} {kind} files such as {first[kind]}" for kind, count in counts]
+    found = [f"{counted(count, f'{kind} file')} such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above):
         hint = f"did you mean the folder above, --data {above}?"

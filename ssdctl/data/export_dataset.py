@@ -1,13 +1,15 @@
 """Write a prepared dataset to a folder in another format: `ssdctl dataset export`.
 
 Images are written with the bytes that the store has (a shrunk store's are smaller), and boxes in
-their pixels. Images that `prepare` dropped are left out.
+their pixels. No EXIF orientation remains, so every reader shows the pixels that the boxes fit.
+Images that `prepare` dropped are left out.
 """
 
 from __future__ import annotations
 
 import io
 import shutil
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -17,11 +19,12 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pyarrow as pa
-from PIL import Image
 
 from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split
 from ssdctl.data.check import CLIPPED, clip
 from ssdctl.data.coco_json import document_of
+from ssdctl.data.image_check import JPEG_FORMATS
+from ssdctl.data.image_decode import Header, encode, open_image, read_header
 from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
@@ -31,6 +34,7 @@ from ssdctl.runtime.progress import Progress, without_progress
 Target = Literal["coco", "yolo", "voc", "hf"]
 SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
+ORIENTATION = 0x112  # EXIF's tag; its value is one (1) 16-bit number (3)
 HF_SHARD_BYTES = 400_000_000
 _Exported = tuple[int, LabeledImage, bytes]  # image id, boxes in the pixels of the store, content
 
@@ -85,9 +89,7 @@ def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
     ltrb, _, kinds = clip(annotations.boxes, annotations.sizes[annotations.rows])
     starts = np.searchsorted(annotations.rows, np.arange(len(names) + 1))
     for row in rows:
-        content = bytes(split.read(row))
-        with Image.open(io.BytesIO(content)) as opened:
-            suffix = SUFFIXES.get(opened.format or "") or f".{(opened.format or 'img').lower()}"
+        content, suffix = _image_file(split, row)
         width, height = (int(n) for n in split.pixel_sizes[row])
         scale = np.tile(split.pixel_sizes[row] / split.sizes[row], 2)  # below 1 for a shrunk image
         boxes = []
@@ -99,6 +101,28 @@ def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
                 boxes.append(LabeledBox(name, *sides, bool(annotations.is_crowd[n])))
         labels = LabeledImage(names[row] + suffix, width, height, boxes)
         yield int(split.image_ids[row]), labels, content
+
+
+def _image_file(split: Split, row: int) -> tuple[bytes, str]:
+    """Return an image without an EXIF orientation, and its suffix."""
+    content = bytes(split.read(row))
+    header = _header(content)
+    if header.orientation != 1:
+        width, height = split.pixel_sizes[row].tolist()
+        is_read_as_stored = header.orientation_for((width, height), split.upright) == 1
+        if is_read_as_stored and header.format in JPEG_FORMATS:
+            for entry in (struct.Struct("<HHIH"), struct.Struct(">HHIH")):  # in either byte order
+                old, new = (entry.pack(ORIENTATION, 3, 1, n) for n in (header.orientation, 1))
+                content = content.replace(old, new)
+        if _header(content).orientation != 1:
+            content = encode(split.decode(row), "PNG")
+        header = _header(content)
+    return content, SUFFIXES.get(header.format) or f".{header.format.lower()}"
+
+
+def _header(content: bytes) -> Header:
+    with open_image(io.BytesIO(content)) as image:
+        return read_header(image)
 
 
 def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:

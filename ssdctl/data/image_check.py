@@ -89,9 +89,12 @@ class CheckedImage(NamedTuple):
     sketch: int
 
 
-def check_image(path: Path, size: tuple[int, int], config: PrepareConfig) -> CheckedImage:
+def check_image(
+    path: Path, size: tuple[int, int], config: PrepareConfig, upright: bool = False
+) -> CheckedImage:
     """Check an image with its annotated width and height; problems are returned, not raised.
 
+    `upright`: see `decode`.
     It uses few and large reads: between reads, threads wait for each other.
     """
     with read_errors(path), path.open("rb", buffering=0) as file:
@@ -107,12 +110,12 @@ def check_image(path: Path, size: tuple[int, int], config: PrepareConfig) -> Che
             # Usually the first and last bytes show that it can be used.
             with contextlib.suppress(Exception), open_image(io.BytesIO(content)) as image:
                 header = read_header(image)
-                note = _note(header, size)
+                note = _note(header, size, upright)
                 if _has_end(header, tail):
                     return CheckedImage(None, None, note, *fingerprint)
             content += file.readall()  # a long header, or a reason to look at the pixels
     try:
-        packed, note = _inspect(content, size, config)
+        packed, note = _inspect(content, size, config, upright)
     except Exception as error:  # Pillow raises errors of many types on broken files
         packed = b"" if config.pack else None
         return CheckedImage(packed, str(as_image_error(error)), None, *fingerprint)
@@ -124,13 +127,13 @@ def _has_end(header: Header, content: bytes) -> bool:
 
 
 def _inspect(
-    content: bytes, size: tuple[int, int], config: PrepareConfig
+    content: bytes, size: tuple[int, int], config: PrepareConfig, upright: bool
 ) -> tuple[bytes | None, str | None]:
     """Return what is packed of an image, and the note on it."""
     packed = content if config.pack else None
     with open_image(io.BytesIO(content)) as image:
         header = read_header(image)
-        note = _note(header, size)
+        note = _note(header, size, upright)
         if config.verify_images and _is_decoded_partly(header, content, size):
             if not config.keep_damaged:
                 raise ImageError(DAMAGED)
@@ -139,24 +142,24 @@ def _inspect(
         # 8-bit JPEG and PNG, which most readers support, are stored as they are.
         is_common = header.format in END_MARKERS and header.mode != "CMYK" and not header.is_deep
         if config.pack and config.shrink is not None and min(size) > config.shrink:
-            small = _shrunk(image, content, size, config.shrink)
+            small = _shrunk(image, content, size, config.shrink, upright)
             packed = small.tobytes() if is_raw else encode(small, "JPEG", quality=JPEG_QUALITY)
         elif is_raw:
-            packed = decode(content, size).tobytes()
+            packed = decode(content, size, upright=upright).tobytes()
         elif config.pack and not is_common:
-            packed = encode(decode(content, size), "PNG")
+            packed = encode(decode(content, size, upright=upright), "PNG")
         elif not _has_end(header, content):
             decode(content, size)  # finds damage
     return packed, note
 
 
-def _note(header: Header, size: tuple[int, int]) -> str | None:
+def _note(header: Header, size: tuple[int, int], upright: bool) -> str | None:
     notes = []
     if header.mode == "CMYK":
         notes.append("CMYK, read as RGB")
     if header.is_deep:
         notes.append("16 bits per channel, read as 8")
-    if header.orientation_for(size) != 1:
+    if header.orientation_for(size, upright) != 1:
         notes.append(f"turned upright by its EXIF orientation ({header.orientation})")
     elif header.orientation != 1 and header.stored_size == header.upright_size:
         notes.append(f"{AMBIGUOUS}, EXIF orientation {header.orientation}: read as stored")
@@ -177,17 +180,19 @@ def _is_decoded_partly(header: Header, content: bytes, size: tuple[int, int]) ->
     return is_jpeg
 
 
-def _shrunk(image: Image.Image, content: bytes, size: tuple[int, int], shorter: int) -> Pixels:
+def _shrunk(
+    image: Image.Image, content: bytes, size: tuple[int, int], shorter: int, upright: bool
+) -> Pixels:
     """Return the pixels, upright, with a shorter side of `shorter` pixels."""
     scale = shorter / min(size)
     small_size = (round(size[0] * scale), round(size[1] * scale))
     if image.format in JPEG_FORMATS:  # a large JPEG need not be decoded at its full size
-        orientation = read_header(image).orientation_for(size)
+        orientation = read_header(image).orientation_for(size, upright)
         stored_size = small_size[::-1] if orientation >= 5 else small_size
         image.draft("RGB", (2 * stored_size[0], 2 * stored_size[1]))
         small = image.convert("RGB").resize(stored_size, Image.Resampling.BILINEAR)
         return apply_orientation(np.asarray(small), orientation)
-    large = Image.fromarray(decode(content, size))
+    large = Image.fromarray(decode(content, size, upright=upright))
     return np.asarray(large.resize(small_size, Image.Resampling.BILINEAR))
 
 
@@ -219,19 +224,24 @@ class CheckedImages(NamedTuple):
     findings: list[Finding]  # images dropped or with a note, in order
     shards: list[index.Shard]  # that have the packed images
 
+    @property
+    def have_orientation(self) -> bool:
+        return any("EXIF orientation" in finding.detail for finding in self.findings)
+
     def warnings(self) -> list[str]:
         ambiguous = sum(AMBIGUOUS in finding.detail for finding in self.findings)
         if not ambiguous:
             return []
         return [
-            f"{ambiguous:,} images have an EXIF orientation, and {AMBIGUOUS}: they are read as "
-            "stored. If their boxes were drawn on upright images, turn the files themselves"
+            "images with an EXIF orientation whose annotated size fits stored and upright pixels, "
+            f"read as stored: {ambiguous:,}. If boxes were drawn on upright images, turn the files"
         ]
 
 
-class _ChunkMetadata(msgspec.Struct, frozen=True):
+class _ChunkMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
     job: str
     start: int  # row of the annotation file
+    upright: bool = False
 
 
 def check_files(job: Job, sizes: list[int | None]) -> None:
@@ -314,7 +324,7 @@ def _reusable_chunk(job: Job, number: int, start: int) -> Any:
         return None
     images = job.annotations
     names = images.file_names[start : start + table.num_rows]
-    if metadata != _ChunkMetadata(job.key, start) or len(names) < table.num_rows:
+    if metadata != _ChunkMetadata(job.key, start, images.upright) or len(names) < table.num_rows:
         return None
     return None if changed_images(images.folder, names, index.fingerprints_of(table)) else table
 
@@ -324,7 +334,7 @@ def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterato
         names = images.file_names[first : first + size]
         sizes = images.sizes[first : first + size].tolist()
         return [
-            check_image(images.folder / name, (width, height), job.config)
+            check_image(images.folder / name, (width, height), job.config, images.upright)
             for name, (width, height) in zip(names, sizes, strict=True)
         ]
 
@@ -336,7 +346,8 @@ def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterato
 def _write_chunk(job: Job, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
     """Take images until a chunk is full; publish it, and return its table without the images."""
     columns = (index.SHARD_COLUMNS if job.config.pack else {}) | index.RESULT_COLUMNS
-    metadata = {index.METADATA_KEY: msgspec.json.encode(_ChunkMetadata(job.key, start))}
+    about = _ChunkMetadata(job.key, start, job.annotations.upright)
+    metadata = {index.METADATA_KEY: msgspec.json.encode(about)}
     schema = pa.schema(columns.items(), metadata=metadata)
     results = []
     num_bytes = num_images = 0

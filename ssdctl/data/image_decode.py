@@ -2,7 +2,8 @@
 
 Transparency is dropped; of an animation the first frame is taken; 16 bits per channel become 8 by
 taking the high byte. A dataset's image is read as stored if that gives the annotated size, else
-turned upright by its EXIF orientation if that gives it.
+turned upright by its EXIF orientation if that gives it; where boxes are known to fit upright
+images, turning comes first.
 
 Plain JPEGs are decoded by libjpeg-turbo (simplejpeg) into memory that the thread reuses, the others
 by Pillow. Rows below a crop are not decoded: the height in the header is lowered to the crop's
@@ -75,20 +76,22 @@ class Header(NamedTuple):
         """Whether it has more than 8 bits per channel in a mode that shows it."""
         return self.mode.startswith("I") or self.mode == "F"
 
-    def orientation_for(self, size: tuple[int, int] | None) -> int:
+    def orientation_for(self, size: tuple[int, int] | None, upright: bool = False) -> int:
         """Return the orientation to apply to get the annotated `size`, or upright pixels; 1 = none.
+
+        `upright` decides if stored and upright pixels have that size.
 
         Raises:
             ImageError: Neither the stored nor the upright pixels have that size.
         """
-        if size is None:
+        if size is None or (upright and self.upright_size == tuple(size)):
             return self.orientation
         if self.stored_size == tuple(size):
             return 1
         if self.upright_size == tuple(size):
             return self.orientation
         stored, declared = (" x ".join(map(str, sides)) for sides in (self.stored_size, size))
-        raise ImageError(f"is {stored}, its annotation has {declared}")
+        raise ImageError(f"another size than annotated ({stored}, not {declared})")
 
 
 def read_header(image: Image.Image) -> Header:
@@ -103,9 +106,7 @@ def read_header(image: Image.Image) -> Header:
 
 def _refuse_too_large(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise ImageError(
-            f"refused by its header: {width} x {height} pixels, the limit is {MAX_PIXELS:,}"
-        )
+        raise ImageError(f"over {MAX_PIXELS:,} pixels ({width} x {height} by its header)")
 
 
 def open_image(file: Path | IO[bytes]) -> Image.Image:
@@ -121,7 +122,12 @@ def open_image(file: Path | IO[bytes]) -> Image.Image:
         return Image.open(file, formats=[name for name in OTHER_FORMATS if name in Image.OPEN])
 
 
-def decode(content: Any, size: tuple[int, int] | None = None, rows: int | None = None) -> Pixels:
+def decode(
+    content: Any,
+    size: tuple[int, int] | None = None,
+    rows: int | None = None,
+    upright: bool = False,
+) -> Pixels:
     """Decode an image to (H, W, 3) RGB pixels, or at least to its first `rows` rows.
 
     The result may be in memory that the thread's next call overwrites.
@@ -130,6 +136,7 @@ def decode(content: Any, size: tuple[int, int] | None = None, rows: int | None =
         content: The encoded image, any bytes-like object.
         size: Width and height that a dataset's annotations declare; None: upright.
         rows: How many rows, from the top, are needed; None: all.
+        upright: Whether to turn an image of that size by its EXIF orientation.
 
     Raises:
         ImageError: It cannot be decoded, or has another size.
@@ -138,12 +145,13 @@ def decode(content: Any, size: tuple[int, int] | None = None, rows: int | None =
     try:
         frame = _plain_frame(content)
         if frame is None or simplejpeg is None:
-            return _decode_by_pillow(content, size)
-        if size is not None and (frame.width, frame.height) == tuple(size):
+            return _decode_by_pillow(content, size, upright)
+        if not upright and size is not None and (frame.width, frame.height) == tuple(size):
             return _decode_plain(content, frame, rows)
         with open_image(io.BytesIO(content)) as image:
-            orientation = read_header(image).orientation_for(size)
-        return apply_orientation(_decode_plain(content, frame, None), orientation)
+            orientation = read_header(image).orientation_for(size, upright)
+        pixels = _decode_plain(content, frame, rows if orientation == 1 else None)
+        return apply_orientation(pixels, orientation)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         raise as_image_error(error) from None
 
@@ -279,10 +287,10 @@ def _orientation(image: Image.Image) -> int:
     return orientation if 1 <= orientation <= 8 else 1
 
 
-def _decode_by_pillow(content: Any, size: tuple[int, int] | None) -> Pixels:
+def _decode_by_pillow(content: Any, size: tuple[int, int] | None, upright: bool) -> Pixels:
     with open_image(io.BytesIO(content)) as image:
         header = read_header(image)
-        orientation = header.orientation_for(size)
+        orientation = header.orientation_for(size, upright)
         pixels = _to_rgb(image)
     if header.format != "TIFF":
         return apply_orientation(pixels, orientation)
@@ -388,6 +396,6 @@ def as_image_error(error: Exception) -> ImageError:
     if isinstance(error, ImageError):
         return error
     if isinstance(error, Image.DecompressionBombError):
-        return ImageError(f"refused by its header: {error}")
+        return ImageError(f"over {MAX_PIXELS:,} pixels ({error})")
     reason = str(error).partition(" <_io")[0] or type(error).__name__
     return ImageError(f"not a readable image ({reason})")

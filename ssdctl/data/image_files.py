@@ -136,8 +136,8 @@ def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | No
     if rows and folder.is_dir() and (replaced := _replace_names(names, rows, folder)):
         old, new = replaced[0]
         notes.append(
-            f"{len(replaced):,} file names are not paths below the image folder and were "
-            f"matched to the files there, such as {old!r}: {new}"
+            "file names that are not paths below the image folder, matched to the files there: "
+            f"{len(replaced):,}, such as {old!r} to {new}"
         )
         for row, size in zip(rows, file_sizes(folder, [names[r] for r in rows]), strict=True):
             num_bytes[row] = size
@@ -146,7 +146,7 @@ def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | No
         sizes = sizes.copy()
         sizes[unsized] = [size_or_none(folder / names[row]) for row in unsized]
         if num_sized := int(sizes[unsized].all(axis=1).sum()):
-            notes.append(f"{num_sized:,} images without width and height: taken from the files")
+            notes.append(f"images without width and height, taken from the files: {num_sized:,}")
         sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
     return annotations._replace(file_names=names, sizes=sizes, notes=notes), num_bytes
 

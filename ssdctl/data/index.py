@@ -73,6 +73,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding = "jpeg"  # packed files; raw: decoded pixels
     verified: Verified = msgspec.field(default="no", name="strictly_verified")
     key: str  # identifies the index, and the report on its images
+    upright: bool | msgspec.UnsetType = msgspec.UNSET  # see `Annotations`; absent: nothing to turn
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -156,6 +157,7 @@ def read_annotations(index: Path) -> Annotations:
         boxes=objects["boxes"],
         areas=objects["areas"],
         is_crowd=objects["is_crowd"],
+        upright=bool(metadata.upright),
     )
 
 

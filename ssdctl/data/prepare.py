@@ -220,7 +220,7 @@ def _prepare_split(
     report = SplitReport(
         split=split,
         images=len(names),
-        boxes=int(counts.sum()),
+        boxes=int(counts[images.is_usable].sum()),
         classes=len(annotations.classes),
         trainable=int(is_trainable.sum()),
         findings=findings,
@@ -238,6 +238,7 @@ def _prepare_split(
         encoding=config.encoding,
         verified=verified(config),
         key=report.key,
+        upright=(annotations.upright and images.have_orientation) or msgspec.UNSET,
         classes=annotations.classes,
         images=_relative(annotations.folder, root),
         origin=str(annotations.origin),
@@ -297,23 +298,25 @@ def _known_images(job: Job, num_bytes: list[int | None]) -> CheckedImages | None
         for finding in reports[0].findings
         if finding.kind in (DROPPED_IMAGE, NOTED_IMAGE)
     ]
-    return CheckedImages(known.is_usable, known.fingerprints, findings, packing.shards)
+    checked = CheckedImages(known.is_usable, known.fingerprints, findings, packing.shards)
+    is_same = bool(packing.upright) == images.upright or not checked.have_orientation
+    return checked if is_same else None
 
 
 def _note_unlisted(resolved: dict[str, Resolved]) -> None:
-    """Note image files that no split lists, in the first split of each image folder."""
-    listed: dict[Path, set[str]] = {}
-    for images, _ in resolved.values():
-        listed.setdefault(images.folder, set()).update(images.file_names)
+    """Note image files that no split lists, in the first split of each folder with listed ones."""
+    listed: dict[str, tuple[str, set[str]]] = {}  # a split and file names by folder
     for split, (images, num_bytes) in resolved.items():
-        folder = images.folder
-        if folder not in listed or not folder.is_dir():
-            continue
-        with os.scandir(folder) as entries:
-            others = {entry.name for entry in entries} - listed.pop(folder)
-        if unlisted := sorted(name for name in others if is_image(Path(name))):
-            note = (
-                f"{len(unlisted):,} images of {folder} are not listed in the annotations and are "
-                f"left out, among them {unlisted[0]}"
-            )
+        for name, size in zip(images.file_names, num_bytes, strict=True):
+            if size is not None:
+                folder, _, file = f"{images.folder}/{name}".rpartition("/")
+                listed.setdefault(folder, (split, set()))[1].add(file)
+    unlisted: dict[str, list[Path]] = {}  # by split
+    for folder, (split, names) in listed.items():
+        others = (p for p in Path(folder).iterdir() if p.name not in names and is_image(p))
+        unlisted.setdefault(split, []).extend(sorted(others))
+    for split, paths in unlisted.items():
+        if paths:
+            images, num_bytes = resolved[split]
+            note = f"image files not in the dataset, left out: {len(paths):,}, such as {paths[0]}"
             resolved[split] = images._replace(notes=[*images.notes, note]), num_bytes

@@ -63,6 +63,7 @@ class Split(NamedTuple):
     images: ImageFiles | PackedImages
     index_file: Path  # what detections are scored against
     is_raw: bool = False  # whether the images are decoded pixels
+    upright: bool = False  # whether images of the annotated size are turned by their EXIF data
 
     def read(self, row: int) -> bytes:
         """Return the encoded image of a row: a PNG if the store has decoded pixels."""
@@ -81,7 +82,7 @@ class Split(NamedTuple):
         width, height = self.pixel_sizes[row].tolist()
         if isinstance(self.images, PackedImages) and self.is_raw:
             return self.images.read_pixels(row, (width, height))
-        return decode(self.images.read(row), (width, height), rows)
+        return decode(self.images.read(row), (width, height), rows, self.upright)
 
     def location(self, row: int) -> str:
         """Return where the encoded image of a row is, for messages."""
@@ -260,4 +261,5 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         images=images,
         index_file=path,
         is_raw=metadata.packed and metadata.encoding == "raw",
+        upright=bool(metadata.upright),
     )

@@ -123,7 +123,7 @@ class _Feed:
     def _read(self, row: int) -> NDArray[np.uint8]:
         """Return the encoded image; one that DALI might decode differently is decoded here."""
         try:
-            if not self._split.is_raw:
+            if not (self._split.is_raw or self._split.upright):
                 content, size = self._split.read(row), self._split.pixel_sizes[row].tolist()
                 if plain_jpeg_size(content) == tuple(size):
                     return np.frombuffer(content, np.uint8)

@@ -256,7 +256,7 @@ def _reader(evaluation: Evaluation) -> Reader:
             return split.decode(row), int(split.sizes[row][0])
         width, height = annotations.sizes[row].tolist()
         content = safe_join(annotations.folder, annotations.file_names[row]).read_bytes()
-        pixels = decode(content, (width, height))
+        pixels = decode(content, (width, height), upright=annotations.upright)
         return pixels, width or pixels.shape[1]
 
     return read

@@ -99,6 +99,10 @@ def listed(items: Sequence[object], most: int, separator: str = ", ") -> str:
     return separator.join(map(str, items[:most])) + more
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
     """Return an HTML table; the text of its cells is escaped."""
 

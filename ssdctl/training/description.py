@@ -10,7 +10,7 @@ from ssdctl.config.resolve import Kind
 from ssdctl.data.coco_json import COCO_NUM_CLASSES
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.model.pretrained import weights_of
-from ssdctl.runtime.safe_text import listed
+from ssdctl.runtime.safe_text import counted, listed
 from ssdctl.training.schedule import TrainSchedule, next_evaluation
 
 if TYPE_CHECKING:
@@ -161,7 +161,3 @@ def evaluations_after(run: SettledRun, step: int) -> list[int]:
         step = next_evaluation(run.config.train, run.plan, step)
         steps.append(step)
     return steps
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

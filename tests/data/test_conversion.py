@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 import pytest
+from data.formats import exports
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +66,12 @@ def test_split_is_the_same_everywhere(undivided: Path) -> None:
     document["images"].reverse()
     path.write_text(json.dumps(document))
     assert set(names_of(undivided, Conversion(split=0.75))["val"]) == set(val.file_names)
+
+
+def test_a_note_of_the_reader_belongs_to_one_split(tmp_path: Path) -> None:
+    exports.kitti(tmp_path)  # with regions that are left out
+    splits = read_dataset(tmp_path, Conversion(split=0.5))
+    assert [len(split.notes) for split in splits.values()] == [1, 0]
 
 
 def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path: Path) -> None:

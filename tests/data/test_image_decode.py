@@ -217,7 +217,7 @@ def test_a_pixel_bomb_is_refused_by_its_header() -> None:
     frame = content.index(b"\xff\xc0")
     content[frame + 5 : frame + 9] = struct.pack(">HH", 30_000, 30_000)
     for size in (None, (30_000, 30_000)):
-        with pytest.raises(ImageError, match="refused by its header"):
+        with pytest.raises(ImageError, match="over 100,000,000 pixels"):
             decode(bytes(content), size)
 
 

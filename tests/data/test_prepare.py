@@ -21,7 +21,8 @@ import pyarrow as pa
 import pytest
 from conftest import Result
 from data.formats.exports import edited
-from PIL import Image
+from data.samples import encoded
+from PIL import ExifTags, Image
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check
@@ -205,10 +206,12 @@ def test_bad_images_are_dropped_and_listed(
     outcome = prepare(dataset, store, msgspec.structs.replace(config, allow_dropped=True))
     dropped = [f for f in outcome.splits[0].findings if f.kind == "image dropped"]
     assert [f.image_id for f in dropped] == [1, 2, 3]
-    assert "is 5 x 5" in dropped[2].detail
+    assert "(5 x 5, not " in dropped[2].detail
     split = open_split(dataset, store, "train")
     assert not {0, 1, 2}.intersection(split.trainable.tolist())
     assert split.decode(3).shape[2] == 3
+    boxes = len(split.labels) - split.starts[3]
+    assert f"<td>train</td><td>21</td><td>{boxes}</td>" in outcome._repr_html_()
     report = json.loads((store / "report.json").read_text())
     assert len(report["splits"][0]["findings"]) == len(outcome.splits[0].findings)
 
@@ -518,6 +521,27 @@ def test_decoded_pixels_are_a_view_of_the_mapped_file(
     export_dataset(open_dataset(dataset, store), tmp_path / "out", "coco")
     exported = open_dataset(tmp_path / "out", tmp_path / "again")["train"]
     np.testing.assert_array_equal(exported.decode(3), pixels)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("turn", [3, 6, -6])
+def test_exported_pixels_are_the_same_in_every_reader(
+    dataset: Path, store: Path, tmp_path: Path, kind: str, turn: int
+) -> None:
+    """Annotated as stored, or (-6) as shown."""
+    image = dataset / "train2017/000000000001.jpg"
+    image.write_bytes(encoded(Image.open(image).convert("RGB"), kind, abs(turn)))
+    with edited(dataset / TRAIN) as document:
+        first = document["images"][0]
+        if turn < 0:
+            first["width"], first["height"] = first["height"], first["width"]
+    prepare(dataset, store, PrepareConfig(pack=False, allow_dropped=True))
+    splits = open_dataset(dataset, store)
+    export_dataset(splits, tmp_path / "out", "coco")
+    (exported,) = (tmp_path / "out/train2017").glob(f"{image.stem}.*")
+    with Image.open(exported) as opened:
+        assert opened.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        np.testing.assert_array_equal(np.asarray(opened), splits["train"].decode(0))
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(

@@ -8,19 +8,21 @@ and left out, and so are boxes of tracks outside their frame.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
 from ssdctl.data.formats import numbers, read_xml, root_element, whole_number
-from ssdctl.data.image_files import dataset_folder, find_by_name, header_size
+from ssdctl.data.image_files import dataset_folder, files_below, find_by_name, header_size, is_image
 from ssdctl.errors import DataError
 
 LOOKED_FOR = ("annotations.xml",)
 MAX_BYTES = 500_000_000
 SHAPES = ("box", "polygon", "mask", "ellipse")
 ROTATED, OUTSIDE = "rotated boxes, read as the upright box around them", "boxes outside their frame"
+FRAME = re.compile("frame_([0-9]{6}|[1-9][0-9]{6,})")
 UNLABELED = "shapes without a label"
 _Frame = tuple[str, LabeledImage]  # its split, and the image; its size is 0 if it is not given
 
@@ -48,12 +50,12 @@ def read(path: Path) -> dict[str, Annotations]:
     if tree.tag != "annotations":
         raise DataError(f"{file}: not CVAT's XML: its root is <{tree.tag}>, not <annotations>")
     counts: Counter[str] = Counter()
-    frames = _images(tree, file, counts) + _track_frames(tree, file, counts)
+    frames = _images(tree, file, counts) + _track_frames(tree, file, root, counts)
     labels = [(e.text or "").strip() for e in tree.iterfind("meta//labels/label/name")]
     used = [box.name for _, image in frames for box in image.boxes]
     classes = list(dict.fromkeys([*filter(None, labels), *used]))
     notes = [
-        f"{file.name}: {count:,} {kind}{'' if kind == ROTATED else ', left out'}"
+        f"{file.name}: {kind}{'' if kind == ROTATED else ', left out'}: {count:,}"
         for kind, count in counts.items()
     ]
     return from_images(_located(frames, root, file), classes, root, file, notes)
@@ -81,8 +83,13 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
     return frames
 
 
-def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
-    """Return the frames of a video: each track has a box for each of its frames."""
+def _track_frames(tree: Any, path: Path, root: Path, counts: Counter[str]) -> list[_Frame]:
+    """Return the frames of a video: those of each track, and others of the task below `root`."""
+
+    def meta(tag: str, default: int) -> int:
+        text = tree.findtext(f"meta//{tag}", "").strip()
+        return whole_number(text, f"{path}: {tag}") if text else default
+
     by_frame: dict[int, list[LabeledBox]] = {}
     for track in tree.iterfind("track"):
         for element in track:
@@ -95,12 +102,12 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
                 frame = whole_number(element.get("frame", ""), f"{location}: frame")
                 boxes = _boxes(element, track.get("label"), location, counts)
                 by_frame.setdefault(frame, []).extend(boxes)
-    size = next(tree.iterfind("meta//original_size"), None)
-    location = f"{path}: original_size"
-    width, height = (
-        0 if size is None else whole_number(size.findtext(side, "0"), f"{location}/{side}")
-        for side in ("width", "height")
-    )
+    first, last = meta("start_frame", 0), meta("stop_frame", meta("size", 0) - 1)
+    for file in map(PurePosixPath, files_below(root) if by_frame else ()):
+        match = FRAME.fullmatch(file.stem)
+        if match and is_image(file) and first <= int(match[1]) <= last:
+            by_frame.setdefault(int(match[1]), [])
+    width, height = meta("original_size/width", 0), meta("original_size/height", 0)
     return [
         ("train", LabeledImage(f"frame_{number:06d}", width, height, boxes))
         for number, boxes in sorted(by_frame.items())

@@ -62,7 +62,7 @@ def _read_folder(root: Path, folder: Path, notes: list[str]) -> list[LabeledImag
     labeled = in_threads(read_image, labels)
     count = sum(box.name == DONT_CARE for image in labeled for box in image.boxes)
     if count:
-        notes.append(f"{folder.relative_to(root)}: {count:,} regions {DONT_CARE} are left out")
+        notes.append(f"{folder.relative_to(root)}: regions {DONT_CARE}, left out: {count:,}")
     return [i._replace(boxes=[b for b in i.boxes if b.name != DONT_CARE]) for i in labeled]
 
 

@@ -20,6 +20,7 @@ from ssdctl.data.formats import csv_by_split, csv_files, csv_header, in_pixels
 from ssdctl.data.image_files import dataset_folder, files_below, in_threads, is_image, size_or_none
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, unreadable
+from ssdctl.runtime.safe_text import counted
 
 LOOKED_FOR = ("*-annotations-bbox.csv",)
 # ImageID_LabelName_BoxID.png of the segmentations
@@ -81,11 +82,11 @@ def _read_split(
             box = LabeledBox(names.get(label, label), x0, y0, x1 - x0, y1 - y0, is_group)
             boxes.setdefault(image_id, []).append(box)
     if num_unlabeled:
-        notes.append(f"{file.name}: {num_unlabeled:,} boxes without LabelName are left out")
+        notes.append(f"{file.name}: boxes without LabelName, left out: {num_unlabeled:,}")
     if absent:
         notes.append(
-            f"{file.name}: {absent.total():,} boxes of {len(absent):,} images that are not below "
-            f"{root} are left out"
+            f"{file.name}: boxes of images that are not below {root}, left out: "
+            f"{absent.total():,} (of {counted(len(absent), 'image')})"
         )
     if not boxes:
         raise DataError(

@@ -55,7 +55,7 @@ def _read_split(root: Path, file: Path, split: str, notes: list[str]) -> list[La
         else:
             num_unlabeled += 1
     if num_unlabeled:
-        notes.append(f"{file.name}: {num_unlabeled:,} boxes without a class are left out")
+        notes.append(f"{file.name}: boxes without a class, left out: {num_unlabeled:,}")
     found = find_by_name(root, [(name, split) for name in images], file)
     return [
         image._replace(file_name=path) for path, image in zip(found, images.values(), strict=True)

@@ -9,7 +9,6 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, who
 from ssdctl.data.image_files import files_below, header_size, in_threads, is_image
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
+from ssdctl.runtime.safe_text import counted
 
 LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
@@ -95,15 +95,13 @@ def read(path: Path) -> dict[str, Annotations]:
             splits.setdefault(split, []).append(labeled)
     if len(absent) == len(xmls):
         raise DataError(
-            f"no image for {len(xmls):,} XML files was found below {path}",
+            f"no image for {counted(len(xmls), 'XML file')} was found below {path}",
             hint="copy the images there: an image has the name of its XML file",
         )
     refuse(path, "images of annotations are missing", absent)
     if repeated:
-        first = f"are left out, among them {repeated[0]}"
-        notes.append(f"{len(repeated):,} XML files of images that have another one {first}")
-    searched = {folders[xml.path.parent] for xml in xmls if not xml.is_listed}
-    notes += _unlabeled(files, searched, {image.with_suffix("") for image in used})
+        number = f"{len(repeated):,}, such as {repeated[0]}"
+        notes.append(f"XML files of images that have another one, left out: {number}")
     return from_images(splits, None, path, path, notes)
 
 
@@ -214,21 +212,6 @@ def _image_of(
         if images:
             return next((image for image in images if suffix and image.suffix == suffix), images[0])
     return None
-
-
-def _unlabeled(
-    files: _Files, folders: set[PurePosixPath | None], labeled: set[PurePosixPath]
-) -> list[str]:
-    """Return a note for each of the folders that has images without an XML file."""
-    unlabeled: dict[PurePosixPath, list[PurePosixPath]] = {}
-    for image in itertools.chain.from_iterable(files.images.values()):
-        if image.parent in folders and image.with_suffix("") not in labeled:
-            unlabeled.setdefault(image.parent, []).append(image)
-    return [
-        f"{folder}: {len(images):,} images have no XML file and are left out, among them "
-        f"{min(images).name}"
-        for folder, images in sorted(unlabeled.items())
-    ]
 
 
 def _read(path: Path) -> LabeledImage:

@@ -91,7 +91,9 @@ def read(path: Path) -> dict[str, Annotations]:
         split: _read_split(root, files, names, "kpt_shape" in content, notes)
         for split, files in by_split.items()
     }
-    return from_images(splits, names, root, origin, notes)
+    # Trainers that use this format show images upright, so the boxes fit that view.
+    annotations = from_images(splits, names, root, origin, notes)
+    return {split: a._replace(upright=True) for split, a in annotations.items()}
 
 
 def _has_labels(root: Path) -> bool:
@@ -259,7 +261,6 @@ def _read_split(
     root: Path, files: list[Path], names: list[str], keypoints: bool, notes: list[str]
 ) -> list[LabeledImage]:
     def read_image(path: Path) -> LabeledImage:
-        # Trainers that use this format show images upright, so the boxes fit that view.
         width, height = size_or_none(path, upright=True)
         label = label_file(root, path)
         lines = _boxes(label, names, keypoints) if width and label.is_file() else []
@@ -285,8 +286,10 @@ def _unused_labels(root: Path, images: list[Path]) -> list[str]:
         for path in sorted(folder.glob("*.txt"))
         if path.stem not in used and not path.name.startswith("._") and has_boxes(path)
     ]
-    first = f"are left out, among them {unused[0]}" if unused else ""
-    return [f"{len(unused):,} label files have no image and {first}"] if unused else []
+    return [
+        f"label files without an image, left out: {len(unused):,}, such as {name}"
+        for name in unused[:1]
+    ]
 
 
 def label_file(root: Path, image: Path) -> Path:

@@ -132,9 +132,21 @@ def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
     for name in ("b.png", "a.jpg", "notes.txt"):
         (root / "valid" / name).write_bytes(b"")
     train, val, _ = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
-    assert "not listed" not in " ".join(train.notes)
-    assert f"2 images of {root / 'valid'} are not listed" in val.notes[-1]
-    assert val.notes[-1].endswith("a.jpg")
+    assert "left out" not in " ".join(train.notes)
+    assert val.notes[-1].endswith(f"2, such as {root / 'valid/a.jpg'}")
+
+
+@pytest.mark.parametrize(
+    ("make", "image"),
+    [(exports.kitti, "training/image_2/x.png"), (exports.tf_csv, "images/train/5.jpg")],
+)
+def test_images_of_other_formats_without_labels_are_counted(
+    tmp_path: Path, make: Callable[[Path], Path], image: str
+) -> None:
+    make(tmp_path)
+    (tmp_path / image).write_bytes(b"")
+    notes = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits[0].notes
+    assert notes[-1].endswith(f"1, such as {tmp_path / image}")
 
 
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
@@ -153,7 +165,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "found", "hint"),
     [
-        ({"a.zip": ""}, r"1 \.zip files such as a\.zip", "unpack"),
+        ({"a.zip": ""}, r"1 \.zip file such as a\.zip", "unpack"),
         ({"a.json": '{"version": "5", "shapes": []}', "a.jpg": ""}, r"a\.json", "labelme2voc.py"),
         ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, r"labels/a\.txt", "labels/a.txt is YOLO"),
         (
@@ -164,7 +176,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
         ({"b/a.jpg": "", "b/a.txt": "cat 1 2 3 4"}, r"b/a\.jpg.*b/a\.txt", "yolo"),
         ({"train.record-00000-of-00010": "?"}, r"train\.record-0", "ssdctl download"),
         ({"a.jpg": "", "tf/a.tfrecord": "?"}, r"tf/a\.tfrecord", "ssdctl download"),
-        ({"train-00000-of-00256": "?"}, r"1 TFRecord files such as train-0", "ssdctl download"),
+        ({"train-00000-of-00256": "?"}, r"1 TFRecord file such as train-0", "ssdctl download"),
         ({}, r"dataset.toml, annotations/\*\.json.*data\.yaml", "give the folder"),
     ],
 )
@@ -310,8 +322,8 @@ def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Cli) -> None:
     xml = f"<annotations>{image}</annotations>"
     exports.tree(tmp_path, {"images/a.png": None, "annotations.xml": xml})
     err = prepared(cli, tmp_path).err
-    assert "1 polyline" in err
-    assert "2 shapes without a label" in err
+    assert "polyline shapes, left out: 1" in err
+    assert "shapes without a label, left out: 2" in err
     boxes = np.asarray(opened(tmp_path).boxes) * [100, 50, 100, 50]
     expected = [[15, 5, 25, 25], [5.5, 6, 20, 30], [4, 5, 10, 12], [32, 26, 48, 34]]
     np.testing.assert_allclose(boxes, expected, atol=1e-4)
@@ -352,11 +364,11 @@ def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
     path = exports.tf_csv(tmp_path) / "data/train_labels.csv"
     path.write_text(path.read_text().replace("bolt", "", 1))
     splits = read(tmp_path)
-    assert "1 boxes without a class" in splits["train"].notes[0]
+    assert "without a class, left out: 1" in splits["train"].notes[0]
     assert len(splits["train"].boxes) == 6
     exports.kitti(tmp_path / "kitti")
     splits = read(tmp_path / "kitti")
-    assert "6 regions DontCare" in splits["train"].notes[0]
+    assert "DontCare, left out: 6" in splits["train"].notes[0]
     (tmp_path / "kitti/training/image_2/000003.png").unlink()
     with pytest.raises(DataError, match=r"missing: 000003\.txt"):
         read(tmp_path / "kitti")
@@ -379,10 +391,22 @@ def test_cvat_tracks(tmp_path: Path, frame: str, code: int) -> None:
     else:
         train = read(tmp_path)["train"]
         assert [train.file_names[row] for row in train.rows] == ["images/frame_000001.PNG"]
-        assert sorted(note.split(": 1 ")[1] for note in train.notes) == [
-            "boxes outside their frame, left out",
-            "sphere shapes, left out",
+        assert sorted(note.partition(": ")[2] for note in train.notes) == [
+            "boxes outside their frame, left out: 1",
+            "sphere shapes, left out: 1",
         ]
+
+
+def test_frames_without_a_box_are_read(tmp_path: Path) -> None:
+    box = '<box frame="4" outside="0" xtl="1" ytl="2" xbr="40" ybr="30"/>'
+    meta = "<task><size>9</size><start_frame>2</start_frame><stop_frame>5</stop_frame></task>"
+    track = f'<track id="5" label="x">{box}</track>'
+    xml = f"<annotations><meta>{meta}</meta>{track}</annotations>"
+    images = dict.fromkeys(f"images/frame_{n:06d}.png" for n in (1, 2, 4, 5, 6))
+    exports.tree(tmp_path, {**images, "annotations.xml": xml})
+    report = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits[0]
+    assert (report.images, report.trainable) == (3, 1)
+    assert report.notes[-1].endswith("2, such as " + str(tmp_path / "images/frame_000001.png"))
 
 
 def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cli) -> None:
@@ -414,8 +438,8 @@ def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -
     assert train.file_names == [f"train/{n:016x}.jpg" for n in range(6)]
     assert train.sizes.tolist() == [[*((0, 0) if n == 4 else exports.SIZE)] for n in range(6)]
     assert train.is_crowd.tolist() == [1, 1, 0, 0, 0, 1]
-    assert "1 boxes without LabelName" in train.notes[0]
-    assert "1 boxes of 1 images" in train.notes[1]
+    assert "without LabelName, left out: 1" in train.notes[0]
+    assert "left out: 1 (of 1 image)" in train.notes[1]
     config = PrepareConfig(pack=False, allow_dropped=True)
     findings = prepare(tmp_path, tmp_path / "prepared", config).splits[0].findings
     assert [f.image_id for f in findings if f.kind == "image dropped"] == [5]
@@ -442,7 +466,7 @@ def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Cli) -> None:
     [
         (lambda c: [a.update(bbox=[0, 0, 0, 5]) for a in c["annotations"][:1]], "no size"),
         (lambda c: [a.update(bbox=[900, 0, 9, 5]) for a in c["annotations"]], "outside"),
-        (lambda c: c["images"][0].update(width=50), "annotation has"),
+        (lambda c: c["images"][0].update(width=50), "1 x another size than annotated,"),
         (lambda c: c["annotations"].clear(), "nothing is left"),
     ],
 )

@@ -9,8 +9,10 @@ import pytest
 from data.formats import exports
 from data.formats.exports import boxes_of, tree
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data.dataset import find
 from ssdctl.data.formats.voc import read
+from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError
 
 
@@ -163,9 +165,8 @@ def test_images_without_xml_are_counted_and_files_of_macos_ignored(tmp_path: Pat
     tree(root, {"JPEGImages/b.jpg": None, "JPEGImages/._a.jpg": "\0", "Annotations/._a.xml": "\0"})
     splits = read(root)
     assert list(boxes_of(splits)) == ["JPEGImages/a.jpg"]
-    (note,) = splits["train"].notes
-    assert note.startswith("JPEGImages: 1 images")
-    assert "b.jpg" in note
+    (note,) = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits[0].notes
+    assert note.endswith(f"1, such as {root / 'JPEGImages/b.jpg'}")
 
 
 @pytest.mark.parametrize(
@@ -195,8 +196,9 @@ def test_an_image_is_not_taken_from_another_split(tmp_path: Path) -> None:
     (tmp_path / "images/train/5.jpg").rename(tmp_path / "images/train/new.jpg")
     (tmp_path / "annotations/train/5.xml").unlink()
     exports.image_file(tmp_path / "images/test/6.jpg")
-    notes = [note.partition(":")[0] for note in read(tmp_path)["train"].notes]
-    assert notes == ["images/test", "images/train"]
+    reports = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits
+    for report, name in zip(reports, ("train/new.jpg", "test/6.jpg"), strict=True):
+        assert report.notes[-1].endswith(f"1, such as {tmp_path / 'images' / name}")
     (tmp_path / "annotations/train/6.xml").write_text(CAT)
     with pytest.raises(DataError, match=r"missing: annotations/train/6\.xml"):
         read(tmp_path)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from data.formats import exports
 from data.formats.exports import boxes_of, tree
+from data.samples import encoded, sample
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+from ssdctl.config import PrepareConfig
+from ssdctl.data.annotations import Conversion
 from ssdctl.data.dataset import find
 from ssdctl.data.formats.yolo import read, recognise
+from ssdctl.data.prepare import prepare
+from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 
 BOX = "0 .5 .5 .2 .4"
@@ -99,6 +107,27 @@ def test_turned_images_count_as_shown(tmp_path: Path) -> None:
     assert boxes_of(read(tmp_path))["images/a.jpg"][0][1] == [20, 30, 10, 40]
 
 
+@pytest.mark.parametrize("options", [{}, {"pack": False}, {"shrink": 40}, {"encoding": "raw"}])
+def test_images_that_keep_their_size_are_turned(tmp_path: Path, options: dict[str, Any]) -> None:
+    shown = sample(100, 50, 1)
+    stored = {"jpg": encoded(shown.rotate(180), turn=3), "png": encoded(shown, "PNG")}
+    stored["webp"] = encoded(shown.transpose(Image.Transpose.FLIP_LEFT_RIGHT), "WEBP", turn=2)
+    yolo(tmp_path, {f"images/{suffix}.{suffix}": BOX for suffix in stored})
+    for suffix, content in stored.items():
+        (tmp_path / f"images/{suffix}.{suffix}").write_bytes(content)
+    rows = "".join(f"{s}.{s},100,50,cat,1,1,9,9\n" for s in stored)
+    table = f"filename,width,height,class,xmin,ymin,xmax,ymax\n{rows}"
+    exports.write(tmp_path / "train.csv", table)
+    for source in ("tf-csv", "yolo"):  # whose images must not be taken over
+        conversion = Conversion(source)
+        prepare(tmp_path, tmp_path / "store", PrepareConfig(**options), conversion)
+    split = open_split(tmp_path, tmp_path / "store", "train")
+    for row in range(3):
+        pixels = split.decode(row)
+        expected = np.asarray(shown.resize(pixels.shape[1::-1]), np.int16)
+        assert np.abs(pixels - expected).mean() < 20
+
+
 @pytest.mark.parametrize("name", ["b.jpg", "b.HEIC"])
 def test_unreadable_images_are_left_to_the_check(tmp_path: Path, name: str) -> None:
     yolo(tmp_path, {"images/a.jpg": BOX, "images/b.jpg": BOX})
@@ -112,7 +141,7 @@ def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
     yolo(tmp_path, {"images/a.jpg": BOX})
     tree(tmp_path, {"labels/b.txt": BOX, "labels/c.txt": "", "labels/classes.txt": "cat\ndog\n"})
     (note,) = read(tmp_path)["train"].notes  # c has no box to lose
-    assert "1 label files" in note
+    assert "left out: 1, such as" in note
     assert "labels/b.txt" in note
 
 
