@@ -309,7 +309,8 @@ def _note_unlisted(resolved: dict[str, Resolved]) -> None:
     for split, (images, num_bytes) in resolved.items():
         for name, size in zip(images.file_names, num_bytes, strict=True):
             if size is not None:
-                folder, _, file = f"{images.folder}/{name}".rpartition("/")
+                folder, slash, file = name.rpartition("/")  # without a slash, `file` is `name`
+                folder = f"{images.folder}{slash}{folder}"
                 listed.setdefault(folder, (split, set()))[1].add(file)
     unlisted: dict[str, list[Path]] = {}  # by split
     for folder, (split, names) in listed.items():
