@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -33,6 +34,7 @@ ENCODERS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
 TICKS = 30_000  # per second in written videos; MPEG-4 allows up to 65,535
 DEFAULT_RATE = 25  # frames per second if a video does not state it
 MAX_RATE = 240
+MAX_MISSING_S = 0.5  # at the end of an intact video
 
 
 class Frame(NamedTuple):
@@ -74,10 +76,36 @@ class Video:
             yield Frame(number, max(time, 0.0), self._pixels(frame))
 
     def _decoded(self) -> Iterator[Any]:
+        count, end, gap = 0, 0.0, 0.0
         try:
-            yield from self._container.decode(self._stream)
+            for count, frame in enumerate(self._container.decode(self._stream), 1):  # noqa: B007
+                if frame.time is not None:
+                    before, end = end, frame.time + float((frame.duration or 0) * frame.time_base)
+                    gap = max(gap, end - before)
+                yield frame
         except (self._av.error.FFmpegError, ValueError) as error:
             raise DataError(f"{self._name}: damaged video: {_reason(error)}") from None
+        stated = self._stated_end(count) if count > 1 else 0.0  # a single frame may be a cover
+        if stated - end > max(MAX_MISSING_S, 3 * gap):
+            raise DataError(f"{self._name}: damaged video: ends at {end:.1f} s of {stated:.1f} s")
+
+    def _stated_end(self, count: int) -> float:
+        """Return when the video ends by its container's header, in seconds; 0 if that is unsure.
+
+        The container's duration may be that of longer audio.
+        """
+        container, stream = self._container, self._stream
+        if container.format.name.startswith("matroska"):
+            end = (container.duration or 0) / self._av.time_base
+            if tag := re.match(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):
+                hours, minutes, seconds = map(float, tag.groups())
+                return min(end, 3600 * hours + 60 * minutes + seconds)
+            return end if len(container.streams) == 1 else 0.0
+        if count < stream.frames and container.format.name == "avi" and stream.average_rate:
+            return float(stream.frames / stream.average_rate)
+        if count < stream.frames and container.format.name.startswith("mov") and stream.duration:
+            return float(stream.duration * stream.time_base)
+        return 0.0
 
     def _pixels(self, frame: Any) -> NDArray[np.uint8]:
         if frame.width * frame.height > MAX_PIXELS:
