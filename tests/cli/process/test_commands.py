@@ -186,7 +186,7 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
     assert "model.layer1.0.weight" in payload["model"]
     assert cli("export", checkpoint, "--format", "nvidia", "--out", "x.pt").code == 2
     Path("own.pt").write_bytes(checkpoint.read_bytes())
-    refused = cli("export", "own.pt", "--format", "safetensors", "--out", "./own.pt")
+    refused = cli("export", "own.pt", "--format", "mlperf", "--out", "./own.pt")
     assert refused.code == 2
     assert "is the checkpoint itself" in refused.err
     assert Path("own.pt").read_bytes() == checkpoint.read_bytes()
@@ -314,7 +314,7 @@ DEAD = "0123456789ab.999999999.tmp"
 @pytest.mark.parametrize(
     ("command", "file"),
     [
-        ("export CHECKPOINT --format safetensors --out out/x", "out/.x."),
+        ("export CHECKPOINT --format mlperf --out out/x", "out/.x."),
         ("report RUN --out out/x", "out/.x."),
         ("predict CHECKPOINT a.png --out out", "out/.a.png."),
         ("predict CHECKPOINT a.png --save yolo --out out", "out/labels/.a.txt."),
