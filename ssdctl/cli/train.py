@@ -83,6 +83,7 @@ def train(
             signals.announced(console.info),
             open_trainer(resolved, emit=display.show, progress=console.progress) as trainer,
         ):
+            start = trainer.step
             summary = trainer.run()
     except Stopped as stop:
         if is_main:
@@ -92,17 +93,17 @@ def train(
         signals.restore()
     if not is_main:
         return
-    _print_summary(call, summary)
+    _print_summary(call, summary, start)
 
 
-def _print_summary(call: Call, summary: Summary) -> None:
+def _print_summary(call: Call, summary: Summary, start: int) -> None:
     from ssdctl.runs.reader import read_run
 
     run = RunDir(Path(summary.out))
     ap = "no AP" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
     trained = ""
     if summary.images_per_second:  # else the run was already finished
-        trained = (
+        trained = f", the last {summary.step - start}" * bool(start) + (
             f" in {duration(summary.total_s)}, {summary.images_per_second:.1f} img/s, "
             f"peak memory {summary.peak_memory_bytes / 1e9:.1f} GB"
         )
