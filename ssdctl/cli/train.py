@@ -144,6 +144,11 @@ def _show_plan(call: Call) -> None:
     )
     for notice in run.notices:
         call.console.warning(notice)
+    if is_any and run.precision not in ("auto", *device.precisions):
+        call.console.warning(
+            f"{device.name}, the device of this machine, does not compute in {run.precision}: "
+            "the plan is for another one"
+        )
     plan, config = run.plan, run.config
     check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:
