@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -34,7 +33,10 @@ ENCODERS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
 TICKS = 30_000  # per second in written videos; MPEG-4 allows up to 65,535
 DEFAULT_RATE = 25  # frames per second if a video does not state it
 MAX_RATE = 240
-MAX_MISSING_S = 0.5  # at the end of an intact video
+MAX_MISSING_S = 1.0  # at the end of an intact MP4 file, whose edit list may skip frames
+SEGMENT = b"\x18\x53\x80\x67"  # Matroska's element of everything after the first header
+SEGMENT_WITHIN = 4096  # bytes
+UNKNOWN_SIZE = (1 << 56) - 1  # of a live recording
 
 
 class Frame(NamedTuple):
@@ -76,36 +78,32 @@ class Video:
             yield Frame(number, max(time, 0.0), self._pixels(frame))
 
     def _decoded(self) -> Iterator[Any]:
-        count, end, gap = 0, 0.0, 0.0
+        count, frame = 0, None
         try:
-            for count, frame in enumerate(self._container.decode(self._stream), 1):  # noqa: B007
-                if frame.time is not None:
-                    before, end = end, frame.time + float((frame.duration or 0) * frame.time_base)
-                    gap = max(gap, end - before)
+            for frame in self._container.decode(self._stream):
+                count += 1
                 yield frame
         except (self._av.error.FFmpegError, ValueError) as error:
             raise DataError(f"{self._name}: damaged video: {_reason(error)}") from None
-        stated = self._stated_end(count) if count > 1 else 0.0  # a single frame may be a cover
-        if stated - end > max(MAX_MISSING_S, 3 * gap):
-            raise DataError(f"{self._name}: damaged video: ends at {end:.1f} s of {stated:.1f} s")
+        if frame is not None and self._is_truncated(count, frame.time or 0.0):
+            raise DataError(f"{self._name}: damaged video: the file ends after {count} frames")
 
-    def _stated_end(self, count: int) -> float:
-        """Return when the video ends by its container's header, in seconds; 0 if that is unsure.
-
-        The container's duration may be that of longer audio.
-        """
+    def _is_truncated(self, count: int, last_s: float) -> bool:
+        """Return whether the file is shorter than its headers say: FFmpeg reports a normal end."""
         container, stream = self._container, self._stream
-        if container.format.name.startswith("matroska"):
-            end = (container.duration or 0) / self._av.time_base
-            if tag := re.match(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):
-                hours, minutes, seconds = map(float, tag.groups())
-                return min(end, 3600 * hours + 60 * minutes + seconds)
-            return end if len(container.streams) == 1 else 0.0
-        if count < stream.frames and container.format.name == "avi" and stream.average_rate:
-            return float(stream.frames / stream.average_rate)
-        if count < stream.frames and container.format.name.startswith("mov") and stream.duration:
-            return float(stream.duration * stream.time_base)
-        return 0.0
+        kind = container.format.name
+        if kind.startswith("matroska") and (path := Path(self._name)).is_file():
+            with path.open("rb") as file:
+                head = file.read(SEGMENT_WITHIN)
+            start = head.find(SEGMENT) + len(SEGMENT) + 8
+            size = int.from_bytes(head[start - 8 : start], "big") - (1 << 56)
+            return 0 <= size < UNKNOWN_SIZE and start + size > container.size
+        if count >= stream.frames or not stream.duration:
+            return False
+        if kind == "avi":  # in frames; FFmpeg estimates that of a truncated file from its size
+            return bool(stream.duration < stream.frames)
+        missing_s = stream.duration * stream.time_base - last_s
+        return kind.startswith("mov") and missing_s > MAX_MISSING_S
 
     def _pixels(self, frame: Any) -> NDArray[np.uint8]:
         if frame.width * frame.height > MAX_PIXELS:
