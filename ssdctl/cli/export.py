@@ -205,8 +205,8 @@ def push(
             again += [f"--data-license={data_license}"] * bool(data_license)
             again += [f"--samples={samples}"] * (samples != SAMPLES) + ["--private"] * private
             again += [f"--message={message}"] * (message != MESSAGE)
-            notice = f"{folder} (nothing was uploaded)"
-            call.console.closing([("wrote", notice)], [shlex.join(again)])
+            wrote = ("wrote", f"{folder} (nothing was uploaded)")
+            call.console.closing([wrote], [shlex.join(again)])
             return
         url = upload_folder(reference, folder, names, is_private=private, message=message)
         call.console.result({**result, "url": url}, f"{len(names)} files: {url}")

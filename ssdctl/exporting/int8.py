@@ -65,17 +65,12 @@ def write_int8(
     graph = graphs.network_graph(deployment)
     measured = deployment._replace(outputs="raw" if deployment.outputs == "raw" else "none")
 
-    def cost(graph: Any, label: str) -> Cost:
+    def cost(graph: Any, name: str) -> Cost:
         with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
             path = Path(folder) / "model.onnx"
             path.write_bytes(graphs.with_metadata(graph, measured))
             evaluation = evaluate_checkpoint(
-                path,
-                config,
-                open_device("cpu"),
-                given={"data.root"},
-                progress=progress,
-                label=label,
+                path, config, open_device("cpu"), given={"data.root"}, progress=progress, name=name
             )
             assert evaluation is not None  # a single process
             size = path.stat().st_size

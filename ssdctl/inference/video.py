@@ -36,7 +36,7 @@ MAX_RATE = 240
 MAX_MISSING_S = 1.0  # at the end of an intact MP4 file, whose edit list may skip frames
 SEGMENT = b"\x18\x53\x80\x67"  # Matroska's element of everything after the first header
 SEGMENT_WITHIN = 4096  # bytes
-UNKNOWN_SIZE = (1 << 56) - 1  # of a live recording
+UNKNOWN_SIZE = (1 << 56) - 1  # live recordings have it
 
 
 class Frame(NamedTuple):
