@@ -75,10 +75,10 @@ def disk_error(error: OSError, where: object, doing: str) -> DiskError:
             f"no space left while {doing} {where}", hint="free some space, then run it again"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return DiskError(
-            f"no permission while {doing} {where}: {error.strerror}",
-            hint="choose a folder you may access, or change its owner",
-        )
+        hint = "choose a folder you may access, or change its owner"
+        if error.errno == errno.EROFS:
+            hint = "choose a folder on a file system that can be written"
+        return DiskError(f"no permission while {doing} {where}: {error.strerror}", hint=hint)
     hint = "check that the disk or the network file system works, then run it again"
     if error.errno in UNSUITABLE_PATH:
         hint = "choose another name or folder"

@@ -217,11 +217,11 @@ def _reason(error: Exception) -> str:
     """Return the cause from an error of torch.load, without its advice to load it unsafely."""
     from ssdctl.checkpoint.third_party import looks_like
 
-    text = str(error).strip() or repr(error)
+    text = str(error)
     if match := re.search(r"GLOBAL (\S+)", text):
         return f"it names {match[1]}{looks_like(match[1])}"
-    if "weights_only" in text:
-        return "torch.save did not write it"
+    if "weights_only" in text or not isinstance(error, RuntimeError):
+        return "torch.save did not write it, or it is damaged"
     return text.splitlines()[0]
 
 

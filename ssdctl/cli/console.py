@@ -136,8 +136,11 @@ class Console(logging.Handler):
         elif isinstance(human, str):
             self._write(human if is_painted else printable(human), sys.stdout)
         elif human is not None:
-            with disk_errors(STDOUT, "writing"):
-                rich_console(sys.stdout).print(human())
+            console = rich_console(sys.stdout)
+            with console.capture() as capture:
+                console.print(human())
+            lines = (line.rstrip(" ") for line in capture.get().split("\n"))
+            self._write("\n".join(lines), sys.stdout, end="")
 
     def copy(self, text: str) -> None:
         """Copy another program's output to stdout (with --json: to stderr), printable."""

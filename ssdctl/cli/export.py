@@ -23,6 +23,9 @@ from ssdctl.exporting import (
     export_checkpoint,
 )
 
+MESSAGE = "Upload an SSD300 trained with ssdctl"
+SAMPLES = 4
+
 
 @command(
     "export",
@@ -101,8 +104,9 @@ def export(
     checkpoint = checkpoint or newest_run(call.console)
     result = export_checkpoint(checkpoint, request, call.resolved, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
-    megabytes = Path(out).stat().st_size / 1e6
-    call.console.closing([("wrote", f"{out} ({megabytes:.1f} MB)")], [_next_command(request)])
+    files = [request.out, *[request.out.with_suffix(".bin")] * (kind == "openvino")]
+    sizes = (f"{file} ({file.stat().st_size / 1e6:.1f} MB)" for file in files)
+    call.console.closing([("wrote", ", ".join(sizes))], [_next_command(request)])
 
 
 def _next_command(request: ExportRequest) -> str:
@@ -156,11 +160,9 @@ def push(
     ] = None,
     samples: Annotated[
         int, Option(min=0, max=50, metavar="N", help="Number of sample images with detections")
-    ] = 4,
+    ] = SAMPLES,
     private: Annotated[bool, Option("--private", help="Create a private repository")] = False,
-    message: Annotated[
-        str, Option(metavar="TEXT", help="Commit message")
-    ] = "Upload an SSD300 trained with ssdctl",
+    message: Annotated[str, Option(metavar="TEXT", help="Commit message")] = MESSAGE,
     out: Annotated[
         str | None, Option(metavar="DIR", help="Write the files to DIR without uploading")
     ] = None,
@@ -198,8 +200,13 @@ def push(
         result = {"files": names, "repository": reference.repo, "url": None, "folder": out}
         if out is not None:
             call.console.result(result, f"{len(names)} files in {folder}")
-            again = shlex.join(["ssdctl", "push", checkpoint, target])
-            call.console.closing([("wrote", f"{folder} (nothing was uploaded)")], [again])
+            again = ["ssdctl", "push", checkpoint, target]
+            again += [f"--license={license_id}"] * (license_id != "other")
+            again += [f"--data-license={data_license}"] * bool(data_license)
+            again += [f"--samples={samples}"] * (samples != SAMPLES) + ["--private"] * private
+            again += [f"--message={message}"] * (message != MESSAGE)
+            wrote = ("wrote", f"{folder} (nothing was uploaded)")
+            call.console.closing([wrote], [shlex.join(again)])
             return
         url = upload_folder(reference, folder, names, is_private=private, message=message)
         call.console.result({**result, "url": url}, f"{len(names)} files: {url}")

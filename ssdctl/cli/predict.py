@@ -195,7 +195,7 @@ def _predict(
         is_network = any(isinstance(error, NetworkError) for _, error in failures)
         names = listed([name for name, _ in failures], MAX_NAMED)
         raise (NetworkError if is_network else DataError)(
-            f"{len(failures)} of {len(sources)} images failed: {names}",
+            f"failed images ({len(failures)} of {len(sources)}): {names}",
             hint="the warnings name the reasons",
         )
 
@@ -236,7 +236,7 @@ def _predict_videos(
                 call.console.warning(str(error))
                 failures += 1
     if failures:
-        raise DataError(f"{failures} of {len(videos)} videos are damaged; see the warnings")
+        raise DataError(f"damaged videos: {failures} of {len(videos)}; see the warnings")
 
 
 def _predict_video(

@@ -84,6 +84,7 @@ def train(
             signals.announced(console.info),
             open_trainer(resolved, emit=display.show, progress=console.progress) as trainer,
         ):
+            start = trainer.step
             summary = trainer.run()
     except Stopped as stop:
         if is_main:
@@ -93,17 +94,17 @@ def train(
         signals.restore()
     if not is_main:
         return
-    _print_summary(call, summary)
+    _print_summary(call, summary, start)
 
 
-def _print_summary(call: Call, summary: Summary) -> None:
+def _print_summary(call: Call, summary: Summary, start: int) -> None:
     from ssdctl.runs.reader import read_run
 
     run = RunDir(Path(summary.out))
     ap = "no AP" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
     trained = ""
     if summary.images_per_second:  # else the run was already finished
-        trained = (
+        trained = f", the last {summary.step - start}" * bool(start) + (
             f" in {duration(summary.total_s)}, {summary.images_per_second:.1f} img/s, "
             f"peak memory {summary.peak_memory_bytes / 1e9:.1f} GB"
         )
@@ -144,6 +145,11 @@ def _show_plan(call: Call) -> None:
     )
     for notice in run.notices:
         call.console.warning(notice)
+    if is_any and run.precision not in ("auto", *device.precisions):
+        call.console.warning(
+            f"{device.name}, the device of this machine, does not compute in {run.precision}: "
+            "the plan is for another one"
+        )
     plan, config = run.plan, run.config
     check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:

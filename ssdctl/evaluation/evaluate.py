@@ -149,11 +149,13 @@ def evaluate_checkpoint(
     progress: Progress,
     ranks: Ranks = SINGLE_PROCESS,
     detections_file: Path | None = None,
+    name: str | None = None,
 ) -> Evaluation | None:
     """Score one checkpoint, or an ONNX file, on a split; None on ranks other than the first.
 
     Each rank detects on its share, the first one scores. The checkpoint's dataset replaces the
     config's unless `given`, the settings that the call names, has it.
+    `name` is the file's in messages.
 
     Raises:
         UsageError, DataError, IntegrityError, NonFiniteError: See the functions called. An error of
@@ -172,7 +174,7 @@ def evaluate_checkpoint(
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
-    rows = _rows_to_score(split, settings, f"{path} (step {checkpoint.step}) on {dataset}")
+    rows = _rows_to_score(split, settings, f"{name or path} (step {checkpoint.step}) on {dataset}")
     precision = choose_precision(checkpoint, settings, device)
     thresholds = settings.score_threshold, settings.nms_iou
     detector = open_detector(checkpoint, device, DetectorConfig(precision, *thresholds))

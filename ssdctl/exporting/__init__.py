@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 GRAPH_FORMATS = ("onnx", "openvino", "pt2")
 FORMATS = (*GRAPH_FORMATS, "safetensors", "mlperf", "nvidia")
+# By which other programs and ssdctl recognize the file.
+SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "safetensors": ".safetensors"}
 GRAPH_OPTIONS = ("raw", "nms", "batch", "fp16")
 NMS = ("onnx", "efficientnms", "none")
 ALLOWED_NMS = {"openvino": ("onnx", "none"), "pt2": ("none",)}  # other formats: all; default first
@@ -51,6 +53,12 @@ def export_checkpoint(
         IntegrityError: The checkpoint is damaged, or the outputs differ from PyTorch's.
     """
     outputs = _check(request)
+    suffix = SUFFIXES.get(request.format, request.out.suffix)
+    if request.out.suffix != suffix:
+        raise UsageError(
+            f"{request.out}: the name of {request.format} files ends in {suffix}",
+            hint=f"--out {request.out.with_suffix(suffix)}",
+        )
     from ssdctl.inference.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES
 from ssdctl.checkpoint.exported import PACKAGES, InputConvention, OnnxDescription
-from ssdctl.errors import UsageError, import_package
+from ssdctl.errors import import_package
 from ssdctl.exporting.deployed import (
     Deployed,
     Deployment,
@@ -119,7 +119,7 @@ def export_graph(
     The images are generated if there is no dataset. Return the largest differences.
 
     Raises:
-        UsageError: A package is absent, or the file name does not suit the format.
+        UsageError: A package is absent.
         IntegrityError: The outputs differ.
     """
     images, source = images_of(*dataset)
@@ -290,11 +290,9 @@ def write_openvino(deployment: Deployment, images: Images, target: Path) -> Diff
     Return the differences, also those without a hint for the precision (`default_*`).
 
     Raises:
-        UsageError: OpenVINO is not installed, or the file has another suffix.
+        UsageError: OpenVINO is not installed.
         IntegrityError: The outputs differ.
     """
-    if target.suffix != ".xml":
-        raise UsageError(f"{target}: OpenVINO reads NAME.xml and NAME.bin", hint="--out NAME.xml")
     require_onnx()
     openvino = import_package("openvino")
     reference = Reference(deployment, images, "OpenVINO")

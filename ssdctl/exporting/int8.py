@@ -65,12 +65,12 @@ def write_int8(
     graph = graphs.network_graph(deployment)
     measured = deployment._replace(outputs="raw" if deployment.outputs == "raw" else "none")
 
-    def cost(graph: Any) -> Cost:
+    def cost(graph: Any, name: str) -> Cost:
         with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
             path = Path(folder) / "model.onnx"
             path.write_bytes(graphs.with_metadata(graph, measured))
             evaluation = evaluate_checkpoint(
-                path, config, open_device("cpu"), given={"data.root"}, progress=progress
+                path, config, open_device("cpu"), given={"data.root"}, progress=progress, name=name
             )
             assert evaluation is not None  # a single process
             size = path.stat().st_size
@@ -78,7 +78,7 @@ def write_int8(
             evaluation.figures["AP"], size, _latency_ms(graphs.runner(graph), measured.batch)
         )
 
-    before = cost(graph)
+    before = cost(graph, "fp32")
     if before.ap < 0:
         raise DataError(
             "the loss of AP by int8 cannot be measured: the validation images have no objects",
@@ -86,7 +86,7 @@ def write_int8(
         )
     for heads in ("int8", "fp32"):
         quantized = quantize(graph, calibration, deployment.batch, keep_heads=heads == "fp32")
-        after = cost(quantized)
+        after = cost(quantized, "int8")
         if before.ap - after.ap <= max_ap_loss:
             if deployment.has_nms:
                 quantized = graphs.with_nms(quantized, deployment)

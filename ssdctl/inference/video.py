@@ -33,6 +33,10 @@ ENCODERS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
 TICKS = 30_000  # per second in written videos; MPEG-4 allows up to 65,535
 DEFAULT_RATE = 25  # frames per second if a video does not state it
 MAX_RATE = 240
+MAX_MISSING_S = 1.0  # at the end of an intact MP4 file, whose edit list may skip frames
+SEGMENT = b"\x18\x53\x80\x67"  # Matroska's element of everything after the first header
+SEGMENT_WITHIN = 4096  # bytes
+UNKNOWN_SIZE = (1 << 56) - 1  # live recordings have it
 
 
 class Frame(NamedTuple):
@@ -74,10 +78,32 @@ class Video:
             yield Frame(number, max(time, 0.0), self._pixels(frame))
 
     def _decoded(self) -> Iterator[Any]:
+        count, frame = 0, None
         try:
-            yield from self._container.decode(self._stream)
+            for frame in self._container.decode(self._stream):
+                count += 1
+                yield frame
         except (self._av.error.FFmpegError, ValueError) as error:
             raise DataError(f"{self._name}: damaged video: {_reason(error)}") from None
+        if frame is not None and self._is_truncated(count, frame.time or 0.0):
+            raise DataError(f"{self._name}: damaged video: the file ends after {count} frames")
+
+    def _is_truncated(self, count: int, last_s: float) -> bool:
+        """Return whether the file is shorter than its headers say: FFmpeg reports a normal end."""
+        container, stream = self._container, self._stream
+        kind = container.format.name
+        if kind.startswith("matroska") and (path := Path(self._name)).is_file():
+            with path.open("rb") as file:
+                head = file.read(SEGMENT_WITHIN)
+            start = head.find(SEGMENT) + len(SEGMENT) + 8
+            size = int.from_bytes(head[start - 8 : start], "big") - (1 << 56)
+            return 0 <= size < UNKNOWN_SIZE and start + size > container.size
+        if count >= stream.frames or not stream.duration:
+            return False
+        if kind == "avi":  # in frames; FFmpeg estimates that of a truncated file from its size
+            return bool(stream.duration < stream.frames)
+        missing_s = stream.duration * stream.time_base - last_s
+        return kind.startswith("mov") and missing_s > MAX_MISSING_S
 
     def _pixels(self, frame: Any) -> NDArray[np.uint8]:
         if frame.width * frame.height > MAX_PIXELS:

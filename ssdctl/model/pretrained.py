@@ -61,10 +61,14 @@ def weights_named(name: str) -> Weights:
         return by_name[stem]
     if (error := tensorflow_checkpoint(Path(name))) is not None:
         raise error
-    near = difflib.get_close_matches(stem, by_name, n=1, cutoff=0.5)
+    own = next((f"{b}-" for b in get_args(BackboneName) if stem.startswith(f"{b}-")), "")
+    known = [n for n in by_name if n.startswith(own)]
+    near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UsageError(
-        f"no backbone weights are called {name!r}",
+        f"no backbone weights are called {name!r}"
+        if known
+        else f"backbone {own[:-1]} has no published weights",
         hint=hint + "`ssdctl fetch-weights --list` shows all; --backbone-weights none needs none",
     )
 

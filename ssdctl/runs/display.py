@@ -223,7 +223,7 @@ class RunDisplay:
         position, ap, before = f"step {record['step']:,}", record["AP"], self._ap
         self._ap = ap
         if ap < 0:
-            text = f"{position}  no AP: the validation images have no annotated objects"
+            text = f"{position}  no AP: the validation split has no annotated objects"
             self._write(text, "bold")
             return
         change = "" if before is None or before < 0 else f" ({ap - before:+.3f})"

@@ -18,7 +18,7 @@ from ssdctl.config.resolve import MAX_FILE_BYTES, read_toml
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import DECODE_ERRORS, read_limited
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
-from ssdctl.runs.layout import RUNS, RunDir, running_on
+from ssdctl.runs.layout import RUNS, RunDir, running_on, step_of
 from ssdctl.runs.metrics import Record, is_number, read_metrics
 from ssdctl.runtime.safe_text import listed, redact_arguments, redact_urls
 
@@ -271,12 +271,13 @@ def _summary(path: Path) -> RunSummary:
         return RunSummary(path, time, "", "", 0, None, f"broken: {error}")
     host = running_on(path)
     data = Path(str(run.settings.get("data.root") or ""))
+    saved = map(step_of, RunDir(path).step_checkpoints())
     return RunSummary(
         path,
         time,
         (data.parent if data.suffix else data).name,
         str(run.settings.get("model.backbone") or ""),
-        max((record["step"] for record in (*run.train, *run.evals)), default=0),
+        max((*saved, *(record["step"] for record in (*run.train, *run.evals))), default=0),
         None if run.best is None else run.best.get("AP"),
         "; ".join([f"running on {host}"] * bool(host) + [*run.problems]),
     )

@@ -66,6 +66,7 @@ def test_hostile_text_and_secrets_in_messages_and_results(monkeypatch: pytest.Mo
     assert err.count("cat") == 5
     assert err.count("\nerror:") == 1  # a newline does not fake a message
     assert r"\x1b[2J" in err
+    assert not re.search(" $", out, re.MULTILINE)
     assert out.count("[red]") == 6  # markup is text
     assert printable_line("a\nb\tc") == r"a\nb\tc"
     with pytest.raises(SystemExit):

@@ -20,6 +20,7 @@ from PIL import Image
 import ssdctl
 from ssdctl.cli import demo
 from ssdctl.config.resolve import resolve
+from ssdctl.runtime import hardware
 from ssdctl.runtime.system import processor
 
 SSDCTL = (sys.executable, "-m", "ssdctl")
@@ -186,7 +187,7 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
     assert "model.layer1.0.weight" in payload["model"]
     assert cli("export", checkpoint, "--format", "nvidia", "--out", "x.pt").code == 2
     Path("own.pt").write_bytes(checkpoint.read_bytes())
-    refused = cli("export", "own.pt", "--format", "safetensors", "--out", "./own.pt")
+    refused = cli("export", "own.pt", "--format", "mlperf", "--out", "./own.pt")
     assert refused.code == 2
     assert "is the checkpoint itself" in refused.err
     assert Path("own.pt").read_bytes() == checkpoint.read_bytes()
@@ -314,7 +315,7 @@ DEAD = "0123456789ab.999999999.tmp"
 @pytest.mark.parametrize(
     ("command", "file"),
     [
-        ("export CHECKPOINT --format safetensors --out out/x", "out/.x."),
+        ("export CHECKPOINT --format mlperf --out out/x", "out/.x."),
         ("report RUN --out out/x", "out/.x."),
         ("predict CHECKPOINT a.png --out out", "out/.a.png."),
         ("predict CHECKPOINT a.png --save yolo --out out", "out/labels/.a.txt."),
@@ -345,6 +346,7 @@ def folder(tiny_run: Path) -> Path:
     Path("runs/sweep/deep/.lock").write_text(f"{os.getpid()} on {socket.gethostname()}")
     Path("runs/new/.lock").write_text(f"{2**22 + 1} on {socket.gethostname()}")  # was killed
     Path("runs/broken/config.toml").write_text("[[[")
+    Path("runs/old/checkpoints/step-00000007.pt").touch()  # saved before the next record
     return Path("runs")
 
 
@@ -358,6 +360,7 @@ def test_runs_are_listed_with_the_newest_first(
     _, deep, new, old = entries
     assert (new["data"], new["network"], new["steps"]) == ("shapes", "tiny", 3)
     assert new["ap"] == ssdctl.Run("runs/new").figures["AP"]
+    assert old["steps"] == 7
     assert "running" in deep["state"]
     assert new["state"] == old["state"] == ""
     assert "config.toml" in entries[0]["state"]
@@ -394,7 +397,9 @@ def test_a_plan_names_the_time_at_the_speed_of_a_similar_run(cli: Cli, folder: P
         assert "img/s" not in length(*options)
 
 
-def test_a_plan_settles_the_precision_as_the_run_would(cli: Cli) -> None:
+def test_a_plan_settles_the_precision_as_the_run_would(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def device(*options: str) -> str:
         result = cli("train", "--data", "absent", "--fake-data", "--dry-run", *options)
         return next(line for line in result.out.splitlines() if line.startswith("device"))
@@ -404,6 +409,9 @@ def test_a_plan_settles_the_precision_as_the_run_would(cli: Cli) -> None:
     assert device("--device", "cpu", "--preset", "nvidia-r50").endswith(f"precision {best}")
     assert device("--device", "hpu").endswith("precision bf16")
     assert device("--fp16").endswith("precision fp16")  # maybe for another machine
+    monkeypatch.setattr(hardware, "find_hardware", hardware.Hardware)
+    other = cli("train", "--data", "absent", "--fake-data", "--dry-run", "--fp16")
+    assert (other.code, "cpu, the device" in other.err) == (0, True)
     refused = cli("train", "--fake-data", "--dry-run", "--device", "cpu", "--fp16")
     assert (refused.code, refused.out) == (2, "")
 

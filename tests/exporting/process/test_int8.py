@@ -74,6 +74,7 @@ def test_int8(cli: Cli, checkpoint: Path, own_truth: Path) -> None:
 
     result = cli("export", checkpoint, *options, "--out", "x.onnx", "--max-ap-loss", 1)
     assert result.code == 0, result.err
+    assert "model.onnx" not in result.err  # a temporary file
     figures = json.loads(result.out)
     before, after = figures["before"], figures["after"]
     assert before["ap"] > 0.3  # below 1: the detections that were left out count as wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,9 +52,14 @@ def test_a_run_is_pushed_and_used_by_its_name(
 
 
 def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
-    result = push(cli, tiny_run, "--out", "card", "--data-license", "CC0 [see|here]")
+    options = ("--data-license", "CC0 [see|here]", "--private")
+    result = cli(
+        "push", tiny_run, f"hf://{REPOSITORY}", "--license", "mit", "--out", "card", *options
+    )
     assert result.code == 0, result.err
-    assert "--license" not in result.err
+    assert "no --license" not in result.err
+    given = {"--license=mit", "--data-license=CC0 [see|here]", "--private"}
+    assert given < set(shlex.split(result.err))
     text = Path("card/README.md").read_text()
     header = yaml.safe_load(text.split("---\n")[1])
     assert header["license"] == "mit"

@@ -133,6 +133,7 @@ def test_the_printed_command_runs_the_file(cli: Cli, checkpoint: Path, name: str
         pytest.importorskip("openvino")
     kind = "pt2" if name == "x.pt2" else "openvino"
     result = cli("export", checkpoint, "--format", kind, "--out", name)
+    assert name != "x.xml" or "x.bin" in result.err
     (command,) = re.findall(r"python -c .*", result.err)
     done = subprocess.run([sys.executable, *shlex.split(command)[1:]], capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -283,7 +284,10 @@ def test_a_file_for_tensorrt_is_not_for_predict(cli: Cli, checkpoint: Path) -> N
         ("pt2 --int8", "int8"),
         ("onnx --calibrate 5", "int8"),
         ("onnx --int8 --fp16", "int8"),
-        ("openvino", ".xml"),  # the suffix of the file
+        ("openvino", "x.xml"),  # the suffix of the file
+        ("onnx", "x.onnx"),
+        ("pt2", "x.pt2"),
+        ("safetensors", "x.safetensors"),
     ],
 )
 def test_options_that_do_not_apply(cli: Cli, checkpoint: Path, options: str, subject: str) -> None:

@@ -95,6 +95,16 @@ def test_a_damaged_end_keeps_what_came_before(
     assert not Path("o/b.mp4").exists()
 
 
+@pytest.mark.parametrize("name", ["a.mkv", "a.avi"])
+def test_a_truncated_file_is_damaged(image_files: list[Path], name: str) -> None:
+    write_video(Path(name), image_files, 20)
+    Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
+    with open_video(name) as video:
+        assert len(list(video.frames(limit=5))) == 5
+    with open_video(name) as video, pytest.raises(DataError, match=name):
+        list(video.frames())
+
+
 def test_a_playlist_is_not_a_video() -> None:
     """FFmpeg would open the files and URLs in it."""
     Path("x.mp4").write_text(
