@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -17,6 +18,7 @@ from ssdctl.runtime.progress import Progress
 if TYPE_CHECKING:
     from ssdctl.exporting.deployed import Outputs
 
+log = logging.getLogger(__name__)
 GRAPH_FORMATS = ("onnx", "openvino", "pt2")
 FORMATS = (*GRAPH_FORMATS, "safetensors", "mlperf", "nvidia")
 # By which other programs and ssdctl recognize the file.
@@ -55,10 +57,10 @@ def export_checkpoint(
     outputs = _check(request)
     suffix = SUFFIXES.get(request.format, request.out.suffix)
     if request.out.suffix != suffix:
-        raise UsageError(
-            f"{request.out}: the name of {request.format} files ends in {suffix}",
-            hint=f"--out {request.out.with_suffix(suffix)}",
-        )
+        problem = f"{request.out}: the name of a file in this format ends in {suffix}"
+        if request.format == "openvino":  # it reads NAME.xml and NAME.bin
+            raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
+        log.warning("%s: ssdctl and other programs may not recognize it", problem)
     from ssdctl.inference.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)

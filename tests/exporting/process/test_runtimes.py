@@ -285,9 +285,6 @@ def test_a_file_for_tensorrt_is_not_for_predict(cli: Cli, checkpoint: Path) -> N
         ("onnx --calibrate 5", "int8"),
         ("onnx --int8 --fp16", "int8"),
         ("openvino", "x.xml"),  # the suffix of the file
-        ("onnx", "x.onnx"),
-        ("pt2", "x.pt2"),
-        ("safetensors", "x.safetensors"),
     ],
 )
 def test_options_that_do_not_apply(cli: Cli, checkpoint: Path, options: str, subject: str) -> None:

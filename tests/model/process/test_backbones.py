@@ -76,7 +76,7 @@ assert "torch" not in sys.modules
 run("train", "--data", sys.argv[1], "--out", "run", *options.split(), "--fp32", "--device", "cpu")
 assert '"mynet7"' in open("run/config.toml").read()
 run("evaluate", "run/checkpoints/last.pt", "--device", "cpu", "--limit", "1")
-run("export", "run/checkpoints/last.pt", "--format", "safetensors", "--out", "x.safetensors")
+run("export", "run/checkpoints/last.pt", "--format", "safetensors", "--out", "x")
 os.environ |= {"_SSDCTL_COMPLETE": "complete_bash", "COMP_CWORD": "3"}
 os.environ["COMP_WORDS"] = "ssdctl\\ntrain\\n--backbone\\nmyn"
 print(run("unused"))
