@@ -145,9 +145,8 @@ def test_wrong_batches_are_named(
 
 
 def test_networks_that_do_not_exist_are_refused(model: ssdctl.SSD300) -> None:
-    for backbone, norm in (("tiny", "batc"), ("vgg16", "batch")):
-        with pytest.raises(UsageError, match=f"'{norm}'"):
-            ssdctl.SSD300(backbone, 3, norm)
+    with pytest.raises(UsageError, match="'batc'"):
+        ssdctl.SSD300("tiny", 3, "batc")
     for stages in (-1, 5):
         with pytest.raises(UsageError, match=str(stages)):
             model.freeze(stages)
