@@ -156,7 +156,7 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
         call.console.warning(
             f"restarting after exit code {outcome.code}; {restarts_left} restarts left"
         )
-        request = resumed(request)
+        request = resumed(request, call.config.train.resume)
         plan = make_plan(request, read_node())
 
 

@@ -120,10 +120,14 @@ def _count_images(config: Config) -> int | None:
         return None
 
 
-def resumed(request: LaunchRequest) -> LaunchRequest:
-    """Return the request for the next attempt of a job that crashed."""
+def resumed(request: LaunchRequest, resume: str) -> LaunchRequest:
+    """Return the request for the next attempt of a job that crashed; `resume` is the setting.
+
+    A file remains: the run's own checkpoints come first if there are any.
+    """
     command = request.command
-    if command[0] == "train" and command[-1] != "--resume=auto":
+    is_auto = resume in ("auto", "never")
+    if command[0] == "train" and is_auto and command[-1] != "--resume=auto":
         command = (*command, "--resume=auto")  # `never` applies only to the first attempt
     return dataclasses.replace(request, command=command, free_port=free_port())
 

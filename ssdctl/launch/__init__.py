@@ -195,6 +195,22 @@ def require_program(program: str, hint: str) -> None:
         raise UsageError(f"{program} is not on PATH", hint=hint)
 
 
+def last_value(command: Sequence[str], option: str) -> str | None:
+    """Return the last value of an option in a command."""
+    value = None
+    for word, following in zip(command, [*command[1:], None], strict=True):
+        if word == option:
+            value = following
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def resume_setting(request: LaunchRequest, variables: Mapping[str, str]) -> str | None:
+    """Return the `--resume` of a launched training; None if it is not given."""
+    return last_value(request.command, "--resume") or variables.get("SSDCTL_TRAIN__RESUME")
+
+
 def submit_text(plan: LaunchPlan, list_command: str) -> str:
     """Give a script or manifest to the client; return the id that it prints.
 

@@ -24,7 +24,9 @@ from ssdctl.launch import (
     Node,
     _pods,
     check_text,
+    last_value,
     require_program,
+    resume_setting,
     submit_text,
     to_yaml,
 )
@@ -37,7 +39,6 @@ RUNS_ELSEWHERE = True
 TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
-RESUME_VARIABLE = "SSDCTL_TRAIN__RESUME"
 FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
 NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a name of something
 Words = tuple[str, ...]
@@ -105,7 +106,7 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
     config = request.table
     for argument in (*config.env, config.install or ""):
         check_text(argument)
-    resume = last_value(request.command, "--resume") or request.variables.get(RESUME_VARIABLE)
+    resume = resume_setting(request, request.variables)
     if request.config.restarts and resume not in (None, "auto"):
         raise UsageError(
             f"--resume {resume} and --restarts exclude each other in pods, since a restart "
@@ -191,17 +192,6 @@ def _mounted(config: Settings) -> tuple[list[str], list[str]]:
 
 def _is_in(path: str, folders: list[str]) -> bool:
     return any(f"{posixpath.normpath(path)}/".startswith(f"{folder}/") for folder in folders)
-
-
-def last_value(command: Words, option: str) -> str | None:
-    """Return the last value of an option in a command."""
-    value = None
-    for word, following in zip(command, [*command[1:], None], strict=True):
-        if word == option:
-            value = following
-        elif word.startswith(f"{option}="):
-            value = word.partition("=")[2]
-    return value
 
 
 def _warnings(request: LaunchRequest) -> Iterator[str]:

@@ -27,6 +27,7 @@ from ssdctl.launch import (
     check_form,
     query,
     require_program,
+    resume_setting,
     submit_text,
 )
 
@@ -127,7 +128,9 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
     environment = dict(request.variables)
     if "OMP_NUM_THREADS" not in request.environment:
         environment["OMP_NUM_THREADS"] = str(cores)
-    is_train = request.command[0] == "train"
+    # A checkpoint that is named remains: the run's own come first if there are any.
+    resumes_auto = resume_setting(request, request.environment) in (None, "auto", "never")
+    is_auto = request.command[0] == "train" and resumes_auto
     requeued = f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {RESUME}\n'
     srun_options = [shlex.quote(_checked("srun_options", option)) for option in slurm.srun_options]
     text = SCRIPT.format(
@@ -135,7 +138,7 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         exports="".join(f"export {k}={shlex.quote(v)}\n" for k, v in environment.items()),
         head="127.0.0.1" if config.nodes == 1 else HEAD,
         command=shlex.join((request.python, "-m", "ssdctl", *request.command)),
-        resume_after_requeue=requeued if is_train else "",
+        resume_after_requeue=requeued if is_auto else "",
         restarts=config.restarts,
         variable=EXITS_VARIABLE,
         python=shlex.quote(request.python),
@@ -143,7 +146,7 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         options="".join(f"{option} " for option in srun_options),
         cores=cores,
         count=request.count,
-        resume=f"  {RESUME}\n" if is_train else "",
+        resume=f"  {RESUME}\n" if is_auto else "",
         requeue=REQUEUE if slurm.requeue else "",
     )
     warnings = (ASSUMED_CORES,) if config.cores_per_node is None else ()

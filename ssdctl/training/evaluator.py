@@ -60,17 +60,20 @@ class Evaluator:
 
     Args:
         past: The recorded evaluations of earlier starts, on the first rank.
-        best_ap: The best AP of the checkpoint, if none is recorded.
+        best_ap: The best AP of the checkpoint.
     """
 
     def __init__(self, opened: OpenedRun, past: Sequence[Record], best_ap: float | None) -> None:
         config = opened.run.config.train
         self._opened = opened
         self._scoring: BackgroundScoring | None = None
-        best_ap = None if past else best_ap
-        self.early_stopping = EarlyStopping(best_ap, config.target_ap, config.patience)
+        first = None if past else best_ap
+        self.early_stopping = EarlyStopping(first, config.target_ap, config.patience)
         for record in past:
             self.early_stopping.update(float(record["AP"]))
+        # With another global batch, later steps of the run before are not in `past`.
+        if best_ap is not None and best_ap > (self.early_stopping.ap or 0):
+            self.early_stopping.ap = best_ap
         self.rewind(past)
         self.losses: dict[str, float] = {}  # last detection's, on the first rank
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ def _find(opened: OpenedRun) -> Checkpoint | None:
         if checkpoint is None:
             return None
     else:
-        checkpoint = load_checkpoint(Path(resume))
+        checkpoint = _or_later_own(load_checkpoint(Path(resume)), out)
     if not checkpoint.is_of_run:
         system = checkpoint.third_party
         kind = f"a checkpoint of {system}" if system else "a file of weights without their run"
@@ -75,6 +76,22 @@ def _find(opened: OpenedRun) -> Checkpoint | None:
         log.warning(text, checkpoint.path, before, now)
     _check_classes(checkpoint, opened.train.classes)
     return checkpoint
+
+
+def _or_later_own(named: Checkpoint, out: Path) -> Checkpoint:
+    """Return the run's newest checkpoint if it is later than one from elsewhere, else that one.
+
+    So the same command, run again, continues the run instead of starting from `--resume FILE`.
+    """
+    is_own = named.path.resolve().parent == RunDir(out).checkpoints.resolve()
+    if is_own or not named.is_of_run:  # to train again from an earlier step; it is refused
+        return named
+    with contextlib.suppress(IntegrityError):
+        own, _ = CheckpointFolder(out, keep=1).newest_intact()
+        if own is not None and own.samples_seen > named.samples_seen:
+            log.warning("%s is later than --resume %s: continuing from it", own.path, named.path)
+            return own
+    return named
 
 
 def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
@@ -110,7 +127,12 @@ def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
     if opened.run.config.train.resume_changed and not is_other_network:
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
-    options = [all_settings()[path].as_option(saved) for path, saved in changed.items()]
+    sources = opened.run.resolved.sources
+    options = [
+        all_settings()[path].as_option(saved)
+        for path, saved in changed.items()
+        if not (is_other_batch and sources[path].kind is Kind.RULE)  # it follows from the batch
+    ]
     batch_size, rest = divmod(checkpoint.global_batch, plan.global_batch_size // plan.batch_size)
     if is_other_batch and not rest:
         options.append(f"--bs {batch_size}")

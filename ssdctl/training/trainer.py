@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -294,8 +295,13 @@ class Trainer:
         raise Stopped(
             f"stopped by {signal_name or 'another rank'} at step {self.step}/"
             f"{self.plan.total_steps}; progress saved in {self.opened.run.out}",
-            hint="run the same command again to continue",
+            hint=self._how_to_continue(),
         )
+
+    def _how_to_continue(self) -> str:
+        resume, own = self.opened.run.config.train.resume, RunDir(self.opened.run.out).checkpoints
+        is_same = resume != "never" and Path(resume).resolve().parent != own.resolve()
+        return f"run the same command again{'' if is_same else ' with --resume auto'} to continue"
 
     @contextlib.contextmanager
     def _saved_before_an_error(self) -> Iterator[None]:

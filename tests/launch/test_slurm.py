@@ -101,6 +101,15 @@ def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: 
     assert plan_for("cuda", 8, slurm={"time": time, "requeue": False}).text
 
 
+def test_a_restart_keeps_a_checkpoint_that_is_named() -> None:
+    """The run's own checkpoints come first, so no progress is lost (`--resume FILE`)."""
+    for resume, is_auto in ((), True), (("--resume=never",), True), (("--resume", "a.pt"), False):
+        text = plan_for("cuda", 2, "train", *resume, restarts=1).text
+        assert text is not None
+        assert (text.count("--resume=auto") == 2) == is_auto
+        assert ("--resume=auto" in text) == is_auto
+
+
 def test_assumed_cores_cause_a_warning() -> None:
     assert "--cores-per-node" in plan_for("cuda", 8).warnings[0]
     assert plan_for("cuda", 8, cores_per_node=64).warnings == ()

@@ -218,3 +218,27 @@ def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train)
     train("--steps", 4)
     assert last(run).best_ap == 0.9
     assert load_checkpoint(run / "checkpoints/best.pt").step == 3  # the new AP is worse
+
+
+def test_the_same_command_continues_a_run_that_began_elsewhere(
+    run: Path, train: Train, tmp_path: Path
+) -> None:
+    """With `--resume FILE` of another run: its own later checkpoints come first."""
+    other, file = tmp_path / "other", run / "checkpoints/step-00000003.pt"
+    train("--resume", file, "--steps", 4, out=other)
+    assert "step-00000004.pt" in train("--resume", file, "--steps", 5, out=other)
+    assert steps(other) == [4, 5]
+    assert not list((other / "checkpoints").glob("*.retired"))
+
+
+def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(run: Path, train: Train) -> None:
+    """Of the run before, records after the step that has as many images are dropped."""
+    options = ["--eval-every", "1st", "--keep", 9]
+    train(*options, "--steps", 8)
+    newest = run / "checkpoints/step-00000008.pt"
+    for path in (newest, run / "checkpoints/best.pt"):
+        save_checkpoint(path, {**torch.load(path, weights_only=True), "best_ap": 0.9})
+    train(*options, "--accumulate", 2, "--steps", 5, "--resume-changed")
+    assert steps(run, "eval")[-1] == 5
+    assert last(run).best_ap == 0.9
+    assert load_checkpoint(run / "checkpoints/best.pt").best_ap == 0.9
