@@ -282,6 +282,8 @@ def _call(
                 continue
             if setting.is_flag and value is False:
                 flag = setting.flags[1]
+            if constant and overrides and overrides[-1].path == setting.path:
+                raise UsageError(f"{overrides[-1].source} and {flag}: give one of them")
             overrides.append(Override(setting.path, constant or value, of_call(flag)))
     resolved = resolve(
         file=file,

@@ -65,6 +65,7 @@ def test_commands_without_a_run_take_output_dir_too(cli: Cli) -> None:
         ("train", "--multistep", "--decay-epochs"),
         ("train", "--checkpoint=x.pt", "--init"),
         ("train", "-d=bf16", "--bf16"),
+        ("train", "--fp32 --bf16", "--bf16 and --fp32"),
         ("launch", "--use_horovod", "not needed"),
         ("train", "--num_cores=8", "--tpus 4"),
         ("launch", "-np", "--hpus"),
