@@ -9,6 +9,8 @@ import sys
 import uuid
 from pathlib import Path
 
+import typer
+
 from ssdctl.cli.command import Call, click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
@@ -200,7 +202,10 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
         )
     # Its options are parsed as each rank would.
     parsed = commands[rest[0]]
-    parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
+    try:
+        parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
+    except typer.Exit as end:  # after --help
+        raise SystemExit(end.exit_code) from None
     return rest[:1] + (
         parsed.without_aliases(rest[1:]) if isinstance(parsed, AliasCommand) else rest[1:]
     )
