@@ -86,8 +86,12 @@ def launch(
     request = make_request(
         call, *devices[0], rest or [], is_dry_run=dry_run, is_written=write is not None
     )
-    if write is not None and write.endswith(SKY_SUFFIXES) and not dry_run:
-        files.write_text(Path(write), to_sky_task(request, read_node()))
+    if write is not None and write.endswith(SKY_SUFFIXES):
+        task = to_sky_task(request, read_node())
+        if dry_run:
+            call.console.result({"script": task}, task.rstrip("\n"))
+            return
+        files.write_text(Path(write), task)
         call.console.info(f"wrote {write}; start it with sky launch --gpus TYPE:COUNT {write}")
         call.console.result({"written": write}, None)
         return
@@ -105,7 +109,7 @@ def launch(
     }
     if plan.text is not None:
         result["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
-    if write is not None:
+    if write is not None and not dry_run:
         path = Path(write)
         if path.exists():
             call.console.info(f"{write} exists and is replaced")

@@ -150,6 +150,23 @@ def test_write_names_the_file_that_it_replaces(engine: list[str]) -> None:
     assert Path("mine").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("path", "text"), [("job.sh", "torch.distributed.run"), ("job.sky.yaml", "pip install")]
+)
+def test_a_dry_run_shows_what_write_would_write(path: str, text: str) -> None:
+    Path(path).write_text("mine")
+    result = launch("--gpus", "8", "--dry-run", "--write", path)
+    assert (result.code, text in result.out, Path(path).read_text()) == (0, True, "mine")
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
+def test_help_of_another_command(command: str, option: str) -> None:
+    result = launch("--cpus", "2", "--", command, option)
+    assert (result.code, f"ssdctl {command}" in result.out) == (0, True)
+    assert "Traceback" not in result.err
+
+
 def test_another_command() -> None:
     options = ["--cpus", "2", "--dry-run", "--json", "--", "evaluate"]
     plan = json.loads(launch(*options, "--bs", "4", "a;b").out)
