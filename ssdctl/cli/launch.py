@@ -83,10 +83,20 @@ def launch(
     from ssdctl.launch import load_launcher, make_plan, read_node
     from ssdctl.launch.torchrun import SKY_SUFFIXES, to_sky_task
 
+    is_sky = write is not None and write.endswith(SKY_SUFFIXES)
     request = make_request(
-        call, *devices[0], rest or [], is_dry_run=dry_run, is_written=write is not None
+        call,
+        *devices[0],
+        rest or [],
+        is_dry_run=dry_run,
+        is_written=write is not None,
+        is_elsewhere=is_sky,
     )
-    if write is not None and write.endswith(SKY_SUFFIXES):
+    launcher = load_launcher(request.launcher)
+    is_batch = hasattr(launcher, "submit")
+    if write is not None and request.config.restarts and not is_batch:
+        call.console.warning(f"{write} does not contain --restarts: only ssdctl launch restarts")
+    if write is not None and is_sky:
         task = to_sky_task(request, read_node())
         if dry_run:
             call.console.result({"script": task}, task.rstrip("\n"))
@@ -95,8 +105,7 @@ def launch(
         call.console.info(f"wrote {write}; start it with sky launch --gpus TYPE:COUNT {write}")
         call.console.result({"written": write}, None)
         return
-    plan, launcher = make_plan(request, read_node()), load_launcher(request.launcher)
-    is_batch = hasattr(launcher, "submit")
+    plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warning(warning)
 

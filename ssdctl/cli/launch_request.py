@@ -33,13 +33,23 @@ LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
 
 
 def make_request(
-    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool, is_written: bool
+    call: Call,
+    device: str,
+    count: int,
+    rest: list[str],
+    *,
+    is_dry_run: bool,
+    is_written: bool,
+    is_elsewhere: bool,
 ) -> LaunchRequest:
-    """Return the request for a launch of `train`, or of the command `rest`."""
+    """Return the request for a launch of `train`, or of the command `rest`.
+
+    `is_elsewhere`: the ranks cannot read this machine's files, as with some launchers.
+    """
     config = call.config.launch
     name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
     launcher = load_launcher(name)
-    is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
+    is_elsewhere = is_elsewhere or getattr(launcher, "RUNS_ELSEWHERE", False)
     if rest:
         command = rest_command(call, rest)
     else:
