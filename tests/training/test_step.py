@@ -12,7 +12,7 @@ import torch
 from tiny_network import batch, config, everything
 
 from ssdctl.device import open_device
-from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
 from ssdctl.input import Batch
 from ssdctl.model.ssd300 import SSD300
