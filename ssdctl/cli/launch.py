@@ -83,20 +83,12 @@ def launch(
     from ssdctl.launch import load_launcher, make_plan, read_node
     from ssdctl.launch.torchrun import SKY_SUFFIXES, to_sky_task
 
-    is_sky = write is not None and write.endswith(SKY_SUFFIXES)
-    request = make_request(
-        call,
-        *devices[0],
-        rest or [],
-        is_dry_run=dry_run,
-        is_written=write is not None,
-        is_elsewhere=is_sky,
-    )
+    request = make_request(call, *devices[0], rest or [], is_dry_run=dry_run, write=write)
     launcher = load_launcher(request.launcher)
     is_batch = hasattr(launcher, "submit")
     if write is not None and request.config.restarts and not is_batch:
         call.console.warning(f"{write} does not contain --restarts: only ssdctl launch restarts")
-    if write is not None and is_sky:
+    if write is not None and write.endswith(SKY_SUFFIXES):
         task = to_sky_task(request, read_node())
         if dry_run:
             call.console.result({"script": task}, task.rstrip("\n"))

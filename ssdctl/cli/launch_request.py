@@ -25,6 +25,7 @@ from ssdctl.distributed.ranks import Ranks, free_port, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch import LaunchRequest, load_launcher
 from ssdctl.launch.mpirun import read_hosts
+from ssdctl.launch.torchrun import SKY_SUFFIXES
 from ssdctl.runs.layout import run_dir
 from ssdctl.training.run import check_without_data, finalize
 
@@ -33,23 +34,14 @@ LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
 
 
 def make_request(
-    call: Call,
-    device: str,
-    count: int,
-    rest: list[str],
-    *,
-    is_dry_run: bool,
-    is_written: bool,
-    is_elsewhere: bool,
+    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool, write: str | None
 ) -> LaunchRequest:
-    """Return the request for a launch of `train`, or of the command `rest`.
-
-    `is_elsewhere`: the ranks cannot read this machine's files, as with some launchers.
-    """
+    """Return the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
     name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
     launcher = load_launcher(name)
-    is_elsewhere = is_elsewhere or getattr(launcher, "RUNS_ELSEWHERE", False)
+    is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
+    is_elsewhere |= write is not None and write.endswith(SKY_SUFFIXES)
     if rest:
         command = rest_command(call, rest)
     else:
@@ -76,7 +68,7 @@ def make_request(
         run_folder=None if rest else str(run_dir(call.config)),
         paths={} if rest else _paths(call.config),
         is_dry_run=is_dry_run,
-        is_planned=is_dry_run or is_written,
+        is_planned=is_dry_run or write is not None,
     )
     if not rest:
         # pods have other folders; on TPU v2 and v3 one rank has several chips
@@ -86,7 +78,7 @@ def make_request(
     if hasattr(launcher, "inspect"):
         request = launcher.inspect(request)
     # A written script may run on other machines.
-    return dataclasses.replace(request, local_address=None) if is_written else request
+    return dataclasses.replace(request, local_address=None) if write is not None else request
 
 
 def _paths(config: Config) -> dict[str, str]:
