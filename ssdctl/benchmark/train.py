@@ -99,7 +99,7 @@ class _Bench:
         fake_rate = rate = self._rate(step, fake, seconds)
         extra = {}
         if split is not None:
-            threads = self.config.train.workers or usable_cores()
+            threads = self.config.train.workers or usable_cores(self.ranks.world_size)
             real = endless_batches(split, self.config, self.size, threads, self.device)
             rate = self._rate(step, real, seconds)
             extra["images_per_second_fake"] = round(fake_rate, 3)

@@ -83,16 +83,21 @@ def launch(
     from ssdctl.launch import load_launcher, make_plan, read_node
     from ssdctl.launch.torchrun import SKY_SUFFIXES, to_sky_task
 
-    request = make_request(
-        call, *devices[0], rest or [], is_dry_run=dry_run, is_written=write is not None
-    )
-    if write is not None and write.endswith(SKY_SUFFIXES) and not dry_run:
-        files.write_text(Path(write), to_sky_task(request, read_node()))
+    request = make_request(call, *devices[0], rest or [], is_dry_run=dry_run, write=write)
+    launcher = load_launcher(request.launcher)
+    is_batch = hasattr(launcher, "submit")
+    if write is not None and request.config.restarts and not is_batch:
+        call.console.warning(f"{write} does not contain --restarts: only ssdctl launch restarts")
+    if write is not None and write.endswith(SKY_SUFFIXES):
+        task = to_sky_task(request, read_node())
+        if dry_run:
+            call.console.result({"script": task}, task.rstrip("\n"))
+            return
+        files.write_text(Path(write), task)
         call.console.info(f"wrote {write}; start it with sky launch --gpus TYPE:COUNT {write}")
         call.console.result({"written": write}, None)
         return
-    plan, launcher = make_plan(request, read_node()), load_launcher(request.launcher)
-    is_batch = hasattr(launcher, "submit")
+    plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warning(warning)
 
@@ -105,7 +110,7 @@ def launch(
     }
     if plan.text is not None:
         result["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
-    if write is not None:
+    if write is not None and not dry_run:
         path = Path(write)
         if path.exists():
             call.console.info(f"{write} exists and is replaced")

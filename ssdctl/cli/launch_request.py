@@ -9,6 +9,8 @@ import sys
 import uuid
 from pathlib import Path
 
+import typer
+
 from ssdctl.cli.command import Call, click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
@@ -23,6 +25,7 @@ from ssdctl.distributed.ranks import Ranks, free_port, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch import LaunchRequest, load_launcher
 from ssdctl.launch.mpirun import read_hosts
+from ssdctl.launch.torchrun import SKY_SUFFIXES
 from ssdctl.runs.layout import run_dir
 from ssdctl.training.run import check_without_data, finalize
 
@@ -31,13 +34,14 @@ LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
 
 
 def make_request(
-    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool, is_written: bool
+    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool, write: str | None
 ) -> LaunchRequest:
     """Return the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
     name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
     launcher = load_launcher(name)
     is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
+    is_elsewhere |= write is not None and write.endswith(SKY_SUFFIXES)
     if rest:
         command = rest_command(call, rest)
     else:
@@ -64,7 +68,7 @@ def make_request(
         run_folder=None if rest else str(run_dir(call.config)),
         paths={} if rest else _paths(call.config),
         is_dry_run=is_dry_run,
-        is_planned=is_dry_run or is_written,
+        is_planned=is_dry_run or write is not None,
     )
     if not rest:
         # pods have other folders; on TPU v2 and v3 one rank has several chips
@@ -74,7 +78,7 @@ def make_request(
     if hasattr(launcher, "inspect"):
         request = launcher.inspect(request)
     # A written script may run on other machines.
-    return dataclasses.replace(request, local_address=None) if is_written else request
+    return dataclasses.replace(request, local_address=None) if write is not None else request
 
 
 def _paths(config: Config) -> dict[str, str]:
@@ -204,7 +208,10 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
         )
     # Its options are parsed as each rank would.
     parsed = commands[rest[0]]
-    parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
+    try:
+        parsed.make_context(f"ssdctl {rest[0]}", rest[1:])
+    except typer.Exit as end:  # after --help
+        raise SystemExit(end.exit_code) from None
     return rest[:1] + (
         parsed.without_aliases(rest[1:]) if isinstance(parsed, AliasCommand) else rest[1:]
     )

@@ -113,6 +113,7 @@ def _kind(request: LaunchRequest) -> str:
         raise UsageError("kubernetes.kind TrainJob: HPUs are started by mpirun, in a Job")
     names = sorted(request.patch.get("spec", {}).keys() - TRAIN_JOB_FIELDS)
     names += [name for name in ("priority_class", "host_ipc") if getattr(config, name)]
+    names += ["--restarts"] * bool(request.config.restarts)
     if kind == "TrainJob" and names:
         raise UsageError(
             f"kubernetes.kind TrainJob: its runtime decides about {', '.join(names)}",

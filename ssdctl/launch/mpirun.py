@@ -30,11 +30,12 @@ HOST = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,252}|(?=.*:.*:)[0-9A-Fa-f:.]{2
 SLOTS = re.compile(r"(?:slots|count|cpus?)\s*=\s*(\S*)", re.IGNORECASE)
 MAX_SLOTS = 65_536  # far more than a machine has, and far fewer than mpirun has memory for
 UNKNOWN_SOCKETS = 2  # assumed for other machines: Gaudi nodes have two
-# Variables that ranks on other nodes need; mpirun does not export any by default.
+# Variables that ranks on other nodes need; mpirun does not export any by default. Each rank sets
+# PT_HPU_AUTOLOAD itself (ssdctl/__init__.py).
 EXPORTED = re.compile(
     r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
     r"GC_KERNEL_PATH|RDMAV_FORK_SAFE|(https?|no|HTTPS?|NO)_(proxy|PROXY)|"
-    r"(SSDCTL|PT_HPU|HABANA|HCCL|NCCL|GLOO|TORCH|UCX|FI|RDMA)_[A-Za-z0-9_]+"
+    r"(SSDCTL|PT_HPU(?!_AUTOLOAD$)|HABANA|HCCL|NCCL|GLOO|TORCH|UCX|FI|RDMA)_[A-Za-z0-9_]+"
 )
 # The pods of a job are always new: their host keys are unknown, and sshd may not have started yet.
 POD_SSH = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o ConnectionAttempts=30"

@@ -33,10 +33,10 @@ from ssdctl.launch import (
 
 SUBMIT = "sbatch"  # submits a written file
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
-WORD = r"[A-Za-z0-9_[][A-Za-z0-9_.,:@+&|()*=/\[\]-]*"
+WORD = r"[A-Za-z0-9_[][A-Za-z0-9_.,:@+&|()*=/%\[\]-]*"
 FORMS = {
     "job_name": r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
-    "time": r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}",
+    "time": r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE",
     "memory": r"\d+[KMGT]?",
     "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
     "srun_options": r"--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?",  # quoted, unlike sbatch's
@@ -180,7 +180,7 @@ def _directives(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
 
 def _check_time(slurm: Settings) -> None:
     """Refuse a time limit that ends a job before it trains: it would be queued again and again."""
-    if slurm.time is None or not slurm.requeue:
+    if slurm.time in (None, "UNLIMITED", "INFINITE") or not slurm.requeue:
         return
     # M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
     days, dash, rest = _checked("time", slurm.time).rpartition("-")
@@ -190,7 +190,7 @@ def _check_time(slurm: Settings) -> None:
     hours, minutes, seconds = (*parts, 0, 0)[:3]
     limit = 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
     minimum = slurm.signal_before + START_S
-    if limit <= minimum:
+    if 0 < limit <= minimum:  # 0 is no limit
         raise UsageError(
             f"slurm.time: {slurm.time} is {limit} s, and slurm.signal_before stops the ranks "
             f"{slurm.signal_before} s before its end: nothing would be trained",

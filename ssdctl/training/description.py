@@ -121,17 +121,20 @@ def warning_of_cut(run: SettledRun) -> str | None:
     config, plan, total = run.config.train, run.plan, run.plan.total_steps
     if config.steps is None or config.fake_data or config.steps > total:
         return None
+    missed = _missed_decay(plan)
+    return missed and (
+        f"--steps {total} ends before the learning rate does: {missed} is not reached; --epochs or "
+        "--decay-epochs fit the recipe to a short run"
+    )
+
+
+def _missed_decay(plan: TrainSchedule) -> str | None:
+    total = plan.total_steps
     missed = [f"{step:,}" for step in plan.decay_steps if step > total]
     if plan.is_cosine:
         missed = missed[-1:] if plan.lr(total - 1) > NEARLY_DECAYED * plan.peak_lr else []
-    if not missed:
-        return None
     what = "the end of its cosine decay" if plan.is_cosine else "its decay"
-    return (
-        f"--steps {total} ends before the learning rate does: {what} at step "
-        f"{' and '.join(missed)} is not reached; --epochs or --decay-epochs fit the recipe to a "
-        "short run"
-    )
+    return f"{what} at step {' and '.join(missed)}" if missed else None
 
 
 def warnings_of_unreached(run: SettledRun) -> list[str]:
@@ -148,9 +151,8 @@ def warnings_of_unreached(run: SettledRun) -> list[str]:
         warnings.append(
             f"--profile {config.profile}: the run ends at step {total:,}, before {last:,}"
         )
-    missed = [f"{step:,}" for step in plan.decay_steps if step > total]
-    if missed and (config.steps is None or config.steps > total) and not plan.is_cosine:
-        warnings.append(f"the run ends at step {total:,}, before its decays at {', '.join(missed)}")
+    if (config.steps is None or config.steps > total) and (missed := _missed_decay(plan)):
+        warnings.append(f"the run ends at step {total:,}, before {missed}")
     return warnings
 
 

@@ -237,7 +237,12 @@ class RunLog:
             self.event("nonfinite", step, bad_step=entry.step)
             if self._opened.ranks.is_main:
                 content = json.dumps({"step": entry.step, "image_ids": ids})
-                write_text(folder / f"step-{entry.step:08d}.json", content)
+                name, copy = f"step-{entry.step:08d}", 1
+                path = folder / f"{name}.json"
+                while path.exists() and path.read_text() != content:  # written before a rollback
+                    copy += 1
+                    path = folder / f"{name}-{copy}.json"
+                write_text(path, content)
         text = (
             "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
             "their images are in %s"

@@ -69,6 +69,7 @@ def test_commands_without_a_run_take_output_dir_too(cli: Cli) -> None:
         ("launch", "--use_horovod", "not needed"),
         ("train", "--num_cores=8", "--tpus 4"),
         ("launch", "-np", "--hpus"),
+        ("launch", "--tag-output", "RUN/logs"),
         ("train", "--nproc_per_node=8", "ssdctl launch"),
         ("train", "--num-cropping-iterations", "one attempt"),
         ("train", "--warmup-factor", "starts at 0"),

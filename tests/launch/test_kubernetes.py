@@ -304,9 +304,9 @@ def test_settings_of_shared_clusters(cli: Cli) -> None:
     assert container["image"] == "a"
     assert manifest["spec"]["ttlSecondsAfterFinished"] == 60
     arguments = ["launch", "--gpus", 4, *IN_A_POD[2:], *words, "--dry-run"]
-    refused = cli(*arguments, "--set", "kubernetes.kind=TrainJob")
+    refused = cli(*arguments, "--set", "kubernetes.kind=TrainJob", "--restarts", 1)
     assert refused.code == 2
-    assert "hostNetwork, priority_class" in " ".join(refused.err.split())
+    assert "hostNetwork, priority_class, --restarts" in " ".join(refused.err.split())
     for text in ("spec: [", "[]", "pod: {}", "spec: 1"):
         Path("patch.yaml").write_text(text)
         refused = cli(*arguments)

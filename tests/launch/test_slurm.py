@@ -41,9 +41,11 @@ def test_options_for_slurm() -> None:
     )
     assert "--gres=gpu:4" in directives(plan_for("cuda", 4))
     assert not any("gres" in d for d in directives(plan_for("cuda", 4, slurm={"gres": "none"})))
-    settings = {"constraint": "[rack1|rack2]", "options": ("--exclude=gpu[01-03,7]",)}
-    found = directives(plan_for("cuda", 4, slurm=settings))
-    assert {"--constraint=[rack1|rack2]", "--exclude=gpu[01-03,7]"} <= set(found)
+    options = ("--exclude=gpu[01-03,7]", "--output=logs/%j.out")
+    found = directives(
+        plan_for("cuda", 4, slurm={"constraint": "[rack1|rack2]", "options": options})
+    )
+    assert {"--constraint=[rack1|rack2]", *options} <= set(found)
 
 
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(x)", "`x`", "a;b", "-x", ""])
@@ -88,7 +90,10 @@ def test_arguments_are_inert_in_the_script(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("time", "is_enough"),
-    [("6", False), ("7", True), ("5:59", False), ("0:06:01", True), ("0-1", True)],
+    [
+        *(("6", False), ("7", True), ("5:59", False), ("0:06:01", True), ("0-1", True)),
+        *(("0", True), ("UNLIMITED", True), ("INFINITE", True)),
+    ],
 )
 def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: bool) -> None:
     """Its ranks would be stopped 300 s before the end, before they had started."""

@@ -182,6 +182,16 @@ def test_the_plan_names_the_rule(cli: Cli, shapes: Path) -> None:
     assert "small-data rule" in " ".join(cli(*plan).out.split())
 
 
+@pytest.mark.parametrize(
+    ("preset", "missed"), [("stable-r34", "157,576 and 197,886"), ("habana-tf-r34", "50,387")]
+)
+def test_a_dry_run_warns_of_decays_that_are_not_reached(cli: Cli, preset: str, missed: str) -> None:
+    command = ["train", "--preset", preset, "--fake-data", "--device", "cpu", "--dry-run"]
+    assert "warning" not in cli(*command).err
+    result = cli(*command, "--epochs", 10)
+    assert (result.code, missed in result.err) == (0, True)
+
+
 def test_weights_of_another_backbone_are_refused_at_once(cli: Cli) -> None:
     result = cli("train", "--preset", "mlperf-r34", "--backbone", "resnet50", "--data", "none")
     assert result.code == 2

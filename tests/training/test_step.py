@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from tiny_network import batch, config, everything
@@ -11,10 +16,11 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
 from ssdctl.input import Batch
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.layout import RunDir
 from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.memory import USED_SHARE, MemoryEstimate
 from ssdctl.training.optimizer import build_optimizer, clip_factor
-from ssdctl.training.run_log import ThroughputMeter
+from ssdctl.training.run_log import RunLog, ThroughputMeter
 from ssdctl.training.state import EMA
 from ssdctl.training.step import (
     MAX_CONSECUTIVE,
@@ -120,6 +126,15 @@ def test_guard_raises_only_after_many_consecutive_bad_steps() -> None:
         flags(guard, *[True] * (MAX_CONSECUTIVE // 2))
     with pytest.raises(NonFiniteError, match="folder"):
         guard.should_roll_back([BadStep(1, [1])], "folder")
+
+
+def test_the_images_of_a_bad_step_before_a_rollback_are_kept(tmp_path: Path) -> None:
+    opened, folder = SimpleNamespace(ranks=SINGLE_PROCESS), RunDir(tmp_path)
+    run_log: Any = SimpleNamespace(_folder=folder, _opened=opened, event=lambda *_, **__: None)
+    for ids in ([1], [2], [1]):  # the last one is repeated after a crash
+        RunLog.bad_steps(run_log, 4, [BadStep(4, ids)])
+    listed = {p.name: json.loads(p.read_text())["image_ids"] for p in folder.nonfinite.iterdir()}
+    assert listed == {"step-00000004.json": [1], "step-00000004-2.json": [2]}
 
 
 def test_guard_bounds_rollbacks() -> None:

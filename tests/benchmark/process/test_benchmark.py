@@ -8,13 +8,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import Cli
 from helpers import run_ranks, start_script
 
+from ssdctl.benchmark import train
 from ssdctl.benchmark.data import required_cores
 from ssdctl.benchmark.train import timed
+from ssdctl.distributed.ranks import Ranks
 
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
 OPTIONS = LINE.split()
@@ -32,6 +36,20 @@ def test_the_cores_that_gpus_need_follow_from_the_rate_of_one_core() -> None:
             "required_cores": cores,
             "is_sufficient": is_sufficient,
         }
+
+
+def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batches(*arguments: Any) -> None:
+        raise LookupError(arguments[3])  # threads
+
+    monkeypatch.setattr(train, "endless_batches", batches)
+    monkeypatch.setattr(train, "usable_cores", lambda world_size=1: 8 // world_size)
+    config = SimpleNamespace(train=SimpleNamespace(workers=0))
+    bench: Any = SimpleNamespace(config=config, ranks=Ranks(0, 4, 0), size=1, device=None)
+    bench._warm_step, bench._rate = lambda *_: (None, 0.0), lambda *_: 1.0
+    split: Any = SimpleNamespace(most_boxes=1, classes=["a"])
+    with pytest.raises(LookupError, match="2"):
+        train._Bench.figures(bench, split, 1.0)
 
 
 @pytest.mark.slow
