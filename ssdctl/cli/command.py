@@ -272,7 +272,7 @@ def _call(
 ) -> Call:
     file = values.pop("config_file")
     assignments = values.pop("assignments") or []
-    overrides = []
+    overrides: list[Override] = []
     for setting in settings:
         for flag, parameter, constant in _options(setting):
             value = values.pop(parameter)
