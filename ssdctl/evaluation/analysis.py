@@ -98,7 +98,7 @@ def score(
     scoring = run_scoring(truth, detections, image_ids=image_ids, verify=verify)
     is_scored = np.isin(detections.category_ids, [entry.category_id for entry in scoring.per_class])
     is_scored &= np.isin(detections.image_ids, scoring.image_ids)
-    detections = Detections(*(column[is_scored] for column in detections))
+    detections = Detections._make(column[is_scored] for column in detections)
     count, threshold = len(detections.scores), about.score_threshold
     if scoring.figures["AP"] < 0:
         log.warning("the images have no annotated objects: there is no AP (-1)")

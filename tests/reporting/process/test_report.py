@@ -181,6 +181,7 @@ def test_report_of_an_evaluation_without_a_run(shapes: Path, tmp_path: Path, cli
     page = Path("out/report.html").read_text()
     assert page.count("<figure>") == 9
     assert report(cli, Path("out")) == page  # again, from evaluation.json
+    assert "ssdctl predict" not in cli("report", "out").err  # it has no checkpoint
     options = ("--data", "data", "--split", "train", "--annotated-only", "--report", "out")
     Path("none.json").write_text("[]")
     assert cli("evaluate", "none.json", *options).code == 0
