@@ -19,6 +19,7 @@ from ssdctl.exporting import (
     MAX_AP_LOSS,
     MAX_BATCH,
     NMS,
+    SUFFIXES,
     ExportRequest,
     export_checkpoint,
 )
@@ -106,7 +107,13 @@ def export(
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
     files = [request.out, *[request.out.with_suffix(".bin")] * (kind == "openvino")]
     sizes = (f"{file} ({file.stat().st_size / 1e6:.1f} MB)" for file in files)
-    call.console.closing([("wrote", ", ".join(sizes))], [_next_command(request)])
+    command = _next_command(request)
+    if command.startswith("ssdctl predict"):
+        if request.out.suffix != SUFFIXES.get(kind, request.out.suffix):
+            command = ""
+        elif (least := call.config.evaluate.score_threshold or 0) > call.config.predict.score:
+            command += f" --score {least:g}"  # its NMS drops lower scores
+    call.console.closing([("wrote", ", ".join(sizes))], [command] if command else [])
 
 
 def _next_command(request: ExportRequest) -> str:

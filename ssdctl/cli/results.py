@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,7 +80,8 @@ def report(
     target = Path(out) if out else RunDir(Path(named[0])).report
     write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")
-    call.console.closing([], [f"ssdctl predict {named[0]} photo.jpg --out drawn"])
+    has_checkpoints = any(RunDir(Path(named[0])).checkpoints.glob("*.pt"))
+    call.console.closing([], [f"ssdctl predict {named[0]} photo.jpg --out drawn"] * has_checkpoints)
 
 
 def _table(found: list[RunSummary]) -> Group:
@@ -174,7 +176,9 @@ def evaluate(
     facts.insert(0, ("best" if every else "checkpoint", best.about.source))
     next_commands = [f"ssdctl predict {best.about.source} photo.jpg --out drawn"]
     if report is None:
-        next_commands.append(f"ssdctl evaluate {best.about.source} --report evaluation")
+        is_chosen = call.resolved.is_chosen("data.root")
+        data = f" --data {shlex.quote(str(call.config.data.root))}" * is_chosen
+        next_commands.append(f"ssdctl evaluate {best.about.source}{data} --report evaluation")
     call.console.closing(facts, next_commands)
 
 

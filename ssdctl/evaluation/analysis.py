@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -95,6 +96,9 @@ def score(
     The numbers of images and detections of `about` are filled in.
     """
     scoring = run_scoring(truth, detections, image_ids=image_ids, verify=verify)
+    is_scored = np.isin(detections.category_ids, [entry.category_id for entry in scoring.per_class])
+    is_scored &= np.isin(detections.image_ids, scoring.image_ids)
+    detections = Detections._make(column[is_scored] for column in detections)
     count, threshold = len(detections.scores), about.score_threshold
     if scoring.figures["AP"] < 0:
         log.warning("the images have no annotated objects: there is no AP (-1)")
@@ -163,8 +167,9 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
     """Compute the evaluation record of scored detections."""
     engine = scoring.engine
     precision, cut = engine.eval["precision"], engine.eval["scores"]
-    confusion = engine.confusion_matrix(iou_thr=IOU_FOUND)["matrix"]
-    shown = engine.confusion_matrix(iou_thr=IOU_FOUND, min_score=SHOWN_SCORE)
+    table, diagnostics = _shown(scoring)
+    counted = np.sort(np.array(list(diagnostics["dt_status"]), np.int64)) - 1  # not in a crowd
+    shown = _evaluated(scoring, table[counted]).confusion_matrix(iou_thr=IOU_FOUND)
     counts = shown["matrix"].astype(np.int64)
     has_probabilities = bool(((detections.scores >= 0) & (detections.scores <= 1)).all())
     if not has_probabilities:
@@ -177,7 +182,7 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
         per_class=[
             ClassAnalysis(
                 *entry[:2],
-                int(confusion[k].sum()),
+                int(counts[k].sum()),
                 *entry[2:],
                 *_best_f1(precision[0, :, k, 0, 2], cut[0, :, k, 0, 2]),
                 curve := _curve(precision[0, :, [k], 0, 2]),
@@ -296,16 +301,23 @@ def choose_samples(scoring: Scoring, detections: Detections) -> list[SampleImage
 
 def _image_errors(scoring: Scoring) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return the F1 and the number of errors of N images, at IoU 0.5 and the score shown."""
-    numbers = scoring.engine.params.img_ids
-    shown = scoring.table[scoring.table[:, 5] >= SHOWN_SCORE]
-    engine = evaluated(scoring.engine.coco_gt, shown, numbers)
-    images = engine.image_diagnostics(iou_thr=IOU_FOUND)["img_summary"]
+    numbers, images = scoring.engine.params.img_ids, _shown(scoring)[1]["img_summary"]
     empty = {"tp": 0, "fp": 0, "fn": 0}  # no object, nothing detected: it is not listed
     hits, false, missed = (
         np.array([images.get(n, empty)[kind] for n in numbers], np.int64) for kind in empty
     )
     errors = false + missed
     return np.where(errors > 0, 2 * hits / np.maximum(2 * hits + errors, 1), 1), errors
+
+
+def _shown(scoring: Scoring) -> tuple[NDArray[np.float64], dict[str, Any]]:
+    """Return the detections with the score shown, and the engine's view of each one and image."""
+    table = scoring.table[scoring.table[:, 5] >= SHOWN_SCORE]
+    return table, _evaluated(scoring, table).image_diagnostics(iou_thr=IOU_FOUND)
+
+
+def _evaluated(scoring: Scoring, table: NDArray[np.float64]) -> Any:
+    return evaluated(scoring.engine.coco_gt, table, scoring.engine.params.img_ids)
 
 
 def _sample(

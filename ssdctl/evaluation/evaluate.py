@@ -106,7 +106,9 @@ def _evaluate_results(path: Path, resolved: Resolved) -> Evaluation:
     image_ids = truth.image_ids
     if settings.annotated_only:
         image_ids = image_ids[np.unique(truth.rows)]
-    about = EvaluationInfo(source=str(path), data=str(root), store=str(store), split=name)
+    about = EvaluationInfo(
+        source=str(path), data=str(root.absolute()), store=str(store.absolute()), split=name
+    )
     found, image_ids = read_detections(path), image_ids[: settings.limit]
     return score(truth, found, about, image_ids, verify=settings.verify)
 
@@ -197,8 +199,8 @@ def evaluate_checkpoint(
         source=str(path),
         step=checkpoint.step,
         epoch=round(checkpoint.epoch, 4),
-        data=str(root),
-        store=str(folder),
+        data=str(root.absolute()),
+        store=str(folder.absolute()),
         split=settings.split,
         precision=precision,
         score_threshold=detector.score_threshold,

@@ -236,12 +236,16 @@ def find_sources(
 def looks_like_image(name: str) -> bool:
     """Return whether an argument names images or a video, and not a checkpoint, by its form.
 
-    Paths of images, videos and cameras, patterns, web addresses, `-`, and folders with images.
+    Paths of images, videos and cameras, patterns, web addresses, `-`, and folders with images,
+    except runs and models.
     """
     path = Path(name)
     if name == STDIN or is_camera(name) or name.lower().startswith(("http://", "https://")):
         return True
     if path.is_dir():
+        run = RunDir(path)
+        if is_model_folder(path) or run.metrics.exists() or run.checkpoints.is_dir():
+            return False
         return any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir())
     if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
         return True

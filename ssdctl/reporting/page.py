@@ -113,8 +113,10 @@ def _facts(run: RunData) -> dict[str, str]:
         facts["Classes"] = f"{len(names)}: {shown}{', ...' if len(names) > SHOWN_CLASSES else ''}"
     root = run.settings.get("data.root") or (about.data if about else None)
     data = [Path(str(root)).name or str(root)] if root else []
-    num_val = started.get("val_images", about.images if about else None)
-    for name, count in (("train", started.get("train_images")), ("val", num_val)):
+    counts = [("train", started.get("train_images")), ("val", started.get("val_images"))]
+    if about and "val_images" not in started:
+        counts[1] = (about.split, about.images)
+    for name, count in counts:
         if isinstance(count, int) and count:
             data.append(f"{count:,} {name}")
     if data:
@@ -171,6 +173,7 @@ def _analysis(run: RunData, limit: int) -> dict[str, Any]:
         "name": run.name,
         "command": _command(run),
         "evaluation": evaluation,
+        "is_other": _is_other(run),
         "diagnosis": diagnosis(evaluation) if evaluation else None,
         "threshold": best_threshold(evaluation) if evaluation else None,
         "ends": (measured[0], measured[-1]) if len(measured) > 1 else None,
@@ -181,6 +184,15 @@ def _analysis(run: RunData, limit: int) -> dict[str, Any]:
         "largest_error": max((e.delta_ap for e in errors), default=0),
         "findings": prepare_findings(Path(evaluation.about.store)) if evaluation else [],
     }
+
+
+def _is_other(run: RunData) -> bool:
+    """Return whether the evaluation in the folder is not the best one of training."""
+    evaluation, best = run.evaluation, run.best
+    if evaluation is None or best is None or not run.evals:
+        return False
+    other = {"step": evaluation.about.step, **evaluation.figures}
+    return any(_score(best.get(k)) != _score(other.get(k)) for k in ("step", "AP", "AP50"))
 
 
 def _as_script(analyses: Sequence[dict[str, Any]], drawn: Sequence[Chart]) -> Markup:

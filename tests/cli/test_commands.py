@@ -7,10 +7,13 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Cli, Result
 from PIL import Image
+
+from ssdctl.cli import export
 
 
 @pytest.mark.parametrize(
@@ -276,6 +279,28 @@ def test_presets_differ_in_each_row(cli: Cli) -> None:
     for path in recipes["stable-r34"]:
         values = {json.dumps(recipe.get(path)) for recipe in recipes.values()}
         assert (path.partition(".")[2] in shown) == (len(values) > 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        ("--score-threshold 0.5 --out e.onnx", "predict e.onnx photo.jpg --out drawn --score 0.5"),
+        ("--score-threshold 0.1 --out e.onnx", "predict e.onnx photo.jpg --out drawn"),
+        ("--out noext", None),  # predict would not recognize it
+    ],
+)
+def test_the_command_that_runs_an_onnx_file(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, options: str, command: str | None
+) -> None:
+    def write(_: str, request: export.ExportRequest, *__: Any, **___: Any) -> dict[str, Any]:
+        request.out.touch()
+        return {"source": "best.pt"}
+
+    monkeypatch.setattr(export, "export_checkpoint", write)
+    result = cli("export", "best.pt", "--format", "onnx", *options.split())
+    assert result.code == 0, result.err
+    _, *commands = result.err.split(" ssdctl ")
+    assert [c.strip() for c in commands] == ([command] if command else [])
 
 
 @pytest.mark.parametrize(

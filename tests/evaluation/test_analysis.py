@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluation.judge import Row, detections, image_counts, read_truth, write_annotations
+from numpy.typing import NDArray
 
 from ssdctl.benchmark.evaluate import make_split
 from ssdctl.data.coco_json import document_of
@@ -34,12 +35,18 @@ NUM_IMAGES = 4
 RIGHT: list[Row] = [(i, 2, BOX, 0.9) for i in range(NUM_IMAGES)]
 
 
-def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
-    """Evaluate detections on images with one object of category 2 each."""
+def evaluation(
+    tmp_path: Path,
+    rows: list[Row],
+    *others: dict[str, object],
+    image_ids: NDArray[np.int64] | None = None,
+) -> Evaluation:
+    """Evaluate detections on images with one object of category 2 each, and others."""
     truth = [{"image_id": i, "category_id": 2, "bbox": BOX} for i in range(NUM_IMAGES)]
+    truth += others
     path = write_annotations(tmp_path, truth, {2: "cat", 7: "dog"})
     about = EvaluationInfo(source="x.json", data=".", store=".", split="val")
-    return score(read_truth(path), detections(rows), about)
+    return score(read_truth(path), detections(rows), about, image_ids)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +114,21 @@ def test_confusions_and_samples(tmp_path: Path) -> None:
     assert [f.score for f in second.found] == [0.2]  # the report's threshold can be lowered to 0.05
     cat, dog, background = result.confusion  # detections scoring 0.3 or more
     assert (cat, dog, background) == ([2, 1, 1], [0, 0, 0], [0, 0, 0])
+
+
+def test_what_scoring_ignores_is_no_error(tmp_path: Path) -> None:
+    """Detections in a crowd, of an unlisted category, and on an image that is not scored."""
+    crowd = {"image_id": 0, "category_id": 2, "bbox": [150.0, 150, 100, 100], "iscrowd": 1}
+    inside: list[Row] = [(0, 2, [155.0 + 40 * n, 155, 30, 30], 0.95) for n in range(2)]
+    result = evaluation(tmp_path, [*RIGHT, *inside], crowd)
+    assert result.confusion == [[4, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert [c.objects for c in result.per_class] == [4, 0]
+    dog: list[Row] = [(0, 7, [155.0, 155, 30, 30], 0.95)]  # a crowd of cats
+    assert evaluation(tmp_path, [*RIGHT, *dog], crowd).confusion[2] == [0, 1, 0]
+    unlisted: list[Row] = [(0, 5, [155.0, 155, 30, 30], 0.95)]
+    result = evaluation(tmp_path, [*RIGHT, *unlisted], image_ids=np.arange(2))
+    assert (result.about.images, result.about.detections) == (2, 2)
+    assert [[f.category_id for f in s.found] for s in result.samples] == [[2], [2]]
 
 
 def test_the_worst_images_come_first(tmp_path: Path) -> None:

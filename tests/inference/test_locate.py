@@ -108,6 +108,9 @@ def test_failures_of_the_network(server: Server, monkeypatch: pytest.MonkeyPatch
 
 
 def test_which_names_are_images_and_videos() -> None:
+    touch("photos/a.jpg", "run/a.jpg", "run/metrics.jsonl", "new/a.jpg", "new/checkpoints/last.pt")
+    touch("model/a.jpg", "model/model.safetensors")
+    assert [looks_like_image(n) for n in ("photos", "run", "new", "model")] == [True, *[False] * 3]
     for name in ("-", "/dev/video0", "HTTPS://host/", "a.MP4", "a.jpg", "*.none"):
         assert looks_like_image(name), name
     for name in ("best.pt", "hf://org/name", "ssd300-vgg16-coco", "s3://bucket/a"):

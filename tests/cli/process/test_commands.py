@@ -125,7 +125,7 @@ def test_scored_images_can_be_selected(cli: Cli, checkpoint: Path, dataset: Path
     assert "2 without objects skipped" in " ".join(result.err.split())
 
 
-def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
+def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     """The best checkpoint, or every one with --all."""
     shutil.copytree(tiny_run, "run")
     checkpoints = Path("run/checkpoints")
@@ -143,6 +143,8 @@ def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     assert table.code == 0, table.err
     assert [table.out.count(name) for name in names] == [1, 1, 1]
     assert max(map(len, table.out.splitlines())) <= 80
+    named = cli("evaluate", "run", "--data", shapes, *options)
+    assert f"--data {shapes} --report" in named.err
     refused = cli("evaluate", checkpoints / "best.pt", "--all", *options)
     assert (refused.code, refused.out) == (2, "")
 

@@ -181,6 +181,16 @@ def test_report_of_an_evaluation_without_a_run(shapes: Path, tmp_path: Path, cli
     page = Path("out/report.html").read_text()
     assert page.count("<figure>") == 9
     assert report(cli, Path("out")) == page  # again, from evaluation.json
+    assert "ssdctl predict" not in cli("report", "out").err  # it has no checkpoint
+    options = ("--data", "data", "--split", "train", "--annotated-only", "--report", "out")
+    Path("none.json").write_text("[]")
+    assert cli("evaluate", "none.json", *options).code == 0
+    assert re.search(r"<dd>data, \d+ train</dd>", Path("out/report.html").read_text())
+    about = json.loads(Path("out/evaluation.json").read_text())["about"]
+    assert (about["data"], about["store"]) == (
+        str(tmp_path / "data"),
+        str(tmp_path / "data/prepared"),
+    )
 
 
 def test_evaluation_of_a_checkpoint_updates_the_runs_report(run: Path, cli: Cli) -> None:
@@ -189,6 +199,15 @@ def test_evaluation_of_a_checkpoint_updates_the_runs_report(run: Path, cli: Cli)
     page = (run / "report.html").read_text()
     assert page.count("<figure>") == 4
     assert "Box and class loss" in page
+
+
+def test_an_evaluation_that_is_not_the_best_of_training_has_its_own_ap(
+    page: str, run: Path, shapes: Path, cli: Cli
+) -> None:
+    assert "other-evaluation" not in page
+    evaluated(run, shapes, cli)  # all detections are right
+    other = section((run / "report.html").read_text(), '"other-evaluation"', "</p>")
+    assert all(text in other for text in ("1.000", "d.json", "(val)"))
 
 
 def test_an_evaluation_that_is_broken_or_of_another_dataset(run: Path, cli: Cli) -> None:
