@@ -28,7 +28,7 @@ from ssdctl.data.image_decode import Header, encode, open_image, read_header
 from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
-from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
+from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
 from ssdctl.runtime.progress import Progress, without_progress
 
 Target = Literal["coco", "yolo", "voc", "hf"]
@@ -129,8 +129,9 @@ def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
     """Return the images' names without folders and suffix; duplicates get the image id added."""
     stems = [PurePosixPath(name).stem for name in file_names]
     counts = Counter(stems)
+    taken = {stem for stem in stems if counts[stem] == 1}
     pairs = zip(stems, image_ids, strict=True)
-    return [stem if counts[stem] == 1 else f"{stem}-{image_id}" for stem, image_id in pairs]
+    return [s if counts[s] == 1 else free_name(f"{s}-{n}", taken) for s, n in pairs]
 
 
 def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
@@ -167,7 +168,7 @@ def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list
     for image_id, image, content in images:
         # A list has one word for each image, and all splits have one folder.
         stem = "_".join(PurePosixPath(image.file_name).stem.split())
-        if (annotations / f"{stem}.xml").exists():
+        while (annotations / f"{stem}.xml").exists():
             stem = f"{split}_{stem}-{image_id}"
         name = stem + PurePosixPath(image.file_name).suffix
         write_bytes(folder / name, content)

@@ -29,7 +29,7 @@ from ssdctl.config.sections import SaveFormat
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import coco_document
 from ssdctl.errors import UsageError
-from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
+from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
 from ssdctl.inference.locate import ImageSource
 from ssdctl.inference.results import Result
 
@@ -107,7 +107,7 @@ class YoloWriter(Writer):
                 )
 
     def add(self, source: ImageSource, result: Result) -> None:
-        stem = free_stem(source.path.name, self._stems)
+        stem = free_name(source.path.stem, self._stems)
         found = _with_area(result)
         low, high = found.boxes[:, :2] / result.size, found.boxes[:, 2:] / result.size
         rows = np.concatenate([(low + high) / 2, high - low], axis=1).tolist()
@@ -204,16 +204,6 @@ def _percent(value: float, of: int) -> float:
 def _with_area(result: Result) -> Result:
     left, top, right, bottom = result.boxes.T
     return result[(right > left) & (bottom > top)]
-
-
-def free_stem(file_name: str, taken: set[str]) -> str:
-    """Return an unused name without suffix: images of two folders may have the same name."""
-    stem = name = Path(file_name).stem
-    number = 2
-    while name in taken:
-        name, number = f"{stem}-{number}", number + 1
-    taken.add(name)
-    return name
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -78,6 +78,28 @@ def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Cli) -> None:
     )
 
 
+def test_images_keep_their_own_file_and_boxes(dataset: Path, cli: Cli) -> None:
+    """A name that got an image id may be the name of another image."""
+    path = dataset / "annotations/instances_train.json"
+    content = json.loads(path.read_text())
+    names = ["cam1/0001.png", "cam2/0001.png", "0001-1.png"]
+    for image, name in zip(content["images"], names, strict=False):
+        target = dataset / "images/train" / name
+        target.parent.mkdir(exist_ok=True)
+        (dataset / "images/train" / image["file_name"]).rename(target)
+        image["file_name"] = name
+    path.write_text(json.dumps(content))
+    expected = [(dataset / "images/train" / i["file_name"]).read_bytes() for i in content["images"]]
+    for target, folder in (("coco", "train2017"), ("yolo", "images/train")):
+        result = cli("dataset", "export", dataset, "--to", target, "--out", target)
+        assert result.code == 0, result.err
+        files = {p.name: p.read_bytes() for p in (Path(target) / folder).iterdir()}
+        assert sorted(files.values()) == sorted(expected)
+    exported = json.loads(Path("coco/annotations/instances_train2017.json").read_text())["images"]
+    files = {p.name: p.read_bytes() for p in Path("coco/train2017").iterdir()}
+    assert [files[image["file_name"]] for image in exported] == expected
+
+
 def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Cli) -> None:
     Path("out").mkdir()
     Path("out/mine.txt").write_text("x")
