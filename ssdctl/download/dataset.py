@@ -213,11 +213,12 @@ def verify(
         target = safe_join(dest, file.name)
         record = _read_record(dest, file) if file.unpack else None
         if record is None:
-            problems = [] if is_whole(target, file, progress) else [file.name]
+            is_intact = not file.unpack and is_whole(target, file, progress)
+            problems = [] if is_intact else [file.name]
         elif problems := _differing(dest, record, progress):
             with contextlib.suppress(OSError):  # a read-only folder
                 _record_path(dest, file).unlink()
-        is_missing = record is None and not target.is_file()
+        is_missing = record is None and (file.unpack or not target.is_file())
         state = "missing" if is_missing else "broken" if problems else "intact"
         results.append({"name": file.name, "state": state, "problems": problems})
     return results

@@ -19,7 +19,7 @@ from download.zips import content, pinned, tree, zipped
 
 from ssdctl.download import dataset as dataset_module
 from ssdctl.download.dataset import Entry, download, list_files, needed_bytes, unpack, verify
-from ssdctl.download.fetch import SPARE_BYTES, no_progress
+from ssdctl.download.fetch import SPARE_BYTES, fetch, no_progress
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 
@@ -103,6 +103,9 @@ def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     files: list[PinnedFile], tmp_path: Path
 ) -> None:
     assert states(verify(files, tmp_path)) == ["missing"] * 3
+    fetch(files[0], tmp_path)  # killed before it was unpacked
+    result = verify(files[:1], tmp_path)
+    assert (states(result), result[0]["problems"]) == (["missing"], ["images.zip"])
     download(files, tmp_path)
     assert states(verify(files, tmp_path)) == ["intact"] * 3
     name = list(IMAGES)[50]
