@@ -99,6 +99,20 @@ def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
     assert list(content(tmp_path)) == ["zeros.zip"]
 
 
+def test_no_archive_replaces_a_file_of_another(server: Server, tmp_path: Path) -> None:
+    first = pinned(server, "a.zip", zipped({"README": b"a", "LICENSE": b"same"}), unpack=True)
+    other = pinned(server, "b.zip", zipped({"README": b"b", "LICENSE": b"same"}), unpack=True)
+    with pytest.raises(IntegrityError, match=r"b\.zip.*'README'.*a\.zip"):
+        download([first, other], tmp_path)
+    assert (tmp_path / "README").read_bytes() == b"a"
+    agrees = pinned(server, "b.zip", zipped({"LICENSE": b"same"}), unpack=True)
+    assert states(download([first, agrees], tmp_path)) == ["present", "fetched"]
+    for name in ("a.zip", "c.zip"):  # an archive's own name, and another's
+        hides = pinned(server, "c.zip", zipped({name: b"x"}), unpack=True)
+        with pytest.raises(IntegrityError, match=rf"c\.zip.*{name}"):
+            download([hides, first], tmp_path)
+
+
 def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     files: list[PinnedFile], tmp_path: Path
 ) -> None:
