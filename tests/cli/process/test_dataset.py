@@ -21,6 +21,7 @@ def dataset(tmp_path: Path, cli: Cli) -> Path:
     path = root / "annotations/instances_train.json"
     content = json.loads(path.read_text())
     content["annotations"][0]["iscrowd"] = 1
+    content["annotations"][1]["area"] = 123.0
     path.write_text(json.dumps(content))
     assert cli("prepare", "--data", root).code == 0
     return root
@@ -57,6 +58,25 @@ def test_an_exported_dataset_is_the_same_when_read_again(
         # It cannot express crowds.
         expected = {k: sorted((*v[:2], 0, *v[3:]) for v in e) for k, e in expected.items()}
     assert exported == expected
+
+
+def test_coco_results_fit_an_export_too(dataset: Path, cli: Cli) -> None:
+    """It keeps the ids of images and categories, and areas as annotated."""
+    path = dataset / "annotations/instances_train.json"
+    content = json.loads(path.read_text())
+    for entry in (*content["images"], *content["annotations"]):
+        entry["image_id" if "image_id" in entry else "id"] += 100
+    for entry in content["categories"]:
+        entry["id"] += 7
+    for entry in content["annotations"]:
+        entry["category_id"] += 7
+    path.write_text(json.dumps(content))
+    cli("dataset", "export", dataset, "--to", "coco", "--out", "out")
+    exported = json.loads(Path("out/annotations/instances_train2017.json").read_text())
+    keys = ("image_id", "category_id", "area")
+    rows, expected = ([[a[k] for k in keys] for a in d["annotations"]] for d in (exported, content))
+    assert rows == expected
+    assert {i["id"] for i in exported["images"]} == {i["id"] for i in content["images"]}
 
 
 def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Cli) -> None:
