@@ -322,6 +322,15 @@ def is_plain_name(name: str) -> bool:
     return ".." not in name or ".." not in name.split("/")
 
 
+def free_name(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken, `name` or `name-2` and so on, and take it."""
+    free, number = name, 2
+    while free in taken:
+        free, number = f"{name}-{number}", number + 1
+    taken.add(free)
+    return free
+
+
 def safe_join(root: Path, name: str) -> Path:
     """Return `root / name` for an untrusted relative name, else raise IntegrityError.
 

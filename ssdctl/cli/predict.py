@@ -17,7 +17,13 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import newest_run
 from ssdctl.errors import DataError, NetworkError, SsdctlError, UsageError
-from ssdctl.files import atomic_write, make_dir, refuse_replacing, remove_stale_temporaries
+from ssdctl.files import (
+    atomic_write,
+    free_name,
+    make_dir,
+    refuse_replacing,
+    remove_stale_temporaries,
+)
 from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.safe_text import listed, printable_line
 from ssdctl.runtime.system import tune_process, usable_cores
@@ -122,13 +128,12 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
     """Return the file of each drawn image; one of the images themselves is refused."""
     from ssdctl.inference.drawing import DRAWN_FORMATS
-    from ssdctl.inference.save import free_stem
 
     targets, stems = list[Path](), set[str]()
     for source in sources:
         suffix = source.path.suffix
         kept = suffix if suffix.lower() in DRAWN_FORMATS else ".png"
-        targets.append(out / f"{free_stem(source.path.name, stems)}{kept}")
+        targets.append(out / f"{free_name(source.path.stem, stems)}{kept}")
     images = {s.path.resolve(): s.path for s in sources if not s.url}
     for target in targets:
         if (image := images.get(target.resolve())) is not None:

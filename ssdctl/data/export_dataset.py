@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage, annotations_of_split
+from ssdctl.data.annotations import ClassName, LabeledBox, LabeledImage, annotations_of_split
 from ssdctl.data.check import CLIPPED, clip
 from ssdctl.data.coco_json import document_of
 from ssdctl.data.image_check import JPEG_FORMATS
@@ -28,7 +28,7 @@ from ssdctl.data.image_decode import Header, encode, open_image, read_header
 from ssdctl.data.index import read_annotations
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
-from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
+from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
 from ssdctl.runtime.progress import Progress, without_progress
 
 Target = Literal["coco", "yolo", "voc", "hf"]
@@ -36,6 +36,7 @@ SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 ORIENTATION = 0x112  # EXIF's tag; its value is one (1) 16-bit number (3)
 HF_SHARD_BYTES = 400_000_000
+Classes = dict[str, ClassName]  # by name
 _Exported = tuple[int, LabeledImage, bytes]  # image id, boxes in the pixels of the store, content
 
 
@@ -62,7 +63,9 @@ def export_dataset(
 
 def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Progress) -> None:
     # Classes are names in every format: those with equal names become one.
-    classes = list(dict.fromkeys(c.name for c in next(iter(splits.values())).classes))
+    classes: Classes = {}
+    for entry in next(iter(splits.values())).classes:
+        classes.setdefault(entry.name, entry)
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
     for name, split in splits.items():
         rows: list[int] = np.nonzero(split.usable)[0].tolist()
@@ -98,7 +101,10 @@ def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
                 left, top, right, bottom = (ltrb[n] * scale).tolist()
                 name = split.classes[annotations.labels[n] - 1].name
                 sides = left, top, right - left, bottom - top
-                boxes.append(LabeledBox(name, *sides, bool(annotations.is_crowd[n])))
+                area = annotations.areas[n] * scale[0] * scale[1]
+                is_known = kinds[n] != CLIPPED and not np.isnan(area)
+                is_crowd = bool(annotations.is_crowd[n])
+                boxes.append(LabeledBox(name, *sides, is_crowd, area if is_known else None))
         labels = LabeledImage(names[row] + suffix, width, height, boxes)
         yield int(split.image_ids[row]), labels, content
 
@@ -129,21 +135,26 @@ def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
     """Return the images' names without folders and suffix; duplicates get the image id added."""
     stems = [PurePosixPath(name).stem for name in file_names]
     counts = Counter(stems)
+    taken = {stem for stem in stems if counts[stem] == 1}
     pairs = zip(stems, image_ids, strict=True)
-    return [stem if counts[stem] == 1 else f"{stem}-{image_id}" for stem, image_id in pairs]
+    return [s if counts[s] == 1 else free_name(f"{s}-{n}", taken) for s, n in pairs]
 
 
-def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
-    listed = []
-    for _, image, content in images:
+def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:
+    listed, ids = [], []
+    for image_id, image, content in images:
         write_bytes(make_dir(out / f"{split}2017") / image.file_name, content)
         listed.append(image)
+        ids.append(image_id)
     file = make_dir(out / "annotations") / f"instances_{split}2017.json"
-    annotations = annotations_of_split(listed, classes, out, file)
+    annotations = annotations_of_split(listed, list(classes), out, file)
+    annotations = annotations._replace(
+        image_ids=np.array(ids, np.int64), classes=list(classes.values())
+    )
     write_bytes(file, msgspec.json.encode(document_of(annotations)))
 
 
-def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
+def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:
     numbers = {name: number for number, name in enumerate(classes)}
     folder, labels = make_dir(out / "images" / split), make_dir(out / "labels" / split)
     for _, image, content in images:
@@ -161,13 +172,13 @@ def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: lis
         write_text(labels / PurePosixPath(image.file_name).with_suffix(".txt"), lines)
 
 
-def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
+def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:
     folder, annotations = make_dir(out / "JPEGImages"), make_dir(out / "Annotations")
     stems = []
     for image_id, image, content in images:
         # A list has one word for each image, and all splits have one folder.
         stem = "_".join(PurePosixPath(image.file_name).stem.split())
-        if (annotations / f"{stem}.xml").exists():
+        while (annotations / f"{stem}.xml").exists():
             stem = f"{split}_{stem}-{image_id}"
         name = stem + PurePosixPath(image.file_name).suffix
         write_bytes(folder / name, content)
@@ -198,7 +209,7 @@ def _add(parent: ElementTree.Element, tag: str, **texts: object) -> ElementTree.
     return element
 
 
-def _hf_features(classes: list[str]) -> dict[str, Any]:
+def _hf_features(classes: Classes) -> dict[str, Any]:
     """Return the features of the `datasets` library, in the form of its metadata."""
 
     def value(dtype: str) -> dict[str, Any]:
@@ -209,14 +220,14 @@ def _hf_features(classes: list[str]) -> dict[str, Any]:
 
     objects = {
         "bbox": listed(listed(value("float32"), 4)),
-        "category": listed({"names": classes, "_type": "ClassLabel"}),
+        "category": listed({"names": list(classes), "_type": "ClassLabel"}),
         "is_crowd": listed(value("bool")),
     }
     numbers = {"image_id": value("int64"), "width": value("int32"), "height": value("int32")}
     return {"image": {"_type": "Image"}, **numbers, "objects": objects}
 
 
-def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> None:
+def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:
     from pyarrow import parquet
 
     objects = {
@@ -263,7 +274,7 @@ def _shards(images: Iterator[_Exported]) -> Iterator[list[_Exported]]:
         yield shard
 
 
-def _hf_card(splits: Iterable[str], classes: list[str]) -> str:
+def _hf_card(splits: Iterable[str], classes: Classes) -> str:
     names = [HF_SPLITS[split] for split in splits]
     files = [{"split": name, "path": f"data/{name}-*.parquet"} for name in names]
     header = {

@@ -20,7 +20,7 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +121,8 @@ def download(
     for file in files:
         result: dict[str, Any] = {"name": file.name, "bytes": file.bytes, "sha256": file.sha256}
         if file.unpack:
-            record, state = _get_archive(file, dest, keep_archives, get, progress)
+            others = [f for f in files if f.unpack and f.name != file.name]
+            record, state = _get_archive(file, others, dest, keep_archives, get, progress)
             results.append({**result, "state": state, "files": len(record.entries)})
         else:
             before = _modified_ns(safe_join(dest, file.name))
@@ -136,6 +137,7 @@ def _modified_ns(path: Path) -> int | None:
 
 def _get_archive(
     file: PinnedFile,
+    others: Sequence[PinnedFile],
     dest: Path,
     keep_archives: bool,
     get: Callable[[PinnedFile], Path],
@@ -148,7 +150,14 @@ def _get_archive(
     with claim(record_path):
         record, state = _whole_record(dest, file), "present"
         if record is None:
-            entries = unpack(get(file), dest, num_files=file.num_files, progress=progress)
+            owners = {f.name: (f.name, None) for f in (file, *others)} | {
+                entry.path: (other.name, entry)
+                for other in others
+                if (known := _read_record(dest, other)) is not None
+                for entry in known.entries
+            }
+            facts: dict[str, Any] = {"num_files": file.num_files, "owners": owners}
+            entries = unpack(get(file), dest, **facts, progress=progress)
             os.sync()  # 118,287 files: one call, before the record that lists them
             record, state = Record(file.name, file.sha256, entries), "fetched"
             write_bytes(record_path, msgspec.json.encode(record))
@@ -213,11 +222,12 @@ def verify(
         target = safe_join(dest, file.name)
         record = _read_record(dest, file) if file.unpack else None
         if record is None:
-            problems = [] if is_whole(target, file, progress) else [file.name]
+            is_intact = not file.unpack and is_whole(target, file, progress)
+            problems = [] if is_intact else [file.name]
         elif problems := _differing(dest, record, progress):
             with contextlib.suppress(OSError):  # a read-only folder
                 _record_path(dest, file).unlink()
-        is_missing = record is None and not target.is_file()
+        is_missing = record is None and (file.unpack or not target.is_file())
         state = "missing" if is_missing else "broken" if problems else "intact"
         results.append({"name": file.name, "state": state, "problems": problems})
     return results
@@ -261,13 +271,20 @@ def _differing(dest: Path, record: Record, progress: Progress) -> list[str]:
 
 
 def unpack(
-    archive: Path, dest: Path, *, num_files: int | None = None, progress: Progress
+    archive: Path,
+    dest: Path,
+    *,
+    num_files: int | None = None,
+    owners: Mapping[str, tuple[str, Entry | None]] = {},
+    progress: Progress,
 ) -> list[Entry]:
     """Unpack `archive` into `dest`, replacing files of the same names. The caller holds a lock.
 
+    `owners` are the files that belong to other archives: path -> its archive, and what it is.
+
     Raises:
-        IntegrityError: It is cut, broken, unsafe, too large for its size, or has another number of
-            files than `num_files`; nothing was published.
+        IntegrityError: It is cut, broken, unsafe, too large for its size, has another number of
+            files than `num_files` or another file of an owner's; nothing was published.
         DiskError: The content cannot be written.
     """
     temporary = dest / f".{archive.name}.unpacking"
@@ -275,6 +292,13 @@ def unpack(
     try:
         with zipfile.ZipFile(archive) as opened:
             infos = _checked_entries(opened, archive, num_files)
+            for entry in map(_entry, infos):
+                owner, other = owners.get(entry.path, ("", entry))
+                if other != entry:
+                    raise IntegrityError(
+                        f"{archive}: its {entry.path!r} would replace that of {owner}",
+                        hint="give each archive a manifest and a --dest of its own",
+                    )
             num_bytes = sum(info.file_size for info in infos)
             check_space(dest, num_bytes, f"unpacking {archive.name}")
             with disk_errors(temporary, "creating"):
@@ -296,7 +320,11 @@ def unpack(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return [Entry(i.filename, i.file_size, i.CRC) for i in infos if not i.is_dir()]
+    return [_entry(info) for info in infos if not info.is_dir()]
+
+
+def _entry(info: zipfile.ZipInfo) -> Entry:
+    return Entry(info.filename, info.file_size, info.CRC)
 
 
 def _checked_entries(

@@ -100,7 +100,7 @@ def cached_detector(detector: DetectorSource, dest: Path | None = None) -> Path 
     path = (dest or torch_cache_dir()) / detector.file.name
     if detector.trust == "prefix":
         return path if is_whole(path, detector.file) else None
-    if not path.is_file() or not _checksum_path(path).is_file():
+    if not path.is_file() or not checksum_path(path).is_file():
         return None
     remember_checksum(path)
     return path
@@ -132,7 +132,7 @@ def remember_checksum(path: Path) -> str:
         IntegrityError: Another one is written there already.
         DiskError: The folder cannot be written.
     """
-    record, digest = _checksum_path(path), sha256_of(path, "")
+    record, digest = checksum_path(path), sha256_of(path, "")
     if not record.is_file():
         write_text(record, f"{digest}  {path.name}\n")
         return digest
@@ -146,7 +146,7 @@ def remember_checksum(path: Path) -> str:
     return digest
 
 
-def _checksum_path(path: Path) -> Path:
+def checksum_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 

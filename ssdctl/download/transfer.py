@@ -320,7 +320,7 @@ class _Attempt:
             raise IntegrityError(
                 f"{redact_url(self.url)}: the server's file has {total:,} bytes, the pinned one "
                 f"{self.partial.num_bytes:,}",
-                hint="the server has another file: try --mirror, or correct the manifest",
+                hint="the server has another file: try --mirror",
             )
         with self.lock:
             if self.over.is_set():

@@ -153,7 +153,7 @@ def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]
     except SsdctlError:  # weights of a broken run are pushed without metrics
         return {}, {}
     records = [r for r in (*run.evals, run.best or {}) if r.get("step") == checkpoint.step]
-    return (dict(records[-1]), run.class_ap) if records else ({}, {})
+    return (dict(records[-1]), run.class_ap_at(checkpoint.step)) if records else ({}, {})
 
 
 def _draw(

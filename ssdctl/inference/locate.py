@@ -23,10 +23,11 @@ from urllib.parse import unquote, urlsplit
 
 from ssdctl.config import Config
 from ssdctl.data.image_files import IMAGE_SUFFIXES
-from ssdctl.download.fetch import fetch_detector, remember_checksum
+from ssdctl.download.fetch import checksum_path, fetch_detector, remember_checksum
 from ssdctl.download.hub import WEIGHTS, HubReference, fetch_model, is_reference, parse_reference
 from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detector
-from ssdctl.errors import NetworkError, UsageError
+from ssdctl.errors import IntegrityError, NetworkError, UsageError
+from ssdctl.files import disk_errors
 from ssdctl.model.pretrained import (
     check_hash_of_name,
     tensorflow_checkpoint,
@@ -109,11 +110,21 @@ def trust_first_use(name: str, file: Path) -> None:
     """Read a detector's file, for which no checksum is published, and record its SHA-256.
 
     Raises:
-        IntegrityError: It is not a checkpoint, or changed since its first use.
+        IntegrityError: It is not a checkpoint (it is moved aside), or changed since its first use.
     """
     from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
 
-    load_network(load_checkpoint(file))
+    try:
+        load_network(load_checkpoint(file))
+    except IntegrityError as error:
+        if checksum_path(file).exists():  # it was read before
+            raise
+        corrupt = file.with_name(file.name + ".corrupt")
+        with disk_errors(file, "renaming"):
+            file.replace(corrupt)
+        raise IntegrityError(
+            f"{error}; kept as {corrupt}", hint="run it again to fetch it anew, or try --mirror"
+        ) from error
     digest = remember_checksum(file)
     log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)
 

@@ -28,8 +28,9 @@ import numpy as np
 from ssdctl.config.sections import SaveFormat
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import coco_document
+from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import UsageError
-from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
+from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
 from ssdctl.inference.locate import ImageSource
 from ssdctl.inference.results import Result
 
@@ -107,7 +108,7 @@ class YoloWriter(Writer):
                 )
 
     def add(self, source: ImageSource, result: Result) -> None:
-        stem = free_stem(source.path.name, self._stems)
+        stem = free_name(source.path.stem, self._stems)
         found = _with_area(result)
         low, high = found.boxes[:, :2] / result.size, found.boxes[:, 2:] / result.size
         rows = np.concatenate([(low + high) / 2, high - low], axis=1).tolist()
@@ -116,7 +117,9 @@ class YoloWriter(Writer):
             for label, (x, y, width, height) in zip(found.labels.tolist(), rows, strict=True)
         ]
         write_text(self.folder / "labels" / f"{stem}.txt", "".join(lines))
-        suffix = source.path.suffix or ".jpg"
+        suffix = source.path.suffix
+        if suffix.lower() not in IMAGE_SUFFIXES:  # a web address need not end in one
+            suffix = ".jpg"
         image = self.folder / "images" / (stem + suffix)
         if not isinstance(result.image, Path):
             write_bytes(image, result.image.getvalue())
@@ -126,9 +129,12 @@ class YoloWriter(Writer):
             image.symlink_to(result.image.absolute())
 
     def close(self) -> str:
-        names = enumerate(json.dumps(c.name) for c in self.classes.values())  # valid YAML
-        lines = "".join(f"  {number}: {name}\n" for number, name in names)
-        write_text(self.folder / "data.yaml", f"train: images\nval: images\nnames:\n{lines}")
+        import yaml
+
+        names = dict(enumerate(c.name for c in self.classes.values()))
+        content = {"train": "images", "val": "images", "names": names}
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        write_text(self.folder / "data.yaml", text)
         return f"labels of {len(self._stems)} images in {self.folder / 'labels'}, and data.yaml"
 
 
@@ -204,16 +210,6 @@ def _percent(value: float, of: int) -> float:
 def _with_area(result: Result) -> Result:
     left, top, right, bottom = result.boxes.T
     return result[(right > left) & (bottom > top)]
-
-
-def free_stem(file_name: str, taken: set[str]) -> str:
-    """Return an unused name without suffix: images of two folders may have the same name."""
-    stem = name = Path(file_name).stem
-    number = 2
-    while name in taken:
-        name, number = f"{stem}-{number}", number + 1
-    taken.add(name)
-    return name
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -52,11 +52,17 @@ class RunData(NamedTuple):
     @property
     def class_ap(self) -> dict[str, float]:
         """AP per class of the best evaluation."""
-        best = "class_ap", (self.best or {}).get("step")
-        for event in reversed(self.events):
-            if (event["event"], event["step"]) == best and isinstance(ap := event.get("AP"), dict):
-                return {k: float(v) for k, v in ap.items() if is_number(v)}
+        if found := self.class_ap_at((self.best or {}).get("step")):
+            return found
         return {c.name: c.AP for c in self.evaluation.per_class} if self.evaluation else {}
+
+    def class_ap_at(self, step: float | None) -> dict[str, float]:
+        """AP per class of training's evaluation at a step; empty if there is none."""
+        for event in reversed(self.events):
+            is_wanted = (event["event"], event["step"]) == ("class_ap", step)
+            if is_wanted and isinstance(ap := event.get("AP"), dict):
+                return {k: float(v) for k, v in ap.items() if is_number(v)}
+        return {}
 
     @property
     def started(self) -> dict[str, Any]:

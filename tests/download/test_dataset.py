@@ -19,7 +19,7 @@ from download.zips import content, pinned, tree, zipped
 
 from ssdctl.download import dataset as dataset_module
 from ssdctl.download.dataset import Entry, download, list_files, needed_bytes, unpack, verify
-from ssdctl.download.fetch import SPARE_BYTES, no_progress
+from ssdctl.download.fetch import SPARE_BYTES, fetch, no_progress
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 
@@ -99,10 +99,27 @@ def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
     assert list(content(tmp_path)) == ["zeros.zip"]
 
 
+def test_no_archive_replaces_a_file_of_another(server: Server, tmp_path: Path) -> None:
+    first = pinned(server, "a.zip", zipped({"README": b"a", "LICENSE": b"same"}), unpack=True)
+    other = pinned(server, "b.zip", zipped({"README": b"b", "LICENSE": b"same"}), unpack=True)
+    with pytest.raises(IntegrityError, match=r"b\.zip.*'README'.*a\.zip"):
+        download([first, other], tmp_path)
+    assert (tmp_path / "README").read_bytes() == b"a"
+    agrees = pinned(server, "b.zip", zipped({"LICENSE": b"same"}), unpack=True)
+    assert states(download([first, agrees], tmp_path)) == ["present", "fetched"]
+    for name in ("a.zip", "c.zip"):  # an archive's own name, and another's
+        hides = pinned(server, "c.zip", zipped({name: b"x"}), unpack=True)
+        with pytest.raises(IntegrityError, match=rf"c\.zip.*{name}"):
+            download([hides, first], tmp_path)
+
+
 def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     files: list[PinnedFile], tmp_path: Path
 ) -> None:
     assert states(verify(files, tmp_path)) == ["missing"] * 3
+    fetch(files[0], tmp_path)  # killed before it was unpacked
+    result = verify(files[:1], tmp_path)
+    assert (states(result), result[0]["problems"]) == (["missing"], ["images.zip"])
     download(files, tmp_path)
     assert states(verify(files, tmp_path)) == ["intact"] * 3
     name = list(IMAGES)[50]

@@ -14,14 +14,15 @@ import yaml
 from PIL import Image
 
 from ssdctl.config.sections import SaveFormat
-from ssdctl.data.annotations import ClassName
+from ssdctl.data.annotations import ClassName, Conversion
+from ssdctl.data.dataset import read_dataset
 from ssdctl.errors import UsageError
 from ssdctl.inference.locate import ImageSource, source_of
 from ssdctl.inference.results import Result
 from ssdctl.inference.save import WRITERS
 
 SIZE = (200, 100)
-BUS = 'no: "bus"'
+BUS = 'no: "bus" \U0001f68c'
 CLASSES = [ClassName(0, "car"), ClassName(8, "bike"), ClassName(9, BUS)]
 CLIPPED = (200, 10, 200, 60)  # to nothing
 BOXES = np.array([(20, 10, 60, 60), (0, 0, 200, 100), CLIPPED], np.float64)
@@ -50,7 +51,7 @@ def results() -> Results:
         Image.new("RGB", SIZE).save(path)
         predictions.append((ImageSource(path), result_of(path, 3)))
     content = io.BytesIO(path.read_bytes())
-    source = source_of("https://host/images/2?size=full")
+    source = source_of("https://host/images/2.php?size=full")
     return [*predictions, (source, result_of(content, 0))]
 
 
@@ -95,6 +96,9 @@ def test_yolo(results: Results) -> None:
     assert labels["2"] == []
     rows = [[float(v) for v in line.split()] for line in labels["1"]]
     assert rows == [[0, 0.2, 0.35, 0.2, 0.5], [1, 0.5, 0.5, 1, 1]]
+    read = read_dataset(folder, Conversion("yolo"))["train"]
+    assert [c.name for c in read.classes] == ["car", BUS]
+    assert sorted(read.file_names) == [f"images/{image.name}" for image in images]
     with pytest.raises(UsageError, match="labels"):  # they may have been corrected
         WRITERS["yolo"](folder, {1: CLASSES[0]})
     (folder.parent / "data.yaml").write_text("names: [a]")  # another dataset

@@ -21,6 +21,7 @@ def dataset(tmp_path: Path, cli: Cli) -> Path:
     path = root / "annotations/instances_train.json"
     content = json.loads(path.read_text())
     content["annotations"][0]["iscrowd"] = 1
+    content["annotations"][1]["area"] = 123.0
     path.write_text(json.dumps(content))
     assert cli("prepare", "--data", root).code == 0
     return root
@@ -59,6 +60,25 @@ def test_an_exported_dataset_is_the_same_when_read_again(
     assert exported == expected
 
 
+def test_coco_results_fit_an_export_too(dataset: Path, cli: Cli) -> None:
+    """It keeps the ids of images and categories, and areas as annotated."""
+    path = dataset / "annotations/instances_train.json"
+    content = json.loads(path.read_text())
+    for entry in (*content["images"], *content["annotations"]):
+        entry["image_id" if "image_id" in entry else "id"] += 100
+    for entry in content["categories"]:
+        entry["id"] += 7
+    for entry in content["annotations"]:
+        entry["category_id"] += 7
+    path.write_text(json.dumps(content))
+    cli("dataset", "export", dataset, "--to", "coco", "--out", "out")
+    exported = json.loads(Path("out/annotations/instances_train2017.json").read_text())
+    keys = ("image_id", "category_id", "area")
+    rows, expected = ([[a[k] for k in keys] for a in d["annotations"]] for d in (exported, content))
+    assert rows == expected
+    assert {i["id"] for i in exported["images"]} == {i["id"] for i in content["images"]}
+
+
 def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Cli) -> None:
     result = cli("prepare", "--data", shapes, "--store", "small", "--shrink", 300)
     assert result.code == 0, result.err
@@ -76,6 +96,28 @@ def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Cli) -> None:
     np.testing.assert_allclose(
         first["bbox"], np.array(original["annotations"][0]["bbox"]) * scale, rtol=0.01
     )
+
+
+def test_images_keep_their_own_file_and_boxes(dataset: Path, cli: Cli) -> None:
+    """A name that got an image id may be the name of another image."""
+    path = dataset / "annotations/instances_train.json"
+    content = json.loads(path.read_text())
+    names = ["cam1/0001.png", "cam2/0001.png", "0001-1.png"]
+    for image, name in zip(content["images"], names, strict=False):
+        target = dataset / "images/train" / name
+        target.parent.mkdir(exist_ok=True)
+        (dataset / "images/train" / image["file_name"]).rename(target)
+        image["file_name"] = name
+    path.write_text(json.dumps(content))
+    expected = [(dataset / "images/train" / i["file_name"]).read_bytes() for i in content["images"]]
+    for target, folder in (("coco", "train2017"), ("yolo", "images/train")):
+        result = cli("dataset", "export", dataset, "--to", target, "--out", target)
+        assert result.code == 0, result.err
+        files = {p.name: p.read_bytes() for p in (Path(target) / folder).iterdir()}
+        assert sorted(files.values()) == sorted(expected)
+    exported = json.loads(Path("coco/annotations/instances_train2017.json").read_text())["images"]
+    files = {p.name: p.read_bytes() for p in Path("coco/train2017").iterdir()}
+    assert [files[image["file_name"]] for image in exported] == expected
 
 
 def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Cli) -> None:

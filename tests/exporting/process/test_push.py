@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,20 @@ def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     ]
     assert scores[0]["detections"] == scores[1]["detections"] > 0
     assert scores[0]["AP"] == scores[1]["AP"]
+
+
+def test_the_cards_class_ap_is_of_its_checkpoint(cli: Cli, tiny_run: Path) -> None:
+    run = Path("run")
+    shutil.copytree(tiny_run, run)
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, ap in ((3, 0.123), (9, 0.987)):
+            common = {"step": step, "epoch": 1.0}
+            print(json.dumps({"kind": "eval", **common, "AP": ap}), file=file)
+            event = {"kind": "event", "event": "class_ap", **common, "AP": {"ball": ap}}
+            print(json.dumps(event), file=file)
+    result = push(cli, run / "checkpoints/last.pt", "--out", "card", "--samples", 0)
+    assert result.code == 0, result.err
+    assert "| ball | 0.123 |" in Path("card/README.md").read_text()
 
 
 def test_the_cards_snippet_detects_without_ssdctl(
