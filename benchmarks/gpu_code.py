@@ -81,8 +81,8 @@ def mock_gpu() -> None:
     for name, answer in interface.items():
         setattr(CudaInterface, name, staticmethod(_constant(answer)))
     # mypy refuses assignments to methods: this and the next ones replace PyTorch's for the H100.
-    CudaInterface.Worker.get_device_properties = staticmethod(_constant(H100))  # type: ignore
-    CudaInterface.Worker.current_device = staticmethod(_constant(0))  # type: ignore
+    CudaInterface.Worker.get_device_properties = staticmethod(_constant(H100))
+    CudaInterface.Worker.current_device = staticmethod(_constant(0))
 
     from torch._dynamo import utils
     from torch._inductor.runtime import triton_helpers
@@ -253,7 +253,7 @@ def generate(graph: torch.fx.GraphModule, *, is_backward: bool) -> str:
         raise _StopError
 
     # Assignments to methods, which mypy refuses: the code is kept, not compiled.
-    GraphLowering.compile_to_module = GraphLowering._compile_to_module = stop  # type: ignore
+    GraphLowering.compile_to_module = GraphLowering._compile_to_module = stop
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = _move_to_gpu(graph, mode)
     try:

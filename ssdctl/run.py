@@ -42,7 +42,10 @@ class Run:
         Raises:
             ssdctl.errors.UsageError: It is not a run folder.
         """
-        return read_metrics(self._require_folder().metrics)[0]
+        file = RunDir(self.path).metrics
+        if not file.is_file():
+            raise UsageError(f"{self.path}: not a run folder (it has no {file.name})")
+        return read_metrics(file)[0]
 
     @property
     @hints_in_messages()
@@ -52,7 +55,9 @@ class Run:
         Raises:
             ssdctl.errors.UsageError: There is none.
         """
-        return find_checkpoint(self._require_folder().path)
+        if not self.path.is_dir():
+            raise UsageError(f"{self.path}: no such run folder")
+        return find_checkpoint(self.path)
 
     @property
     @hints_in_messages()
@@ -107,12 +112,6 @@ class Run:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=100)
         return Image.open(buffer).convert("RGB")
-
-    def _require_folder(self) -> RunDir:
-        run = RunDir(self.path)
-        if not run.metrics.is_file():
-            raise UsageError(f"{run}: not a run folder (it has no {run.metrics.name})")
-        return run
 
     def __repr__(self) -> str:
         try:

@@ -196,7 +196,7 @@ def read_safetensors(path: Path) -> Checkpoint:
         # The sizes in the header are checked against the file before a tensor is allocated.
         with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
             facts = _network_description(path, file.metadata() or {})
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it cannot be iterated
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         raise IntegrityError(

@@ -12,6 +12,7 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.help import completer
 from ssdctl.cli.results import newest_run
+from ssdctl.config import Config
 from ssdctl.errors import UsageError
 from ssdctl.exporting import (
     CALIBRATION_IMAGES,
@@ -107,17 +108,12 @@ def export(
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
     files = [request.out, *[request.out.with_suffix(".bin")] * (kind == "openvino")]
     sizes = (f"{file} ({file.stat().st_size / 1e6:.1f} MB)" for file in files)
-    command = _next_command(request)
-    if command.startswith("ssdctl predict"):
-        if request.out.suffix != SUFFIXES.get(kind, request.out.suffix):
-            command = ""
-        elif (least := call.config.evaluate.score_threshold or 0) > call.config.predict.score:
-            command += f" --score {least:g}"  # its NMS drops lower scores
+    command = _next_command(request, call.config)
     call.console.closing([("wrote", ", ".join(sizes))], [command] if command else [])
 
 
-def _next_command(request: ExportRequest) -> str:
-    """Return a command that runs the file: only some formats are read by ssdctl."""
+def _next_command(request: ExportRequest, config: Config) -> str:
+    """Return a command that runs the file, if there is one: ssdctl reads only some formats."""
     out, size = str(request.out), request.batch or 1
     if request.format == "pt2":
         images = f"torch.zeros({size}, 300, 300, 3, dtype=torch.uint8)"
@@ -129,7 +125,11 @@ def _next_command(request: ExportRequest) -> str:
     if request.nms == "efficientnms":
         engine = f"{request.out.stem}.engine"
         return f"trtexec --onnx={shlex.quote(out)} --saveEngine={shlex.quote(engine)}"
-    return f"ssdctl predict {shlex.quote(out)} photo.jpg --out drawn"
+    if request.out.suffix != SUFFIXES.get(request.format, request.out.suffix):
+        return ""
+    least = config.evaluate.score_threshold or 0  # the NMS in the file drops lower scores
+    score = f" --score {least:g}" if least > config.predict.score else ""
+    return f"ssdctl predict {shlex.quote(out)} photo.jpg --out drawn{score}"
 
 
 def _batch_size(text: str) -> int | None:

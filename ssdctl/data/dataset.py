@@ -151,8 +151,10 @@ def labels_changed(root: Path, made: index.Made) -> bool:
         if state and label_version(root, made.format).state not in ("", state):
             current = label_version(root, made.format, content=bool(content))
             return not content or current.content != content
-    except SsdctlError:  # whoever reads them again reports it
+    except SsdctlError:  # reported when they are read again
         return True
+    except OSError:  # the dataset's folder cannot be read: its store is used as it is
+        pass
     return False
 
 

@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 JPEG_FORMATS = ("JPEG", "MPO")
 END_MARKERS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 DAMAGED = "damaged, decoded partly"
+EXIF = "EXIF orientation"  # in every note on an image that has one
 AMBIGUOUS = "its annotated size fits stored and upright pixels"
 HEAD_BYTES = 64 * 1024  # contains nearly every header
 JPEG_QUALITY = 92  # for images that are made smaller
@@ -160,13 +161,12 @@ def _note(header: Header, size: tuple[int, int], upright: bool) -> str | None:
     if header.is_deep:
         notes.append("16 bits per channel, read as 8")
     if header.orientation_for(size, upright) != 1:
-        notes.append(f"turned upright by its EXIF orientation ({header.orientation})")
+        notes.append(f"turned upright by its {EXIF} ({header.orientation})")
     elif header.orientation != 1 and header.stored_size == header.upright_size:
-        notes.append(f"{AMBIGUOUS}, EXIF orientation {header.orientation}: read as stored")
+        notes.append(f"{AMBIGUOUS}, {EXIF} {header.orientation}: read as stored")
     elif header.orientation != 1:
         notes.append(
-            f"EXIF orientation {header.orientation} ignored: the annotated size matches the stored "
-            "pixels"
+            f"{EXIF} {header.orientation} ignored: the annotated size matches the stored pixels"
         )
     return "; ".join(notes) or None
 
@@ -226,7 +226,7 @@ class CheckedImages(NamedTuple):
 
     @property
     def have_orientation(self) -> bool:
-        return any("EXIF orientation" in finding.detail for finding in self.findings)
+        return any(EXIF in finding.detail for finding in self.findings)
 
     def warnings(self) -> list[str]:
         ambiguous = sum(AMBIGUOUS in finding.detail for finding in self.findings)

@@ -156,8 +156,9 @@ def _get_archive(
                 if (known := _read_record(dest, other)) is not None
                 for entry in known.entries
             }
-            facts: dict[str, Any] = {"num_files": file.num_files, "owners": owners}
-            entries = unpack(get(file), dest, **facts, progress=progress)
+            entries = unpack(
+                get(file), dest, num_files=file.num_files, owners=owners, progress=progress
+            )
             os.sync()  # 118,287 files: one call, before the record that lists them
             record, state = Record(file.name, file.sha256, entries), "fetched"
             write_bytes(record_path, msgspec.json.encode(record))

@@ -147,6 +147,7 @@ def remember_checksum(path: Path) -> str:
 
 
 def checksum_path(path: Path) -> Path:
+    """Return the file that records the checksum of `path` at its first use."""
     return path.with_name(path.name + ".sha256")
 
 

@@ -157,7 +157,7 @@ def evaluate_checkpoint(
 
     Each rank detects on its share, the first one scores. The checkpoint's dataset replaces the
     config's unless `given`, the settings that the call names, has it.
-    `name` is the file's in messages.
+    `name` replaces the path in messages.
 
     Raises:
         UsageError, DataError, IntegrityError, NonFiniteError: See the functions called. An error of

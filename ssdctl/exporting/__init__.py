@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GRAPH_FORMATS = ("onnx", "openvino", "pt2")
 FORMATS = (*GRAPH_FORMATS, "safetensors", "mlperf", "nvidia")
-# By which other programs and ssdctl recognize the file.
+# The suffixes that ssdctl and other programs expect.
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "safetensors": ".safetensors"}
 GRAPH_OPTIONS = ("raw", "nms", "batch", "fp16")
 NMS = ("onnx", "efficientnms", "none")

@@ -123,7 +123,8 @@ def trust_first_use(name: str, file: Path) -> None:
         with disk_errors(file, "renaming"):
             file.replace(corrupt)
         raise IntegrityError(
-            f"{error}; kept as {corrupt}", hint="run it again to fetch it anew, or try --mirror"
+            f"{error}; kept as {corrupt}",
+            hint="run it again for a new copy, or try --mirror",
         ) from error
     digest = remember_checksum(file)
     log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)

@@ -175,6 +175,7 @@ def plugin_names(package: str, group: str) -> list[str]:
 
 
 def module_names(package: str) -> list[str]:
+    """Return the names of the modules of a package of ours, in any order; import nothing."""
     folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
     return [path.stem for path in folder.glob("[!_]*.py")]
 

@@ -100,6 +100,7 @@ def listed(items: Sequence[object], most: int, separator: str = ", ") -> str:
 
 
 def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 image, 2 images."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 

@@ -139,6 +139,18 @@ def test_24_an_unchanged_dataset_is_not_prepared_again(
     assert not prepare(copied, store, INDEX_ONLY, force=True).unchanged
 
 
+def test_a_store_is_used_if_the_labels_cannot_be_read(
+    dataset: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(dataset, store)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("ssdctl.data.dataset.label_version", refuse)
+    assert is_prepared(dataset, store)
+
+
 def test_a_dataset_toml_that_was_broken_later_is_refused(dataset: Path, store: Path) -> None:
     """In a copy, too, of which all times differ: the last outcome does not hide it."""
     text = f'[train]\nimages = "train2017"\nannotations = "{TRAIN}"\n'
