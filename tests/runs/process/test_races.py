@@ -77,7 +77,7 @@ def test_the_lock_has_one_owner(
     rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner keeps it until the other one has given up."""
-    monkeypatch.setattr(layout, "WAIT_S", 0.0)
+    monkeypatch.setattr(layout, "WAIT_S", 0.1)  # time in which the owner writes its name
     monkeypatch.setattr(layout, "POLL_S", 0.0)
     refused = tmp_path / "refused"
 
