@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data.generator.worlds import Picture, Thing, Tree, World, edited, worlds
-from data.generator.writers import LAYOUTS, WORDS, write
+from data.generator.tools import TOOLS
+from data.generator.worlds import Layout, Picture, Thing, Tree, World, edited, worlds
+from data.generator.writers import LAYOUTS, WORDS, add_decoys
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 
 from ssdctl.config import PrepareConfig
@@ -35,10 +36,17 @@ from ssdctl.input import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 
 COLOR_DISTANCE = 42  # half of that between two colors
-PIXELS = 0.02  # by which boxes may differ, after text of two to eight decimals
 SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
+ALL = {**LAYOUTS, **TOOLS}
 Truth = dict[str, dict[str, Picture]]  # by split and by path below the dataset folder
 Box = tuple[str, float, float, float, float, bool]
+
+
+def write(world: World, root: Path) -> Tree:
+    tree = Tree(root)
+    ALL[world.layout][1](world, tree)
+    add_decoys(world, tree)
+    return tree
 
 
 def boxes_of(things: Iterable[Thing]) -> list[Box]:
@@ -64,11 +72,11 @@ def texts(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def assert_same_boxes(found: list[Box], expected: list[Box], where: str, *, crowds: bool) -> None:
+def assert_same_boxes(found: list[Box], expected: list[Box], where: str, layout: Layout) -> None:
     assert [box[0] for box in found] == [box[0] for box in expected], f"classes of {where}"
     sides = np.array([box[1:5] for box in found]), np.array([box[1:5] for box in expected])
-    np.testing.assert_allclose(*sides, atol=PIXELS, err_msg=f"boxes of {where}")
-    if crowds:
+    np.testing.assert_allclose(*sides, atol=layout.tolerance, err_msg=f"boxes of {where}")
+    if layout.crowds:
         assert [box[5] for box in found] == [box[5] for box in expected], f"crowds of {where}"
 
 
@@ -81,15 +89,15 @@ def boxes_by_row(annotations: Annotations) -> list[list[Box]]:
     return [sorted(boxes) for boxes in rows]
 
 
-def check_index(root: Path, store: Path, truth: Truth, lost: set[str], crowds: bool) -> None:
+def check_index(root: Path, store: Path, truth: Truth, lost: set[str], layout: Layout) -> None:
     """Every image's file, size, split, boxes and classes are those of the truth."""
     read, opened = annotations_of(root, store), open_splits(root, store)
     folder = root.parent if root.is_file() else root
     found: dict[str, set[str]] = {split: set() for split in truth}
-    for split, annotations in read.items():
-        boxes, usable = boxes_by_row(annotations), opened[split].usable
-        for row, name in enumerate(annotations.file_names):
-            path = os.path.relpath(annotations.folder / name, folder)
+    for split, labels in read.items():
+        boxes, usable = boxes_by_row(labels), opened[split].usable
+        for row, name in enumerate(labels.file_names):
+            path = os.path.relpath(labels.folder / name, folder)
             if not usable[row]:
                 assert path in lost, f"{split}: {path} is dropped"
                 continue
@@ -97,9 +105,9 @@ def check_index(root: Path, store: Path, truth: Truth, lost: set[str], crowds: b
             picture = truth.get(split, {}).get(path)
             assert picture is not None, f"{split}: {path} is not one of its images"
             found[split].add(path)
-            size = tuple(annotations.sizes[row])
+            size = tuple(labels.sizes[row])
             assert size == (picture.width, picture.height), f"size of {path}"
-            assert_same_boxes(boxes[row], boxes_of(picture.things), path, crowds=crowds)
+            assert_same_boxes(boxes[row], boxes_of(picture.things), path, layout)
     for split, pictures in truth.items():
         assert found[split] == set(pictures), f"{split}: not all images are read"
 
@@ -109,7 +117,7 @@ def shows(pixels: np.ndarray, center: tuple[float, float], color: np.ndarray) ->
     return bool(np.abs(pixels[y, x].astype(int) - color).max() <= COLOR_DISTANCE)
 
 
-def check_pixels(split: Split, pictures: list[Picture]) -> None:
+def check_pixels(split: Split, pictures: Collection[Picture], tolerance: float) -> None:
     """Every image is one of the pictures, as it is annotated, and each object is under its box."""
     by_gray = {picture.gray: picture for picture in pictures}
     found = []
@@ -128,7 +136,7 @@ def check_pixels(split: Split, pictures: list[Picture]) -> None:
             where = f"{name} of {picture.name}"
             sides = thing.left, thing.top, thing.left + thing.width, thing.top + thing.height
             assert name == thing.name, where
-            np.testing.assert_allclose(box, sides, atol=PIXELS, err_msg=where)
+            np.testing.assert_allclose(box, sides, atol=tolerance, err_msg=where)
             center = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
             assert shows(pixels, center, picture.shade(thing.color)), where
     assert sorted(found) == sorted(by_gray), "not all images are there"
@@ -157,16 +165,16 @@ def check_batches(split: Split, pictures: list[Picture], augment: str) -> None:
                     assert name in under, f"{name} of {picture.name}, by {augment}: {under}"
 
 
-def check_export(root: Path, store: Path, target: str, truth: Truth, crowds: bool) -> None:
+def check_export(root: Path, store: Path, target: str, truth: Truth, layout: Layout) -> None:
     """A dataset that is exported, and read again, has the same images and boxes."""
     out, again = store.with_name(f"to-{target}"), store.with_name(f"store-{target}")
     export_dataset(open_splits(root, store), out, target)
     prepare(out, again, PrepareConfig(pack=False))
-    keeps_crowds = crowds and target in ("coco", "voc")
+    keeps_crowds = layout.crowds and target in ("coco", "voc")
     read = open_splits(out, again)
     assert set(read) == set(truth)
     for split, opened in read.items():
-        check_pixels(opened, list(truth[split].values()))
+        check_pixels(opened, truth[split].values(), layout.tolerance)
         index = annotations_of(out, again)[split]
         things = [thing for picture in truth[split].values() for thing in picture.things]
         found = sorted(box[5] for row in boxes_by_row(index) for box in row)
@@ -177,12 +185,11 @@ def check_export(root: Path, store: Path, target: str, truth: Truth, crowds: boo
 def check_edit(world: World, tree: Tree, store: Path) -> None:
     """After an edit, training deletes no packed image, and `prepare` reads what is there now."""
     after = edited(world)
-    layout = LAYOUTS[world.layout][0]
+    layout = ALL[world.layout][0]
     if after is None or (world.edit == "add an empty image" and not layout.empties):
         return
     note(f"then {world.edit}, train, and prepare again")
-    new = Tree(tree.root)
-    write(after, new)
+    new = write(after, tree.root)
     for file in tree.files if world.edit == "touch" else tree.files - new.files:
         file.touch() if file in new.files else file.unlink()
     packed = set(store.glob("images-*"))
@@ -192,9 +199,9 @@ def check_edit(world: World, tree: Tree, store: Path) -> None:
     prepare(tree.data, store, PrepareConfig(pack=world.packed, allow_dropped=True), AUTOMATIC)
     truth = present(new, after)
     lost = {path for path, picture in new.images.items() if picture.is_missing}
-    check_index(tree.data, store, truth, lost, layout.crowds)
+    check_index(tree.data, store, truth, lost, layout)
     for split, opened in open_splits(tree.data, store).items():
-        check_pixels(opened, list(truth[split].values()))
+        check_pixels(opened, truth[split].values(), layout.tolerance)
 
 
 def copies(tree: Tree) -> list[str]:
@@ -216,13 +223,13 @@ def check_split(world: World, tree: Tree, store: Path) -> None:
     open_dataset(tree.data, store)
     folder = tree.data.parent if tree.data.is_file() else tree.data
     divided: Truth = {}
-    for split, annotations in annotations_of(tree.data, store).items():
-        paths = [os.path.relpath(annotations.folder / n, folder) for n in annotations.file_names]
+    for split, labels in annotations_of(tree.data, store).items():
+        paths = [os.path.relpath(labels.folder / n, folder) for n in labels.file_names]
         divided[split] = {path: truth[path] for path in paths if path in truth}
     assert set(divided) == {"train", "val"}
     assert sorted([*divided["train"], *divided["val"]]) == sorted(truth)
-    layout = LAYOUTS[world.layout][0]
-    check_index(tree.data, store, divided, set(tree.images) - set(truth), layout.crowds)
+    layout = ALL[world.layout][0]
+    check_index(tree.data, store, divided, set(tree.images) - set(truth), layout)
 
 
 def is_ambiguous(world: World) -> bool:
@@ -233,9 +240,8 @@ def is_ambiguous(world: World) -> bool:
 
 def check_world(world: World, folder: Path) -> None:
     """Write a dataset, prepare it, draw batches, export it, edit it: all as the truth says."""
-    layout = LAYOUTS[world.layout][0]
-    tree = Tree(folder / world.root)
-    write(world, tree)
+    layout = ALL[world.layout][0]
+    tree = write(world, folder / world.root)
     listing = "\n  ".join(sorted(str(p.relative_to(folder)) for p in tree.files))
     command = ["ssdctl", "prepare", "--data", str(tree.data), "--allow-dropped"]
     note(f"{world.layout} {sorted(world.flags)} in {folder}:\n  {listing}\n{shlex.join(command)}")
@@ -252,7 +258,7 @@ def check_world(world: World, folder: Path) -> None:
         return
     assert not is_ambiguous(world), "an image was guessed"
     truth = present(tree, world)
-    check_index(tree.data, store, truth, set(lost), layout.crowds)
+    check_index(tree.data, store, truth, set(lost), layout)
     if any(picture.things for picture in lost.values()):
         check_report(texts(outcome), lost.values())
     for path in copies(tree):
@@ -260,18 +266,20 @@ def check_world(world: World, folder: Path) -> None:
     splits = open_splits(tree.data, store)
     if not lost:
         used = {t.name for p in world.pictures for t in p.things}
-        classes = list(world.classes) if layout.classes == "all" else sorted(used)
-        assert [c.name for c in splits["train"].classes] == classes
+        names = [c.name for c in splits["train"].classes]
+        assert (names if layout.classes == "all" else sorted(names)) == (
+            list(world.classes) if layout.classes == "all" else sorted(used)
+        )
     for split, opened in splits.items():
         if split in truth:
-            check_pixels(opened, list(truth[split].values()))
+            check_pixels(opened, truth[split].values(), layout.tolerance)
     for augment in ("none", "ssd"):
         check_batches(splits["train"], list(truth["train"].values()), augment)
     target = ("coco", "yolo", "voc")[len(world.pictures) % 3]
     note(
         shlex.join(["ssdctl", "dataset", "export", str(tree.data), "--to", target, "--out", "out"])
     )
-    check_export(tree.data, store, target, truth, layout.crowds)
+    check_export(tree.data, store, target, truth, layout)
     check_split(world, tree, store.with_name("divided"))
     check_edit(world, tree, store)
 
@@ -295,7 +303,7 @@ def run(layout: str, folder: Path, count: int, number: int | None) -> None:
         phases=[Phase.generate, Phase.shrink],
         report_multiple_bugs=False,
     )
-    @given(worlds({layout: LAYOUTS[layout][0]}))
+    @given(worlds({layout: ALL[layout][0]}))
     def check(world: World) -> None:
         shutil.rmtree(folder / "case", ignore_errors=True)
         check_world(world, folder / "case")
@@ -313,3 +321,11 @@ def test_random_datasets(layout: str, tmp_path: Path) -> None:
 def test_many_random_datasets(layout: str, tmp_path: Path) -> None:
     note(f"SEED={SEED}")
     run(layout, tmp_path, 2_000 // len(LAYOUTS) + 1, SEED)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of these programs
+@pytest.mark.parametrize("layout", TOOLS)
+def test_random_datasets_of_other_programs(layout: str, tmp_path: Path) -> None:
+    pytest.importorskip(layout.partition(":")[0])
+    run(layout, tmp_path, 20, SEED)

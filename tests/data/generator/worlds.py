@@ -63,7 +63,7 @@ DECOYS = (
     "SegmentationClassVisualization",
     "masks",
     "zz detections",
-    "old/images",
+    "old/photos",
 )
 ROOTS = ("set", "train", "my test", "prepared", "a, b")
 # Colors that are far apart, without grays; and grays for the images.
@@ -140,7 +140,9 @@ class Layout(NamedTuple):
     crowds: bool = False
     empties: bool = True  # images without objects are listed
     decoys: bool = True  # other image files have no meaning
+    missing: bool = True  # a listed image may have no file
     suffixes: tuple[str, ...] = tuple(MODES)
+    tolerance: float = 0.02  # pixels by which boxes may differ: text has two to eight decimals
     shun: str = ""  # characters that names cannot have
     classes: str = "used"  # the list of classes: those used (sorted), or all
 
@@ -292,10 +294,12 @@ def worlds(draw: st.DrawFn, layouts: dict[str, Layout]) -> World:
             things = _things(rng, picture, classes, layout.crowds)
             things = [thing._replace(color=colors.pop()) for thing in things]
             picture = picture._replace(things=tuple(things))
+        elif "no empty files" in flags:  # nothing says how it is annotated
+            picture = picture._replace(turn=1, is_upright=False)
         pictures.append(picture)
     missing = draw(st.sampled_from(("none", "none", "none", "an image", "a folder", "a split")))
     lost = rng.choice(pictures[1:]) if pictures[1:] else pictures[0]
-    if missing != "none" and lost is not pictures[0]:
+    if layout.missing and missing != "none" and lost is not pictures[0]:
         is_lost = {
             "an image": lambda p: p is lost,
             "a folder": lambda p: (p.split, p.folder) == (lost.split, lost.folder),
@@ -303,7 +307,7 @@ def worlds(draw: st.DrawFn, layouts: dict[str, Layout]) -> World:
         }[missing]
         pictures = [p._replace(is_missing=k > 0 and is_lost(p)) for k, p in enumerate(pictures)]
     else:
-        copies = draw(st.integers(0, 2))
+        copies = draw(st.integers(0, 2)) if layout.missing else 0
         _copy(pictures, copies)
     rng.shuffle(pictures)
     # A decoy could be the moved file of an image that is missing.

@@ -285,7 +285,8 @@ def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
                 rows.append((name, picture.width, picture.height, thing.name, *corners(thing)))
         tree.write(labels.format(**words), table(rows, quoting=quoting))
         everything += rows[1:]
-    if "all" in world.flags and len(world.splits) > 1:
+    names = [picture.name for picture in world.pictures]
+    if "all" in world.flags and len(world.splits) > 1 and len({*names}) == len(names):
         tree.write(labels.format(split="all", word="all"), table(everything, quoting=quoting))
 
 
@@ -446,7 +447,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
                 lists="data/{split}.txt"),
     ),
     "voc: lists": (
-        _VOC._replace(flags=(*_VOC.flags, "no empty files"), folders=False, shared=True),
+        _VOC._replace(flags=(*_VOC.flags, "no empty files"), shared=True),
         partial(voc, images="JPEGImages", labels="Annotations", lists="ImageSets/Main"),
     ),
     "voc: labelme2voc": (
@@ -471,7 +472,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         Layout(("polygons", "ellipses", "turned", "data is the file"), classes="all"), cvat_xml
     ),
     "openimages": (
-        Layout(("quoted", "suffixes"), "stored", crowds=True, suffixes=(".jpg",)), openimages
+        Layout(("quoted", "suffixes"), "stored", named=False, crowds=True, suffixes=(".jpg",)), openimages
     ),
     "kitti": (Layout(("scores",), "stored", named=False), partial(kitti, folder="{split}")),
     "kitti: training": (
@@ -509,8 +510,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
 }  # fmt: skip
 
 
-def write(world: World, tree: Tree) -> None:
-    LAYOUTS[world.layout][1](world, tree)
+def add_decoys(world: World, tree: Tree) -> None:
     for folder in world.decoys:
         for path, picture in list(tree.images.items()):
             top, _, below = path.rpartition("images/") if "demo" in world.layout else ("", "", path)
