@@ -3,10 +3,10 @@
     benchmarks/on_gpu.sh [--out FOLDER] [--only PART ...]    # one NVIDIA GPU, or several
     benchmarks/on_hpu.sh                                     # Intel Gaudi
 
-Run it in a clone, in an environment with ssdctl and pytest (`pip install -e '.[test]'`). It needs
-no network and no data. Each part has a time limit, and one that fails does not stop the others: the
-file says which failed, with the end of their output. Without the accelerator everything runs on the
-CPU with a tiny network, and what needs the accelerator is skipped.
+Run it in a clone, in an environment with ssdctl and pytest (`pip install -e '.[all]' --group
+test`). It needs no network and no data. Each part has a time limit, and one that fails does not
+stop the others: the file says which failed, with the end of their output. Without the accelerator
+everything runs on the CPU with a tiny network, and what needs the accelerator is skipped.
 """
 
 from __future__ import annotations
