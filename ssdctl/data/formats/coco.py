@@ -58,7 +58,7 @@ WRITTEN_BY_SSDCTL = "ssdctl_"
 SAMPLE_NAMES = 20  # file names by which the image folder is found
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     """Return dataset.toml, or the first annotation file."""
     if (path / TOML).is_file():
         return path / TOML

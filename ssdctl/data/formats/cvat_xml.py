@@ -27,7 +27,7 @@ UNLABELED = "shapes without a label"
 _Frame = tuple[str, LabeledImage]  # its split, and the image; its size is 0 if it is not given
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     return next(iter(_files(path)), None)
 
 

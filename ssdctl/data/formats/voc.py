@@ -51,7 +51,7 @@ class _Xml(NamedTuple):
     is_listed: bool
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     seen = set()
     for name in files_below(path, MAX_DEPTH) if path.is_dir() else ():
         folder, _, file = name.rpartition("/")
