@@ -37,7 +37,7 @@ ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 class Format(Protocol):
     """A module of this folder, or a plugin. `path` is a folder, or a file such as data.yaml."""
 
-    def recognise(self, path: Path) -> Path | bool | None:
+    def recognize(self, path: Path) -> Path | bool | None:
         """Return by which file or folder of labels a dataset is of this format, if it is.
 
         It is fast and writes nothing.
@@ -60,9 +60,9 @@ class _Plugin(NamedTuple):
     name: str
     plugin: Any
 
-    def recognise(self, path: Path) -> Path | bool | None:
+    def recognize(self, path: Path) -> Path | bool | None:
         with self._errors(path):
-            ask = getattr(self.plugin, "recognise", None)
+            ask = getattr(self.plugin, "recognize", None)
             return ask(path) if ask else None
 
     def read(self, path: Path) -> dict[str, Annotations]:

@@ -58,7 +58,7 @@ RENUMBERED = "duplicate annotation id, renumbered"
 WRITTEN_BY_SSDCTL = "ssdctl_"
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     """Return dataset.toml, or the first annotation file."""
     if (path / TOML).is_file():
         return path / TOML

@@ -37,7 +37,7 @@ _Frame = tuple[
 ]  # its split, if it is given, and the image; its size is 0 if it is not given
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     return next(iter(_files(path)), None)
 
 

@@ -30,7 +30,7 @@ DONT_CARE = "DontCare"
 MAX_BYTES = 16 << 20
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     return next(iter(_folders(path)), None)
 
 

@@ -31,7 +31,7 @@ CROWD = "IsGroupOf"
 MAX_NAMES_BYTES = 16 << 20
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     return next(iter(csv_files(path, COLUMNS)), None)
 
 

@@ -19,7 +19,7 @@ COLUMNS = ("filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax
 MAX_BYTES = 1 << 30
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     return next(iter(csv_files(path, COLUMNS)), None)
 
 

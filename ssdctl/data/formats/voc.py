@@ -65,7 +65,7 @@ class _Content(NamedTuple):
 _Xmls = dict[PurePosixPath, list[PurePosixPath]]  # paths by folder
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     seen = set()
     for name in files_below(path, MAX_DEPTH) if path.is_dir() else ():
         folder, _, file = name.rpartition("/")

@@ -34,8 +34,8 @@ def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) 
     assert keys | {"grad_norm", "data_wait", "memory_bytes"} == set(train[0])
     assert train[0]["loss"] == pytest.approx(train[0]["loss_box"] + train[0]["loss_class"])
     (evaluation,) = records(tiny_run, "eval")
-    figures = {"AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs"}
-    assert figures < set(evaluation)
+    metrics = {"AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs"}
+    assert metrics < set(evaluation)
     assert f'root = "{shapes}"' in (tiny_run / "config.toml").read_text()
     config = torch.load(tiny_run / "checkpoints" / "last.pt", weights_only=True)["config"]
     assert {path.partition(".")[0] for path in config} == {"data", "model", "train", "evaluate"}
@@ -259,7 +259,7 @@ def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: 
     (evaluation,) = records(run, "eval")
     evaluated = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
     assert evaluated.code == 0, evaluated.err
-    figures = json.loads(evaluated.out)
+    metrics = json.loads(evaluated.out)
     for name in ("AP", "AP50", "AR100", "ARm"):
-        assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
-    assert figures["images"] == 9
+        assert metrics[name] == pytest.approx(evaluation[name], abs=1e-9)
+    assert metrics["images"] == 9
