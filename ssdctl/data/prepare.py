@@ -48,13 +48,9 @@ from ssdctl.data.dataset import (
     require_same_classes,
 )
 from ssdctl.data.duplicates import ImageVersions, duplicate_warnings, find_duplicates
+from ssdctl.data.find_images import Resolved, resolve_images
 from ssdctl.data.image_check import CheckedImages, Job, check_files, check_images, verified
-from ssdctl.data.image_files import (
-    FingerprintColumns,
-    changed_images,
-    is_image,
-    resolve_images,
-)
+from ssdctl.data.image_files import FingerprintColumns, changed_images, is_image
 from ssdctl.data.report import Outcome, SplitReport, refuse_dropped, refuse_empty
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
@@ -77,7 +73,6 @@ REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
 PACKED = PrepareConfig()
 CHUNKS_FORMAT = 4  # the files in which an interrupted check continues
-Resolved = tuple[Annotations, list[int | None]]  # see `resolve_images`
 
 
 def prepare(
@@ -135,7 +130,7 @@ def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], inde
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
     require_same_classes(root, splits)
     made = index.Made(name, conversion, labels, list(splits), __version__)
-    resolved = {split: resolve_images(splits.pop(split)) for split in made.splits}
+    resolved = resolve_images(splits)
     _note_unlisted(resolved)
     return resolved, made
 
