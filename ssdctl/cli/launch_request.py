@@ -28,7 +28,7 @@ from ssdctl.launch import LaunchRequest, _tpus, load_launcher, read_node
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.launch.torchrun import SKY_SUFFIXES
 from ssdctl.runs.layout import run_dir
-from ssdctl.training.run import check_without_data, finalize
+from ssdctl.training.run import check_without_data, finalize, settings_of_run
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
@@ -120,7 +120,8 @@ def check_train(
             hint=f"--execution {' or '.join(device.executions)}",
         )
     if has_data and config.batch_size != "auto" and (images := _count_images(resolved.config)):
-        finalize(resolved, device, Ranks(0, count, 0), images)
+        before = settings_of_run(resolved.config)
+        finalize(resolved, device, Ranks(0, count, 0), images, before=before)
     return notices
 
 
