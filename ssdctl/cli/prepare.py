@@ -50,7 +50,7 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
-    from ssdctl.data.check import NO_BOXES, NO_BOXES_NOT_TRAINED
+    from ssdctl.data.check import NO_OBJECTS
     from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.store_folder import dataset_folders
@@ -80,8 +80,7 @@ def prepare(
     store = ["--store", outcome.store] if call.config.data.store else []
     command = shlex.join(["ssdctl", "train", "--data", outcome.root, *store])
     facts: list[tuple[str, str | Path]] = [("store", f"{outcome.store} ({what})")]
-    without_boxes = (NO_BOXES, NO_BOXES_NOT_TRAINED)  # a line of the output says how many
-    if any(f.kind not in without_boxes for report in outcome.splits for f in report.findings):
+    if any(f.kind != NO_OBJECTS for report in outcome.splits for f in report.findings):
         facts.append(("issues", Path(outcome.store) / "report.json"))
     call.console.closing(facts, [command])
 
@@ -98,14 +97,14 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 def _tables(outcome: Outcome) -> Group:
     from rich.console import Group
 
-    from ssdctl.data.check import NO_BOXES, NO_BOXES_NOT_TRAINED
+    from ssdctl.data.check import NO_OBJECTS
 
     rows, lines, issues = [], [], []
     for report in outcome.splits:
         row = [f"{n:,}" for n in (report.usable, report.boxes, report.classes, report.trainable)]
         rows.append([report.split, *(row if report.split == "train" else row[:-1])])
         for kind, number in report.counts().items():
-            if kind in (NO_BOXES, NO_BOXES_NOT_TRAINED):
+            if kind == NO_OBJECTS:
                 lines.append(f"{report.split}: {counted(number, 'image')} with {kind}")
                 continue
             first = (report.split, f"{number:,}", kind)

@@ -38,6 +38,7 @@ SPLIT_WORDS = {
 MAX_NAMED = 5  # offenders named in a message
 MAX_CLASSES_NAMED = 8
 UNLISTED = "annotation of a category that is not listed, dropped"
+UNLABELED = "image with unlabeled objects only"
 DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corners
 # Far more than any name of a class; longer ones are refused.
 Name = Annotated[str, msgspec.Meta(max_length=10_000)]
@@ -72,6 +73,7 @@ class LabeledImage(NamedTuple):
     width: int
     height: int
     boxes: list[LabeledBox]
+    is_complete: bool = True  # False: it also has objects that are not labeled
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -222,6 +224,11 @@ def annotations_of_split(
         boxes=np.array(boxes, np.float64).reshape(-1, 4),
         areas=np.array([round(area, DECIMALS) for area in areas], np.float64),
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
+        findings=[
+            Finding(UNLABELED, number, None, image.file_name)
+            for number, image in enumerate(images, 1)
+            if not (image.is_complete or image.boxes)
+        ],
     )
     return one_image_per_file(annotations)
 

@@ -11,7 +11,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, ClassName, Finding
+from ssdctl.data.annotations import (
+    MAX_NAMED,
+    UNLABELED,
+    UNLISTED,
+    Annotations,
+    ClassName,
+    Finding,
+)
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.safe_text import html_table, listed
@@ -32,8 +39,8 @@ KINDS = (
 NO_BBOX = "annotation without bbox, dropped"
 DROPPED_IMAGE = "image dropped"
 NOTED_IMAGE = "image with a note"
-NO_BOXES = "no boxes (skipped in training)"
-NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
+NO_OBJECTS = "no objects"
+NO_BOXES_LEFT = "no valid box (skipped in training)"
 MAX_DROPPED = 0.05  # share of the images or boxes in a split
 DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
 
@@ -43,7 +50,8 @@ class SplitReport(msgspec.Struct, frozen=True):
     images: int  # with those that were dropped
     boxes: int  # to train on, in usable images
     classes: int
-    trainable: int
+    trainable: int  # images with a box to train on
+    background: int  # images without objects
     findings: list[Finding]
     key: str  # identifies the job that wrote the index
     warnings: list[str] = []  # for the user
@@ -92,6 +100,7 @@ class Objects(NamedTuple):
 
 class Checked(NamedTuple):
     objects: Objects
+    is_empty: NDArray[np.bool_]  # N: no object is listed for the image, and none was dropped
     findings: list[Finding]  # those of the reader, and one for each object dropped or clipped
     warnings: list[str]  # for the user
 
@@ -137,7 +146,14 @@ def check(annotations: Annotations) -> Checked:
         fractions=fractions,
     )
     warnings = _warnings(boxes, kinds, num_unit, annotations.sizes, rows)
-    return Checked(objects, [*annotations.findings, *findings], warnings)
+    return Checked(objects, _is_empty(annotations), [*annotations.findings, *findings], warnings)
+
+
+def _is_empty(annotations: Annotations) -> NDArray[np.bool_]:
+    dropped = [f.image_id for f in annotations.findings if f.kind in (UNLISTED, UNLABELED)]
+    is_empty = ~np.isin(annotations.image_ids, dropped)
+    is_empty[annotations.rows] = False
+    return is_empty
 
 
 def clip(

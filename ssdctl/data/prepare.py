@@ -32,8 +32,8 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.check import (
     DROPPED_IMAGE,
-    NO_BOXES,
-    NO_BOXES_NOT_TRAINED,
+    NO_BOXES_LEFT,
+    NO_OBJECTS,
     NOTED_IMAGE,
     Outcome,
     SplitReport,
@@ -195,7 +195,7 @@ def _prepare_split(
 ) -> SplitReport:
     """Check a split, which is taken from `resolved` to free its memory, and write its index."""
     annotations, num_bytes = resolved.pop(split)
-    objects, findings, warnings = check(annotations)
+    objects, is_empty, findings, warnings = check(annotations)
     if split == made.splits[0]:  # all splits have the same classes
         warnings = warnings + duplicate_names(annotations.classes)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
@@ -214,15 +214,20 @@ def _prepare_split(
     counts = objects.num_trained()
     is_trainable = images.is_usable & (counts > 0)
     findings += images.findings
-    kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
-    for row in np.nonzero(images.is_usable & (counts == 0))[0]:
-        findings.append(Finding(kind, int(image_ids[row]), None, names[row]))
+    is_background = images.is_usable & is_empty
+    without = {NO_OBJECTS: is_background}
+    if split == "train":
+        without[NO_BOXES_LEFT] = images.is_usable & ~is_empty & (counts == 0)
+    for kind, is_found in without.items():
+        for row in np.nonzero(is_found)[0]:
+            findings.append(Finding(kind, int(image_ids[row]), None, names[row]))
     report = SplitReport(
         split=split,
         images=len(names),
         boxes=int(counts[images.is_usable].sum()),
         classes=len(annotations.classes),
         trainable=int(is_trainable.sum()),
+        background=int(is_background.sum()),
         findings=findings,
         key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
         warnings=warnings + images.warnings(),
@@ -231,7 +236,7 @@ def _prepare_split(
     if not config.allow_dropped:
         refuse_dropped(report, annotations.origin, num_boxes)
     metadata = index.Metadata(
-        format=4,
+        format=5,
         packed=config.pack,
         shards=images.shards,
         shrink=config.shrink,
@@ -245,7 +250,8 @@ def _prepare_split(
         made=made,
     )
     path = index.index_path(folder, split)
-    index.write_index(path, annotations, objects, images.is_usable, images.fingerprints, metadata)
+    usable, fingerprints = images.is_usable, images.fingerprints
+    index.write_index(path, annotations, objects, usable, is_empty, fingerprints, metadata)
     return report
 
 

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.errors import UsageError
+from ssdctl.input import num_background
 from ssdctl.model.backbones import find_backbone
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Every(NamedTuple):
 class TrainSchedule(NamedTuple):
     """Steps and learning rate of a run, as `train --dry-run --json` prints them."""
 
-    images: int
+    images: int  # of an epoch
+    background: int  # of them, without objects
     global_batch_size: int
     steps_per_epoch: int
     total_steps: int
@@ -110,6 +112,7 @@ def make_plan(
     """Compute the schedule of a run.
 
     Args:
+        images: Training images with objects.
         may_shorten_warmup: Shorten a warm-up that is longer than the run to a tenth of the run,
             because the user did not choose it.
 
@@ -117,6 +120,8 @@ def make_plan(
         UsageError: The warm-up is longer than the run.
     """
     global_batch = config.batch_size * world_size * config.accumulate
+    background = num_background(images, config.background)
+    images += background
 
     def steps(epochs: float) -> int:
         return int(epochs * images / global_batch)
@@ -136,6 +141,7 @@ def make_plan(
         )
     return TrainSchedule(
         images=images,
+        background=background,
         global_batch_size=global_batch,
         steps_per_epoch=max(images // global_batch, 1),
         total_steps=total,
