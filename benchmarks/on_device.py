@@ -3,10 +3,10 @@
     benchmarks/on_gpu.sh [--out FOLDER] [--only PART ...]    # one NVIDIA GPU, or several
     benchmarks/on_hpu.sh                                     # Intel Gaudi
 
-Run it in a clone, in an environment with ssdctl and pytest (`pip install -e '.[test]'`). It needs
-no network and no data. Each part has a time limit, and one that fails does not stop the others: the
-file says which failed, with the end of their output. Without the accelerator everything runs on the
-CPU with a tiny network, and what needs the accelerator is skipped.
+Run it in a clone, in an environment with ssdctl and pytest (`pip install -e '.[all]' --group
+test`). It needs no network and no data. Each part has a time limit, and one that fails does not
+stop the others: the file says which failed, with the end of their output. Without the accelerator
+everything runs on the CPU with a tiny network, and what needs the accelerator is skipped.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def training_speed(bench: Bench) -> str:
 
 def evaluation_speed(bench: Bench) -> str:
     options = [w for w in bench.options if w not in ("--backbone-weights", "none")]
-    figures = bench.ssdctl("benchmark", "evaluate", *options)
-    return _table([figures], ("images_per_second", "latency_p50_ms", "latency_p99_ms", "score_s"))
+    metrics = bench.ssdctl("benchmark", "evaluate", *options)
+    return _table([metrics], ("images_per_second", "latency_p50_ms", "latency_p99_ms", "score_s"))
 
 
 def forms(bench: Bench) -> str:
@@ -230,11 +230,11 @@ def onnx_runtime(bench: Bench) -> str:
     bench.ssdctl("export", checkpoint, "--format", "onnx", "--out", file)
     device = bench.device if bench.device == "cuda" else "cpu"
     for model in (checkpoint, file):
-        figures = bench.ssdctl(
+        metrics = bench.ssdctl(
             "evaluate", model, "--data", bench.folder / "shapes", "--device", device, "--fp32"
         )
-        scored.append({"model": model.suffix, **figures})
-    return _table(scored, ("model", *[k for k, v in figures.items() if isinstance(v, float)][:4]))
+        scored.append({"model": model.suffix, **metrics})
+    return _table(scored, ("model", *[k for k, v in metrics.items() if isinstance(v, float)][:4]))
 
 
 def tensorrt(bench: Bench) -> str:

@@ -27,7 +27,7 @@ from ssdctl.launch import LaunchRequest, load_launcher
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.launch.torchrun import SKY_SUFFIXES
 from ssdctl.runs.layout import run_dir
-from ssdctl.training.run import check_without_data, finalize
+from ssdctl.training.run import check_without_data, finalize, settings_of_run
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
@@ -110,8 +110,9 @@ def check_train(
             hint=f"--execution {' or '.join(device.executions)}",
         )
     if has_data and config.batch_size != "auto" and (size := _count_images(resolved.config)):
-        ranks = Ranks(0, count, 0)
-        finalize(resolved, device, ranks, size.trainable, background=size.background)
+        before, ranks = settings_of_run(resolved.config), Ranks(0, count, 0)
+        images, background = size.trainable, size.background
+        finalize(resolved, device, ranks, images, background=background, before=before)
     return notices
 
 

@@ -127,7 +127,7 @@ def _show_plan(call: Call) -> None:
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
     from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
-    from ssdctl.training.run import finalize
+    from ssdctl.training.run import finalize, settings_of_run
 
     root, size = _dataset_size(call)
     if not size.trainable:
@@ -146,6 +146,7 @@ def _show_plan(call: Call) -> None:
         ranks,
         size.trainable,
         background=size.background,
+        before=settings_of_run(call.config),
         network=network,
     )
     for notice in run.notices:

@@ -165,6 +165,11 @@ class Setting(NamedTuple):
         return typing.get_origin(plain_type(self.type)) is tuple
 
     @property
+    def is_table(self) -> bool:
+        """Return whether a file may have a table for it instead of a list of `KEY=VALUE`."""
+        return self.is_list and "=" in (self.metavar or "")
+
+    @property
     def key_aliases(self) -> list[str]:
         """Return other names of its key in files, `--set` and variables: `bs` for `batch_size`."""
         flags = [] if self.is_flag or self.choice_flags else list(self.flags)

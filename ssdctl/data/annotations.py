@@ -18,6 +18,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -52,7 +53,7 @@ class ClassName(msgspec.Struct, frozen=True):
 
 
 class SplitFiles(NamedTuple):
-    images: Sequence[Path]  # folders, one of which has the images
+    images: Sequence[Path]  # folders that may have the images, the most likely first
     annotations: Path
 
 
@@ -92,7 +93,7 @@ class Annotations(NamedTuple):
     finding: `prepare` (check.py) does both.
     """
 
-    folder: Path  # that has the images
+    folder: Path  # that has the images, or below which they are searched for
     origin: Path  # the file or folder of the labels, for messages
     image_ids: NDArray[np.int64]  # N
     file_names: list[str]  # N, relative to `folder`
@@ -106,6 +107,7 @@ class Annotations(NamedTuple):
     is_crowd: NDArray[np.bool_]  # M
     findings: Sequence[Finding] = ()  # what the reader repaired, merged or dropped
     notes: Sequence[str] = ()  # how the files were read, for the user
+    image_folders: Sequence[Path] = ()  # in or below `folder`, where the format has its images
     upright: bool = False  # boxes fit images turned by their EXIF orientation, whatever their size
 
     @property
@@ -166,14 +168,37 @@ def root_folder(root: Path) -> Path:
     return root.parent if root.is_file() else root
 
 
-def split_of(name: str) -> str | None:
-    """Return the split that a file or folder name contains, as in `instances_Train-2.json`.
+@lru_cache
+def split_of(path: str) -> str | None:
+    """Return the split that a path below the dataset folder names, as `b/train/instances_val.json`.
 
-    Only whole words count: `trainer` is not a split.
+    The innermost name that contains the word of one split decides. Only whole words count:
+    `trainer` is not a split.
     """
-    words = re.split(r"[^a-z]+", name.lower())
-    splits = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
-    return splits.pop() if len(splits) == 1 else None
+    for name in reversed(path.split("/")):
+        words = re.split(r"[^a-z]+", name.lower())
+        splits = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+        if len(splits) == 1:
+            return splits.pop()
+    return None
+
+
+def place(
+    splits: Sequence[str | None], names: Sequence[object], notes: list[str]
+) -> list[str | None]:
+    """Return the split of each file or image; None: it is left out, with a note.
+
+    Without any split word, all are for training; without `train`, those without a word are.
+    """
+    open_rows = [row for row, split in enumerate(splits) if split is None]
+    if not open_rows or len(open_rows) == len(splits):
+        return [split or "train" for split in splits]
+    such_as = f"{len(open_rows):,}, such as {names[open_rows[0]]}"
+    if "train" in splits:
+        notes.append(f"not in the folder or file of a split, left out: {such_as}")
+        return list(splits)
+    notes.append(f"not in the folder or file of a split, used for training: {such_as}")
+    return [split or "train" for split in splits]
 
 
 def from_images(

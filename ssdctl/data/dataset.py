@@ -198,7 +198,7 @@ def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
     for name in names():
         try:
             module = load(name)
-            by = module.recognise(path)
+            by = module.recognize(path)
         except SsdctlError as error:
             if name in built_in():
                 raise

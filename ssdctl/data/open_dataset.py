@@ -26,7 +26,8 @@ from ssdctl.data.dataset import (
     require_root,
     require_split,
 )
-from ssdctl.data.image_files import changed_images, require_image_folder, resolve_images
+from ssdctl.data.find_images import resolve_images
+from ssdctl.data.image_files import changed_images, require_image_folder
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
@@ -161,7 +162,7 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
     unprepared = read_dataset(root, _last_conversion(folder))
     annotations = require_split(unprepared, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
-        annotations = resolve_images(annotations)[0]
+        annotations = resolve_images(unprepared)["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked = check(annotations)
     trainable = int((checked.objects.num_trained() > 0).sum())

@@ -42,13 +42,9 @@ from ssdctl.data.check import (
     refuse_dropped,
 )
 from ssdctl.data.dataset import find, label_version, labels_changed, read_dataset
+from ssdctl.data.find_images import Resolved, resolve_images
 from ssdctl.data.image_check import CheckedImages, Job, check_files, check_images, verified
-from ssdctl.data.image_files import (
-    FingerprintColumns,
-    changed_images,
-    is_image,
-    resolve_images,
-)
+from ssdctl.data.image_files import FingerprintColumns, changed_images, is_image
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
@@ -69,7 +65,6 @@ REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
 PACKED = PrepareConfig()
 CHUNKS_FORMAT = 4  # the files in which an interrupted check continues
-Resolved = tuple[Annotations, list[int | None]]  # see `resolve_images`
 
 
 def prepare(
@@ -125,7 +120,7 @@ def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], inde
     if label_version(root, name).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
     made = index.Made(name, conversion, labels, list(splits), __version__)
-    resolved = {split: resolve_images(splits.pop(split)) for split in made.splits}
+    resolved = resolve_images(splits)
     _note_unlisted(resolved)
     return resolved, made
 

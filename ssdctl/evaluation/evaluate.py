@@ -1,7 +1,7 @@
 """Score what a user names: a checkpoint, a run's checkpoints, or a file of detections.
 
 for evaluation in evaluate_files([find_checkpoint("runs/a")], resolved, progress=progress_bar):
-    evaluation.figures["AP"]
+    evaluation.metrics["AP"]
 
 A file of detections is scored without torch.
 """

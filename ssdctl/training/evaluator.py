@@ -140,4 +140,4 @@ class Evaluator:
             return None
         scoring, self._scoring = self._scoring, None
         evaluation = scoring.result()
-        return evaluation, self.early_stopping.update(evaluation.figures["AP"])
+        return evaluation, self.early_stopping.update(evaluation.metrics["AP"])

@@ -53,7 +53,14 @@ from ssdctl.training.description import warning_of_cut
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.run import Network, OpenedRun, SettledRun, check_without_data, finalize
+from ssdctl.training.run import (
+    Network,
+    OpenedRun,
+    SettledRun,
+    check_without_data,
+    finalize,
+    settings_of_run,
+)
 from ssdctl.training.step_input import check_pipeline
 from ssdctl.training.trackers import find_trackers
 from ssdctl.training.trainer import Trainer
@@ -136,15 +143,17 @@ def prepare_run(
         architecture, precision = architecture_of(settled), settled.train.precision
         return largest_batch(settled.train, architecture, device, ranks, precision)
 
-    network, images, background = None, len(train.trainable), len(train.background)
+    network = None
+    before = collectives.broadcast(settings_of_run(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(resolved):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
     run = finalize(
         resolved,
         device,
         ranks,
-        images,
-        background=background,
+        len(train.trainable),
+        background=len(train.background),
+        before=before,
         network=network,
         largest_batch=measured,
     )

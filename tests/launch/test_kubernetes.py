@@ -37,7 +37,7 @@ cluster = "voyager"
 [kubernetes]
 namespace = "me"
 volumes = ["/ceph/me:/work", "coco:/data/coco:ro"]
-install = "/work/ssdctl-0.1.0-py3-none-any.whl"
+install = "/work/ssdctl-1.0.0rc1-py3-none-any.whl"
 [data]
 root = "/data/coco"
 [train]
@@ -413,7 +413,7 @@ def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> 
             assert PLAIN.fullmatch(token.value)
 
 
-def in_pods(cli: Cli, *options: object, install: str = "ssdctl==0.1.0") -> Result:
+def in_pods(cli: Cli, *options: object, install: str = "ssdctl==1.0.0rc1") -> Result:
     """Plan a training in pods that install ssdctl, with volumes at /runs and /data/coco."""
     volumes = 'kubernetes.volumes=["claim:/runs", "/nfs/coco:/data/coco:ro"]'
     words = [*IN_A_POD[:-4], "--set", f"kubernetes.install={install}", "--set", volumes]

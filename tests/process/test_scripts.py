@@ -62,7 +62,7 @@ def run(clone: Path, tools: Path, **variables: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("python", "named"),
     [
-        (None, ["3.10 to 3.13", "PYTHON"]),
+        (None, ["3.10 to 3.14", "PYTHON"]),
         (['[ "$1" = --version ] && echo Python 3.9.18', "exit 1"], ["Python 3.9.18"]),
         (['export PYTHONPATH="HIDDEN"'], ["python3-venv"]),
     ],
@@ -119,7 +119,7 @@ def test_a_second_start_installs_nothing(clone: Path, tools: Path) -> None:
     subprocess.run([tools / "python3", "-m", "venv", "--without-pip", clone / ".venv"], check=True)
     sum_of = ["bash", "-c", "cat pyproject.toml constraints.txt | cksum"]
     wanted = subprocess.run(sum_of, cwd=clone, capture_output=True, text=True).stdout
-    (clone / ".venv" / "ssdctl-installed").write_text(f"{wanted}extra \n")
+    (clone / ".venv" / "ssdctl-installed").write_text(f"{wanted}group \n")
     program = clone / ".venv" / "bin" / "ssdctl"
     program.write_text('#!/bin/sh\necho "$PWD: $*" >&2\n')
     program.chmod(0o755)

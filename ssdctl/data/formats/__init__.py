@@ -10,10 +10,12 @@ share: numbers, lines, XML without document types, CSV files.
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib
+import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from xml.etree import ElementTree
@@ -35,7 +37,7 @@ ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 class Format(Protocol):
     """A module of this folder, or a plugin. `path` is a folder, or a file such as data.yaml."""
 
-    def recognise(self, path: Path) -> Path | bool | None:
+    def recognize(self, path: Path) -> Path | bool | None:
         """Return by which file or folder of labels a dataset is of this format, if it is.
 
         It is fast and writes nothing.
@@ -58,9 +60,9 @@ class _Plugin(NamedTuple):
     name: str
     plugin: Any
 
-    def recognise(self, path: Path) -> Path | bool | None:
+    def recognize(self, path: Path) -> Path | bool | None:
         with self._errors(path):
-            ask = getattr(self.plugin, "recognise", None)
+            ask = getattr(self.plugin, "recognize", None)
             return ask(path) if ask else None
 
     def read(self, path: Path) -> dict[str, Annotations]:
@@ -178,24 +180,62 @@ def root_element(path: Path) -> str:
 def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     """Return a file, or the CSV files in a folder and two levels below, that have these columns."""
     files = sorted(path / name for name in files_below(path, 2)) if path.is_dir() else [path]
-    return [f for f in files if f.suffix == ".csv" and set(columns) <= set(csv_header(f))]
-
-
-def csv_by_split(path: Path, columns: Sequence[str]) -> dict[str, Path]:
-    """Return the CSV file of each split, by a word in its name or its folder's."""
-    root, by_split = dataset_folder(path), dict[str, Path]()
-    for file in csv_files(path, columns):
-        split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
-        if by_split.setdefault(split, file) != file:
-            problem = f"{root}: two CSV files for the split {split}, the second is {file}"
-            raise DataError(problem, hint="keep one, or give one: --data FILE.csv")
-    if not by_split:
-        raise DataError(f"{path}: no CSV file with the columns {', '.join(columns)}")
-    return by_split
+    files = [file for file in files if file.suffix.lower() == ".csv"]
+    return [file for file in files if set(columns) <= set(csv_header(file))]
 
 
 def csv_header(path: Path) -> list[str]:
     with contextlib.suppress(OSError), open_regular(path) as file:
         line = file.readline(HEAD_BYTES).decode("utf-8-sig", "replace")
-        return [word.strip() for word in line.split(",")]
+        return [word.strip() for word in next(csv.reader([line], skipinitialspace=True), [])]
     return []
+
+
+def csv_rows(path: Path, max_bytes: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield where each row of a CSV file is, for messages, and its values without spaces around."""
+    with read_errors(path):
+        text = read_text(path, max_bytes)
+    reader = csv.reader(io.StringIO(text), skipinitialspace=True)
+    try:
+        for row in reader:
+            yield f"{path}:{reader.line_num}", [value.strip() for value in row]
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: not a readable CSV file: {error}") from None
+
+
+def by_split(
+    root: Path,
+    files: Sequence[Path],
+    images_of: Callable[[Path], Collection[str]],
+    notes: list[str],
+) -> dict[str, Path]:
+    """Return the label file of each split, by a split word in its path.
+
+    A file without such a word is left out if its images are those of the others. It is the training
+    split if none of its images is, and no file is called so.
+
+    Raises:
+        DataError: A file belongs to no split, or two files to one.
+    """
+    splits = {file: split_of(file.relative_to(root).as_posix()) for file in files}
+    if len(files) == 1 or None not in splits.values():
+        names_of = dict[Path, Collection[str]]()  # which are not needed
+    else:
+        names_of = {file: images_of(file) for file in files}
+    placed = {name for file, split in splits.items() if split for name in names_of.get(file, ())}
+    chosen = dict[str, Path]()
+    for file, split in splits.items():
+        names = names_of.get(file, ("",))
+        if split is None and placed.issuperset(names):
+            notes.append(f"{file.name}: its images are those of the other files: left out")
+            continue
+        if split is None and "train" not in splits.values() and placed.isdisjoint(names):
+            split = "train"
+        if split is None or chosen.setdefault(split, file) != file:
+            kind = f"two files for the split {split}" if split else "a file that names no split"
+            others = ", ".join(str(other) for other in splits if other != file)
+            raise DataError(
+                f"{file}: {kind}, beside {others}",
+                hint="keep one file per split, with train, val or test in its name",
+            )
+    return chosen

@@ -64,7 +64,7 @@ class _DistinctKeys(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     """Return the file of class names of a folder that has labels, or data.yaml."""
     if path.is_file():
         return path if path.suffix.lower() in (*YAML, ".data") else None

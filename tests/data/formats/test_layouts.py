@@ -18,7 +18,7 @@ from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.annotations import Annotations, LabeledImage, from_images
 from ssdctl.data.dataset import find
 from ssdctl.data.export_dataset import export_dataset
-from ssdctl.data.image_files import resolve_images
+from ssdctl.data.find_images import resolve_images
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
@@ -292,7 +292,7 @@ def folder(tmp_path: Path) -> Path:
 def test_names_of_tools_are_resolved_and_hostile_ones_are_not(
     folder: Path, name: str, file: str | None
 ) -> None:
-    resolved, sizes = resolve_images(annotations(folder, name))
+    resolved, sizes = resolve_images({"train": annotations(folder, name)})["train"]
     assert resolved.file_names == [file or name]
     assert sizes == [(folder / file).stat().st_size if file else None]
     assert bool(resolved.notes) == (file not in (None, name))
@@ -300,11 +300,11 @@ def test_names_of_tools_are_resolved_and_hostile_ones_are_not(
 
 def test_file_names_that_fit_several_files(folder: Path) -> None:
     with pytest.raises(DataError, match=r"c\.jpg, one/c\.jpg, two/c\.jpg"):
-        resolve_images(annotations(folder, "/data/upload/three/c.jpg"))
+        resolve_images({"train": annotations(folder, "/data/upload/three/c.jpg")})
 
 
 def test_image_sizes_that_are_missing(folder: Path) -> None:
-    resolved, _ = resolve_images(annotations(folder, "a.jpg", size=(0, 0)))
+    resolved, _ = resolve_images({"train": annotations(folder, "a.jpg", size=(0, 0))})["train"]
     assert resolved.sizes.tolist() == [[100, 50]]
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from ssdctl.config import PrepareConfig
 from ssdctl.data.annotations import Conversion
 from ssdctl.data.dataset import find
-from ssdctl.data.formats.yolo import read, recognise
+from ssdctl.data.formats.yolo import read, recognize
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
@@ -267,6 +267,6 @@ def test_text_beside_an_image_is_yolo_if_its_content_is(
     assert ("beside its image" in hint) == (is_yolo and folder == "marks")
     (root / "classes.txt").write_text("cat\n")  # the hint leads to a dataset
     (root / folder / "a.txt").rename(root / "photos/a.txt")
-    assert (recognise(root) is not None) == is_yolo
+    assert (recognize(root) is not None) == is_yolo
     if is_yolo:
         assert boxes_of(read(root)) == {"photos/a.jpg": [("cat", [40, 15, 20, 20], 0)]}
