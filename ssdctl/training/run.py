@@ -158,7 +158,7 @@ def _check_background(config: TrainConfig, background: int | None) -> None:
     if background == 0 and config.background and not config.fake_data:
         raise UsageError(
             f"--background {config.background:g}: no training image is without objects",
-            hint="add such images to the dataset, or leave --background out",
+            hint="list such images, with an empty label file each, or leave --background out",
         )
 
 

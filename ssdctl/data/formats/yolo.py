@@ -263,9 +263,11 @@ def _read_split(
     def read_image(path: Path) -> LabeledImage:
         width, height = size_or_none(path, upright=True)
         label = label_file(root, path)
-        lines = _boxes(label, names, keypoints) if width and label.is_file() else []
+        has_labels = label.is_file()
+        lines = _boxes(label, names, keypoints) if width and has_labels else []
         boxes = dict.fromkeys(in_pixels(box, width, height) for box in lines)
-        return LabeledImage(path.relative_to(root).as_posix(), width, height, list(boxes))
+        name = path.relative_to(root).as_posix()
+        return LabeledImage(name, width, height, list(boxes), has_labels)
 
     images = in_threads(read_image, files)
     if files and not any(image.boxes for image in images):
