@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import os
 import sys
 import uuid
@@ -23,11 +24,11 @@ from ssdctl.data.open_dataset import count_images
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
 from ssdctl.distributed.ranks import Ranks, free_port, own_names
 from ssdctl.errors import DataError, UsageError
-from ssdctl.launch import LaunchRequest, load_launcher
+from ssdctl.launch import LaunchRequest, _tpus, load_launcher, read_node
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.launch.torchrun import SKY_SUFFIXES
 from ssdctl.runs.layout import run_dir
-from ssdctl.training.run import check_without_data, finalize
+from ssdctl.training.run import check_without_data, finalize, settings_of_run
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
@@ -38,6 +39,7 @@ def make_request(
 ) -> LaunchRequest:
     """Return the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
+    device = _tpu_device(call) if device == "tpu" else device
     name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
     launcher = load_launcher(name)
     is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
@@ -81,6 +83,14 @@ def make_request(
     return dataclasses.replace(request, local_address=None) if write is not None else request
 
 
+def _tpu_device(call: Call) -> str:
+    """Return the device type of `--tpus`, `tpu` or `xla`, if the user does not name it."""
+    if (named := call.config.train.device) in ("tpu", "xla"):
+        return named
+    packages = {n for n in ("torch_tpu", "torch_xla") if importlib.util.find_spec(n) is not None}
+    return _tpus.choose_device(call.config.launch.tpu_version, read_node(), packages)
+
+
 def _paths(config: Config) -> dict[str, str]:
     """Return the files and folders of a training, by their options."""
     train, data = config.train, config.data
@@ -110,7 +120,8 @@ def check_train(
             hint=f"--execution {' or '.join(device.executions)}",
         )
     if has_data and config.batch_size != "auto" and (images := _count_images(resolved.config)):
-        finalize(resolved, device, Ranks(0, count, 0), images)
+        before = settings_of_run(resolved.config)
+        finalize(resolved, device, Ranks(0, count, 0), images, before=before)
     return notices
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     LauncherName = str
 else:
     LauncherName = Literal[CHOICES]
+TpuVersion = Literal["v2", "v3", "v4", "v5e", "v5p", "v6e", "v7"]
 SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 
 # Settings under a heading of `--help`.
@@ -395,6 +396,9 @@ class LaunchConfig(Section, frozen=True):
         _launch(
             "torchrun's rendezvous address [default: first host of --hostfile]", metavar="HOST:PORT"
         ),
+    ] = None
+    tpu_version: Annotated[
+        TpuVersion | None, _launch("TPU version, if this machine has no TPU")
     ] = None
     rank_by: Annotated[
         Literal["core", "slot"], _launch("mpirun's placement of ranks (core: Open MPI 4)")

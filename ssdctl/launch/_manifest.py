@@ -107,8 +107,8 @@ def _kind(request: LaunchRequest) -> str:
         return "MPIJob" if needs_mpi else "Job"
     if needs_mpi and kind != "MPIJob":
         raise UsageError(f"kubernetes.kind {kind}: HPUs on several nodes need an MPIJob")
-    if request.device == "xla" and kind == "MPIJob":
-        raise UsageError("kubernetes.kind MPIJob: torch_xla takes its chips from torchrun")
+    if request.device in ("tpu", "xla") and kind == "MPIJob":
+        raise UsageError("kubernetes.kind MPIJob: TPU processes take their chips from torchrun")
     if is_hpu and kind == "TrainJob":
         raise UsageError("kubernetes.kind TrainJob: HPUs are started by mpirun, in a Job")
     names = sorted(request.patch.get("spec", {}).keys() - TRAIN_JOB_FIELDS)

@@ -208,7 +208,7 @@ def _warnings(request: LaunchRequest) -> Iterator[str]:
     if is_bound and request.config.cores_per_node is None:
         yield "ranks are not bound to cores, whose number is unknown: give --cores-per-node"
     missing = [label for label in TPU_LABELS if label not in pairs("node_selector", config)]
-    if request.device == "xla" and missing:
+    if request.device in ("tpu", "xla") and missing:
         named = " and ".join(missing)
         yield f"kubernetes.node_selector does not name {named}: GKE needs it to start TPU pods"
     data, (folders, writable) = request.paths.get("--data", ""), _mounted(config)

@@ -9,18 +9,25 @@ Python API call it, so that they agree. After it nothing writes a setting.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config, Resolved
-from ssdctl.config.resolve import Kind, Settled, Source
+from ssdctl.config.resolve import Kind, Settled, Source, resolve
 from ssdctl.config.settings import SettledConfig
 from ssdctl.distributed.ranks import Ranks
-from ssdctl.errors import UsageError
-from ssdctl.runs.layout import run_dir
-from ssdctl.training.schedule import TrainSchedule, check_warmup, make_plan
+from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.runs.layout import RunDir, run_dir
+from ssdctl.training.schedule import (
+    TrainSchedule,
+    check_warmup,
+    length_and_warmup,
+    make_plan,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -36,6 +43,9 @@ if TYPE_CHECKING:
     DeviceFacts = Device | DeviceType  # opened, or only planned
 
 INIT = Source(Kind.RULE, "checkpoint of --init")
+SHORT_RUN = Source(Kind.RULE, "a tenth of the run")
+CONTINUED = Source(Kind.FILE, "the run it continues")
+SCHEDULE = (("train.warmup",), ("train.lr_decay", "train.decay_epochs"))  # chosen together
 FEW_IMAGES = 2500  # with fewer, 65 epochs at batch 32 are less than 5,000 steps
 REFERENCE_BATCH = 8  # `Rule.peak_lr` is for this global batch
 HIGHEST_LR = 2e-3  # AdamW, large batches
@@ -86,6 +96,7 @@ def finalize(
     ranks: Ranks,
     images: int,
     *,
+    before: Config | None = None,
     network: Network | None = None,
     largest_batch: Callable[[Config], int] | None = None,
 ) -> SettledRun:
@@ -94,6 +105,7 @@ def finalize(
     Args:
         device: The device to train on; None for a plan without one.
         images: Training images of the dataset, before --limit-train and --overfit.
+        before: The settings of the run to continue (`settings_of_run`); its schedule is kept.
         network: The network of the checkpoint of --init, or of the run to resume.
         largest_batch: Measures `--bs auto`, on an open device.
 
@@ -112,15 +124,56 @@ def finalize(
     images = min(images, config.limit_train or images, config.overfit or images)
     if config.batch_size == "auto":
         resolved = _with_largest_batch(resolved, images, ranks, largest_batch)
-    settled, rule = adapt_to_data(Settled.of(resolved), images, ranks.world_size)
-    plan = make_plan(
-        settled.config.train,
-        images,
-        ranks.world_size,
-        may_shorten_warmup=not settled.is_chosen("train.warmup"),
-    )
+    settled, rule = _settle_recipe(resolved, images, ranks.world_size)
+    if kept := _kept_schedule(settled, before):
+        for path, value in kept.items():
+            resolved = resolved.with_value(path, value, CONTINUED)
+        settled, rule = _settle_recipe(resolved, images, ranks.world_size)
+    plan = make_plan(settled.config.train, images, ranks.world_size)
+    if kept and plan.is_cosine and plan.decay_steps[-1] < plan.total_steps:
+        notices.append(
+            f"the schedule of {out} ends at step {plan.decay_steps[-1]:,}: the learning rate stays "
+            f"at {plan.lr(plan.total_steps):.3g} after it; --resume-changed fits it to "
+            f"{plan.total_steps:,} steps, another --out starts a new run"
+        )
     _check_batch_norm(settled.config, plan.batch_size, ranks)
     return SettledRun(settled, plan, out, rule, tuple(notices))
+
+
+def settings_of_run(config: Config) -> Config | None:
+    """Return the settings of the run that `config` continues; None if it starts one."""
+    run, resume = run_dir(config), config.train.resume
+    if resume not in ("auto", "never"):
+        run = RunDir(Path(resume).absolute().parent.parent)  # of RUN/checkpoints/FILE
+    if resume != "never" and run.step_checkpoints():
+        with contextlib.suppress(SsdctlError):  # the next start writes a broken file again
+            return resolve(file=str(run.config), environment={}, default_file=False).config
+    return None
+
+
+def _kept_schedule(settled: Settled, before: Config | None) -> dict[str, Any]:
+    """Return the schedule of the run to continue, where this call chooses none; empty if equal."""
+    now = settled.config
+    if before is None or now.train.resume_changed or before.train.preset != now.train.preset:
+        return {}
+    parts = [part for part in SCHEDULE if not settled.is_chosen(*part)]
+    kept = {path: attrgetter(path)(before) for part in parts for path in part}
+    is_same = all(value == attrgetter(path)(now) for path, value in kept.items())
+    return {} if is_same else kept
+
+
+def _settle_recipe(resolved: Resolved, images: int, world_size: int) -> tuple[Settled, str | None]:
+    """Apply the rule for few images, then shorten a warm-up that nobody chose if it is too long.
+
+    The first steps of a preset that the user names are the same whatever --steps is.
+    """
+    settled, rule = adapt_to_data(Settled.of(resolved), images, world_size)
+    length, warmup = length_and_warmup(settled.config.train, images, world_size)
+    if not settled.is_chosen("train.preset"):
+        length = min(length, settled.config.train.steps or length)
+    if warmup > length and not settled.is_chosen("train.warmup"):
+        settled = settled.with_value("train.warmup", f"{max(length // 10, 1)}st", SHORT_RUN)
+    return settled, rule
 
 
 def _check_batch_norm(config: Config, batch_size: int, ranks: Ranks) -> None:

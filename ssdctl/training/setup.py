@@ -52,7 +52,7 @@ from ssdctl.training.description import warning_of_cut
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.run import Network, OpenedRun, check_without_data, finalize
+from ssdctl.training.run import Network, OpenedRun, check_without_data, finalize, settings_of_run
 from ssdctl.training.step_input import check_pipeline
 from ssdctl.training.trackers import find_trackers
 from ssdctl.training.trainer import Trainer
@@ -136,9 +136,12 @@ def prepare_run(
         return largest_batch(settled.train, architecture, device, ranks, precision)
 
     network, images = None, len(train.trainable)
+    before = collectives.broadcast(settings_of_run(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(resolved):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
-    run = finalize(resolved, device, ranks, images, network=network, largest_batch=measured)
+    run = finalize(
+        resolved, device, ranks, images, before=before, network=network, largest_batch=measured
+    )
     check_shares(run.plan.batch_size, device)
     for notice in run.notices:
         log.warning("%s", notice)

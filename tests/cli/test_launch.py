@@ -90,10 +90,10 @@ def test_options_of_train_are_passed_on_unchanged() -> None:
         # What the ranks would refuse.
         ("--hpus 8 --fp16", "fp16"),
         ("--tpus 4 --fp16", "fp16"),
-        ("--tpus 4 --execution compile", "--execution lazy"),
+        ("--tpus 4 --execution lazy", "--execution compile or eager"),
+        ("--tpus 4 --tpu-version v3 --execution compile", "--execution lazy"),
         ("--gpus 4 --execution lazy", "--execution compile or eager"),
         ("--gpus 8 --warmup 1200", "--warmup 1200st"),
-        ("--gpus 8 --warmup 20st --steps 10", "--warmup 1st"),
         ("--tpus 8 --epochs 3 --warmup 3.5", "--warmup 300st"),
         ("--hpus 8 --cluster voyager --warmup 1200", "--warmup 1200st"),
         # The command after the dashes.

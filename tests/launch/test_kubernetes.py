@@ -203,6 +203,7 @@ def test_one_pod_for_a_download(cli: Cli) -> None:
         ("hpu", 1, 1, "Job", "habana.ai/gaudi"),
         ("cuda", 4, 1, "Job", "nvidia.com/gpu"),
         ("cuda", 16, 2, "List", "nvidia.com/gpu"),
+        ("tpu", 4, 1, "Job", "google.com/tpu"),
         ("xla", 4, 1, "Job", "google.com/tpu"),
         ("xla", 8, 2, "List", "google.com/tpu"),
         ("cpu", 2, 1, "Job", None),

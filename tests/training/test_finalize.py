@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import Cli
 
 from ssdctl.config import Config
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES, PresetName
 from ssdctl.config.resolve import Kind, Override, Resolved, of_call, resolve
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
@@ -166,10 +167,37 @@ def test_other_steps_than_the_rule_takes_rescale_its_schedule(steps: int, images
     assert plan.lr(steps) == pytest.approx(full.lr(full.total_steps))
 
 
-@pytest.mark.parametrize("values", [{}, {"preset": "mlperf-r34"}])
-def test_a_warmup_of_a_preset_never_refuses_the_run(values: dict[str, object]) -> None:
-    for steps, warmup in ((50, 5), (5, 1)):
-        assert plan_of(train_settings(steps=steps, **values), MANY).warmup_steps == warmup
+def test_a_warmup_that_nobody_chose_is_a_tenth_of_a_short_run_and_written() -> None:
+    for steps, warmup in ((50, "5st"), (5, "1st")):
+        run = finalize(train_settings(steps=steps), None, SINGLE_PROCESS, MANY)
+        assert run.config.train.warmup == warmup
+        assert run.resolved.sources["train.warmup"].kind is Kind.RULE
+    named = finalize(train_settings(preset="nvidia-r50", epochs=1), None, SINGLE_PROCESS, FEW)
+    assert named.config.train.warmup == "1st"  # the whole recipe has 3 steps
+
+
+@pytest.mark.parametrize("preset", get_args(PresetName))
+@pytest.mark.parametrize("values", [{}, {"warmup": "2.619685"}, {"epochs": 30}])
+def test_steps_end_a_named_preset_without_changing_it(
+    preset: str, values: dict[str, object]
+) -> None:
+    whole = plan_of(train_settings(preset=preset, **values), MANY, 8)
+    for steps in (1, 100, 5000):
+        part = plan_of(train_settings(preset=preset, steps=steps, **values), MANY, 8)
+        assert part == whole._replace(total_steps=min(steps, whole.total_steps))
+
+
+@pytest.mark.parametrize("images", [FEW, MANY])
+def test_a_continued_run_keeps_the_schedule_that_was_fitted_to_its_first_steps(images: int) -> None:
+    first = finalize(train_settings(steps=50), None, SINGLE_PROCESS, images)
+
+    def longer(**values: object) -> TrainSchedule:
+        settings = train_settings(steps=900, **values)
+        return finalize(settings, None, SINGLE_PROCESS, images, before=first.config).plan
+
+    assert longer() == first.plan._replace(total_steps=900)
+    assert longer(warmup="7st").warmup_steps == 7
+    assert longer(resume_changed=True) == plan_of(train_settings(steps=900), images)
 
 
 def test_the_plan_names_the_rule(cli: Cli, shapes: Path) -> None:
