@@ -39,6 +39,7 @@ SPLIT_WORDS = {
 MAX_NAMED = 5  # offenders named in a message
 MAX_CLASSES_NAMED = 8
 UNLISTED = "annotation of a category that is not listed, dropped"
+NO_LABELS = "no label file"  # of an image; one with an empty file has no objects
 DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corners
 # Far more than any name of a class; longer ones are refused.
 Name = Annotated[str, msgspec.Meta(max_length=10_000)]
@@ -73,6 +74,7 @@ class LabeledImage(NamedTuple):
     width: int
     height: int
     boxes: list[LabeledBox]
+    has_labels: bool = True  # False: the dataset says nothing about it, not even that it is empty
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -247,6 +249,11 @@ def annotations_of_split(
         boxes=np.array(boxes, np.float64).reshape(-1, 4),
         areas=np.array([round(area, DECIMALS) for area in areas], np.float64),
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
+        findings=[
+            Finding(NO_LABELS, image_id, None, image.file_name)
+            for image_id, image in enumerate(images, 1)
+            if not image.has_labels
+        ],
     )
     return one_image_per_file(annotations)
 

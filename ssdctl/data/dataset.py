@@ -119,7 +119,7 @@ def read_dataset(
     root: Path, conversion: Conversion, module: Format | None = None
 ) -> dict[str, Annotations]:
     """Read the splits of a dataset, in the order of SPLITS; `module` is the format if known."""
-    splits = (module or find(root, conversion.source)[1]).read(root)
+    splits = _with_images(root, (module or find(root, conversion.source)[1]).read(root))
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
     if conversion.split is not None:
@@ -128,6 +128,35 @@ def read_dataset(
         train, val = divided(require_split(splits, "train", root), conversion.split)
         splits = {**splits, "train": train, "val": val}
     return {s: splits[s] for s in SPLITS if s in splits}
+
+
+def _with_images(root: Path, splits: dict[str, Annotations]) -> dict[str, Annotations]:
+    """Return the splits without those that list no image, with a note."""
+    empty = [split for split, annotations in splits.items() if not annotations.file_names]
+    if "train" in empty or len(empty) == len(splits):
+        origin = splits[empty[0]].origin if empty else root
+        raise DataError(f"{origin}: lists no images, so there is nothing to train on")
+    kept = {split: a for split, a in splits.items() if split not in empty}
+    first = next(iter(kept))
+    notes = [
+        f"{splits[split].origin} lists no images: there is no split {split}" for split in empty
+    ]
+    return {**kept, first: kept[first]._replace(notes=[*kept[first].notes, *notes])}
+
+
+def require_same_classes(root: Path, splits: Mapping[str, Annotations]) -> None:
+    """Refuse splits whose labels would mean different classes."""
+    (first, annotations), *others = splits.items()
+    for split, other in others:
+        if other.classes != annotations.classes:
+            classes = [
+                ", ".join(f"{c.name} ({c.id})" for c in a.classes) for a in (annotations, other)
+            ]
+            raise DataError(
+                f"{root}: the splits list different categories, or in another order: "
+                f"{first} {classes[0]}; {split} {classes[1]}",
+                hint="give the annotation files of all splits the same list of categories",
+            )
 
 
 def label_version(root: Path, format_name: str, *, content: bool = False) -> Labels:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion, Labels
 from ssdctl.data.check import Objects
+from ssdctl.data.duplicates import Duplicates
 from ssdctl.data.image_files import FingerprintColumns
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, atomic_write
@@ -92,6 +93,7 @@ class Metadata(Packing, frozen=True, kw_only=True):
     images: str  # their folder, relative to the dataset folder if it is below it
     origin: str  # the file or folder of the labels, for messages
     made: Made
+    duplicates: list[Duplicates]  # images that an earlier split has, too
 
 
 def index_path(folder: Path, split: str) -> Path:

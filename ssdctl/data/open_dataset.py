@@ -18,7 +18,7 @@ from ssdctl.data.annotations import (
     Conversion,
     root_folder,
 )
-from ssdctl.data.check import Outcome, check
+from ssdctl.data.check import check
 from ssdctl.data.dataset import (
     is_prepared,
     labels_changed,
@@ -29,6 +29,7 @@ from ssdctl.data.dataset import (
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
 from ssdctl.data.prepare import prepare
+from ssdctl.data.report import Outcome
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
 from ssdctl.errors import DataError, UsageError

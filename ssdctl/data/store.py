@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data import index
 from ssdctl.data.annotations import ClassName, root_folder
+from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.image_decode import Pixels, decode, encode, raw_pixels
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
@@ -64,6 +66,7 @@ class Split(NamedTuple):
     index_file: Path  # what detections are scored against
     is_raw: bool = False  # whether the images are decoded pixels
     upright: bool = False  # whether images of the annotated size are turned by their EXIF data
+    warnings: Sequence[str] = ()  # for the user, on measuring with this split
 
     def read(self, row: int) -> bytes:
         """Return the encoded image of a row: a PNG if the store has decoded pixels."""
@@ -262,4 +265,5 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         index_file=path,
         is_raw=metadata.packed and metadata.encoding == "raw",
         upright=bool(metadata.upright),
+        warnings=duplicate_warnings(split, len(sizes), metadata.duplicates),
     )

@@ -107,6 +107,9 @@ def open_trainer(
         if opened.val is None and not opened.run.config.train.fake_data:
             root, _ = dataset_folders(opened.run.config.data)
             log.warning("%s", warning_without_validation(root))
+        if opened.val is not None and opened.val_rows is None:
+            for warning in opened.val.warnings:
+                log.warning("%s", warning)
         yield trainer
 
 
@@ -251,13 +254,6 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    if val is not None and val.classes != train.classes:
-        listed = [", ".join(f"{c.name} ({c.id})" for c in s.classes) for s in (train, val)]
-        raise DataError(
-            f"{root}: the splits list different categories, or in another order: "
-            f"train {listed[0]}; val {listed[1]}",
-            hint="give both annotation files the same list of categories",
-        )
     return train, val
 
 

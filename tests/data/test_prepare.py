@@ -172,7 +172,8 @@ def test_changed_annotations_are_noticed(dataset: Path, store: Path) -> None:
     path.touch()
     assert is_prepared(dataset, store)  # touched annotations are the same
     size = path.stat().st_size
-    path.write_text(path.read_text().replace('"ball"', '"bell"'))
+    for other in (path, dataset / VAL):
+        other.write_text(other.read_text().replace('"ball"', '"bell"'))
     assert path.stat().st_size == size
     assert not is_prepared(dataset, store)
     with edited(dataset / TRAIN) as document:
@@ -473,7 +474,7 @@ def test_21_images_without_boxes_and_crowds_and_a_split_without_images(
     assert report.trainable == report.images - len(without)
     assert len(open_split(dataset, store, "train").labels) == report.boxes  # not the empty one
     assert prepare(dataset, store, config).unchanged
-    assert len(open_split(dataset, store, "val").image_ids) == 0
+    assert list(open_dataset(dataset, store)) == ["train"]
 
 
 @pytest.mark.parametrize(
@@ -504,7 +505,8 @@ def test_boxes_in_another_form_are_reported(
     open_dataset(dataset, store)
     assert any("bbox" in line for line in caplog.messages) == bool(words)
     outcome = prepare(dataset, store, INDEX_ONLY)
-    assert [words in w for r in outcome.splits for w in r.warnings] == [True] * bool(words)
+    warnings = [w for report in outcome.splits for w in report.warnings if "bbox" in w]
+    assert [words in w for w in warnings] == [True] * bool(words)
 
 
 def raw(dataset: Path, store: Path, shrink: int | None = None) -> Split:

@@ -351,7 +351,7 @@ def _read_split(
         has_labels = file in labels
         lines = _boxes(root / labels[file], names, keypoints) if width and has_labels else []
         boxes = dict.fromkeys(in_pixels(box, width, height) for box in lines)
-        return LabeledImage(file, width, height, list(boxes))
+        return LabeledImage(file, width, height, list(boxes), has_labels)
 
     return in_threads(read_image, files)
 
