@@ -26,7 +26,6 @@ from ssdctl.distributed.ranks import Ranks, free_port, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch import LaunchRequest, _tpus, load_launcher, read_node
 from ssdctl.launch.mpirun import read_hosts
-from ssdctl.launch.torchrun import SKY_SUFFIXES
 from ssdctl.runs.layout import run_dir
 from ssdctl.training.run import check_without_data, finalize, settings_of_run
 
@@ -43,7 +42,6 @@ def make_request(
     name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
     launcher = load_launcher(name)
     is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
-    is_elsewhere |= write is not None and write.endswith(SKY_SUFFIXES)
     if rest:
         command = rest_command(call, rest)
     else:
