@@ -39,7 +39,7 @@ SPLIT_WORDS = {
 MAX_NAMED = 5  # offenders named in a message
 MAX_CLASSES_NAMED = 8
 UNLISTED = "annotation of a category that is not listed, dropped"
-UNLABELED = "image with unlabeled objects only"
+UNLABELED = "image without a box that may show objects"
 NO_LABELS = "no label file"  # of an image; one with an empty file has no objects
 DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corners
 # Far more than any name of a class; longer ones are refused.
@@ -76,7 +76,7 @@ class LabeledImage(NamedTuple):
     height: int
     boxes: list[LabeledBox]
     has_labels: bool = True  # False: the dataset says nothing about it, not even that it is empty
-    is_complete: bool = True  # False: it also has objects that are not labeled
+    is_complete: bool = True  # False: it may show objects that have no box
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -86,6 +86,7 @@ def index_of(path: Path) -> Path:
         images=".",
         origin=str(path),
         made=made,
+        duplicates=[],
     )
     index, checked = index_path(path.parent, "val"), check(part)
     write_index(index, part, checked.objects, usable, checked.is_empty, versions, metadata)
