@@ -285,15 +285,12 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
     jsons = [file for file in files if file.suffix == ".json"]
     if any(b'"shapes"' in _head(folder / file) for file in jsons[:MAX_READ]):
         return CONVERT_LABELME
-    images = [folder / file for file in files if is_image(file)]
-    stems = {image.stem for image in images}
+    stems = {file.stem for file in files if is_image(file)}
     for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
         if yolo.has_boxes(folder / file):
-            own = [yolo.label_file(folder, image) for image in images if image.stem == file.stem]
-            move = "" if folder / file in own else ", and move each label file beside its image"
             return (
                 f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "
-                f"name of a class per line, in the order of the class numbers{move}"
+                "name of a class per line, in the order of the class numbers"
             )
     if any(TFRECORD.search(file.name) for file in files):
         return TFRECORD_HINT

@@ -53,7 +53,13 @@ def voc(named: str = "") -> str:
     )
 
 
+def openimages(ids: str) -> str:
+    rows = [f'{image},"/m/x",0.1,0.2,0.3,0.4' for image in ids.split()]
+    return "\n".join(['"ImageID","LabelName","XMin","XMax","YMin","YMax"', *rows])
+
+
 YOLO = "0 .5 .5 .2 .4"
+KITTI = "0.00 0 -1.58 5 6 25 26 1.65 1.67 3.64 -0.65 1.71 46.70 -1.59"
 
 
 def used(root: Path) -> dict[str, list[str | None]]:
@@ -226,6 +232,65 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"annotations.xml": cvat("Train:a.png Test:a.png")},
         {"train": "images/train/a.png", "val": "images/test/a.png"},
     ),
+    "YOLO in folders of any name": (
+        "img/a.jpg img/b.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        {"train": "img/a.jpg img/b.jpg"},
+    ),
+    "YOLO beside images in a folder called images": (
+        "images/a.jpg drawn/a.jpg",
+        {"images/classes.txt": "x", "classes.txt": "x", "images/a.txt": YOLO},
+        {"train": "images/a.jpg"},
+    ),
+    "YOLO, classes per split": (
+        "train/images/a.jpg valid/images/b.jpg",
+        {
+            **{f"{split}/labels/classes.txt": "x" for split in ("train", "valid")},
+            "train/labels/a.txt": YOLO, "valid/labels/b.txt": YOLO,
+        },
+        {"train": "train/images/a.jpg", "val": "valid/images/b.jpg"},
+    ),
+    "YOLO, two split words": (
+        "training_demo/images/train/a.jpg training_demo/images/test/b.jpg",
+        {
+            "classes.txt": "x",
+            "training_demo/labels/train/a.txt": YOLO,
+            "training_demo/labels/test/b.txt": YOLO,
+        },
+        {"train": "training_demo/images/train/a.jpg", "val": "training_demo/images/test/b.jpg"},
+    ),
+    "YOLO, a label of a missing image": (
+        "images/day1/a.jpg images/day1/b.jpg images/day2/b.jpg",
+        {"classes.txt": "x", "labels/day1/a.txt": YOLO, "labels/day2/a.txt": YOLO}
+        | {"labels/day2/b.txt": YOLO},
+        {"train": "images/day1/a.jpg images/day1/b.jpg images/day2/b.jpg"},
+    ),
+    "data.yaml with another word": (
+        "train/a.jpg val/b.jpg",
+        {
+            "data.yaml": "names: [x]\ntrain: ../train\nval: ../valid",
+            "train/a.txt": YOLO, "val/b.txt": YOLO,
+        },
+        {"train": "train/a.jpg", "val": "val/b.jpg"},
+    ),
+    "data.yaml of this folder": (
+        "a.jpg",
+        {"data.yaml": "names: [x]\ntrain: .", "a.txt": YOLO},
+        {"train": "a.jpg"},
+    ),
+    "KITTI in folders": (
+        "training/image_2/a/0.png training/image_2/b/0.png",
+        {f"training/label_2/{folder}/0.txt": f"traffic light {KITTI}" for folder in "ab"},
+        {"train": "training/image_2/a/0.png training/image_2/b/0.png"},
+    ),
+    "Open Images": (
+        "train/0a.jpg train/s/0b.png train/c.jpg validation/0a.jpg",
+        {
+            "train-annotations-bbox.csv": openimages("0a.jpg s/0b"),
+            "validation-annotations-bbox.csv": openimages("0a"),
+        },
+        {"train": "train/0a.jpg train/s/0b.png train/c.jpg", "val": "validation/0a.jpg"},
+    ),
 }  # fmt: skip
 
 
@@ -278,6 +343,37 @@ REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
         "images/train/a.png",
         {"annotations.xml": cvat("Train:a.png Test:a.png")},
         ("a.png",),
+    ),
+    "YOLO without a label": (
+        "img/a.jpg",
+        {"classes.txt": "x", "labels/b.txt": YOLO},
+        ("img/a.txt", "labels/b.txt"),
+    ),
+    "YOLO, two folders": (
+        "photos/a.jpg drawn/a.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        ("photos/a.jpg", "drawn/a.jpg"),
+    ),
+    "YOLO, different labels": (
+        "images/a.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO, "images/a.txt": f"{YOLO}\n{YOLO}"},
+        ("labels/a.txt", "images/a.txt"),
+    ),
+    "YOLO, other classes per split": (
+        "train/a.jpg",
+        {"train/a.txt": YOLO, "train/classes.txt": "x", "val/classes.txt": "y"},
+        ("train/classes.txt", "val/classes.txt"),
+    ),
+    "stale data.yaml": (
+        "images/a.jpg",
+        {"data.yaml": "names: [x]\ntrain: old/train/images\nval: old/val/images"}
+        | {"labels/a.txt": YOLO},
+        ("old/train/images",),
+    ),
+    "stale data.yaml without split words": (
+        "images/a.jpg",
+        {"data.yaml": "names: [x]\ntrain: one/images\nval: two/images", "labels/a.txt": YOLO},
+        ("one/images", "two/images"),
     ),
     "CSV of all and more": (
         "images/a.jpg images/b.jpg",
