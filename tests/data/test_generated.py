@@ -242,8 +242,8 @@ def check_split(world: World, tree: Tree, store: Path) -> None:
 
 def is_ambiguous(world: World) -> bool:
     """Return whether nothing tells which of two images an annotation means."""
-    unnamed = {"no folder", "no filename"} & world.flags
-    return world.layout == "voc: odd" and bool(world.decoys and unnamed) and not world.small_decoys
+    is_named = not world.decoys or "no folder" not in world.flags or world.small_decoys
+    return world.layout == "voc: odd" and not is_named
 
 
 def check_world(world: World, folder: Path) -> None:
@@ -310,8 +310,7 @@ def check_report(world: World, text: str) -> None:
 
 
 OPEN_LAYOUTS = (
-    *("yolo: labelImg", "yolo: img", "yolo: here", "yolo: classes of splits", "yolo: roboflow"),
-    *("yolo: lists", "retinanet-csv", "retinanet-csv: roboflow", "via-json", "labelme-json"),
+    *("retinanet-csv", "retinanet-csv: roboflow", "via-json", "labelme-json"),
     *("labelme-json: apart", "createml-json"),
 )
 
@@ -320,7 +319,8 @@ def is_open(world: World) -> bool:
     """Return whether a known fault that is not corrected yet shows in a dataset."""
     return (
         world.layout in OPEN_LAYOUTS
-        or bool({"upper case", "listed twice", "data is the file"} & world.flags)
+        or bool({"upper case", "listed twice"} & world.flags)
+        or (world.layout == "coco: toml" and "data is the file" in world.flags)
         or (world.layout.startswith("coco") and world.packed)
         or (world.layout.startswith("yolo") and any(p.is_missing for p in world.pictures))
         or world.edit == "add an empty image"
