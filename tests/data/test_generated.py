@@ -26,13 +26,14 @@ from data.generator.worlds import Layout, Picture, Thing, Tree, World, edited, w
 from data.generator.writers import LAYOUTS, WORDS, add_decoys
 from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
 
-from ssdctl.config import PrepareConfig
+from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.annotations import AUTOMATIC, Annotations, Conversion
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.open_dataset import annotations_of, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.report import Outcome
 from ssdctl.data.store import Split, open_splits
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.input import LoaderConfig
 from ssdctl.input.loader import TrainLoader
@@ -48,6 +49,7 @@ def write(world: World, root: Path) -> Tree:
     tree = Tree(root)
     ALL[world.layout][1](world, tree)
     add_decoys(world, tree)
+    tree.data, _ = dataset_folders(DataConfig(root=str(tree.data)))
     return tree
 
 
@@ -320,9 +322,7 @@ def is_open(world: World) -> bool:
     return (
         world.layout in OPEN_LAYOUTS
         or bool({"upper case", "listed twice"} & world.flags)
-        or (world.layout == "coco: toml" and "data is the file" in world.flags)
         or (world.layout.startswith("coco") and world.packed)
-        or (world.layout.startswith("yolo") and any(p.is_missing for p in world.pictures))
         or world.edit == "add an empty image"
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -101,7 +101,7 @@ def read(path: Path) -> dict[str, Annotations]:
     texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
     labels = _label_files(finder, [text for text in texts if text.stem in finder.by_stem])
     by_split = _with_unnamed(finder, labels, named, notes)
-    notes += _unused_labels(root, texts, set(labels.values()))
+    notes += _unused_labels(root, texts, labels, everything)
     splits = {
         split: _read_split(root, files, labels, names, "kpt_shape" in content)
         for split, files in by_split.items()
@@ -298,7 +298,7 @@ def _label_files(finder: ImageFinder, texts: list[PurePosixPath]) -> dict[str, P
     """Return the label file of each image that has one."""
     labels: dict[str, PurePosixPath] = {}
     conflicts = []
-    found = finder.find(by_label_files(texts), finder.root, may_share=True)
+    found = finder.find(by_label_files(finder, texts), finder.root, may_share=True)
     for text, item in zip(texts, found, strict=True):
         if item is None:
             continue
@@ -357,15 +357,20 @@ def _read_split(
 
 
 def _unused_labels(
-    root: Path, texts: list[PurePosixPath], used: Collection[PurePosixPath]
+    root: Path,
+    texts: list[PurePosixPath],
+    labels: Mapping[str, PurePosixPath],
+    everything: list[str],
 ) -> list[str]:
     """Return a note on label files without an image, for example because of its format."""
-    folders = {text.parent for text in used}
+    used, folders = set(labels.values()), {text.parent for text in labels.values()}
+    images = (PurePosixPath(name) for name in everything if name not in labels)
+    others = {image.stem for image in images if is_image(image)}  # left out, with their labels
     unused = [
         text
         for text in texts
-        if text.parent in folders
-        and text not in used
+        if text not in used
+        and (text.parent in folders or text.stem not in others)
         and not text.name.startswith("._")
         and has_boxes(root / text)
     ]

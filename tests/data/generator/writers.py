@@ -426,11 +426,11 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(yolo, images="images", labels="labels", names="data.yaml", lists="{split}.txt"),
     ),
     "yolo: labelImg": (
-        _YOLO._replace(named=False, splits=("train",)),
+        _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
         partial(yolo, images="images", labels="images", names="classes.txt"),
     ),
     "yolo: img": (
-        _YOLO._replace(named=False, decoys=False, splits=("train",)),
+        _YOLO._replace(flags=("polygons",), named=False, decoys=False, splits=("train",)),
         partial(yolo, images="img", labels="labels", names="classes.txt"),
     ),
     "yolo: here": (
@@ -438,7 +438,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(yolo, images="", labels="", names="data.yaml"),
     ),
     "yolo: classes of splits": (
-        _YOLO._replace(named=False), partial(yolo, images="{split}/images", labels="{split}/labels",
+        _YOLO._replace(flags=("polygons",), named=False), partial(yolo, images="{split}/images", labels="{split}/labels",
                        names="{split}/labels/classes.txt")
     ),
     "yolo: darknet": (
