@@ -41,6 +41,7 @@ SPLIT_WORDS = {
 MAX_NAMED = 5  # offenders named in a message
 MAX_CLASSES_NAMED = 8
 UNLISTED = "annotation of a category that is not listed, dropped"
+UNLABELED = "image without a box that may show objects"
 NO_LABELS = "no label file"  # of an image; one with an empty file has no objects
 DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corners
 # Far more than any name of a class; longer ones are refused.
@@ -77,6 +78,7 @@ class LabeledImage(NamedTuple):
     height: int
     boxes: list[LabeledBox]
     has_labels: bool = True  # False: the dataset says nothing about it, not even that it is empty
+    is_complete: bool = True  # False: it may show objects that have no box
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -256,9 +258,9 @@ def annotations_of_split(
         areas=np.array([round(area, DECIMALS) for area in areas], np.float64),
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
         findings=[
-            Finding(NO_LABELS, image_id, None, image.file_name)
+            Finding(UNLABELED if image.has_labels else NO_LABELS, image_id, None, image.file_name)
             for image_id, image in enumerate(images, 1)
-            if not image.has_labels
+            if not (image.has_labels and (image.is_complete or image.boxes))
         ],
     )
     return one_image_per_file(annotations)

@@ -96,7 +96,9 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
             whole_number(image.get(side, "0"), f"{location}: {side}")
             for side in ("width", "height")
         )
-        frames.append((split, LabeledImage(name, width, height, boxes)))
+        is_complete = len(boxes) == sum(element.tag != "tag" for element in image)
+        frame = LabeledImage(name, width, height, boxes, is_complete=is_complete)
+        frames.append((split, frame))
     return frames
 
 

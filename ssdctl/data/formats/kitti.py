@@ -74,7 +74,11 @@ def _read_folder(
     count = sum(box.name == DONT_CARE for image in labeled for box in image.boxes)
     if count:
         notes.append(f"{folder.relative_to(root)}: regions {DONT_CARE}, left out: {count:,}")
-    return [i._replace(boxes=[b for b in i.boxes if b.name != DONT_CARE]) for i in labeled]
+    return [
+        image._replace(boxes=kept, is_complete=len(kept) == len(image.boxes))
+        for image in labeled
+        for kept in [[box for box in image.boxes if box.name != DONT_CARE]]
+    ]
 
 
 def _boxes(path: Path) -> list[LabeledBox]:

@@ -131,7 +131,9 @@ def _images(
     def read_image(name: str) -> LabeledImage:
         width, height = size_or_none(root / name)
         own = boxes[ids[name]] if name in ids and width else []
-        return LabeledImage(name, width, height, [in_pixels(box, width, height) for box in own])
+        placed = [in_pixels(box, width, height) for box in own]
+        # Most images of Open Images have no boxes because nobody drew any.
+        return LabeledImage(name, width, height, placed, is_complete=bool(placed))
 
     return in_threads(
         read_image, sorted([*ids, *unlabeled], key=lambda name: PurePosixPath(name).stem)

@@ -58,6 +58,7 @@ def _images(file: Path, notes: list[str]) -> dict[str, LabeledImage]:
             box = LabeledBox(values["class"], left, top, right - left, bottom - top)
             image.boxes.append(box)
         else:
+            images[name] = image._replace(is_complete=False)
             num_unlabeled += 1
     if num_unlabeled:
         notes.append(f"{file.name}: boxes without a class, left out: {num_unlabeled:,}")

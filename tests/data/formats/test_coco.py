@@ -217,7 +217,7 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
 ) -> None:
     """Kept boxes have a size and are inside; all others are listed; as by the plain rule."""
     entries = [thing(i, (3, 7)[i % 2], bbox=bbox) for i, bbox in enumerate(bboxes)]
-    objects, findings, _ = check(shared_folder(tmp_path_factory), annotations=entries)
+    objects, _, findings, _ = check(shared_folder(tmp_path_factory), annotations=entries)
     fractions = objects.fractions[objects.is_trained]
     assert (fractions[:, 2:] > fractions[:, :2]).all()
     assert (fractions >= 0).all()
