@@ -1,7 +1,7 @@
 """Read the JSON of the VGG Image Annotator (VIA 1 and 2): an export of regions, or a project.
 
 Rectangles are read, and polygons, circles and ellipses by their extent. Points and lines are
-counted and left out. The class is the region's only attribute, or the one called class, label,
+counted and left out. The class is the region's only attribute, or the only one called class, label,
 name, type, category or object. Without attributes all regions are of the class `object`. A word
 such as train or val in the name of the file or its folder gives the split.
 """
@@ -83,14 +83,13 @@ def _attribute(file: Path, images: Iterable[_Image]) -> str | None:
     """Return the name of the attribute that has the class; None if there are no attributes."""
     regions = [region for image in images for region in image.all_regions()]
     used = {name for region in regions for name, v in region.region_attributes.items() if v}
-    known = [name for word in ATTRIBUTES for name in sorted(used) if name.lower() == word]
-    if len(used) > 1 and not known:
+    known = used if len(used) < 2 else {name for name in used if name.lower() in ATTRIBUTES}
+    if used and len(known) != 1:
         raise DataError(
-            f"{file}: regions have the attributes {', '.join(sorted(used))}, none of which is "
-            "known to be the class",
-            hint="rename the one with the class to `class`",
+            f"{file}: which attribute of the regions is the class: {', '.join(sorted(used))}?",
+            hint=f"name only one of them {', '.join(ATTRIBUTES[:-1])} or {ATTRIBUTES[-1]}",
         )
-    return known[0] if known else next(iter(used), None)
+    return next(iter(known), None)
 
 
 def _labeled(
