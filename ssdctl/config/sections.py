@@ -120,6 +120,10 @@ class PrepareConfig(Section, frozen=True):
         tuple[str, ...],
         _conversion("Keep only these classes [default: all]", metavar="A,B"),
     ] = ()
+    image_dir: Annotated[
+        str | None,
+        _conversion("Folder of the images, if several files fit a name", metavar="DIR"),
+    ] = None
     pack: Annotated[bool, setting("Pack images for fast training (else index only)")] = True
     shrink: Annotated[
         Annotated[int, msgspec.Meta(ge=300)] | None,

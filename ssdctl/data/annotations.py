@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import json
 import logging
 import os
 import re
@@ -30,6 +31,7 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.safe_text import counted, listed
 
 log = logging.getLogger(__name__)
+TOML = "dataset.toml"
 SPLITS = ("train", "val", "test")
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -146,12 +148,16 @@ class Conversion(msgspec.Struct, frozen=True):
     source: str | None = None  # voc, yolo, ...; None: recognize it
     split: float | None = None  # share of the images to train on
     classes: tuple[str, ...] = ()  # to keep; none: all
+    image_dir: str | None = None  # of the images, below the dataset folder; None: find them
 
     def __bool__(self) -> bool:
-        return bool(self.source or self.split or self.classes)
+        return self != AUTOMATIC
 
     def __str__(self) -> str:
-        options = {"from": self.source, "split": self.split, "classes": ",".join(self.classes)}
+        has_comma = any("," in name for name in self.classes)
+        classes = json.dumps(self.classes) if has_comma else ",".join(self.classes)
+        options = {"from": self.source, "split": self.split, "classes": classes}
+        options["image-dir"] = self.image_dir
         return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in options.items() if v)
 
 
@@ -298,6 +304,8 @@ def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+            if whole := [n for n in names if name in n.split(",")]:
+                hint = f"write --classes {shlex.quote(json.dumps(whole[:1]))} for {whole[0]!r}"
             raise UsageError(f"--classes: {annotations.origin} has no class {name!r}", hint=hint)
     is_chosen = np.array([False, *(name in chosen for name in names)])
     new_labels = np.cumsum(is_chosen).astype(np.int32)

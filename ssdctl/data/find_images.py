@@ -44,10 +44,10 @@ from ssdctl.data.image_files import (
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
-STANDARD = ("", "images", "JPEGImages", "img", "data", "photos")  # "": the dataset folder
+STANDARD = ("", "images", "JPEGImages", "img", "data")  # "": the dataset folder
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 SAMPLE_NAMES = 20  # file names by which a folder of images is tried
-WHICH = "write paths below the dataset folder into the labels, or keep one of the files"
+WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
 Resolved = tuple[Annotations, list[int | None]]  # and the size of each file in bytes
 _Rank = Callable[["_Option"], tuple[int, ...]]
 
@@ -82,25 +82,25 @@ class _Option(NamedTuple):
 class ImageFinder:
     """The image files below a folder.
 
-    `images` is the only folder in which they are searched for, if the user names one. `files` are
-    relative paths; all files below `root` by default.
+    `image_dir` is the only folder in which they are searched for, if the user names one. `files`
+    are relative paths; all files below `root` by default.
     """
 
     def __init__(
         self,
         root: Path,
         standard: Sequence[str] = STANDARD,
+        image_dir: str | None = None,
         *,
-        images: str | None = None,
         files: Iterable[str] | None = None,
     ) -> None:
         self.root, self.standard = root, [name.lower() for name in standard]
-        self.images = parts_of(images or "")
+        self.image_dir = parts_of(image_dir or "")
         found = files_below(root) if files is None else files
         paths = ((file, file.split("/")) for file in found if is_image(PurePosixPath(file)))
-        self.files = {f: p for f, p in paths if p[: len(self.images)] == self.images}
-        if images and not self.files:
-            raise DataError(f"--images {images}: no images are below {root.joinpath(*self.images)}")
+        self.files = {f: p for f, p in paths if p[: len(self.image_dir)] == self.image_dir}
+        if image_dir and not self.files:
+            raise DataError(f"--image-dir {image_dir}: no images below {root / image_dir}")
         self.by_name: dict[str, list[str]] = {}
         self.by_stem: dict[str, list[str]] = {}
         for file, parts in self.files.items():
@@ -220,7 +220,7 @@ class ImageFinder:
         is_full = tail >= len(names)
         before = parts[: -len(names)] if is_full else parts[:-1]
         num_shared = _num_equal(before, labels)
-        rest = [part.lower() for part in before[max(num_shared, len(self.images)) :]]
+        rest = [part.lower() for part in before[max(num_shared, len(self.image_dir)) :]]
         split = split_of("/".join(rest))
         if entry.split and split not in (None, entry.split):
             return None

@@ -59,7 +59,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
-    conversion = Conversion(source, options.split, options.classes)
+    conversion = Conversion(source, options.split, options.classes, options.image_dir)
     if not conversion and (conversion := _last_conversion(folder)):
         log.info("using the options of the last time: %s; other options replace them", conversion)
     elif conversion and conversion.source is None:

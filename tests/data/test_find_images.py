@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
+from conftest import Cli
 from data.formats.exports import image_file, tree
 
-from ssdctl.data.annotations import split_of
-from ssdctl.data.dataset import find
+from ssdctl.data.annotations import Conversion, split_of
+from ssdctl.data.dataset import find, read_dataset
 from ssdctl.data.find_images import ImageFinder, Wanted, resolve_images
+from ssdctl.data.open_dataset import annotations_of
 from ssdctl.errors import DataError
 
 SIZE = (100, 50)
@@ -395,6 +398,66 @@ def test_the_declared_size_decides_between_equal_candidates(tmp_path: Path) -> N
     image_file(tmp_path / "drawn/a.jpg", (200, 100))
     dataset(tmp_path, "photos/a.jpg", {"annots/a.xml": voc("a.jpg")})
     assert used(tmp_path) == {"train": ["photos/a.jpg"]}
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"annots/a.xml": voc("a.jpg")},
+        {"a.json": coco("a.jpg")},
+        {"train.csv": csv("a.jpg")},
+        {"annotations.xml": cvat("Train:a.jpg")},
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        {"label_2/a.txt": f"x {KITTI}"},
+        {"bbox.csv": openimages("a")},
+    ],
+)
+def test_the_folder_of_the_images_is_an_option(
+    tmp_path: Path, cli: Cli, labels: dict[str, str]
+) -> None:
+    data = dataset(tmp_path / "data", "pics/a.jpg drawn/a.jpg", labels)
+    result = cli("prepare", "--data", data)
+    assert result.code == 3
+    assert "--image-dir" in result.err
+    assert cli("prepare", "--data", data, "--image-dir", "pic").code == 2
+    for folder in ("pics", data / "pics"):
+        result = cli("prepare", "--data", data, "--image-dir", folder, "--force")
+        assert result.code == 0, result.err
+    annotations = annotations_of(data, data / "prepared")["train"]
+    assert (annotations.folder / annotations.file_names[0]) == data / "pics/a.jpg"
+
+
+def test_a_dataset_toml_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
+    toml = '[train]\nimages = "pics"\nannotations = "a.json"\n'
+    dataset(tmp_path / "data", "pics/a.jpg", {"a.json": coco("a.jpg"), "dataset.toml": toml})
+    result = cli("prepare", "--data", tmp_path / "data/dataset.toml", "--no-pack", "--json")
+    assert json.loads(result.out)["root"] == str(tmp_path / "data")
+
+
+def test_the_folder_of_labels_names_the_dataset(tmp_path: Path, cli: Cli) -> None:
+    dataset(tmp_path / "kangaroo", "images/a.jpg", {"annots/a.xml": voc("a.jpg")})
+    result = cli("prepare", "--data", tmp_path / "kangaroo/annots")
+    assert result.code == 3
+    assert f"--data {tmp_path / 'kangaroo'}?" in result.err
+
+
+def test_a_class_with_a_comma_can_be_kept(tmp_path: Path, cli: Cli) -> None:
+    labels = csv("a.jpg").replace(",x,", ',"a,b",')
+    data = dataset(tmp_path / "data", "a.jpg", {"train.csv": labels})
+    result = cli("prepare", "--data", data, "--classes", "a,b")
+    assert result.code == 2
+    arguments = shlex.split(result.err.partition("write ")[2].partition(" for ")[0])
+    assert arguments == ["--classes", '["a,b"]']
+    assert cli("prepare", "--data", data, *arguments).code == 0
+    assert arguments[1] in cli("prepare", "--data", data).err  # the options of the last time
+
+
+def test_a_file_that_is_listed_twice_is_in_one_part_of_a_division(tmp_path: Path) -> None:
+    names = " ".join(f"{n}.png ./{n}.png" for n in range(8))
+    data = dataset(tmp_path, " ".join(f"{n}.png" for n in range(8)), {"a.json": coco(names)})
+    parts = read_dataset(data, Conversion(split=0.5))
+    assert len({*parts["train"].file_names, *parts["val"].file_names}) == 8
+    assert len(parts["train"].file_names) == len(parts["val"].file_names) == 4
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ def _folders(root: Path) -> list[Path]:
     return sorted(p for p in found if next(p.rglob("*.txt"), None) is not None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder; classes are sorted by name."""
     folders = _folders(path)
     if not folders:
         raise DataError(f"{path}: not KITTI's format: no folder {LABELS} with text files")
     notes: list[str] = []
-    finder = ImageFinder(path, (IMAGES, "images", ""))
+    finder = ImageFinder(path, (IMAGES, "images", ""), image_dir)
     words = [split_of(folder.parent.relative_to(path).as_posix()) for folder in folders]
     splits: dict[str, list[LabeledImage]] = {}
     for folder, split in zip(folders, place(words, folders, notes), strict=True):

@@ -77,7 +77,7 @@ def recognize(path: Path) -> Path | None:
     return None
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, in the order of their lists; classes are sorted by name.
 
     Without lists, the name of the folder of XML files or of images is the split, else all images
@@ -90,7 +90,7 @@ def read(path: Path) -> dict[str, Annotations]:
             f"{path}: not Pascal VOC's format: no folder of XML files (Annotations)",
             hint="give the folder that holds XML files and images, as in --data VOCdevkit/VOC2012",
         )
-    finder = ImageFinder(path, STANDARD, files=files)
+    finder = ImageFinder(path, STANDARD, image_dir, files=files)
     xmls = _xml_files(path, by_folder, finder, notes)
     contents = _from_one(xmls, in_threads(lambda xml: _read(path, xml), xmls), notes)
     found = _find_images(finder, xmls, contents)

@@ -78,7 +78,7 @@ def recognize(path: Path) -> Path | None:
     return origin if content and (is_yaml or _has_labels(path)) else None
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of a data.yaml; classes in the order of their numbers."""
     root, file = dataset_folder(path), path if path.is_file() else None
     described = _read_yaml(root, file) or _read_darknet(root, file)
@@ -91,17 +91,18 @@ def read(path: Path) -> dict[str, Annotations]:
     notes: list[str] = []
     names = _class_names(origin, content)
     everything = list(files_below(root))
-    finder = ImageFinder(root, FOLDERS, files=everything)
-    named = _named_images(finder, origin, content, notes)
+    finder = ImageFinder(root, FOLDERS, image_dir, files=everything)
+    named, elsewhere = _named_images(finder, origin, content, notes), set[str]()
     if named.get("train"):
         # Only images that are named count, and those of other splits.
         files = set(itertools.chain(*named.values()))
         others = (f for f in finder.files if split_of(f.rpartition("/")[0]) not in (None, *named))
-        finder = ImageFinder(root, FOLDERS, files=files.union(others))
+        elsewhere = {*finder.by_stem}
+        finder = ImageFinder(root, FOLDERS, image_dir, files=files.union(others))
     texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
     labels = _label_files(finder, [text for text in texts if text.stem in finder.by_stem])
     by_split = _with_unnamed(finder, labels, named, notes)
-    notes += _unused_labels(root, texts, set(labels.values()))
+    notes += _unused_labels(root, texts, set(labels.values()), elsewhere)
     splits = {
         split: _read_split(root, files, labels, names, "kpt_shape" in content)
         for split, files in by_split.items()
@@ -357,14 +358,20 @@ def _read_split(
 
 
 def _unused_labels(
-    root: Path, texts: list[PurePosixPath], used: Collection[PurePosixPath]
+    root: Path,
+    texts: list[PurePosixPath],
+    used: Collection[PurePosixPath],
+    elsewhere: Collection[str],
 ) -> list[str]:
-    """Return a note on label files without an image, for example because of its format."""
+    """Return a note on label files without an image, for example because of its format.
+
+    Those with the name of an image that data.yaml leaves out (`elsewhere`) do not count.
+    """
     folders = {text.parent for text in used}
     unused = [
         text
         for text in texts
-        if text.parent in folders
+        if (text.parent in folders or text.stem not in elsewhere)
         and text not in used
         and not text.name.startswith("._")
         and has_boxes(root / text)
