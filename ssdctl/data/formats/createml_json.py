@@ -50,7 +50,7 @@ def _files(path: Path) -> list[Path]:
     return [file for file in files if not json_files(file, b'"images"')]
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its JSON file; classes are sorted by name."""
     root, notes, files = dataset_folder(path), list[str](), _files(path)
     if not files:
@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Annotations]:
     images = {file: _images(file) for file in files}
     chosen = by_split(root, files, images.__getitem__, notes)
     splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
-    found = located(ImageFinder(root), splits)
+    found = located(ImageFinder(root, image_dir=image_dir), splits)
     return from_upright_images(root, found, None, files[0], notes)
 
 

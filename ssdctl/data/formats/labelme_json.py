@@ -48,7 +48,7 @@ def recognize(path: Path) -> Path | None:
     return next(iter(json_files(path, *WORDS)), None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or one file; classes are sorted by name."""
     root, notes = dataset_folder(path), list[str]()
     names = [path.name] if path.is_file() else sorted(files_below(path))
@@ -59,7 +59,7 @@ def read(path: Path) -> dict[str, Annotations]:
     counts: Counter[str] = Counter()
     placed = place([split_of(PurePosixPath(f).parent.as_posix()) for f in files], files, notes)
     splits: dict[str, list[LabeledImage]] = {}
-    found = _image_files(root, files, contents)
+    found = _image_files(root, files, contents, image_dir)
     for file, content, image, split in zip(files, contents, found, placed, strict=True):
         if split is not None:
             labeled = _labeled(root / file, content, image, counts)
@@ -68,9 +68,11 @@ def read(path: Path) -> dict[str, Annotations]:
     return from_images(splits, None, root, path, notes)
 
 
-def _image_files(root: Path, files: list[str], contents: list[_File]) -> list[str]:
+def _image_files(
+    root: Path, files: list[str], contents: list[_File], image_dir: str | None
+) -> list[str]:
     """Return the image of each file: by the path in it, else by the name of the file."""
-    finder = ImageFinder(root)
+    finder = ImageFinder(root, image_dir=image_dir)
     wanted = []
     for file, content in zip(files, contents, strict=True):
         folder = PurePosixPath(file).parent.as_posix().removeprefix(".")

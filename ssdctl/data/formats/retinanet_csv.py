@@ -63,7 +63,7 @@ def _is_row(row: Sequence[str]) -> bool:
         return False
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its CSV file."""
     root, notes, files = dataset_folder(path), list[str](), _files(path)
     if not files:
@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Annotations]:
     splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
     used = {b.name for _, part in splits.values() for image in part for b in image.boxes}
     classes = _classes(root, used)
-    found = located(ImageFinder(root), splits)
+    found = located(ImageFinder(root, image_dir=image_dir), splits)
     return from_upright_images(root, found, classes, files[0], notes)
 
 

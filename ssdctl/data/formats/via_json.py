@@ -55,7 +55,7 @@ def _files(path: Path) -> list[Path]:
     return [*dict.fromkeys([*exports, *json_files(path, PROJECT)])]
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its JSON file; classes are sorted by name."""
     root, files, notes = dataset_folder(path), _files(path), list[str]()
     if not files:
@@ -70,7 +70,9 @@ def read(path: Path) -> dict[str, Annotations]:
         for split, file in chosen.items()
     }
     notes += [f"{kind}, left out: {count:,}" for kind, count in counts.items()]
-    return from_upright_images(root, located(ImageFinder(root), splits), None, files[0], notes)
+    return from_upright_images(
+        root, located(ImageFinder(root, image_dir=image_dir), splits), None, files[0], notes
+    )
 
 
 def _content(file: Path) -> list[_Image]:
