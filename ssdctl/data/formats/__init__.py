@@ -196,9 +196,14 @@ def root_element(path: Path) -> str:
 
 def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     """Return a file, or the CSV files in a folder and two levels below, that have these columns."""
-    files = sorted(path / name for name in files_below(path, 2)) if path.is_dir() else [path]
-    files = [file for file in files if file.suffix.lower() == ".csv"]
-    return [file for file in files if set(columns) <= set(csv_header(file))]
+    return [f for f in _files_near(path, ".csv") if set(columns) <= set(csv_header(f))]
+
+
+def _files_near(path: Path, suffix: str) -> list[Path]:
+    """Return a file, or the files in a folder and two levels below, with this suffix."""
+    names = files_below(path, 2) if path.is_dir() else ()
+    files = [path / name for name in names if name.lower().endswith(suffix)]
+    return sorted(files) if path.is_dir() else [path] * (path.suffix.lower() == suffix)
 
 
 def json_files(path: Path, *words: bytes) -> list[Path]:
@@ -206,10 +211,7 @@ def json_files(path: Path, *words: bytes) -> list[Path]:
 
     Of a folder with many, only the first are looked at.
     """
-    names = files_below(path, 2) if path.is_dir() else ()
-    files = [path / name for name in names if name.lower().endswith(".json")]
-    files = sorted(files)[:MAX_JSON_FILES] if path.is_dir() else [path]
-    return [file for file in files if file.suffix.lower() == ".json" and _has(file, words)]
+    return [file for file in _files_near(path, ".json")[:MAX_JSON_FILES] if _has(file, words)]
 
 
 def _has(path: Path, words: Sequence[bytes]) -> bool:
