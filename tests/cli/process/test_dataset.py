@@ -62,7 +62,8 @@ def test_an_exported_dataset_is_the_same_when_read_again(
 
 def test_coco_results_fit_an_export_too(dataset: Path, cli: Cli) -> None:
     """It keeps the ids of images and categories, and areas as annotated."""
-    (dataset / "annotations/instances_val.json").unlink()  # has other ids
+    for split in ("val", "test"):
+        (dataset / f"annotations/instances_{split}.json").unlink()  # have other ids
     path = dataset / "annotations/instances_train.json"
     content = json.loads(path.read_text())
     for entry in (*content["images"], *content["annotations"]):
