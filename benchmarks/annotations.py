@@ -83,7 +83,7 @@ def generate(path: Path, num_images: int, num_boxes: int, *, polygons: bool = Tr
 
 
 def measure(reading: str, path: Path) -> dict[str, float]:
-    """Return the figures of one reading in a separate process."""
+    """Return the metrics of one reading in a separate process."""
     command = [sys.executable, "-c", MEASURED.format(reading=reading), str(path)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(result.stdout)

@@ -3,7 +3,7 @@
     python benchmarks/evaluate.py [--seconds 5] [--skip-pycocotools]
 
 The input is synthetic: 5,000 images with 36,781 boxes of 80 classes and 554,000 detections, in
-COCO's files. Each program reads them in a separate process; the 12 figures of both must be equal.
+COCO's files. Each program reads them in a separate process; the 12 metrics of both must be equal.
 Then detection (softmax, decoding, NMS) is measured on network outputs of batch 8.
 """
 
@@ -79,11 +79,11 @@ def score_both(folder: Path, *, skip: bool) -> None:
         f"pycocotools: load {load_s:.2f} s, scoring {score_s:.2f} s, whole process {other_s:.2f} s"
     )
     print(f"ratio of the processes {other_s / ssdctl_s:.1f}, scoring {score_s / min(times):.0f}")
-    figures = json.loads(words)
+    metrics = json.loads(words)
     names = ("AP", "AP50", "AP75", "APs", "APm", "APl",
              "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")  # fmt: skip
-    gap = max(abs(figures[n] - s) for n, s in zip(names, stats, strict=True))
-    print(f"largest difference of the 12 figures {gap:.1g}; AP {figures['AP']:.4f}")
+    gap = max(abs(metrics[n] - s) for n, s in zip(names, stats, strict=True))
+    print(f"largest difference of the 12 metrics {gap:.1g}; AP {metrics['AP']:.4f}")
 
 
 def timed(command: list[str]) -> tuple[float, str]:

@@ -4,7 +4,7 @@
 
 Images are generated: 640 x 480, natural spectrum, JPEG quality 75 (about 120 KB), 1 to 14 boxes.
 Each pipeline runs in a separate process, a few seconds per round and in turn, so that a slow period
-of the machine affects all of them; figures are medians over the rounds, ratios are medians of the
+of the machine affects all of them; metrics are medians over the rounds, ratios are medians of the
 rounds' ratios. Those of ssdctl ("ours") keep freed memory, as `ssdctl train` does; DALI is slower
 with it. "host" is reading, cropping, decoding, resizing and boxes; "full" adds color,
 normalization and targets, as in eager and in compiled steps. "third-party" is a re-implementation
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--only", default="", help="parts of names, separated by ;")
-    parser.add_argument("--verbose", action="store_true", help="every round's figures")
+    parser.add_argument("--verbose", action="store_true", help="every round's metrics")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdctl-input-") as folder:
         root = Path(folder) / "data"

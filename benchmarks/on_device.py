@@ -153,8 +153,8 @@ def training_speed(bench: Bench) -> str:
 
 def evaluation_speed(bench: Bench) -> str:
     options = [w for w in bench.options if w not in ("--backbone-weights", "none")]
-    figures = bench.ssdctl("benchmark", "evaluate", *options)
-    return _table([figures], ("images_per_second", "latency_p50_ms", "latency_p99_ms", "score_s"))
+    metrics = bench.ssdctl("benchmark", "evaluate", *options)
+    return _table([metrics], ("images_per_second", "latency_p50_ms", "latency_p99_ms", "score_s"))
 
 
 def forms(bench: Bench) -> str:
@@ -230,11 +230,11 @@ def onnx_runtime(bench: Bench) -> str:
     bench.ssdctl("export", checkpoint, "--format", "onnx", "--out", file)
     device = bench.device if bench.device == "cuda" else "cpu"
     for model in (checkpoint, file):
-        figures = bench.ssdctl(
+        metrics = bench.ssdctl(
             "evaluate", model, "--data", bench.folder / "shapes", "--device", device, "--fp32"
         )
-        scored.append({"model": model.suffix, **figures})
-    return _table(scored, ("model", *[k for k, v in figures.items() if isinstance(v, float)][:4]))
+        scored.append({"model": model.suffix, **metrics})
+    return _table(scored, ("model", *[k for k, v in metrics.items() if isinstance(v, float)][:4]))
 
 
 def tensorrt(bench: Bench) -> str:

@@ -53,7 +53,7 @@ def memory(store: Path) -> dict[str, float]:
 
 
 def serve(rank: int, options: argparse.Namespace, folder: Path) -> None:
-    """Load batches of one rank, and let rank 0 print the figures of all."""
+    """Load batches of one rank, and let rank 0 print the metrics of all."""
     tune_process()
     torch.set_num_threads(1)
     distributed.init_process_group(

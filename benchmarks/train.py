@@ -103,9 +103,9 @@ def main() -> None:
         if left < row.least_s:
             print("no time left for:", *row, flush=True)
             continue
-        figures = measured_row(row, options.device, options.seconds, min(left, row.most_s))
-        device = figures.get("device", device)
-        print(line(row, figures), flush=True)
+        metrics = measured_row(row, options.device, options.seconds, min(left, row.most_s))
+        device = metrics.get("device", device)
+        print(line(row, metrics), flush=True)
     print(f"device: {device}; peak: a measured matrix product; epoch: 117,266 images")
 
 
@@ -127,8 +127,8 @@ def measured_row(row: Row, device: str, seconds: float, limit_s: float) -> dict[
         return {"error": f"took longer than {limit_s:.0f} s"}
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures
+    metrics: dict[str, Any] = json.loads(done.stdout)
+    return metrics
 
 
 def line(row: Row, result: dict[str, Any]) -> str:

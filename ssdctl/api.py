@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from ssdctl.config.fields import DeviceName, Precision
-    from ssdctl.data.check import Outcome
+    from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
 
@@ -250,7 +250,7 @@ def evaluate(
         progress: Show a progress bar, on a terminal and in a notebook.
 
     Returns:
-        `figures` (AP, AP50, ... 0 to 1, -1 if undefined), `per_class`, `errors` and more.
+        `metrics` (AP, AP50, ... 0 to 1, -1 if undefined), `per_class`, `errors` and more.
 
     Raises:
         ssdctl.errors.UsageError: A setting, the checkpoint or the device does not exist.

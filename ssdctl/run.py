@@ -61,7 +61,7 @@ class Run:
 
     @property
     @hints_in_messages()
-    def figures(self) -> dict[str, Any] | None:
+    def best_metrics(self) -> dict[str, Any] | None:
         """The metrics of the best evaluation: AP, AP50, ... 0 to 1; None if there was none."""
         from ssdctl.runs.reader import read_run
 
@@ -116,7 +116,7 @@ class Run:
     def __repr__(self) -> str:
         try:
             steps = max((int(r["step"]) for r in self.metrics), default=0)
-            best = self.figures
+            best = self.best_metrics
         except SsdctlError:  # not trained yet, or broken
             return f"Run({self.path})"
         ap = "" if best is None else f", AP {best['AP']:.3f}"
@@ -124,13 +124,13 @@ class Run:
 
     def _repr_html_(self) -> str:
         try:
-            figures = self.figures or {}
+            metrics = self.best_metrics or {}
             buffer = io.BytesIO()
             self.plot().save(buffer, "PNG")
         except SsdctlError:
             return html_table((), [], repr(self))
-        heads = [name for name in SHOWN if name in figures]
-        rows = [[f"{figures[name]:.3f}" for name in heads]] if heads else []
+        heads = [name for name in SHOWN if name in metrics]
+        rows = [[f"{metrics[name]:.3f}" for name in heads]] if heads else []
         image = base64.b64encode(buffer.getvalue()).decode()
         table = html_table(heads, rows, repr(self))
         return f'{table}<img src="data:image/png;base64,{image}"/>'

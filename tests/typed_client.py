@@ -26,7 +26,7 @@ def train(data: Path) -> ssdctl.Run:
     config: ssdctl.Config = TINY
     run: ssdctl.Run = ssdctl.train(data, out="run", steps=1, config=config, progress=False)
     page: Path = ssdctl.report(run, out="page.html")
-    print(run.best, run.metrics, run.figures, run.config.train.lr, run.plot().size, page)
+    print(run.best, run.metrics, run.best_metrics, run.config.train.lr, run.plot().size, page)
     return run
 
 
@@ -48,7 +48,7 @@ def score(run: ssdctl.Run) -> float:
     evaluation: ssdctl.Evaluation = ssdctl.evaluate(run, device="cpu", limit=2, progress=False)
     exported = ssdctl.export(run, "mlperf.pt", format="mlperf", progress=False)
     print(exported["file"], ssdctl.__version__)
-    return evaluation.figures["AP"]
+    return evaluation.metrics["AP"]
 
 
 def own_loop(run: ssdctl.Run, data: Path) -> None:

@@ -1,6 +1,6 @@
 """Measure the input of this machine: images per second of the host stage and the full chain.
 
-    figures = benchmark_data(split, config, seconds=5)
+    metrics = benchmark_data(split, config, seconds=5)
 
 Host stage: read, crop, decode, resize, boxes: all that the CPU does in training. Full chain: also
 colors, normalization and targets, which the device computes in training.
@@ -33,14 +33,14 @@ from ssdctl.runtime.system import usable_cores
 from ssdctl.training.step_input import open_input
 
 log = logging.getLogger(__name__)
-Figures = dict[str, float | int | str]
+Measurements = dict[str, float | int | str]
 BATCH_SIZE = 32
 WARMUP_BATCHES = 4
 TIMED_IMAGES = 200
 CHUNK = 8  # images per task of the full chain's last stages
 
 
-def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
+def benchmark_data(split: Split, config: Config, seconds: float) -> Measurements:
     """Return images per second of the host stage and the full chain, and ms of each stage."""
     device = open_device("cpu", execution=config.train.execution)
     for notice in device.notices:
@@ -81,18 +81,18 @@ def endless_batches(
     return source.batches(0, 1 << 40)
 
 
-def required_cores(figures: Figures, gpu_rate: float, gpus: int) -> Figures:
+def required_cores(metrics: Measurements, gpu_rate: float, gpus: int) -> Measurements:
     """Return how many cores the host stage of some GPUs needs, by this machine's rate per core.
 
     Args:
         gpu_rate: Images per second that one GPU trains, without waiting for input.
     """
     required = gpu_rate * gpus
-    cores = math.ceil(required / float(figures["images_per_second_per_core"]))
+    cores = math.ceil(required / float(metrics["images_per_second_per_core"]))
     return {
         "required_images_per_second": round(required, 1),
         "required_cores": cores,
-        "is_sufficient": float(figures["images_per_second"]) >= required,
+        "is_sufficient": float(metrics["images_per_second"]) >= required,
     }
 
 

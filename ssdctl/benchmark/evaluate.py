@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdctl.benchmark.data import Figures
+from ssdctl.benchmark.data import Measurements
 from ssdctl.benchmark.train import timed
 from ssdctl.boxes import BOXES_PER_CELL, default_boxes_cxcywh
 from ssdctl.config import Config
@@ -39,7 +39,7 @@ PERCENTILES = (50, 90, 99)
 
 def benchmark_evaluate(
     split: Split, config: Config, seconds: float, *, score_images: int = NUM_IMAGES
-) -> Figures:
+) -> Measurements:
     """Measure evaluation on this machine with random weights, each part for some seconds.
 
     Args:
@@ -111,7 +111,7 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
     return DETECT_BATCH / _seconds_each(once, seconds, device)
 
 
-def _latencies(split: Split, detector: Detector, seconds: float, device: Device) -> Figures:
+def _latencies(split: Split, detector: Detector, seconds: float, device: Device) -> Measurements:
     """Measure from one encoded image to its detections, without decoding ahead."""
     requests = (
         next(iter(evaluation_batches(split, np.array([row]), 1, 1))).images
@@ -132,7 +132,7 @@ def _latencies(split: Split, detector: Detector, seconds: float, device: Device)
     }
 
 
-def _scoring(num_images: int) -> Figures:
+def _scoring(num_images: int) -> Measurements:
     """Measure the scoring of a synthetic split."""
     share = num_images / NUM_IMAGES
     truth, detections = make_split(

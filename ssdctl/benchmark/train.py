@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssdctl.benchmark.data import Figures, endless_batches
+from ssdctl.benchmark.data import Measurements, endless_batches
 from ssdctl.config import Resolved
 from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
@@ -41,14 +41,14 @@ WARMUP_STEPS = 3
 CHECK_EVERY = 10  # steps
 
 
-def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> Figures | None:
+def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> Measurements | None:
     """Measure optimizer steps of a run as long as one on COCO, each kind for some seconds.
 
     Args:
         split: Real images; None measures only with fake data.
 
     Returns:
-        The figures on the first rank, None on the others.
+        The metrics on the first rank, None on the others.
 
     Raises:
         UsageError: The device is absent, does not support the precision, or has too little memory.
@@ -75,8 +75,8 @@ def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> 
             log.warning("%s", notice)
         bench = _Bench(run, architecture, device, ranks)
         with out_of_memory_hints(run, architecture, device):
-            figures = bench.figures(split, seconds)
-        return figures if ranks.is_main else None
+            metrics = bench.metrics(split, seconds)
+        return metrics if ranks.is_main else None
 
 
 class _Bench:
@@ -90,7 +90,7 @@ class _Bench:
         torch.manual_seed(run.config.train.seed)
         self.model = device.place(architecture.build()).train()
 
-    def figures(self, split: Split | None, seconds: float) -> Figures:
+    def metrics(self, split: Split | None, seconds: float) -> Measurements:
         boxes = 93 if split is None else max(split.most_boxes, 1)
         # Labels of the dataset's classes; the network always has COCO's outputs.
         labels = COCO_OUTPUTS if split is None else len(split.classes) + 1

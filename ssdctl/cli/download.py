@@ -295,7 +295,7 @@ def models(call: Call) -> None:
                 "name": detector.name,
                 "network": detector.network,
                 "AP": detector.ap,
-                "licence": detector.license,
+                "license": detector.license,
                 "url": file.url,
                 "page": detector.page,
                 "trust": detector.trust,

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from ssdctl import files
 from ssdctl.cli.command import Call, command
-from ssdctl.config.fields import DEVICE_TYPES, DeviceType
+from ssdctl.config.fields import COUNTED_DEVICES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
@@ -42,7 +42,7 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
     settings="launch.*",
     takes_train_options=True,
     short="--hpus --gpus --tpus --cpus --nodes --launcher --dry-run",
-    more_options=[_count_parameter(device) for device in DEVICE_TYPES.values()],
+    more_options=[_count_parameter(device) for device in COUNTED_DEVICES],
     examples=[
         "ssdctl launch --hpus 8 --bs 128 --bf16",
         "ssdctl launch --gpus 4 --data data/coco --dry-run",
@@ -76,27 +76,17 @@ def launch(
     devices = [(device, count) for device, count in counts.items() if count is not None]
     if len(devices) != 1:
         raise UsageError(
-            f"give exactly one of {', '.join(d.count_option for d in DEVICE_TYPES.values())}",
+            f"give exactly one of {', '.join(d.count_option for d in COUNTED_DEVICES)}",
             hint="for example: ssdctl launch --cpus 2",
         )
     from ssdctl.cli.launch_request import make_request
     from ssdctl.launch import load_launcher, make_plan, read_node
-    from ssdctl.launch.torchrun import SKY_SUFFIXES, to_sky_task
 
     request = make_request(call, *devices[0], rest or [], is_dry_run=dry_run, write=write)
     launcher = load_launcher(request.launcher)
     is_batch = hasattr(launcher, "submit")
     if write is not None and request.config.restarts and not is_batch:
         call.console.warning(f"{write} does not contain --restarts: only ssdctl launch restarts")
-    if write is not None and write.endswith(SKY_SUFFIXES):
-        task = to_sky_task(request, read_node())
-        if dry_run:
-            call.console.result({"script": task}, task.rstrip("\n"))
-            return
-        files.write_text(Path(write), task)
-        call.console.info(f"wrote {write}; start it with sky launch --gpus TYPE:COUNT {write}")
-        call.console.result({"written": write}, None)
-        return
     plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warning(warning)

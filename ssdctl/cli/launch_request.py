@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import os
 import sys
 import uuid
@@ -19,15 +20,14 @@ from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
 from ssdctl.config.settings import LAUNCHER_TABLES, all_settings
 from ssdctl.data.dataset import is_prepared
-from ssdctl.data.open_dataset import count_images
+from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
 from ssdctl.distributed.ranks import Ranks, free_port, own_names
 from ssdctl.errors import DataError, UsageError
-from ssdctl.launch import LaunchRequest, load_launcher
+from ssdctl.launch import LaunchRequest, _tpus, load_launcher, read_node
 from ssdctl.launch.mpirun import read_hosts
-from ssdctl.launch.torchrun import SKY_SUFFIXES
 from ssdctl.runs.layout import run_dir
-from ssdctl.training.run import check_without_data, finalize
+from ssdctl.training.run import check_without_data, finalize, settings_of_run
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
@@ -38,10 +38,10 @@ def make_request(
 ) -> LaunchRequest:
     """Return the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
+    device = _tpu_device(call) if device == "tpu" else device
     name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
     launcher = load_launcher(name)
     is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
-    is_elsewhere |= write is not None and write.endswith(SKY_SUFFIXES)
     if rest:
         command = rest_command(call, rest)
     else:
@@ -81,6 +81,14 @@ def make_request(
     return dataclasses.replace(request, local_address=None) if write is not None else request
 
 
+def _tpu_device(call: Call) -> str:
+    """Return the device type of `--tpus`, `tpu` or `xla`, if the user does not name it."""
+    if (named := call.config.train.device) in ("tpu", "xla"):
+        return named
+    packages = {n for n in ("torch_tpu", "torch_xla") if importlib.util.find_spec(n) is not None}
+    return _tpus.choose_device(call.config.launch.tpu_version, read_node(), packages)
+
+
 def _paths(config: Config) -> dict[str, str]:
     """Return the files and folders of a training, by their options."""
     train, data = config.train, config.data
@@ -109,19 +117,22 @@ def check_train(
             f"device {device.name} does not support {config.execution} execution",
             hint=f"--execution {' or '.join(device.executions)}",
         )
-    if has_data and config.batch_size != "auto" and (images := _count_images(resolved.config)):
-        finalize(resolved, device, Ranks(0, count, 0), images)
+    if has_data and config.batch_size != "auto" and (size := _count_images(resolved.config)):
+        before, ranks = settings_of_run(resolved.config), Ranks(0, count, 0)
+        images, background = size.trainable, size.background
+        finalize(resolved, device, ranks, images, background=background, before=before)
     return notices
 
 
-def _count_images(config: Config) -> int | None:
+def _count_images(config: Config) -> DatasetSize | None:
     root, folder = dataset_folders(config.data)
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        return count_images(root, folder).trainable
+        size = count_images(root, folder)
     except DataError:  # the ranks report it
         return None
+    return size if size.trainable else None
 
 
 def resumed(request: LaunchRequest, resume: str) -> LaunchRequest:

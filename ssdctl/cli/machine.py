@@ -19,7 +19,7 @@ from ssdctl.errors import UsageError
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
-    from ssdctl.benchmark.data import Figures
+    from ssdctl.benchmark.data import Measurements
     from ssdctl.data.store import Split
 
 DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that is not a terminal
@@ -132,19 +132,19 @@ def data(
     from ssdctl.benchmark.data import benchmark_data, required_cores
 
     with _splits(call) as splits:
-        figures = benchmark_data(splits["train"], call.config, seconds)
+        metrics = benchmark_data(splits["train"], call.config, seconds)
     call.console.info(
-        f"{figures['workers']} threads load {figures['images_per_second']:,} img/s: enough if the "
+        f"{metrics['workers']} threads load {metrics['images_per_second']:,} img/s: enough if the "
         "GPUs of this machine train at most that many in total"
     )
     if gpu_rate is not None:
-        figures |= required_cores(figures, gpu_rate, gpus)
+        metrics |= required_cores(metrics, gpu_rate, gpus)
         remedy = "; or a smaller or decoded store: ssdctl prepare --shrink 512 --encoding raw"
         call.console.info(
-            f"{gpus} x {gpu_rate:,} img/s need {figures['required_cores']} such cores"
-            f"{'' if figures['is_sufficient'] else remedy}"
+            f"{gpus} x {gpu_rate:,} img/s need {metrics['required_cores']} such cores"
+            f"{'' if metrics['is_sufficient'] else remedy}"
         )
-    _print_figures(call, figures)
+    _print_metrics(call, metrics)
 
 
 @command(
@@ -177,9 +177,9 @@ def train(
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
         split = splits["train"] if splits else None
-        figures = benchmark_train(split, call.resolved, seconds)
-    if figures is not None:
-        _print_figures(call, figures)
+        metrics = benchmark_train(split, call.resolved, seconds)
+    if metrics is not None:
+        _print_metrics(call, metrics)
 
 
 @command(
@@ -201,7 +201,7 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
     with _splits(call) as splits:
         root, _ = dataset_folders(call.config.data)
         split = require_split(splits, call.config.evaluate.split, root)
-        _print_figures(call, benchmark_evaluate(split, call.config, seconds))
+        _print_metrics(call, benchmark_evaluate(split, call.config, seconds))
 
 
 @contextlib.contextmanager
@@ -225,5 +225,5 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
         yield open_dataset(root, root / "prepared")
 
 
-def _print_figures(call: Call, figures: Figures) -> None:
-    call.console.result(figures, aligned([(name, str(v)) for name, v in figures.items()]))
+def _print_metrics(call: Call, metrics: Measurements) -> None:
+    call.console.result(metrics, aligned([(name, str(v)) for name, v in metrics.items()]))

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ssdctl.cli.help import HelpCommand
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import COUNTED_DEVICES
 from ssdctl.config.settings import Setting, all_settings, other_programs, select
 from ssdctl.errors import UsageError
 
@@ -33,7 +33,7 @@ CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir")
 def refused_options() -> dict[str, dict[str, Any]]:
     """Return the tables of other_programs.toml: `settings` (by path), `other`,
     `launch_does` and `not_needed`."""
-    count = ", ".join(f"{device.count_option} N" for device in DEVICE_TYPES.values())
+    count = ", ".join(f"{device.count_option} N" for device in COUNTED_DEVICES)
     other = {flag: text.format(count=count) for flag, text in other_programs()["other"].items()}
     return {**other_programs(), "other": other}
 

@@ -157,7 +157,7 @@ def evaluate(
     evaluations = _evaluate(call, files, Path(detections) if detections else None)
     if not evaluations:  # not the main rank
         return
-    best = max(evaluations, key=lambda e: e.figures["AP"])
+    best = max(evaluations, key=lambda e: e.metrics["AP"])
     results = [{"checkpoint": e.about.source, **e.as_json()} for e in evaluations]
     if every:
         call.console.result({"checkpoints": results}, lambda: _checkpoints(evaluations, best))
@@ -210,7 +210,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 def headline(evaluation: Evaluation) -> str:
     """Return the AP in one line: `AP 0.422  AP50 0.753  AP75 0.416 | 100 images, ...`."""
     names = ("AP", "AP50", "AP75")
-    scores = "  ".join(f"{name} {format_score(evaluation.figures[name])}" for name in names)
+    scores = "  ".join(f"{name} {format_score(evaluation.metrics[name])}" for name in names)
     about = evaluation.about
     objects = sum(entry.objects for entry in evaluation.per_class)
     facts = [f"{about.images:,} images", f"{objects:,} objects", about.precision]
@@ -223,7 +223,7 @@ def tables(evaluation: Evaluation) -> Group:
 
     from ssdctl.evaluation.analysis import ERROR_NAMES, diagnosis
 
-    about, figures = evaluation.about, evaluation.figures
+    about, metrics = evaluation.about, evaluation.metrics
     sizes = _present(evaluation, SIZES)
     rows = []
     for entry in evaluation.per_class:
@@ -233,7 +233,7 @@ def tables(evaluation: Evaluation) -> Group:
     classes = table("class", "AP", "AP50", *names, "objects", rows=rows)
     others = [(SIZES, "AP by size"), (RECALLS, "AR")]
     lines = [
-        f"{title:<10}  " + "  ".join(f"{n} {format_score(figures[n])}" for n in names)
+        f"{title:<10}  " + "  ".join(f"{n} {format_score(metrics[n])}" for n in names)
         for group, title in others
         if (names := _present(evaluation, group))
     ]
@@ -255,7 +255,7 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
     rows = []
     for evaluation in evaluations:
         mark = "  (best)" if evaluation is best else ""
-        scores = [format_score(evaluation.figures[name]) for name in names]
+        scores = [format_score(evaluation.metrics[name]) for name in names]
         file = Path(evaluation.about.source).name
         rows.append([str(evaluation.about.step), *scores, file + mark])
     columns = table("step", *names, "checkpoint", rows=rows, left=(len(names) + 1,))
@@ -264,7 +264,7 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
 
 def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
     """Return the metrics that exist: COCO's sizes without objects have none."""
-    return [name for name in names if evaluation.figures.get(name, -1) >= 0]
+    return [name for name in names if evaluation.metrics.get(name, -1) >= 0]
 
 
 def format_score(value: float | None) -> str:

@@ -127,7 +127,7 @@ def _show_plan(call: Call) -> None:
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
     from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
-    from ssdctl.training.run import finalize
+    from ssdctl.training.run import finalize, settings_of_run
 
     root, size = _dataset_size(call)
     if not size.trainable:
@@ -141,7 +141,13 @@ def _show_plan(call: Call) -> None:
     is_chosen = call.config.train.device != "auto"
     is_any = not is_chosen and call.resolved.is_chosen("train.precision")  # also of another machine
     run = finalize(
-        call.resolved, None if is_any else device, ranks, size.trainable, network=network
+        call.resolved,
+        None if is_any else device,
+        ranks,
+        size.trainable,
+        background=size.background,
+        before=settings_of_run(call.config),
+        network=network,
     )
     for notice in run.notices:
         call.console.warning(notice)
@@ -206,7 +212,7 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
             f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "
             "training images with boxes"
         )
-    return root, DatasetSize(COCO_NUM_IMAGES, 0, [])
+    return root, DatasetSize(COCO_NUM_IMAGES, None, 0, [])
 
 
 def _device(name: str) -> DeviceType:

@@ -107,4 +107,9 @@ def json_schema() -> dict[str, Any]:
     for definition in schema["$defs"].values():
         definition.pop("required", None)
         definition.pop("title", None)
+    for setting in all_settings().values():
+        if setting.is_table:
+            section = schema["$defs"]["Config"]["properties"][setting.section]["$ref"]
+            field = schema["$defs"][section.rpartition("/")[2]]["properties"][setting.name]
+            field["type"] = ["array", "object"]
     return schema

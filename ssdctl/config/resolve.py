@@ -215,6 +215,7 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
             table = header[1] + "."
+            numbers.setdefault(header[1], number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             numbers.setdefault(table + key[1], number)
     return numbers
@@ -270,6 +271,8 @@ def _checked(override: Override) -> Override:
             value = None
         elif target is float:  # .5 and +0.5 are numbers, too
             value = re.sub(r"^[+]?(-?)\.(?=\d)", r"\g<1>0.", value).removeprefix("+")
+    elif setting.is_table and isinstance(value, dict):
+        value = _pairs(override, value)
     elif target is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)  # warmup = 3 in a file means "3"
     try:
@@ -306,6 +309,17 @@ def _as_list(value: Any) -> Any:
     if isinstance(listed, list):
         return listed
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _pairs(override: Override, table: dict[str, Any]) -> list[str]:
+    """Return a table as a list of `KEY=VALUE`."""
+    for key, value in table.items():
+        if not isinstance(value, (str, int, float)):
+            raise UsageError(
+                f"{override.source}: {override.path}: the value of {key} is not text",
+                hint='keys with dots need quotes: "app.kubernetes.io/name" = "ssd"',
+            )
+    return [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in table.items()]
 
 
 def _toml(value: str) -> Any:

@@ -120,7 +120,7 @@ NOT_COMPARED = {
 COMPARED_TOO = {
     *("train.seed", "train.ema", "train.freeze", "train.freeze_norm", "train.sync_bn"),
     *("train.tf32", "train.pipeline", "train.augment", "train.fake_data"),
-    *("train.limit_train", "train.overfit"),
+    *("train.limit_train", "train.overfit", "train.background", "train.background_negatives"),
 }
 
 
@@ -163,6 +163,11 @@ class Setting(NamedTuple):
     @property
     def is_list(self) -> bool:
         return typing.get_origin(plain_type(self.type)) is tuple
+
+    @property
+    def is_table(self) -> bool:
+        """Return whether a file may have a table for it instead of a list of `KEY=VALUE`."""
+        return self.is_list and "=" in (self.metavar or "")
 
     @property
     def key_aliases(self) -> list[str]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import json
 import logging
 import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -38,6 +40,8 @@ SPLIT_WORDS = {
 MAX_NAMED = 5  # offenders named in a message
 MAX_CLASSES_NAMED = 8
 UNLISTED = "annotation of a category that is not listed, dropped"
+UNLABELED = "image without a box that may show objects"
+NO_LABELS = "no label file"  # of an image; one with an empty file has no objects
 DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corners
 # Far more than any name of a class; longer ones are refused.
 Name = Annotated[str, msgspec.Meta(max_length=10_000)]
@@ -51,7 +55,7 @@ class ClassName(msgspec.Struct, frozen=True):
 
 
 class SplitFiles(NamedTuple):
-    images: Sequence[Path]  # folders, one of which has the images
+    images: Sequence[Path]  # folders that may have the images, the most likely first
     annotations: Path
 
 
@@ -72,6 +76,8 @@ class LabeledImage(NamedTuple):
     width: int
     height: int
     boxes: list[LabeledBox]
+    has_labels: bool = True  # False: the dataset says nothing about it, not even that it is empty
+    is_complete: bool = True  # False: it may show objects that have no box
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -90,7 +96,7 @@ class Annotations(NamedTuple):
     finding: `prepare` (check.py) does both.
     """
 
-    folder: Path  # that has the images
+    folder: Path  # that has the images, or below which they are searched for
     origin: Path  # the file or folder of the labels, for messages
     image_ids: NDArray[np.int64]  # N
     file_names: list[str]  # N, relative to `folder`
@@ -104,6 +110,7 @@ class Annotations(NamedTuple):
     is_crowd: NDArray[np.bool_]  # M
     findings: Sequence[Finding] = ()  # what the reader repaired, merged or dropped
     notes: Sequence[str] = ()  # how the files were read, for the user
+    image_folders: Sequence[Path] = ()  # in or below `folder`, where the format has its images
     upright: bool = False  # boxes fit images turned by their EXIF orientation, whatever their size
 
     @property
@@ -140,12 +147,16 @@ class Conversion(msgspec.Struct, frozen=True):
     source: str | None = None  # voc, yolo, ...; None: recognize it
     split: float | None = None  # share of the images to train on
     classes: tuple[str, ...] = ()  # to keep; none: all
+    image_dir: str | None = None  # of the images, below the dataset folder; None: find them
 
     def __bool__(self) -> bool:
-        return bool(self.source or self.split or self.classes)
+        return self != AUTOMATIC
 
     def __str__(self) -> str:
-        options = {"from": self.source, "split": self.split, "classes": ",".join(self.classes)}
+        has_comma = any("," in name for name in self.classes)
+        classes = json.dumps(self.classes) if has_comma else ",".join(self.classes)
+        options = {"from": self.source, "split": self.split, "classes": classes}
+        options["image-dir"] = self.image_dir
         return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in options.items() if v)
 
 
@@ -164,14 +175,37 @@ def root_folder(root: Path) -> Path:
     return root.parent if root.is_file() else root
 
 
-def split_of(name: str) -> str | None:
-    """Return the split that a file or folder name contains, as in `instances_Train-2.json`.
+@lru_cache
+def split_of(path: str) -> str | None:
+    """Return the split that a path below the dataset folder names, as `b/train/instances_val.json`.
 
-    Only whole words count: `trainer` is not a split.
+    The innermost name that contains the word of one split decides. Only whole words count:
+    `trainer` is not a split.
     """
-    words = re.split(r"[^a-z]+", name.lower())
-    splits = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
-    return splits.pop() if len(splits) == 1 else None
+    for name in reversed(path.split("/")):
+        words = re.split(r"[^a-z]+", name.lower())
+        splits = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+        if len(splits) == 1:
+            return splits.pop()
+    return None
+
+
+def place(
+    splits: Sequence[str | None], names: Sequence[object], notes: list[str]
+) -> list[str | None]:
+    """Return the split of each file or image; None: it is left out, with a note.
+
+    Without any split word, all are for training; without `train`, those without a word are.
+    """
+    open_rows = [row for row, split in enumerate(splits) if split is None]
+    if not open_rows or len(open_rows) == len(splits):
+        return [split or "train" for split in splits]
+    such_as = f"{len(open_rows):,}, such as {names[open_rows[0]]}"
+    if "train" in splits:
+        notes.append(f"not in the folder or file of a split, left out: {such_as}")
+        return list(splits)
+    notes.append(f"not in the folder or file of a split, used for training: {such_as}")
+    return [split or "train" for split in splits]
 
 
 def from_images(
@@ -222,6 +256,11 @@ def annotations_of_split(
         boxes=np.array(boxes, np.float64).reshape(-1, 4),
         areas=np.array([round(area, DECIMALS) for area in areas], np.float64),
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
+        findings=[
+            Finding(UNLABELED if image.has_labels else NO_LABELS, image_id, None, image.file_name)
+            for image_id, image in enumerate(images, 1)
+            if not (image.has_labels and (image.is_complete or image.boxes))
+        ],
     )
     return one_image_per_file(annotations)
 
@@ -264,6 +303,8 @@ def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+            if whole := [n for n in names if name in n.split(",")]:
+                hint = f"write --classes {shlex.quote(json.dumps(whole[:1]))} for {whole[0]!r}"
             raise UsageError(f"--classes: {annotations.origin} has no class {name!r}", hint=hint)
     is_chosen = np.array([False, *(name in chosen for name in names)])
     new_labels = np.cumsum(is_chosen).astype(np.int32)

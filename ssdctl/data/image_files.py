@@ -1,11 +1,4 @@
-"""Image files: which files are images, where a folder has them, their sizes, what has changed.
-
-Labeling tools write the paths of their own server or of another machine: `images\\x.jpg`,
-`/data/upload/3/x.jpg`, `..\\..\\label-studio\\media\\upload\\4\\x.jpg`. `resolve_images` makes
-backslashes slashes, removes leading folders as far as needed, and uses a base name that occurs once
-in the image folder. Other absolute names and names with `..` are left as they are; `check` refuses
-them.
-"""
+"""Image files: which files are images, where a folder has them, their sizes, what has changed."""
 
 from __future__ import annotations
 
@@ -17,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
-from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, SPLIT_WORDS, Annotations, refuse, split_of
+from ssdctl.data.annotations import SPLIT_WORDS
 from ssdctl.data.image_decode import as_image_error, open_image, read_header
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
@@ -31,7 +23,6 @@ IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".bmp", ".tif", ".tiff"}
     | {".gif", ".avif", ".jp2", ".ppm", ".pgm", ".tga", ".heic", ".heif"}
 )
-TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 CHUNK_FILES = 64  # that a thread looks at before it takes others
 SKETCH_BYTES = 4096
 ANNOTATION_FOLDERS = ("annotations", "Annotations", "labels")
@@ -61,12 +52,16 @@ def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = [f for f in folders if not f.startswith(".") and not f.endswith("prepared")]
+        folders[:] = [f for f in folders if not (f.startswith(".") or _is_store(f"{parent}/{f}"))]
         prefix = os.path.relpath(parent, folder)
         if max_depth is not None and prefix != "." and prefix.count("/") + 1 >= max_depth:
             folders.clear()
         for file in files:
             yield file if prefix == "." else f"{prefix}/{file}"
+
+
+def _is_store(folder: str) -> bool:
+    return folder.endswith("prepared") and any(Path(folder).glob("*.arrow"))
 
 
 def dataset_folder(path: Path) -> Path:
@@ -91,95 +86,6 @@ def require_image_folder(folder: Path, split: str, origin: Path) -> None:
             f"{folder}: no such image folder (split {split})",
             hint=f"the images of {origin.name} belong there, or a link to them",
         )
-
-
-def find_by_name(root: Path, names: Sequence[tuple[str, str]], labels: Path) -> list[str]:
-    """Return where the images that a label file names, each with its split, are below a folder.
-
-    A name may lack folders and suffix. If it fits several files, the split's folder decides.
-    """
-    by_name: dict[str, list[str]] = {}
-    for file in files_below(root):
-        if is_image(PurePosixPath(file)):
-            for name in (*_tails(file), PurePosixPath(file).stem):
-                by_name.setdefault(name, []).append(file)
-    found, missing, ambiguous = list[str](), list[str](), list[str]()
-    for name, split in names:
-        files = by_name.get(name, [])
-        if len(files) > 1:
-            folders = {"train", None} if split == "train" else {split}
-            files = [file for file in files if split_of(file.rpartition("/")[0]) in folders]
-        if len(files) != 1:
-            (ambiguous if files else missing).append(name)
-        found += files
-    hint = "export with images, or copy them"
-    refuse(labels, f"images that are not below {root}", missing, hint)
-    refuse(labels, f"image names that fit several files below {root}", ambiguous)
-    return found
-
-
-def _tails(path: str) -> list[str]:
-    """Return a path, and the same without its first folders, to its base name."""
-    parts = path.split("/")
-    return ["/".join(parts[start:]) for start in range(len(parts))]
-
-
-def resolve_images(annotations: Annotations) -> tuple[Annotations, list[int | None]]:
-    """Replace file names by paths of existing files, and absent image sizes by the files'.
-
-    Returns also the files' sizes in bytes, None for a file that does not exist.
-    """
-    notes, folder = list(annotations.notes), annotations.folder
-    names, sizes = list(annotations.file_names), annotations.sizes
-    num_bytes = file_sizes(folder, names)
-    rows = [row for row, size in enumerate(num_bytes) if size is None]
-    if rows and folder.is_dir() and (replaced := _replace_names(names, rows, folder)):
-        old, new = replaced[0]
-        notes.append(
-            "file names that are not paths below the image folder, matched to the files there: "
-            f"{len(replaced):,}, such as {old!r} to {new}"
-        )
-        for row, size in zip(rows, file_sizes(folder, [names[r] for r in rows]), strict=True):
-            num_bytes[row] = size
-    unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]
-    if unsized:
-        sizes = sizes.copy()
-        sizes[unsized] = [size_or_none(folder / names[row]) for row in unsized]
-        if num_sized := int(sizes[unsized].all(axis=1).sum()):
-            notes.append(f"images without width and height, taken from the files: {num_sized:,}")
-        sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
-    return annotations._replace(file_names=names, sizes=sizes, notes=notes), num_bytes
-
-
-def _replace_names(names: list[str], rows: Sequence[int], folder: Path) -> list[tuple[str, str]]:
-    """Resolve the names of images in place; return the pairs of old and new ones."""
-    by_base_name: dict[str, list[str]] = {}
-    for path in files_below(folder):
-        by_base_name.setdefault(PurePosixPath(path).name, []).append(path)
-    replaced, ambiguous = [], []
-    for row in rows:
-        old, name = names[row], names[row].replace("\\", "/")
-        if "/local-files/?d=" in name:  # a URL of Label Studio's server
-            name = f"local-files/{unquote(name.partition('?d=')[2])}"
-        base_name = PurePosixPath(name).name
-        if base_name not in by_base_name and unquote(base_name) in by_base_name:
-            name = unquote(name)  # Label Studio's `/data/upload/3/a%20b.jpg`
-            base_name = PurePosixPath(name).name
-        paths, is_plain = by_base_name.get(base_name, []), is_plain_name(name)
-        if not paths or not (is_plain or TOOL_FOLDERS.intersection(name.split("/"))):
-            if is_plain:
-                names[row] = name
-            continue
-        # Of several files, the one whose path is the longest end of the name.
-        fitting = paths if len(paths) == 1 else [t for t in _tails(name)[:-1] if t in paths]
-        if fitting:
-            names[row] = fitting[0]
-            replaced.append((old, fitting[0]))
-        else:
-            ambiguous.append(f"{old!r} ({', '.join(sorted(paths)[:MAX_NAMED])})")
-    hint = "write file_name as a path relative to the image folder"
-    refuse(folder, "file names that fit several files", ambiguous, hint)
-    return replaced
 
 
 def header_size(path: Path, *, upright: bool = False) -> tuple[int, int]:

@@ -100,7 +100,7 @@ def score(
     is_scored &= np.isin(detections.image_ids, scoring.image_ids)
     detections = Detections._make(column[is_scored] for column in detections)
     count, threshold = len(detections.scores), about.score_threshold
-    if scoring.figures["AP"] < 0:
+    if scoring.metrics["AP"] < 0:
         log.warning("the images have no annotated objects: there is no AP (-1)")
     elif not count:
         above = "" if threshold is None else f" with a score above {threshold:g}"
@@ -178,7 +178,7 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
     columns = ("bin_lower", "bin_upper", "count", "avg_confidence", "avg_accuracy")
     return Evaluation(
         about=about,
-        figures=scoring.figures,
+        metrics=scoring.metrics,
         per_class=[
             ClassAnalysis(
                 *entry[:2],
@@ -220,7 +220,7 @@ def diagnosis(evaluation: Evaluation) -> str:
         return "There is nothing to score: the images have no objects."
     if not evaluation.about.detections:
         return "Nothing was detected: train longer, or lower the score threshold."
-    if evaluation.figures.get("AP50", 0) < BARELY_TRAINED:
+    if evaluation.metrics.get("AP50", 0) < BARELY_TRAINED:
         return "Almost no detection is right yet: train longer."
     worst = max(evaluation.errors, key=lambda e: e.delta_ap, default=None)
     if worst is None or worst.delta_ap < NEGLIGIBLE_GAIN:

@@ -1,7 +1,7 @@
 """Score detections: pycocotools' definition of AP, computed by hotcoco. Torch-free.
 
     truth = read_ground_truth(Path("prepared/index-val.arrow"))
-    ap = run_scoring(truth, detections).figures["AP"]
+    ap = run_scoring(truth, detections).metrics["AP"]
 
 Detections are scored against the annotations as this package's reader parsed them. The user's file
 itself never reaches a scoring engine: engines are stricter than the reader about fields that
@@ -27,7 +27,7 @@ from ssdctl.errors import DataError, IntegrityError
 from ssdctl.runtime.safe_text import listed
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
-FIGURES: dict[str, tuple[str, float | None, int, int]] = {
+COCO_METRICS: dict[str, tuple[str, float | None, int, int]] = {
     "AP": ("precision", None, 0, 2),
     "AP50": ("precision", 0.5, 0, 2),
     "AP75": ("precision", 0.75, 0, 2),
@@ -83,7 +83,7 @@ class ClassScore(NamedTuple):
 class Scoring(NamedTuple):
     """The metrics, and what `analyze` computes the rest from."""
 
-    figures: dict[str, float]  # COCO's 12 by name; -1 if there is nothing to measure
+    metrics: dict[str, float]  # COCO's 12 by name; -1 if there is nothing to measure
     per_class: list[ClassScore]  # by ascending category id
     engine: Any  # hotcoco.COCOeval, evaluated and accumulated; its ids are dense
     table: NDArray[np.float64]  # detections as engines take them; the score is column 5
@@ -160,17 +160,17 @@ def run_scoring(
     table = _detection_table(detections, all_ids, category_ids, truth.origin)
     engine = evaluated(annotations, table, positions(all_ids, scored).tolist())
     engine.accumulate()
-    figures = {name: _figure(engine.eval, *spec) for name, spec in FIGURES.items()}
+    metrics = {name: _metric(engine.eval, *spec) for name, spec in COCO_METRICS.items()}
     per_class = []
     for k, entry in enumerate(classes):
         own = {"precision": engine.eval["precision"][:, :, [k]]}
-        values = (_figure(own, *FIGURES[name]) for name in ClassScore._fields[2:])
+        values = (_metric(own, *COCO_METRICS[name]) for name in ClassScore._fields[2:])
         per_class.append(ClassScore(int(entry.id or 0), entry.name, *values))
     if verify:
         columns = (column.tolist() for column in objects.values())
         document = coco_document(images, categories, zip(*columns, strict=True))
-        _verify(figures, document, table, engine.params.img_ids)
-    return Scoring(figures, per_class, engine, table, truth, scored)
+        _verify(metrics, document, table, engine.params.img_ids)
+    return Scoring(metrics, per_class, engine, table, truth, scored)
 
 
 def evaluated(annotations: Any, table: NDArray[np.float64], image_numbers: list[int]) -> Any:
@@ -210,7 +210,7 @@ def _detection_table(
     return table[labels > 0] if num_unlisted else table
 
 
-def _figure(
+def _metric(
     curves: Mapping[str, Any], source: str, iou: float | None, area: int, max_dets: int
 ) -> float:
     values = curves[source]
@@ -222,7 +222,7 @@ def _figure(
 
 
 def _verify(
-    figures: dict[str, float],
+    metrics: dict[str, float],
     document: dict[str, Any],
     table: NDArray[np.float64],
     image_numbers: list[int],
@@ -242,9 +242,9 @@ def _verify(
         reference.evaluate()
         reference.accumulate()
         reference.summarize()
-    for (name, figure), expected in zip(figures.items(), reference.stats.tolist(), strict=True):
-        if abs(figure - expected) > VERIFY_TOLERANCE:
+    for (name, metric), expected in zip(metrics.items(), reference.stats.tolist(), strict=True):
+        if abs(metric - expected) > VERIFY_TOLERANCE:
             raise IntegrityError(
-                f"{name} is {figure!r} by hotcoco and {expected!r} by pycocotools",
-                hint="please report it with the two files; pycocotools' figure is the reference",
+                f"{name} is {metric!r} by hotcoco and {expected!r} by pycocotools",
+                hint="please report it with the two files; pycocotools' metric is the reference",
             )

@@ -140,7 +140,7 @@ def export_graph(
             " the agreement above is that of INFERENCE_PRECISION_HINT f32",
             found,
         )
-    return {"fp16": deployment.is_fp16, "pictures": len(images), **found}
+    return {"fp16": deployment.is_fp16, "images": len(images), **found}
 
 
 def example(deployment: Deployment) -> Tensor:

@@ -34,7 +34,7 @@ from ssdctl.download.hub import (
     no_progress_bars,
 )
 from ssdctl.errors import NetworkError, SsdctlError
-from ssdctl.evaluation.coco_ap import FIGURES
+from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.evaluation.evaluate import trained_on
 from ssdctl.exporting.deployed import Deployment, dataset_images, images_of
 from ssdctl.exporting.graphs import onnx_model, require_onnx
@@ -107,7 +107,7 @@ def model_card(checkpoint: Checkpoint, **facts: Any) -> str:
         version=__version__,
         architecture=checkpoint.architecture,
         step=checkpoint.step,
-        metrics={name: v for name in FIGURES if (v := metrics.get(name, -1)) >= 0},
+        metrics={name: v for name in COCO_METRICS if (v := metrics.get(name, -1)) >= 0},
         class_ap=[(name, ap) for name, ap in class_ap.items() if ap >= 0][:MAX_CLASSES],
         dataset=Path(root).name if (root := settings.get("data.root")) else None,
         images=checkpoint.images,

@@ -75,7 +75,7 @@ def write_int8(
             assert evaluation is not None  # a single process
             size = path.stat().st_size
         return Cost(
-            evaluation.figures["AP"], size, _latency_ms(graphs.runner(graph), measured.batch)
+            evaluation.metrics["AP"], size, _latency_ms(graphs.runner(graph), measured.batch)
         )
 
     before = cost(graph, "fp32")
@@ -102,7 +102,7 @@ def write_int8(
         log.info("%s: AP %.4f, %.1f MB, %.1f ms per call", name, c.ap, c.size / 1e6, c.latency_ms)
     log.info("calibrated on %d images; heads in %s", len(calibration), heads)
     costs = {"before": before._asdict(), "after": after._asdict()}
-    return {"heads": heads, "pictures": len(calibration), **costs}
+    return {"heads": heads, "images": len(calibration), **costs}
 
 
 def _training_images(root: Path, store: Path, count: int) -> Images:

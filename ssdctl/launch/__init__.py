@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.runtime.hardware import TPU_V2_OR_V3, find_hardware
+from ssdctl.runtime.hardware import TpuType, find_hardware
 from ssdctl.runtime.packages import OLDEST_TORCH, load_plugin
 from ssdctl.runtime.safe_text import redact_arguments
 from ssdctl.runtime.system import physical_cores, quota_cores, usable_cpus
@@ -56,7 +56,7 @@ class LaunchRequest:
     """A launch as the user requested it."""
 
     launcher: str  # the program that starts the ranks
-    device: str  # cpu, cuda, hpu or xla
+    device: str  # cpu, cuda, hpu, tpu or xla
     count: int  # devices of all nodes, one rank each
     command: tuple[str, ...]  # what follows `python -m ssdctl`
     config: LaunchConfig
@@ -127,7 +127,7 @@ class Node:
     has_topology: bool = True
     has_numactl: bool = False  # the program that torchrun binds ranks with
     tpus: int = 0  # chips; 0 also if the PCI bus cannot be read
-    has_two_core_tpus: bool = False  # v2 or v3
+    tpu: TpuType | None = None  # their version
     quota: int | None = None  # cores' time that the cgroups of this process grant, rounded up
 
     @property
@@ -146,7 +146,7 @@ def read_node() -> Node:
         has_topology,
         has_numactl=shutil.which("numactl") is not None,
         tpus=len(tpus),
-        has_two_core_tpus=TPU_V2_OR_V3 in tpus,
+        tpu=tpus[0] if tpus else None,
         quota=quota_cores(),
     )
 

@@ -51,12 +51,9 @@ class Settings(Section, frozen=True):
     """The job and the pods of `launch --launcher kubernetes`."""
 
     kind: Annotated[
-        Literal["auto", "Job", "MPIJob", "TrainJob"],
+        Literal["auto", "Job", "MPIJob"],
         setting("Kind of job (auto: MPIJob for HPUs on several nodes, else Job)"),
     ] = "auto"
-    runtime: Annotated[str, _name("Training runtime that a TrainJob refers to")] = (
-        "torch-distributed"
-    )
     labels: Annotated[Words, _pairs("Labels of job and pods (Kueue's queue)")] = ()
     annotations: Annotated[Words, _pairs("Annotations of job and pods")] = ()
     priority_class: Annotated[str | None, _name("Priority class of the pods")] = None
@@ -208,7 +205,7 @@ def _warnings(request: LaunchRequest) -> Iterator[str]:
     if is_bound and request.config.cores_per_node is None:
         yield "ranks are not bound to cores, whose number is unknown: give --cores-per-node"
     missing = [label for label in TPU_LABELS if label not in pairs("node_selector", config)]
-    if request.device == "xla" and missing:
+    if request.device in ("tpu", "xla") and missing:
         named = " and ".join(missing)
         yield f"kubernetes.node_selector does not name {named}: GKE needs it to start TPU pods"
     data, (folders, writable) = request.paths.get("--data", ""), _mounted(config)

@@ -65,9 +65,9 @@ def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
     """Return the command line of mpirun."""
     config, missing = request.config, None
     is_local = config.nodes == 1 and not request.hosts
-    if request.device == "xla":
+    if request.device in ("tpu", "xla"):
         raise UsageError(
-            "--launcher mpirun: torch_xla takes its chips from torchrun's variables",
+            "--launcher mpirun: TPU processes take their chips from torchrun's variables",
             hint="leave --launcher out",
         )
     if config.rdzv_endpoint is not None:

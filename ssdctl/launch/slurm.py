@@ -118,7 +118,7 @@ class Settings(Section, frozen=True):
 
 def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
     """Return the script, and its submission."""
-    if request.device == "xla":
+    if request.device in ("tpu", "xla"):
         raise UsageError(
             "--launcher slurm does not support TPUs", hint="omit --launcher: torchrun starts them"
         )

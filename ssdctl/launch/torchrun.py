@@ -1,20 +1,17 @@
-"""torchrun (torch.distributed.run) for GPUs, CPUs and TPUs, and SkyPilot's tasks around it."""
+"""torchrun (torch.distributed.run) for GPUs, CPUs and TPUs."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import re
-import shlex
 import sys
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from ssdctl._version import __version__
 from ssdctl.distributed.ranks import address_for_peers
 from ssdctl.errors import UsageError
-from ssdctl.launch import PLACEHOLDER, LaunchPlan, LaunchRequest, Node, make_plan, to_yaml
+from ssdctl.launch import PLACEHOLDER, LaunchPlan, LaunchRequest, Node, _tpus
 from ssdctl.runtime.packages import torch_release
 
 MODULE = "torch.distributed.run"
@@ -22,13 +19,8 @@ NUMA_BINDING = (2, 9)  # PyTorch; torchrun has --numa-binding from here on
 # How long torchrun waits for ranks to stop; its default of 30 s can interrupt a save.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
-# libtpu's names for some chips of a host, by their number.
-TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
-# Variables of a pod with its number: of Kubeflow's torchrun runtime, and of an Indexed Job.
-NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+POD_NUMBER = "JOB_COMPLETION_INDEX"  # set in the pods of an Indexed Job
 POD_START_S = 1800
-SKY_SUFFIXES = (".sky.yaml", ".sky.yml")
-FIRST_NODE, NODE_RANK = "ssdctl-first-node", "ssdctl-node-rank"  # replaced by a shell's words
 
 
 def require() -> None:
@@ -51,79 +43,64 @@ def inspect(request: LaunchRequest) -> LaunchRequest:
 
 def plan(request: LaunchRequest, node: Node) -> LaunchPlan:
     """Return the command line of torchrun on this node."""
+    config, ranks, module, warnings = request.config, request.ranks_per_node, MODULE, list[str]()
+    defaults: dict[str, str] = {}
+    if _tpus.is_tpu(request):
+        node = _tpus.with_version(request, node)
+        warnings += [_tpus.UNKNOWN] * (node.tpu is None)
+        module = _tpus.MODULE if request.device == "tpu" else module
+        ranks, defaults = _tpus.num_processes(request, node), dict(_tpus.variables(request, node))
+    options, missing = _rendezvous(request)
+    can_bind = request.torch_version >= NUMA_BINDING and node.has_topology and node.has_numactl
+    if request.device == "cuda" and can_bind and node.sockets > 1 and config.bind_to != "none":
+        options.append("--numa-binding=node")  # each rank on the cores next to its GPU
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (config.cores_per_node or node.local_cores) // ranks)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
+        **defaults,
+    }
+    unset = {k: v for k, v in defaults.items() if k not in request.environment}
+    torchrun = ("-m", module, *options, f"--nproc-per-node={ranks}")
+    return LaunchPlan(
+        (request.python, *torchrun, "-m", "ssdctl", *map(_escaped, request.command)),
+        {**request.variables, **unset},
+        "torchrun",
+        ranks,
+        config.nodes,
+        missing=missing,
+        warnings=tuple(warnings),
+    )
+
+
+def _rendezvous(request: LaunchRequest) -> tuple[list[str], str | None]:
+    """Return torchrun's options for the meeting of the nodes, and what is missing for it."""
     config, missing = request.config, None
-    # The chips of TPU v2 and v3 have two cores each, which only one process can drive
-    # (ssdctl/device/xla.py): one process for all of them.
-    is_single = request.device == "xla" and node.has_two_core_tpus
-    ranks = 1 if is_single else request.ranks_per_node
     if config.nodes == 1:
         if config.hostfile or config.rdzv_endpoint:
             raise UsageError("--hostfile and --rdzv-endpoint are for several nodes: give --nodes")
         # The kernel chooses the rendezvous port, so two jobs on a host cannot conflict; the
         # loopback is used because some machines cannot resolve their own name.
-        rendezvous = ["--standalone", "--local-addr=127.0.0.1"]
+        return ["--standalone", "--local-addr=127.0.0.1"], None
+    host, port = _endpoint(request)
+    if host == PLACEHOLDER:
+        missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
+    options = [f"--nnodes={config.nodes}", "--rdzv-id=ssdctl"]
+    node_rank = request.environment.get(POD_NUMBER)
+    if not node_rank and request.device == "tpu":
+        node_rank = _tpus.node_rank(request)
+    if node_rank or request.device == "tpu":
+        # In the order of the pods, so that rank 0 is in pod 0, whose output is followed. Pods
+        # start at different times: images are pulled, ssdctl is installed.
+        options += ["--rdzv-backend=static"]
+        options += [f"--node-rank={node_rank}"] * bool(node_rank)
+        options += [f"--master-addr={host}", f"--master-port={port}"]
+        options += [f"--rdzv-conf=timeout={POD_START_S}"]
     else:
-        host, port = _endpoint(request)
-        if host == PLACEHOLDER:
-            missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
-        rendezvous = [f"--nnodes={config.nodes}", "--rdzv-id=ssdctl"]
-        node_rank = next((n for v in NODE_RANKS if (n := request.environment.get(v))), None)
-        if node_rank is not None:
-            # In the order of the pods, so that rank 0 is in pod 0, whose output is followed. Pods
-            # start at different times: images are pulled, ssdctl is installed.
-            rendezvous += ["--rdzv-backend=static", f"--node-rank={node_rank}"]
-            rendezvous += [f"--master-addr={host}", f"--master-port={port}"]
-            rendezvous += [f"--rdzv-conf=timeout={POD_START_S}"]
-        else:
-            rendezvous += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
-        if request.local_address is not None:
-            # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
-            rendezvous.append(f"--local-addr={request.local_address}")
-    can_bind = request.torch_version >= NUMA_BINDING and node.has_topology and node.has_numactl
-    if request.device == "cuda" and can_bind and node.sockets > 1 and config.bind_to != "none":
-        rendezvous.append("--numa-binding=node")  # each rank on the cores next to its GPU
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, (config.cores_per_node or node.local_cores) // ranks)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
-    }
-    if request.device == "xla":
-        defaults |= {"PJRT_DEVICE": "TPU", **_chips(request, node)}
-    unset = {k: v for k, v in defaults.items() if k not in request.environment}
-    environment = {**request.variables, **unset}
-    torchrun = ("-m", MODULE, *rendezvous, f"--nproc-per-node={ranks}")
-    argv = (request.python, *torchrun, "-m", "ssdctl", *map(_escaped, request.command))
-    return LaunchPlan(argv, environment, "torchrun", ranks, config.nodes, missing=missing)
-
-
-def _chips(request: LaunchRequest, node: Node) -> dict[str, str]:
-    """Return the variables that restrict a process to some chips of its host, if any.
-
-    torch_xla divides a host of TPU v4 or later into all of its chips or, by these variables, into
-    one. The chips are unknown (0) if the plan is for another machine.
-    """
-    count, nodes = request.ranks_per_node, request.config.nodes
-    if node.has_two_core_tpus and nodes > 1:
-        raise UsageError(
-            "--tpus on several hosts needs TPU v4 or later",
-            hint="on v2 and v3 train on one host: leave --nodes out",
-        )
-    possible = [node.tpus] if nodes > 1 else [1, node.tpus]
-    if node.has_two_core_tpus:
-        possible = [n for n in TPU_BOUNDS if n <= node.tpus]
-    if node.tpus and count not in possible:
-        numbers = " or ".join(str(nodes * n) for n in sorted(set(possible)))
-        raise UsageError(
-            f"--tpus {request.count}: a host has {node.tpus} chips, and not every part of them "
-            "can be used",
-            hint=f"--tpus counts chips; possible is {numbers}",
-        )
-    if nodes > 1 or (count > 1 and not node.has_two_core_tpus):
-        return {}
-    return {
-        "TPU_VISIBLE_CHIPS": ",".join(map(str, range(count))),
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[count],
-        "TPU_PROCESS_BOUNDS": "1,1,1",
-    }
+        options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
+    if request.local_address is not None:
+        # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
+        options.append(f"--local-addr={request.local_address}")
+    return options, missing
 
 
 def _escaped(argument: str) -> str:
@@ -138,9 +115,10 @@ def _endpoint(request: LaunchRequest) -> tuple[str, str]:
     given, port = request.environment, str(RENDEZVOUS_PORT)
     if request.hosts:
         host = request.hosts[0]
+    elif request.device == "tpu" and (workers := given.get(_tpus.WORKERS)):
+        host = workers.partition(",")[0]
     else:
-        host = given.get("PET_MASTER_ADDR") or given.get("MASTER_ADDR", PLACEHOLDER)
-        port = given.get("PET_MASTER_PORT") or given.get("MASTER_PORT", port)
+        host, port = given.get("MASTER_ADDR", PLACEHOLDER), given.get("MASTER_PORT", port)
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"  # IPv6
     endpoint = request.config.rdzv_endpoint or f"{host}:{port}"
@@ -148,26 +126,3 @@ def _endpoint(request: LaunchRequest) -> tuple[str, str]:
         raise UsageError(f"rendezvous endpoint {endpoint!r} is not of the form HOST:PORT")
     host, _, port = endpoint.rpartition(":")
     return host, port
-
-
-def to_sky_task(request: LaunchRequest, node: Node) -> str:
-    """Return a SkyPilot task as YAML; `sky launch --gpus H100:8 FILE` chooses the accelerators."""
-    if request.launcher != "torchrun":
-        raise UsageError(
-            f"a SkyPilot task starts torchrun, not {request.launcher}",
-            hint="leave --launcher out; HPUs are not offered there",
-        )
-    nodes = request.config.nodes
-    variables = {"JOB_COMPLETION_INDEX": NODE_RANK, "MASTER_ADDR": FIRST_NODE} if nodes > 1 else {}
-    request = dataclasses.replace(request, python="python3", environment=variables, hosts=())
-    made = make_plan(request, node)
-    environment = dict(made.environment)
-    if request.config.cores_per_node is None:  # this machine's cores say nothing about theirs
-        environment.pop("OMP_NUM_THREADS", None)
-    command = shlex.join(made.argv).replace(NODE_RANK, '"$SKYPILOT_NODE_RANK"')
-    command = command.replace(FIRST_NODE, '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
-    task: dict[str, Any] = {"name": "ssdctl", "num_nodes": nodes, "workdir": "."}
-    task["setup"] = f"python3 -m pip install ./ssdctl-{__version__}-py3-none-any.whl"
-    if environment:
-        task["envs"] = environment
-    return to_yaml({**task, "run": command})

@@ -25,7 +25,7 @@ from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
-from ssdctl.evaluation.coco_ap import FIGURES
+from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_text
 from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.reporting import charts
@@ -73,8 +73,8 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        metrics=list(FIGURES),
-        bests={name: _best(runs, name) for name in FIGURES},
+        metrics=list(COCO_METRICS),
+        bests={name: _best(runs, name) for name in COCO_METRICS},
         class_names=sorted({name for run in runs for name in run.class_ap}),
         differences=different_settings(list(runs)),
         analyses=analyses,
@@ -191,7 +191,7 @@ def _is_other(run: RunData) -> bool:
     evaluation, best = run.evaluation, run.best
     if evaluation is None or best is None or not run.evals:
         return False
-    other = {"step": evaluation.about.step, **evaluation.figures}
+    other = {"step": evaluation.about.step, **evaluation.metrics}
     return any(_score(best.get(k)) != _score(other.get(k)) for k in ("step", "AP", "AP50"))
 
 

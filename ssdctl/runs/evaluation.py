@@ -1,4 +1,4 @@
-"""The result of an evaluation (evaluation.json): figures, curves, errors, samples. Torch-free.
+"""The result of an evaluation (evaluation.json): metrics, curves, errors, samples. Torch-free.
 
 The report is drawn from this file, so the network need not run again for it.
 `ssdctl.evaluation.analysis` computes it.
@@ -35,6 +35,7 @@ class EvaluationInfo(msgspec.Struct, frozen=True, kw_only=True):
     detections: int = 0
     precision: str | None = None  # the network's; None: a file of detections, or an older record
     score_threshold: float | None = None  # that detections score more than; None as above
+    warnings: list[str] = []  # on the data, such as images that were trained on, too
 
 
 class ErrorKind(msgspec.Struct, frozen=True):
@@ -47,7 +48,7 @@ class ErrorKind(msgspec.Struct, frozen=True):
 
 
 class ClassAnalysis(msgspec.Struct, frozen=True):
-    """One class. A figure that does not exist is -1."""
+    """One class. An undefined metric is -1."""
 
     category_id: int
     name: str
@@ -101,10 +102,10 @@ class SampleImage(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """One evaluation: the figures and the data that they are computed from."""
+    """One evaluation: the metrics and the data that they are computed from."""
 
     about: EvaluationInfo
-    figures: dict[str, float]
+    metrics: dict[str, float]
     per_class: list[ClassAnalysis]
     curves: dict[str, list[float]]  # IoU -> mean precision for the recalls 0, 0.01 ... 1
     errors: list[ErrorKind]
@@ -116,9 +117,9 @@ class Evaluation(msgspec.Struct, frozen=True):
     confusion: list[list[int]] = []  # ground truth x detected, background last; empty: too large
 
     def __repr__(self) -> str:
-        """Return the figures in one line: the curves and samples would fill pages."""
-        figures = ", ".join(f"{name}={value:.3f}" for name, value in self.figures.items())
-        return f"Evaluation({self.about.source}: {figures}, images={self.about.images})"
+        """Return the metrics in one line: the curves and samples would fill pages."""
+        metrics = ", ".join(f"{name}={value:.3f}" for name, value in self.metrics.items())
+        return f"Evaluation({self.about.source}: {metrics}, images={self.about.images})"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -134,7 +135,7 @@ class Evaluation(msgspec.Struct, frozen=True):
         classes = msgspec.to_builtins(self.per_class)
         return {
             **{k: v for k, v in position.items() if v is not None},
-            **self.figures,
+            **self.metrics,
             "images": self.about.images,
             "detections": self.about.detections,
             "per_class": [{k: v for k, v in c.items() if k not in CURVES} for c in classes],

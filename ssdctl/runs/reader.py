@@ -43,11 +43,11 @@ class RunData(NamedTuple):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The figures of the best evaluation: of training, else the one in the folder."""
+        """The metrics of the best evaluation: of training, else the one in the folder."""
         if self.evals:
             record = max(self.evals, key=lambda r: r["AP"])
             return {k: v for k, v in record.items() if is_number(v)}
-        return self.evaluation.figures if self.evaluation else None
+        return self.evaluation.metrics if self.evaluation else None
 
     @property
     def class_ap(self) -> dict[str, float]:

@@ -63,6 +63,8 @@ def facts(
 
 def _data(run: SettledRun, classes: Sequence[str], val_images: int) -> str:
     images = counted(run.plan.images, "training image")
+    if run.plan.background:
+        images += f" ({run.plan.background:,} without objects)"
     if not classes:
         return f"assumed: COCO, {images}, {COCO_NUM_CLASSES} classes"
     root, _ = dataset_folders(run.config.data)
@@ -121,15 +123,17 @@ def warning_of_cut(run: SettledRun) -> str | None:
     config, plan, total = run.config.train, run.plan, run.plan.total_steps
     if config.steps is None or config.fake_data or config.steps > total:
         return None
-    missed = _missed_decay(plan)
+    missed = _missed(plan)
     return missed and (
         f"--steps {total} ends before the learning rate does: {missed} is not reached; --epochs or "
         "--decay-epochs fit the recipe to a short run"
     )
 
 
-def _missed_decay(plan: TrainSchedule) -> str | None:
+def _missed(plan: TrainSchedule) -> str | None:
     total = plan.total_steps
+    if total < plan.warmup_steps:
+        return f"the end of its warm-up at step {plan.warmup_steps:,}"
     missed = [f"{step:,}" for step in plan.decay_steps if step > total]
     if plan.is_cosine:
         missed = missed[-1:] if plan.lr(total - 1) > NEARLY_DECAYED * plan.peak_lr else []
@@ -151,7 +155,7 @@ def warnings_of_unreached(run: SettledRun) -> list[str]:
         warnings.append(
             f"--profile {config.profile}: the run ends at step {total:,}, before {last:,}"
         )
-    if (config.steps is None or config.steps > total) and (missed := _missed_decay(plan)):
+    if (config.steps is None or config.steps > total) and (missed := _missed(plan)):
         warnings.append(f"the run ends at step {total:,}, before {missed}")
     return warnings
 

@@ -156,13 +156,10 @@ def _changed_settings(opened: OpenedRun, checkpoint: Checkpoint) -> dict[str, ob
     A setting that its version did not have was at its default; one of the recipe, which has none,
     counts as unchanged.
     """
-    now, sources = values(opened.run.config), opened.run.resolved.sources
-    # A longer run may have another schedule, as after another --epochs.
-    schedule = ("train.warmup", "train.lr_decay", "train.decay_epochs")
-    derived = {key for key in schedule if sources[key].kind is Kind.RULE}
+    now = values(opened.run.config)
     before, changed = with_current_keys(checkpoint.config), {}
     for path, setting in all_settings().items():
-        if setting.is_compared and path not in derived:
+        if setting.is_compared:
             saved = before.get(path, now[path] if setting.is_recipe else setting.default)
             if _plain(saved) != _plain(now[path]):
                 changed[path] = saved

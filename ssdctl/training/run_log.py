@@ -276,7 +276,7 @@ class RunLog:
         if is_best and self._opened.ranks.is_main:
             write_evaluation(self._folder.evaluation, evaluation)  # for the report
         # The record comes last: an evaluation without one is repeated at the next start.
-        self.record("eval", step, **evaluation.figures, **losses)
+        self.record("eval", step, **evaluation.metrics, **losses)
         self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
         if is_best:
             self.record("checkpoint", step, name="best", path=self._folder.best)

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.errors import UsageError
+from ssdctl.input import num_background
 from ssdctl.model.backbones import find_backbone
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Every(NamedTuple):
 class TrainSchedule(NamedTuple):
     """Steps and learning rate of a run, as `train --dry-run --json` prints them."""
 
-    images: int
+    images: int  # of an epoch
+    background: int  # of them, without objects
     global_batch_size: int
     steps_per_epoch: int
     total_steps: int
@@ -92,11 +94,8 @@ class TrainSchedule(NamedTuple):
 
 
 def check_warmup(config: TrainConfig) -> None:
-    """Raise UsageError if the warm-up is longer than the run, whatever the dataset is."""
+    """Raise UsageError if the warm-up is longer than the recipe, whatever the dataset is."""
     value, unit = split_duration(config.warmup)
-    if unit == "st" and config.steps is not None and value > config.steps:
-        hint = f"give a shorter one: --warmup {max(config.steps // 10, 1)}st"
-        raise UsageError(f"a warm-up of {value:.0f} steps: the run has {config.steps}", hint=hint)
     if unit == "ep" and value > config.epochs:
         hint = "give it in steps, as in --warmup 300st"
         if value.is_integer():
@@ -104,30 +103,21 @@ def check_warmup(config: TrainConfig) -> None:
         raise UsageError(f"a warm-up of {value:g} epochs: the run has {config.epochs}", hint=hint)
 
 
-def make_plan(
-    config: SettledTrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
-) -> TrainSchedule:
-    """Compute the schedule of a run.
+def make_plan(config: SettledTrainConfig, images: int, world_size: int) -> TrainSchedule:
+    """Compute the schedule of a run. `steps` ends it earlier and changes nothing before.
 
     Args:
-        may_shorten_warmup: Shorten a warm-up that is longer than the run to a tenth of the run,
-            because the user did not choose it.
+        images: Training images with objects.
 
     Raises:
-        UsageError: The warm-up is longer than the run.
+        UsageError: The warm-up is longer than the recipe.
     """
     global_batch = config.batch_size * world_size * config.accumulate
-
-    def steps(epochs: float) -> int:
-        return int(epochs * images / global_batch)
-
-    total = max(steps(config.epochs), 1)
-    total = min(total, config.steps or total)
-    value, unit = split_duration(config.warmup)
-    warmup = int(value) if unit == "st" else steps(value)
-    if warmup > total and may_shorten_warmup:
-        warmup = max(total // 10, 1)
+    background = num_background(images, config.background)
+    images += background
+    total, warmup = length_and_warmup(config, images, world_size)
     if warmup > total:
+        value, unit = split_duration(config.warmup)
         hint = f"give it in steps: --warmup {max(total // 10, 1)}st"
         if unit == "ep" and value.is_integer() and value <= total:
             hint = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
@@ -136,15 +126,24 @@ def make_plan(
         )
     return TrainSchedule(
         images=images,
+        background=background,
         global_batch_size=global_batch,
         steps_per_epoch=max(images // global_batch, 1),
-        total_steps=total,
+        total_steps=min(total, config.steps or total),
         warmup_steps=warmup,
         peak_lr=config.lr * global_batch / 32,
-        decay_steps=tuple(steps(epoch) for epoch in config.decay_epochs),
+        decay_steps=tuple(int(epoch * images / global_batch) for epoch in config.decay_epochs),
         is_cosine=config.lr_decay == "cosine",
         batch_size=config.batch_size,
     )
+
+
+def length_and_warmup(config: SettledTrainConfig, images: int, world_size: int) -> tuple[int, int]:
+    """Return the steps of all epochs and of the warm-up, whatever `steps` is."""
+    global_batch = config.batch_size * world_size * config.accumulate
+    value, unit = split_duration(config.warmup)
+    warmup = int(value if unit == "st" else value * images / global_batch)
+    return max(int(config.epochs * images / global_batch), 1), warmup
 
 
 def split_duration(text: str) -> tuple[float, str]:

@@ -135,7 +135,7 @@ def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
         assert word in text
     plan = json.loads(cli("train", *options, "--json").out)
     assert set(plan) == {
-        "images", "global_batch_size", "steps_per_epoch", "total_steps", "warmup_steps", "peak_lr",
+        "images", "background", "global_batch_size", "steps_per_epoch", "total_steps", "warmup_steps", "peak_lr",
         "decay_steps", "recipe", "workers", "cpu_quota",
     }  # fmt: skip
     assert plan["global_batch_size"] == 4
@@ -240,13 +240,13 @@ def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssdctl.benchmark.data.TIMED_IMAGES", 4)
     monkeypatch.setattr("ssdctl.benchmark.data.BATCH_SIZE", 4)
     options = ("--gpu-rate", 1e6, "--gpus", 8)
-    figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json", *options).out)
-    assert figures["required_images_per_second"] == 8e6
-    assert figures["required_cores"] > 1000
-    assert figures["is_sufficient"] is False
+    metrics = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json", *options).out)
+    assert metrics["required_images_per_second"] == 8e6
+    assert metrics["required_cores"] > 1000
+    assert metrics["is_sufficient"] is False
     stages = ("draw_ms", "read_ms", "decode_ms", "crop_resize_ms")
     for name in ("images_per_second", "images_per_second_full", *stages):
-        assert 0 < figures[name] < 1e5
+        assert 0 < metrics[name] < 1e5
 
 
 def test_ctrl_c_that_python_wraps_is_an_interrupt(

@@ -262,6 +262,19 @@ def test_every_line_of_a_template_can_be_set() -> None:
     assert in_file == set(all_settings()) - unset
 
 
+def test_a_list_of_pairs_may_be_a_table() -> None:
+    text = '[kubernetes]\nresources = { cpu = 95 }\n[kubernetes.labels]\n"a.io/b" = "c"\nd = true'
+    kubernetes: Any = resolved(text=text).config.kubernetes  # type: ignore[attr-defined]
+    assert kubernetes.labels == ("a.io/b=c", "d=true")
+    assert kubernetes.resources == ("cpu=95",)
+
+
+def test_a_dotted_key_without_quotes_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"my\.toml:1: kubernetes\.labels: .* a ") as caught:
+        resolved(text='[kubernetes.labels]\na.io = "c"')
+    assert "quotes" in (caught.value.hint or "")
+
+
 def test_schema_has_every_key_and_refuses_others() -> None:
     schema = json_schema()
     json.dumps(schema)

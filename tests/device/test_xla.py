@@ -18,7 +18,7 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,
-    reason="torch_xla is not installed (extra tpu; .ci/run has an environment with it)",
+    reason="torch_xla is not installed (extra tpu-xla; .ci/run has an environment with it)",
 )
 
 
@@ -33,8 +33,8 @@ def test_nothing_recompiles_or_synchronizes_between_logs(xla: Device, optimizer:
         jitter = float("inf") if number == 2 else 1.0
         result = step([batch(seed=number, jitter=jitter)], 1e-4 * number)
     assert xla.counters() == before
-    figures = result.read(SINGLE_PROCESS)
-    assert figures["loss"] > 0
+    metrics = result.read(SINGLE_PROCESS)
+    assert metrics["loss"] > 0
     after = xla.counters()
     assert after["pulls"] == before["pulls"] + 1
     for _ in range(3):

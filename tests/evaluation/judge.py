@@ -1,4 +1,4 @@
-"""Detections for tests, and pycocotools' figures of them."""
+"""Detections for tests, and pycocotools' metrics of them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def pycocotools_figures(
     with contextlib.redirect_stdout(io.StringIO()):
         scoring.accumulate()
         scoring.summarize()
-    figures: list[float] = scoring.stats.tolist()
-    return figures
+    metrics: list[float] = scoring.stats.tolist()
+    return metrics
 
 
 def matched(

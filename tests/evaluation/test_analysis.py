@@ -100,7 +100,7 @@ def test_scores_that_are_no_probabilities_have_no_calibration(tmp_path: Path, sc
     result = evaluation(tmp_path, [(0, 2, BOX, score), *RIGHT[1:]])
     assert result.calibration_error is None
     assert result.calibration == []
-    assert result.figures["AP"] == pytest.approx(1)
+    assert result.metrics["AP"] == pytest.approx(1)
 
 
 def test_confusions_and_samples(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The figures are pycocotools' own, to 1e-12, ties, crowds and empty images included."""
+"""The metrics are pycocotools' own, to 1e-12, ties, crowds and empty images included."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_against_pycocotools(tmp_path_factory: pytest.TempPathFactory, case: Ca
         expected = pycocotools_figures(json.loads(path.read_text()), found, image_ids)
         for truth_read in (read_truth(path), read_ground_truth(index_of(path))):
             scoring = run_scoring(truth_read, found, image_ids=image_ids, verify=True)
-            actual = list(scoring.figures.values())
+            actual = list(scoring.metrics.values())
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
 
 
@@ -75,10 +75,10 @@ def index_of(path: Path) -> Path:
     """Write the index of an annotation file, without its images."""
     part = coco.read_files({"val": SplitFiles([path.parent], path)})["val"]
     count = len(part.file_names)
-    files = np.ones(count, np.bool_), FingerprintColumns(*np.zeros((3, count), np.int64))
+    usable, versions = np.ones(count, np.bool_), FingerprintColumns(*np.zeros((3, count), np.int64))
     made = Made("coco", Conversion(), Labels(""), ["val"], "")
     metadata = Metadata(
-        format=4,
+        format=5,
         packed=False,
         shards=[],
         key="",
@@ -86,9 +86,10 @@ def index_of(path: Path) -> Path:
         images=".",
         origin=str(path),
         made=made,
+        duplicates=[],
     )
-    index, objects = index_path(path.parent, "val"), check(part).objects
-    write_index(index, part, objects, *files, metadata)
+    index, checked = index_path(path.parent, "val"), check(part)
+    write_index(index, part, checked.objects, usable, checked.is_empty, versions, metadata)
     return index
 
 
@@ -97,14 +98,14 @@ def test_perfect_detections_score_one_and_none_zero(tmp_path: Path) -> None:
     path = annotations(tmp_path, truth)
     actual = [(i, 5, [10.0, 10, 50, 50], 0.9) for i in range(3)]
     result = run_scoring(read_truth(path), detections(actual))
-    assert result.figures["AP"] == pytest.approx(1.0)
-    assert result.figures["APs"] == -1
+    assert result.metrics["AP"] == pytest.approx(1.0)
+    assert result.metrics["APs"] == -1
     by_name = {c.name: c.AP for c in result.per_class}
     assert by_name == {"class 2": -1, "class 5": pytest.approx(1.0), "class 11": -1}
     assert len(result.image_ids) == 4
     result = run_scoring(read_truth(path), detections([]), verify=True)
-    assert result.figures["AP"] == 0
-    assert result.figures["AR100"] == 0
+    assert result.metrics["AP"] == 0
+    assert result.metrics["AR100"] == 0
 
 
 def test_detections_of_unlisted_categories_are_ignored_and_of_images_refused(
@@ -116,7 +117,7 @@ def test_detections_of_unlisted_categories_are_ignored_and_of_images_refused(
     truth = read_truth(path)
     scores = run_scoring(truth, detections([*listed, *unlisted]), verify=True)
     expected = run_scoring(truth, detections(listed))
-    assert (scores.figures, scores.per_class) == (expected.figures, expected.per_class)
+    assert (scores.metrics, scores.per_class) == (expected.metrics, expected.per_class)
     with pytest.raises(DataError, match=r"\b1 images"):
         run_scoring(truth, detections([(99, 2, [1.0, 1, 1, 1], 0.5)]))
 
@@ -174,6 +175,6 @@ def test_an_annotation_file_alone_is_the_split(tmp_path: Path, cli: Callable[...
     for options, count in (([], 4), (["--annotated-only"], 1)):
         result = cli("evaluate", "found.json", "--data", path, "--json", *options)
         assert result.code == 0, result.err
-        figures = json.loads(result.out)
-        assert (figures["AP"], figures["images"]) == (pytest.approx(1), count)
+        metrics = json.loads(result.out)
+        assert (metrics["AP"], metrics["images"]) == (pytest.approx(1), count)
     assert cli("evaluate", "found.json", "--data", path, "--split", "val").code == 3

@@ -210,7 +210,7 @@ VARIANTS: dict[str, Variant] = {
 
 @functools.cache
 def reference(clean: str) -> list[float]:
-    """pycocotools' figures on a clean file."""
+    """pycocotools' metrics on a clean file."""
     found = detections(lambda n: n, lambda n: n)
     return judge.pycocotools_figures(json.loads(clean), found)
 
@@ -227,7 +227,7 @@ def test_figures_are_those_of_a_clean_file(tmp_path: Path, name: str) -> None:
     renamed = detections(variant.image_id, variant.category_id)
     scores = run_scoring(judge.read_truth(path), renamed, verify=True)
     expected = reference(json.dumps(clean))
-    assert list(scores.figures.values()) == pytest.approx(expected, abs=1e-12)
-    assert 0.1 < scores.figures["AP"] < 0.95  # a comparison of zeros would show nothing
+    assert list(scores.metrics.values()) == pytest.approx(expected, abs=1e-12)
+    assert 0.1 < scores.metrics["AP"] < 0.95  # a comparison of zeros would show nothing
     by_name = {c.name: c.category_id for c in scores.per_class}
     assert by_name == {f"class {i}": variant.category_id(i) for i in CATEGORY_IDS}

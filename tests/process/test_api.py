@@ -81,13 +81,13 @@ def test_train_and_evaluate(
     assert repr(ssdctl.Run("none")) == "Run(none)"
     assert "none" in ssdctl.Run("none")._repr_html_()
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
-    assert run.figures is not None
-    assert evaluation.figures["AP"] == pytest.approx(run.figures["AP"], abs=1e-4)
-    assert f"AP={evaluation.figures['AP']:.3f}" in repr(evaluation)
+    assert run.best_metrics is not None
+    assert evaluation.metrics["AP"] == pytest.approx(run.best_metrics["AP"], abs=1e-4)
+    assert f"AP={evaluation.metrics['AP']:.3f}" in repr(evaluation)
     assert len(repr(evaluation)) < 500
     assert evaluation.per_class[0].name in evaluation._repr_html_()
     rescored = ssdctl.evaluate("rows.json", shapes)
-    assert rescored.figures == evaluation.figures
+    assert rescored.metrics == evaluation.metrics
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_reports_and_a_finished_run(shapes: Path, tmp_path: Path, cli: Cli, tiny
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, report="page")
     assert Path("page/report.html").is_file()
     scored = json.loads(cli("evaluate", run.best, "--device", "cpu", "--workers", 1, "--json").out)
-    assert scored["AP"] == evaluation.figures["AP"]
+    assert scored["AP"] == evaluation.metrics["AP"]
     again = ssdctl.train(shapes, out=tmp_path / "run", steps=1, **TINY)
     metrics = again.metrics
     again = ssdctl.train(shapes, out=again, steps=1, **TINY)
@@ -214,7 +214,7 @@ evaluation = ssdctl.evaluate(run, device="cpu", workers=1, progress=False)
 found = ssdctl.load(run, device="cpu", score=0.02)(f"{data}/val2017/000000000001.jpg")
 from ssdctl.distributed.ranks import find_ranks
 with open(f"{folder}/{find_ranks().rank}.json", "w") as file:
-    json.dump([evaluation.figures, found.to_coco(), repr(run)], file)
+    json.dump([evaluation.metrics, found.to_coco(), repr(run)], file)
 """
 
 
@@ -229,7 +229,7 @@ def test_two_ranks(shapes: Path, tmp_path: Path) -> None:
     assert first[1]
     assert "2 steps" in first[2]
     evaluation = ssdctl.evaluate(tmp_path / "run", device="cpu", workers=1, progress=False)
-    assert evaluation.figures == pytest.approx(first[0], abs=1e-9)
+    assert evaluation.metrics == pytest.approx(first[0], abs=1e-9)
 
 
 def test_networks_of_checkpoints(checkpoint: Path, tiny_run: Path) -> None:

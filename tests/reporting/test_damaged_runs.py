@@ -12,7 +12,7 @@ import pytest
 from conftest import Cli
 from PIL import Image
 
-from ssdctl.evaluation.coco_ap import FIGURES
+from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.inference.drawing import MAX_LABEL, draw, one_line
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.reader import read_run
@@ -30,7 +30,7 @@ def make_run(folder: Path, *lines: bytes) -> Path:
     folder.mkdir()
     rate = {"images_per_second": 20.0, "lr": 0.1}
     records = [record("train", s, loss=3.0 / s, **rate) for s in (1, 2, 3)]
-    records.append(record("eval", 3, **dict.fromkeys(FIGURES, 0.25)))
+    records.append(record("eval", 3, **dict.fromkeys(COCO_METRICS, 0.25)))
     records.append(record("event", 3, event="class_ap", AP={"ball": 0.25}))
     written = b"".join(json.dumps(r).encode() + b"\n" for r in records)
     (folder / "metrics.jsonl").write_bytes(written + b"".join(line + b"\n" for line in lines))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import Cli
 
 from ssdctl.config import Config
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import DEVICE_TYPES, PresetName
 from ssdctl.config.resolve import Kind, Override, Resolved, of_call, resolve
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
@@ -100,6 +101,28 @@ def test_limits_and_ranks_are_part_of_the_plan() -> None:
         assert plan_of(settings(), FEW, world_size).global_batch_size == global_batch
 
 
+@pytest.mark.parametrize(("empty", "background"), [(0, 0), (25, 25), (100, 100), (900, 100)])
+def test_the_rule_for_few_images_takes_up_to_half_without_objects(
+    empty: int, background: int
+) -> None:
+    run = finalize(settings(), None, SINGLE_PROCESS, FEW, background=empty)
+    assert (run.plan.images, run.plan.background) == (FEW + background, background)
+    assert run.plan.total_steps == 80 * (FEW + background) // 8  # as often as before, and those
+    assert run.plan.lr(run.plan.total_steps) < 0.02 * run.plan.peak_lr
+
+
+def test_background_is_off_in_presets_and_where_it_is_set() -> None:
+    for values in ({"preset": "stable-r34"}, {"background": 0.0}, {"overfit": 4}):
+        run = finalize(train_settings(**values), None, SINGLE_PROCESS, FEW, background=50)
+        assert run.plan.background == 0
+    chosen = train_settings(preset="stable-r34", background=0.2)
+    assert finalize(chosen, None, SINGLE_PROCESS, FEW, background=50).plan.background == 25
+    limited = train_settings(limit_train=8)
+    assert finalize(limited, None, SINGLE_PROCESS, FEW, background=25).plan.background == 2
+    with pytest.raises(UsageError, match="--background"):
+        finalize(chosen, None, SINGLE_PROCESS, FEW, background=0)
+
+
 @pytest.mark.parametrize(
     ("images", "total", "warmup"),
     [(9, 1000, 50), (100, 1000, 50), (300, 1012, 50), (2000, 5000, 250)],
@@ -166,10 +189,37 @@ def test_other_steps_than_the_rule_takes_rescale_its_schedule(steps: int, images
     assert plan.lr(steps) == pytest.approx(full.lr(full.total_steps))
 
 
-@pytest.mark.parametrize("values", [{}, {"preset": "mlperf-r34"}])
-def test_a_warmup_of_a_preset_never_refuses_the_run(values: dict[str, object]) -> None:
-    for steps, warmup in ((50, 5), (5, 1)):
-        assert plan_of(train_settings(steps=steps, **values), MANY).warmup_steps == warmup
+def test_a_warmup_that_nobody_chose_is_a_tenth_of_a_short_run_and_written() -> None:
+    for steps, warmup in ((50, "5st"), (5, "1st")):
+        run = finalize(train_settings(steps=steps), None, SINGLE_PROCESS, MANY)
+        assert run.config.train.warmup == warmup
+        assert run.resolved.sources["train.warmup"].kind is Kind.RULE
+    named = finalize(train_settings(preset="nvidia-r50", epochs=1), None, SINGLE_PROCESS, FEW)
+    assert named.config.train.warmup == "1st"  # the whole recipe has 3 steps
+
+
+@pytest.mark.parametrize("preset", get_args(PresetName))
+@pytest.mark.parametrize("values", [{}, {"warmup": "2.619685"}, {"epochs": 30}])
+def test_steps_end_a_named_preset_without_changing_it(
+    preset: str, values: dict[str, object]
+) -> None:
+    whole = plan_of(train_settings(preset=preset, **values), MANY, 8)
+    for steps in (1, 100, 5000):
+        part = plan_of(train_settings(preset=preset, steps=steps, **values), MANY, 8)
+        assert part == whole._replace(total_steps=min(steps, whole.total_steps))
+
+
+@pytest.mark.parametrize("images", [FEW, MANY])
+def test_a_continued_run_keeps_the_schedule_that_was_fitted_to_its_first_steps(images: int) -> None:
+    first = finalize(train_settings(steps=50), None, SINGLE_PROCESS, images)
+
+    def longer(**values: object) -> TrainSchedule:
+        settings = train_settings(steps=900, **values)
+        return finalize(settings, None, SINGLE_PROCESS, images, before=first.config).plan
+
+    assert longer() == first.plan._replace(total_steps=900)
+    assert longer(warmup="7st").warmup_steps == 7
+    assert longer(resume_changed=True) == plan_of(train_settings(steps=900), images)
 
 
 def test_the_plan_names_the_rule(cli: Cli, shapes: Path) -> None:

@@ -81,9 +81,9 @@ def test_an_epoch_has_at_least_one_step() -> None:
     assert (plan.steps_per_epoch, plan.total_steps) == (1, 65 * 5 // 32)
 
 
-def test_warmup_longer_than_the_run_is_refused() -> None:
+def test_warmup_longer_than_the_recipe_is_refused() -> None:
     with pytest.raises(UsageError, match=r"18322") as caught:
-        make_plan(config(steps=10), COCO, 1)
+        make_plan(config(epochs=1), COCO, 1)
     assert "st" in (caught.value.hint or "")
 
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,6 @@ from ssdctl.data.annotations import (
     ClassName,
     Finding,
     SplitFiles,
-    one_image_per_file,
     refuse,
     split_of,
 )
@@ -45,36 +45,37 @@ from ssdctl.data.coco_json import (
     read_content,
     repeated_table,
 )
-from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, split_folders
+from ssdctl.data.find_images import STANDARD
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_folders
+from ssdctl.data.store_folder import TOML
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
 
-TOML = "dataset.toml"
 MADE = "made"  # a table that version 0.1 added when it wrote the file itself
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
 TABLES = (b'"images"', b'"annotations"', b'"categories"')
 RENUMBERED = "duplicate annotation id, renumbered"
 WRITTEN_BY_SSDCTL = "ssdctl_"
-SAMPLE_NAMES = 20  # file names by which the image folder is found
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     """Return dataset.toml, or the first annotation file."""
     if (path / TOML).is_file():
         return path / TOML
     return next((files.annotations for files in splits_of(path).values()), None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a dataset folder, or of an annotation file."""
-    if path.is_file():
-        return read_files(_of_file(path))
-    splits = splits_of(path)
+    splits = _of_file(path) if path.is_file() else splits_of(path)
     if not splits:
         raise DataError(
             f"{path}: no annotation file in COCO's format (looked for *.json in it, in "
             f"{', '.join(ANNOTATION_FOLDERS)} and in the folders of splits)"
         )
+    if image_dir is not None:
+        folder = [dataset_folder(path) / image_dir]
+        splits = {split: files._replace(images=folder) for split, files in splits.items()}
     return read_files(splits)
 
 
@@ -160,23 +161,22 @@ def _columns(
     names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
     note = f"category {names} is the supercategory of others and has no boxes: not a class"
     sizes = [(image.width or 0, image.height or 0) for image in tables.images]
-    return one_image_per_file(
-        Annotations(
-            folder=_image_folder(files.images, [image.file_name for image in tables.images]),
-            origin=path,
-            image_ids=image_ids,
-            file_names=[image.file_name for image in tables.images],
-            sizes=np.array(sizes, np.int64).reshape(-1, 2),
-            classes=classes,
-            ids=ids[listed],
-            rows=rows[listed].astype(np.int32),
-            labels=labels[listed].astype(np.int32),
-            boxes=columns.bbox[listed],
-            areas=columns.area[listed],
-            is_crowd=columns.is_crowd[listed],
-            findings=findings,
-            notes=[note] if left_out else [],
-        )
+    return Annotations(
+        folder=Path(os.path.commonpath(files.images)),
+        origin=path,
+        image_ids=image_ids,
+        file_names=[image.file_name for image in tables.images],
+        sizes=np.array(sizes, np.int64).reshape(-1, 2),
+        classes=classes,
+        ids=ids[listed],
+        rows=rows[listed].astype(np.int32),
+        labels=labels[listed].astype(np.int32),
+        boxes=columns.bbox[listed],
+        areas=columns.area[listed],
+        is_crowd=columns.is_crowd[listed],
+        findings=findings,
+        notes=[note] if left_out else [],
+        image_folders=files.images,
     )
 
 
@@ -278,7 +278,7 @@ def exported_splits(root: Path) -> dict[str, SplitFiles]:
     files = _coco_files(root)
     by_split: dict[str, Path] = {}
     for file in files:
-        split = split_of(file.stem) or split_of(file.parent.relative_to(root).name)
+        split = split_of(file.relative_to(root).as_posix())
         split = split or ("train" if len(files) == 1 else "")
         if not split or by_split.setdefault(split, file) != file:
             named = ", ".join(str(file.relative_to(root)) for file in files)
@@ -321,27 +321,10 @@ def is_coco_file(path: Path) -> bool:
 
 
 def _image_folders(annotations: Path, root: Path, split: str | None = None) -> list[Path]:
-    """Return the usual folders of images, the most specific first; the last one is `root`."""
+    """Return the usual folders of images, the most specific first."""
     subset = re.sub(r"^(instances|person_keypoints)_", "", annotations.stem)
     folders = [root / "images" / subset, root / subset, *split_folders(root, split or "")]
-    folders += [root / name for name in ("images", "JPEGImages", "img", "data", "photos")]
-    if annotations.parent.name not in ANNOTATION_FOLDERS:
+    if annotations.parent.name not in ANNOTATION_FOLDERS and annotations.parent != root:
         folders.insert(0, annotations.parent)
-    return [*(f for f in dict.fromkeys(folders) if f.is_dir() and f != root), root]
-
-
-def _image_folder(folders: Sequence[Path], file_names: Sequence[str]) -> Path:
-    """Return the first folder in which most of the first images are, else below which they are."""
-    if len(folders) == 1:
-        return folders[0]
-    sample = [name for name in file_names[:SAMPLE_NAMES] if name and "\0" not in name]
-    names = [name.replace("\\", "/") for name in sample]
-    for folder in folders:
-        if sum((folder / name).is_file() for name in names) * 2 > len(names):
-            return folder
-    base_names = {name.rpartition("/")[2] for name in names}
-    for folder in folders:
-        files = {path.rpartition("/")[2] for path in files_below(folder)}
-        if len(base_names & files) * 2 > len(base_names):
-            return folder
-    return folders[0]
+    folders += [root / name for name in STANDARD]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]

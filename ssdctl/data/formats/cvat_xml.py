@@ -13,9 +13,17 @@ from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
+from ssdctl.data.annotations import (
+    Annotations,
+    LabeledBox,
+    LabeledImage,
+    from_images,
+    place,
+    split_of,
+)
+from ssdctl.data.find_images import ImageFinder, located
 from ssdctl.data.formats import numbers, read_xml, root_element, whole_number
-from ssdctl.data.image_files import dataset_folder, files_below, find_by_name, header_size, is_image
+from ssdctl.data.image_files import dataset_folder, files_below, is_image
 from ssdctl.errors import DataError
 
 LOOKED_FOR = ("annotations.xml",)
@@ -24,10 +32,12 @@ SHAPES = ("box", "polygon", "mask", "ellipse")
 ROTATED, OUTSIDE = "rotated boxes, read as the upright box around them", "boxes outside their frame"
 FRAME = re.compile("frame_([0-9]{6}|[1-9][0-9]{6,})")
 UNLABELED = "shapes without a label"
-_Frame = tuple[str, LabeledImage]  # its split, and the image; its size is 0 if it is not given
+_Frame = tuple[
+    str | None, LabeledImage
+]  # its split, if it is given, and the image; its size is 0 if it is not given
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     return next(iter(_files(path)), None)
 
 
@@ -36,7 +46,7 @@ def _files(path: Path) -> list[Path]:
     return [f for f in files if f.suffix.lower() == ".xml" and root_element(f) == "annotations"]
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its XML file; classes are in the order of the file."""
     files = [path] if path.is_file() else _files(path)
     if not files:
@@ -58,7 +68,14 @@ def read(path: Path) -> dict[str, Annotations]:
         f"{file.name}: {kind}{'' if kind == ROTATED else ', left out'}: {count:,}"
         for kind, count in counts.items()
     ]
-    return from_images(_located(frames, root, file), classes, root, file, notes)
+    names = [image.file_name for _, image in frames]
+    placed = place([split for split, _ in frames], names, notes)
+    splits: dict[str, tuple[Path, list[LabeledImage]]] = {}
+    for split, (_, image) in zip(placed, frames, strict=True):
+        if split is not None:
+            splits.setdefault(split, (file, []))[1].append(image)
+    finder = ImageFinder(root, image_dir=image_dir)
+    return from_images(located(finder, splits), classes, root, file, notes)
 
 
 def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
@@ -74,12 +91,14 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
                 counts[f"{element.tag} shapes"] += 1
             else:
                 boxes += _boxes(element, element.get("label"), location, counts)
-        split = split_of(image.get("subset") or "") or "train"
+        split = split_of(image.get("subset") or "")
         width, height = (
             whole_number(image.get(side, "0"), f"{location}: {side}")
             for side in ("width", "height")
         )
-        frames.append((split, LabeledImage(name, width, height, boxes)))
+        is_complete = len(boxes) == sum(element.tag != "tag" for element in image)
+        frame = LabeledImage(name, width, height, boxes, is_complete=is_complete)
+        frames.append((split, frame))
     return frames
 
 
@@ -109,7 +128,7 @@ def _track_frames(tree: Any, path: Path, root: Path, counts: Counter[str]) -> li
             by_frame.setdefault(int(match[1]), [])
     width, height = meta("original_size/width", 0), meta("original_size/height", 0)
     return [
-        ("train", LabeledImage(f"frame_{number:06d}", width, height, boxes))
+        (None, LabeledImage(f"frame_{number:06d}", width, height, boxes))
         for number, boxes in sorted(by_frame.items())
     ]
 
@@ -130,7 +149,9 @@ def _boxes(
         counts[ROTATED] += 1
         angle, width, height = math.radians(degrees), right - left, bottom - top
         sine, cosine = abs(math.sin(angle)), abs(math.cos(angle))
-        half_x, half_y = (width * cosine + height * sine) / 2, (width * sine + height * cosine) / 2
+        norm = math.hypot if element.tag == "ellipse" else lambda a, b: a + b
+        half_x = norm(width * cosine, height * sine) / 2
+        half_y = norm(width * sine, height * cosine) / 2
         x, y = (left + right) / 2, (top + bottom) / 2
         left, top, right, bottom = x - half_x, y - half_y, x + half_x, y + half_y
     return [LabeledBox(label, left, top, right - left, bottom - top)]
@@ -148,15 +169,3 @@ def _extent(element: Any) -> list[float]:
         return [x - rx, y - ry, x + rx, y + ry]
     points = numbers(values["points"].replace(";", ",").split(","))
     return [min(points[::2]), min(points[1::2]), max(points[::2]), max(points[1::2])]
-
-
-def _located(frames: list[_Frame], root: Path, path: Path) -> dict[str, list[LabeledImage]]:
-    """Return the images with their paths below `root`, by split."""
-    found = find_by_name(root, [(image.file_name, split) for split, image in frames], path)
-    splits: dict[str, list[LabeledImage]] = {}
-    for (split, image), file in zip(frames, found, strict=True):
-        if not (image.width and image.height):
-            width, height = header_size(root / file)
-            image = image._replace(width=width, height=height)
-        splits.setdefault(split, []).append(image._replace(file_name=file))
-    return splits

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, split_of
-from ssdctl.data.formats import csv_by_split, csv_files, csv_header, in_pixels
-from ssdctl.data.image_files import dataset_folder, files_below, in_threads, is_image, size_or_none
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
+from ssdctl.data.find_images import ImageFinder, Wanted, label_folder
+from ssdctl.data.formats import by_split, csv_files, csv_header, csv_rows, in_pixels
+from ssdctl.data.image_files import dataset_folder, files_below, in_threads, size_or_none
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_limited, unreadable
+from ssdctl.files import unreadable
 from ssdctl.runtime.safe_text import counted
 
 LOOKED_FOR = ("*-annotations-bbox.csv",)
@@ -30,20 +31,33 @@ CROWD = "IsGroupOf"
 MAX_NAMES_BYTES = 16 << 20
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     return next(iter(csv_files(path, COLUMNS)), None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of one of its CSV files; classes are sorted by name."""
-    root, files, notes = dataset_folder(path), csv_by_split(path, COLUMNS), list[str]()
+    root, notes = dataset_folder(path), list[str]()
+    found = csv_files(path, COLUMNS)
+    if not found:
+        raise DataError(f"{path}: no CSV file with the columns {', '.join(COLUMNS)}")
+    files = by_split(root, found, lambda file: {row[0] for row in _rows(file)}, notes)
     names = _class_names(root)
-    images: dict[str | None, list[str]] = {}  # by the split that their folder names
-    for image in files_below(root):
-        if is_image(Path(image)) and not MASK.search(image):
-            images.setdefault(split_of(image.rpartition("/")[0]), []).append(image)
+    files_of_images = (f for f in files_below(root) if not MASK.search(f))
+    finder = ImageFinder(root, image_dir=image_dir, files=files_of_images)
+    boxes = {split: _boxes(file, names, notes) for split, file in files.items()}
+    wanted = [
+        Wanted(image_id, label_folder(file, root), split if len(files) > 1 else None)
+        for split, file in files.items()
+        for image_id in boxes[split]
+    ]
+    items = iter(finder.find(wanted, root))
+    images = {
+        split: {i: item.file for i in boxes[split] if (item := next(items))} for split in files
+    }
+    unlabeled = _without_boxes(finder, images)
     splits = {
-        split: _read_split(root, file, images.get(split) or images.get(None, []), names, notes)
+        split: _images(root, file, images[split], boxes[split], unlabeled[split], notes)
         for split, file in files.items()
     }
     return from_images(splits, None, root, next(iter(files.values())), notes)
@@ -54,54 +68,76 @@ def _class_names(root: Path) -> dict[str, str]:
     names: dict[str, str] = {}
     for path in csv_files(root):
         header = csv_header(path)
-        if len(header) != 2 or not (header[0] == "LabelName" or header[0].startswith("/m/")):
-            continue
-        with read_errors(path):
-            text = read_limited(path, MAX_NAMES_BYTES).decode("utf-8-sig", "replace")
-        for line in text.splitlines():
-            label, _, name = line.partition(",")
-            if label.startswith("/") and name.strip():
-                names[label.strip()] = name.strip().strip('"')
+        if len(header) == 2 and (header[0] == "LabelName" or header[0].startswith("/m/")):
+            rows = (row for _, row in csv_rows(path, MAX_NAMES_BYTES) if len(row) == 2)
+            names |= {label: name for label, name in rows if label.startswith("/") and name}
     counts = Counter(names.values())
     return {k: f"{v} ({k})" if counts[v] > 1 else v for k, v in names.items()}
 
 
-def _read_split(
-    root: Path, file: Path, images: list[str], names: dict[str, str], notes: list[str]
-) -> list[LabeledImage]:
-    ids = {Path(image).stem: image for image in images}
+def _boxes(file: Path, names: dict[str, str], notes: list[str]) -> dict[str, list[LabeledBox]]:
+    """Return the boxes of each image by its id, in fractions of the image."""
     boxes: dict[str, list[LabeledBox]] = {}
-    absent: Counter[str] = Counter()
     num_unlabeled = 0
     for image_id, label, (x0, x1, y0, y1), is_group in _rows(file):
-        if not label:
-            num_unlabeled += 1
-        elif image_id not in ids:
-            absent[image_id] += 1
-        else:
+        if label:
             box = LabeledBox(names.get(label, label), x0, y0, x1 - x0, y1 - y0, is_group)
             boxes.setdefault(image_id, []).append(box)
+        else:
+            num_unlabeled += 1
     if num_unlabeled:
         notes.append(f"{file.name}: boxes without LabelName, left out: {num_unlabeled:,}")
+    return boxes
+
+
+def _without_boxes(
+    finder: ImageFinder, images: Mapping[str, Mapping[str, str]]
+) -> dict[str, list[str]]:
+    """Return the other images in the folders that have images of only one split."""
+    owners: dict[str, set[str]] = {}
+    for split, files in images.items():
+        for file in files.values():
+            owners.setdefault(file.rpartition("/")[0], set()).add(split)
+    labeled = {file for files in images.values() for file in files.values()}
+    result: dict[str, list[str]] = {split: [] for split in images}
+    for file in finder.files:
+        splits = owners.get(file.rpartition("/")[0], ())
+        if len(splits) == 1 and file not in labeled:
+            result[next(iter(splits))].append(file)
+    return result
+
+
+def _images(
+    root: Path,
+    file: Path,
+    images: Mapping[str, str],
+    boxes: Mapping[str, list[LabeledBox]],
+    unlabeled: Sequence[str],
+    notes: list[str],
+) -> list[LabeledImage]:
+    absent = [len(boxes[image_id]) for image_id in boxes if image_id not in images]
     if absent:
         notes.append(
             f"{file.name}: boxes of images that are not below {root}, left out: "
-            f"{absent.total():,} (of {counted(len(absent), 'image')})"
+            f"{sum(absent):,} (of {counted(len(absent), 'image')})"
         )
-    if not boxes:
+    if not images:
         raise DataError(
             f"{file}: none of its images is below {root}",
             hint="the images are named after their ImageID, as in train/000002b66c9c498e.jpg",
         )
+    ids = {name: image_id for image_id, name in images.items()}
 
-    def read_image(image_id: str) -> LabeledImage:
-        width, height = size_or_none(root / ids[image_id])
-        own = boxes.get(image_id, []) if width else []
-        return LabeledImage(
-            ids[image_id], width, height, [in_pixels(box, width, height) for box in own]
-        )
+    def read_image(name: str) -> LabeledImage:
+        width, height = size_or_none(root / name)
+        own = boxes[ids[name]] if name in ids and width else []
+        placed = [in_pixels(box, width, height) for box in own]
+        # Most images of Open Images have no boxes because nobody drew any.
+        return LabeledImage(name, width, height, placed, is_complete=bool(placed))
 
-    return in_threads(read_image, sorted(ids))
+    return in_threads(
+        read_image, sorted([*ids, *unlabeled], key=lambda name: PurePosixPath(name).stem)
+    )
 
 
 def _rows(file: Path) -> Iterator[tuple[str, str, Any, bool]]:

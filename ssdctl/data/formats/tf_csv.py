@@ -6,46 +6,51 @@ it. A word such as train or test in the name of the file or its folder gives the
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
-from ssdctl.data.formats import csv_by_split, csv_files, numbers, whole_number
-from ssdctl.data.image_files import dataset_folder, find_by_name
+from ssdctl.data.find_images import ImageFinder, located
+from ssdctl.data.formats import by_split, csv_files, csv_rows, numbers, whole_number
+from ssdctl.data.image_files import dataset_folder
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_text
 
 LOOKED_FOR = ("*_labels.csv",)
 COLUMNS = ("filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax")
 MAX_BYTES = 1 << 30
 
 
-def recognise(path: Path) -> Path | None:
+def recognize(path: Path) -> Path | None:
     return next(iter(csv_files(path, COLUMNS)), None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of one of its CSV files; classes are sorted by name."""
-    root, files, notes = dataset_folder(path), csv_by_split(path, COLUMNS), list[str]()
-    splits = {split: _read_split(root, file, split, notes) for split, file in files.items()}
-    return from_images(splits, None, root, next(iter(files.values())), notes)
+    root, notes = dataset_folder(path), list[str]()
+    files = csv_files(path, COLUMNS)
+    if not files:
+        raise DataError(f"{path}: no CSV file with the columns {', '.join(COLUMNS)}")
+    images = {file: _images(file, notes) for file in files}
+    chosen = by_split(root, files, images.__getitem__, notes)
+    splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
+    finder = ImageFinder(root, image_dir=image_dir)
+    return from_images(located(finder, splits), None, root, files[0], notes)
 
 
-def _read_split(root: Path, file: Path, split: str, notes: list[str]) -> list[LabeledImage]:
-    with read_errors(file):
-        text = read_text(file, MAX_BYTES)
+def _images(file: Path, notes: list[str]) -> dict[str, LabeledImage]:
+    rows = csv_rows(file, MAX_BYTES)
+    header = next(rows)[1]
     images: dict[str, LabeledImage] = {}
     num_unlabeled = 0
-    for number, row in enumerate(csv.DictReader(io.StringIO(text), skipinitialspace=True), 2):
-        location = f"{file}:{number}"
+    for location, row in rows:
+        if not any(row):
+            continue
         try:
-            values = {key: row[key].strip() for key in COLUMNS}
+            values = dict(zip(header, row, strict=True))
             width, height = (whole_number(values[key], location) for key in COLUMNS[1:3])
             left, top, right, bottom = numbers([values[key] for key in COLUMNS[4:]])
-        except (ValueError, AttributeError):
+        except (ValueError, KeyError):
             raise DataError(f"{location}: expected {', '.join(COLUMNS)}") from None
-        name = values["filename"].replace("\\", "/")
+        name = values["filename"]
         image = images.setdefault(name, LabeledImage(name, width, height, []))
         if (image.width, image.height) != (width, height):
             raise DataError(f"{location}: {name} has another size than before")
@@ -53,10 +58,8 @@ def _read_split(root: Path, file: Path, split: str, notes: list[str]) -> list[La
             box = LabeledBox(values["class"], left, top, right - left, bottom - top)
             image.boxes.append(box)
         else:
+            images[name] = image._replace(is_complete=False)
             num_unlabeled += 1
     if num_unlabeled:
         notes.append(f"{file.name}: boxes without a class, left out: {num_unlabeled:,}")
-    found = find_by_name(root, [(name, split) for name in images], file)
-    return [
-        image._replace(file_name=path) for path, image in zip(found, images.values(), strict=True)
-    ]
+    return images

@@ -1,7 +1,7 @@
 """Read Pascal VOC's format: an XML file per image, lists of images in ImageSets.
 
-A folder of XML files belongs to the folder below `root` that has most of its images, whatever their
-names are. There may be several: a folder per split, or a VOCdevkit with VOC2007 and VOC2012.
+The image of an XML file has its stem, in a folder of any name (find_images.py). There may be
+several folders: one per split, or a VOCdevkit with VOC2007 and VOC2012.
 Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xmax. If an xmin or
 ymin of the dataset is below 1, they count from 0: left = xmin. Objects marked `difficult` become
 crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
@@ -9,6 +9,7 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -20,11 +21,18 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     from_images,
+    place,
     refuse,
     split_of,
 )
+from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, by_label_files
 from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
-from ssdctl.data.image_files import files_below, header_size, in_threads, is_image
+from ssdctl.data.image_files import (
+    files_below,
+    header_size,
+    in_threads,
+    is_image,
+)
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.safe_text import counted
@@ -32,141 +40,174 @@ from ssdctl.runtime.safe_text import counted
 LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
 MAX_LIST_BYTES = 1 << 28
+STANDARD = ("JPEGImages", "images", "")  # folders of images; "": the dataset folder
+MAX_FILES = 20_000  # of the folder above, for a hint
 MAX_DEPTH = 4  # folders above the first XML file, as in data/VOCdevkit/VOC2012/Annotations
 
 
-class _Files(NamedTuple):
-    """The files below a dataset folder; all paths are relative to it."""
-
-    root: Path
-    xml: dict[PurePosixPath, list[str]]  # stems by folder
-    images: dict[str, list[PurePosixPath]]  # by stem
-
-
 class _Xml(NamedTuple):
-    """An XML file, and the split that its list or its folder gives."""
+    """An XML file below the dataset folder, and the split that its list or its folder gives."""
 
     path: PurePosixPath
+    top: PurePosixPath | None  # the folder to which the name in its list is relative
     split: str | None
-    is_listed: bool
+    exists: bool = True
+
+    @property
+    def is_listed(self) -> bool:
+        return self.top is not None
 
 
-def recognise(path: Path) -> Path | None:
+class _Content(NamedTuple):
+    folder: str  # that it names
+    image: LabeledImage  # file_name is the base name that it names
+
+
+_Xmls = dict[PurePosixPath, list[PurePosixPath]]  # paths by folder
+
+
+def recognize(path: Path) -> Path | None:
     seen = set()
     for name in files_below(path, MAX_DEPTH) if path.is_dir() else ():
         folder, _, file = name.rpartition("/")
-        if file.endswith(".xml") and not file.startswith("._") and folder not in seen:
+        if file.lower().endswith(".xml") and not file.startswith("._") and folder not in seen:
             seen.add(folder)
             if root_element(path / name) == "annotation":
                 return path / folder
     return None
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, in the order of their lists; classes are sorted by name.
 
     Without lists, the name of the folder of XML files or of images is the split, else all images
     are for training.
     """
-    files, notes = _find_files(path), list[str]()
-    if not files.xml:
+    files, notes = sorted(files_below(path), key=lambda name: (name.count("/"), name)), list[str]()
+    by_folder = _find_xmls(path, files)
+    if not by_folder:
         raise DataError(
             f"{path}: not Pascal VOC's format: no folder of XML files (Annotations)",
             hint="give the folder that holds XML files and images, as in --data VOCdevkit/VOC2012",
         )
-    xmls = _xml_files(files)
-    contents = _from_one(xmls, in_threads(lambda xml: _read(path / xml.path), xmls), notes)
-    folders = {folder: _image_folder(files, folder) for folder in {x.path.parent for x in xmls}}
-    splits: dict[str, list[LabeledImage]] = {}
-    used: dict[PurePosixPath, _Xml] = {}  # by image
-    absent, repeated = [], []
-    for xml, content in zip(xmls, contents, strict=True):
-        image = _image_of(files, folders[xml.path.parent], xml, content.file_name)
-        if image is None:
-            absent.append(xml.path)
-        elif used.setdefault(image, xml).path.parent != xml.path.parent and not xml.is_listed:
-            repeated.append(xml.path)  # a copy of the labels in another folder
-        else:
-            split = xml.split or split_of(str(image.parent)) or "train"
-            width, height = content.width, content.height
-            if width <= 0 or height <= 0:  # some tools write no size
-                width, height = header_size(path / image)
-            labeled = LabeledImage(str(image), width, height, content.boxes)
-            splits.setdefault(split, []).append(labeled)
+    finder = ImageFinder(path, STANDARD, image_dir, files=files)
+    xmls = _xml_files(path, by_folder, finder, notes)
+    contents = _from_one(xmls, in_threads(lambda xml: _read(path, xml), xmls), notes)
+    found = _find_images(finder, xmls, contents)
+    absent = [xml.path for xml, image in zip(xmls, found, strict=True) if image is None]
     if len(absent) == len(xmls):
         raise DataError(
             f"no image for {counted(len(xmls), 'XML file')} was found below {path}",
-            hint="copy the images there: an image has the name of its XML file",
+            hint=_images_above(path, xmls[0])
+            or "copy the images there: an image has the name of its XML file",
         )
+    used: dict[str, int] = {}  # row by image
+    repeated, conflicts, kept = list[_Xml](), list[str](), list[int]()
+    for row, (xml, image) in enumerate(zip(xmls, found, strict=True)):
+        first = row if image is None else used.setdefault(image, row)
+        if first == row or xml.is_listed:
+            kept += [] if image is None else [row]
+        elif contents[row].image.boxes == contents[first].image.boxes:
+            repeated.append(xml)  # a copy of the labels in another folder
+        else:
+            conflicts.append(f"{xmls[first].path} and {xml.path} ({image})")
     refuse(path, "images of annotations are missing", absent)
+    hint = "remove one of the folders of labels, or give the other one: --data DIR"
+    refuse(path, "different XML files of one image", conflicts, hint)
     if repeated:
-        number = f"{len(repeated):,}, such as {repeated[0]}"
+        number = f"{len(repeated):,}, such as {repeated[0].path}"
         notes.append(f"XML files of images that have another one, left out: {number}")
+    images = [found[row] or "" for row in kept]
+    words = [
+        xmls[row].split or split_of(image.rpartition("/")[0])
+        for row, image in zip(kept, images, strict=True)
+    ]
+    splits: dict[str, list[LabeledImage]] = {}
+    for row, image, split in zip(kept, images, place(words, images, notes), strict=True):
+        if split is not None:
+            labeled = contents[row].image._replace(file_name=image)
+            if labeled.width <= 0 or labeled.height <= 0:  # some tools write no size
+                width, height = header_size(path / image)
+                labeled = labeled._replace(width=width, height=height)
+            splits.setdefault(split, []).append(labeled)
     return from_images(splits, None, path, path, notes)
 
 
-def _find_files(root: Path) -> _Files:
-    files = _Files(root, {}, {})
-    paths = map(PurePosixPath, files_below(root))
-    for path in sorted(paths, key=lambda path: (len(path.parts), str(path))):
-        if is_image(path):
-            files.images.setdefault(path.stem, []).append(path)
-        elif path.suffix == ".xml" and not path.name.startswith("._"):  # metadata from macOS
-            files.xml.setdefault(path.parent, []).append(path.stem)
-    for folder, stems in list(files.xml.items()):
-        if root_element(root / folder / f"{stems[0]}.xml") not in ("annotation", ""):
-            del files.xml[folder]  # CVAT's, or of another program
-    return files
-
-
-def _xml_files(files: _Files) -> list[_Xml]:
-    """Return the XML files that ImageSets lists, and those of all folders without lists."""
-    xmls: list[_Xml] = []
-    rest = list(files.xml)
-    bases = {base for folder in files.xml for base in (folder, *folder.parents)}
-    for base in sorted(base for base in bases if (files.root / base / "ImageSets").is_dir()):
-        below = [folder for folder in files.xml if folder.is_relative_to(base)]
-        tops = {base.joinpath(*folder.relative_to(base).parts[:1]) for folder in below}
-        top = min(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
-        splits = _splits(files.root / base / "ImageSets", files.root / top)
-        if splits:
-            rest = [folder for folder in rest if folder not in below]
-        for split, stems in splits.items():
-            xmls += [_Xml(top / f"{stem}.xml", split, True) for stem in stems]
-    for folder in rest:
-        split_named = split_of(str(folder))
-        xmls += [_Xml(folder / f"{s}.xml", split_named, False) for s in sorted(files.xml[folder])]
+def _find_xmls(root: Path, files: list[str]) -> _Xmls:
+    xmls: _Xmls = {}
+    for path in map(PurePosixPath, files):
+        if path.suffix.lower() == ".xml" and not path.name.startswith("._"):  # metadata from macOS
+            xmls.setdefault(path.parent, []).append(path)
+    for folder, paths in list(xmls.items()):
+        if root_element(root / paths[0]) not in ("annotation", ""):
+            del xmls[folder]  # CVAT's, or of another program
     return xmls
 
 
-def _splits(lists: Path, annotations: Path) -> dict[str, list[str]]:
-    """Return the stems of each split's XML files below a folder; none if there are no lists."""
+def _xml_files(root: Path, by_folder: _Xmls, finder: ImageFinder, notes: list[str]) -> list[_Xml]:
+    """Return the XML files that ImageSets lists, and those of all folders without lists.
+
+    An image of a list without an XML file has no objects.
+    """
+    xmls: list[_Xml] = []
+    rest = list(by_folder)
+    paths = {path.with_suffix(""): path for found in by_folder.values() for path in found}
+    bases = {base for folder in by_folder for base in (folder, *folder.parents)}
+    for base in sorted(base for base in bases if (root / base / "ImageSets").is_dir()):
+        below = [folder for folder in by_folder if folder.is_relative_to(base)]
+        tops = {base.joinpath(*folder.relative_to(base).parts[:1]) for folder in below}
+        top = min(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
+        names = {path.relative_to(top).as_posix() for path in paths if path.is_relative_to(top)}
+        splits = _splits(root / base / "ImageSets", names, finder)
+        if splits:
+            rest = [folder for folder in rest if folder not in below]
+        for split, stems in splits.items():
+            for stem in stems:
+                path = paths.get(top / stem)
+                xmls.append(_Xml(path or top / f"{stem}.xml", top, split, path is not None))
+    if empty := [xml for xml in xmls if not xml.exists]:
+        number = f"{len(empty):,}, such as {empty[0].path.stem}"
+        notes.append(
+            f"images of the lists without an XML file, read as images without objects: {number}"
+        )
+    for folder in rest:
+        xmls += [
+            _Xml(path, None, split_of(folder.as_posix())) for path in sorted(by_folder[folder])
+        ]
+    return xmls
+
+
+def _splits(lists: Path, names: set[str], finder: ImageFinder) -> dict[str, list[str]]:
+    """Return the stems of each split's images; none if there are no lists.
+
+    `names` are those of the XML files, without suffix.
+    """
     if (lists / "Main").is_dir():
         lists /= "Main"
     named = {LISTS.get(path.stem.lower()): path for path in sorted(lists.glob("*.txt"))}
-    stems = {n: _stems(path, annotations) for n, path in named.items() if n is not None}
+    stems = {n: _stems(path, names, finder) for n, path in named.items() if n is not None}
     if not {"train", "trainval", "default"} & set(stems):
         return {}
     train = stems.get("train") or stems.get("trainval", [])
     splits = {"train": train + stems.get("default", [])}
     if "train" in stems and "val" in stems:
         splits["val"] = stems["val"]
-    if stems.get("test") and (annotations / f"{stems['test'][0]}.xml").is_file():
+    if not names.isdisjoint(stems.get("test", [])):
         splits["test"] = stems["test"]  # VOC2012's test list is public, its XML files are not
     return splits
 
 
-def _stems(path: Path, annotations: Path) -> list[str]:
+def _stems(path: Path, names: set[str], finder: ImageFinder) -> list[str]:
     """Return the name in each line: lists of one class have a flag after it."""
     words = []
     for _, line in read_lines(path, MAX_LIST_BYTES):
         line = line.strip()
-        if line.startswith("#"):
-            continue
-        if line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
-            words.append(line.split('"')[1])
-        elif " " in line and is_plain_name(line) and (annotations / f"{line}.xml").is_file():
+        if line in names or line.rpartition("/")[2] in finder.by_stem:
             words.append(line)
+        elif line.startswith("#"):
+            continue
+        elif line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
+            words.append(line.split('"')[1])
         else:
             words.append(line.split()[0])
     stems = list(dict.fromkeys(words))
@@ -174,56 +215,65 @@ def _stems(path: Path, annotations: Path) -> list[str]:
     return stems
 
 
-def _image_folder(files: _Files, folder: PurePosixPath) -> PurePosixPath | None:
-    """Return the folder that has most images of a folder of XML files; None if none has any.
+def _find_images(
+    finder: ImageFinder, xmls: list[_Xml], contents: list[_Content]
+) -> list[str | None]:
+    """Return the image of each XML file: the one with its stem, else the one that it names."""
+    wanted, others = list[Wanted](), list[Wanted]()
+    named = Counter(content.image.file_name for content in contents)
+    stems = {xml.path.stem for xml in xmls}
+    by_file = iter(by_label_files(finder, [xml.path for xml in xmls if xml.top is None]))
+    for xml, (folder, image) in zip(xmls, contents, strict=True):
+        name = PurePosixPath(image.file_name)
+        if xml.top is None:
+            entry = next(by_file)
+        else:
+            path = xml.path.with_suffix("").relative_to(xml.top)
+            entry = Wanted(path.as_posix(), xml.top.as_posix())
+        size = (image.width, image.height)
+        entry = entry._replace(size=size, any_suffix=True, folder=folder)
+        own = entry.name + name.suffix if name.stem == xml.path.stem else entry.name
+        wanted.append(entry._replace(name=own))
+        is_own = named[image.file_name] == 1 and name.stem not in stems
+        others.append(entry._replace(name=image.file_name if is_own else ""))
+    found = finder.find(wanted, finder.root, may_share=True)
+    claimed = {item.file for item in found if item}
+    second = finder.find(others, finder.root, claimed, may_share=True)
+    both = [
+        f"{xml.path} ({item.file}, and {other.file} by the name in it)"
+        for xml, item, other in zip(xmls, found, second, strict=True)
+        if item and other and item.file != other.file
+    ]
+    refuse(finder.root, "XML files that fit several images", both, WHICH)
+    pairs = (item or other for item, other in zip(found, second, strict=True))
+    return [pair.file if pair else None for pair in pairs]
 
-    A folder of the same split is preferred if it has half of them, because images of other splits
-    may have the same names.
-    """
-    stems = files.xml.get(folder, [])
-    counts = Counter(f for stem in stems for f in {i.parent for i in files.images.get(stem, ())})
-    if counts[folder] == len(stems):
-        return folder
-    split = split_of(str(folder))
 
-    def rank(other: PurePosixPath) -> tuple[bool, int, bool, int]:
-        same_split = split is not None and split_of(str(other)) == split
-        likely = same_split and 2 * counts[other] >= len(stems)
-        return likely, counts[other], same_split, len({*folder.parts} & {*other.parts})
-
-    return max(sorted(counts), key=rank, default=None)
-
-
-def _image_of(
-    files: _Files, folder: PurePosixPath | None, xml: _Xml, named: str
-) -> PurePosixPath | None:
-    """Return the image of an XML file: the one with its stem, else the one that it names.
-
-    Of several with its stem, it is the one with the suffix of the name. Outside of `folder`, it
-    must be the only one, and not of another split.
-    """
-    suffix = PurePosixPath(named).suffix
-    for stem in filter(None, (xml.path.stem, PurePosixPath(named).stem)):
-        everywhere = files.images.get(stem, [])
-        images = [image for image in everywhere if image.parent == folder]
-        if not images and len(everywhere) == 1:
-            split = split_of(str(everywhere[0].parent))
-            images = everywhere if not xml.split or split in (None, xml.split) else []
-        if images:
-            return next((image for image in images if suffix and image.suffix == suffix), images[0])
+def _images_above(path: Path, xml: _Xml) -> str | None:
+    """Return the hint to give the folder above, if it has the image of an XML file."""
+    above = path.absolute().parent
+    stems = (PurePosixPath(file) for file in itertools.islice(files_below(above, 2), MAX_FILES))
+    if any(file.stem == xml.path.stem and is_image(file) for file in stems):
+        return f"did you mean the folder above, --data {path.parent if path.name else above}?"
     return None
 
 
-def _read(path: Path) -> LabeledImage:
+def _read(root: Path, xml: _Xml) -> _Content:
     """Return the content of an XML file; a width and height of 0 are not given."""
+    path = root / xml.path
+    if not xml.exists:
+        return _Content("", LabeledImage("", 0, 0, []))
     tree = read_xml(path)
     width, height = (
         whole_number(tree.findtext(f"size/{side}", "").strip() or "0", f"{path}: size/{side}")
         for side in ("width", "height")
     )
     boxes = [_box(item, path, n) for n, item in enumerate(tree.findall("object"), 1)]
-    named = tree.findtext("filename", "").strip().replace("\\", "/")
-    return LabeledImage(named.rpartition("/")[2], width, height, boxes)
+    folder, named = (
+        tree.findtext(tag, "").strip().replace("\\", "/").rstrip("/").rpartition("/")[2]
+        for tag in ("folder", "filename")
+    )
+    return _Content(folder, LabeledImage(named, width, height, boxes))
 
 
 def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
@@ -247,12 +297,10 @@ def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
     return LabeledBox(name, left, top, right - left, bottom - top, is_crowd)
 
 
-def _from_one(
-    xmls: list[_Xml], contents: list[LabeledImage], notes: list[str]
-) -> list[LabeledImage]:
+def _from_one(xmls: list[_Xml], contents: list[_Content], notes: list[str]) -> list[_Content]:
     """Move boxes that count pixels from 1, unless one shows that they count from 0."""
     for xml, content in zip(xmls, contents, strict=True):
-        if any(min(box.left, box.top) < 1 for box in content.boxes):
+        if any(min(box.left, box.top) < 1 for box in content.image.boxes):
             notes.append(f"boxes count pixels from 0, not from 1 as Pascal VOC's do: {xml.path}")
             return contents
 
@@ -260,4 +308,7 @@ def _from_one(
         left, top = box.left - 1, box.top - 1
         return LabeledBox(box.name, left, top, box.width + 1, box.height + 1, box.is_crowd)
 
-    return [content._replace(boxes=list(map(moved, content.boxes))) for content in contents]
+    return [
+        content._replace(image=content.image._replace(boxes=list(map(moved, content.image.boxes))))
+        for content in contents
+    ]

@@ -53,7 +53,7 @@ BUILT_IN = {
     "mlflow": ("MLflow", "mlflow-skinny"),
 }
 GROUPS = ("train", "eval", "epoch", "class_AP")  # groups of metrics
-POSITION = ("kind", "step", "epoch")  # fields of a record that are not figures
+POSITION = ("kind", "step", "epoch")  # fields of a record that are not metrics
 MAX_WAITING = 1000  # calls in the queue of a tracker
 CLOSE_S = 30.0  # seconds to wait for a tracker at the end
 UPLOAD_S = 300.0  # the same if it uploads checkpoints
@@ -76,7 +76,7 @@ class TrackedRun(NamedTuple):
     records: Sequence[Record]  # metrics.jsonl up to the start step
 
     def past_metrics(self) -> Iterator[Metrics]:
-        """Return the figures up to the start step: a killed run may not have sent all of them."""
+        """Return the metrics up to the start step: a killed run may not have sent all of them."""
         return filter(None, map(metrics_of, self.records))
 
 
@@ -95,7 +95,7 @@ class Tracker:
         """Create the tracker's run, or continue the one of `run.id`."""
 
     def metrics(self, metrics: Metrics) -> None:
-        """Add the figures of a step."""
+        """Add the metrics of a step."""
 
     def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
         """Add validation images with their detections, (H, W, 3), by image id."""
@@ -111,18 +111,18 @@ class Tracker:
 
 
 def metrics_of(record: Record) -> Metrics | None:
-    """Return the figures of a record without undefined ones (COCO's -1); None if it has none.
+    """Return the metrics of a record without undefined ones (COCO's -1); None if it has none.
 
     A loss that is not finite is -1, as in metrics.jsonl.
     """
-    group, figures = record["kind"], record
+    group, metrics = record["kind"], record
     if group == "event" and record["event"] == "class_ap" and isinstance(record.get("AP"), dict):
-        group, figures = "class_AP", record["AP"]
+        group, metrics = "class_AP", record["AP"]
     if group not in GROUPS:
         return None
     values = {
         str(name): float(value) if math.isfinite(value) else -1.0
-        for name, value in figures.items()
+        for name, value in metrics.items()
         if (is_number(value) or (isinstance(value, float) and not math.isfinite(value)))
         and (group == "class_AP" or name not in POSITION)
         and not (group in ("eval", "class_AP") and value < 0)
@@ -180,7 +180,7 @@ class BackgroundTracker:
             if not self._ended.done():
                 self._calls.put_nowait(call)
         except queue.Full:
-            self._warn("is slower than training: some of its figures are dropped")
+            self._warn("is slower than training: some of its metrics are dropped")
 
     def close(self, *, is_success: bool, timeout_s: float) -> None:
         """Finish the queue and close the tracker; give up after `timeout_s` seconds."""
@@ -193,8 +193,8 @@ class BackgroundTracker:
                 break
         if wait([self._ended], timeout=max(end - time.monotonic(), 0)).done:
             return
-        self._has_warned = False  # a reason to warn again: figures are lost
-        self._warn(f"did not finish within {timeout_s:.0f} s: its last figures may be missing")
+        self._has_warned = False  # a reason to warn again: metrics are lost
+        self._warn(f"did not finish within {timeout_s:.0f} s: its last metrics may be missing")
         if self._tracker is not None:
             self._tracker.abandon()
 
@@ -218,7 +218,7 @@ class BackgroundTracker:
         if error is not None:
             reason = redact_urls(str(error)).strip()
             problem += f": {type(error).__name__}" + (f": {reason}" if reason else "")
-        text = "tracker %s %s; training continues, metrics.jsonl has all figures"
+        text = "tracker %s %s; training continues, metrics.jsonl has all metrics"
         log.warning(text, self._name, problem)
 
 

@@ -64,7 +64,7 @@ class MLflow(Tracker):
         return experiment.experiment_id if experiment else self._client.create_experiment(name)
 
     def _send_missing(self) -> None:
-        """Send the figures that a killed run recorded but did not send."""
+        """Send the metrics that a killed run recorded but did not send."""
         sent: dict[str, set[int]] = {}
         for metrics in self.run.past_metrics():
             last = _key(metrics.group, list(metrics.values)[-1])  # they are sent in this order

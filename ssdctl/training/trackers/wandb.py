@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class WeightsAndBiases(Tracker):
     """Logs to W&B, offline to RUN/wandb.
 
-    Each group of figures has its own step axis (`train/step`), because an evaluation is scored
+    Each group of metrics has its own step axis (`train/step`), because an evaluation is scored
     while training continues and W&B's own steps cannot go back.
     """
 

@@ -1,4 +1,4 @@
-"""`ssdctl benchmark train`: consistent figures, on one rank and on several."""
+"""`ssdctl benchmark train`: consistent metrics, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) ->
     bench._warm_step, bench._rate = lambda *_: (None, 0.0), lambda *_: 1.0
     split: Any = SimpleNamespace(most_boxes=1, classes=["a"])
     with pytest.raises(LookupError, match="2"):
-        train._Bench.figures(bench, split, 1.0)
+        train._Bench.metrics(bench, split, 1.0)
 
 
 @pytest.mark.slow
 def test_figures_hang_together(cli: Cli, shapes: Path) -> None:
     result = cli(*OPTIONS, "--data", shapes)
     assert result.code == 0, result.err
-    figures = json.loads(result.out)
-    rate = figures["images_per_second"]
-    assert figures["data"] == "real"
-    assert figures["step_ms"] == pytest.approx(1000 / rate, rel=0.02)
-    assert figures["tflops"] == pytest.approx(
-        rate * figures["gflop_per_image"] / 1000, rel=0.05, abs=1e-4
+    metrics = json.loads(result.out)
+    rate = metrics["images_per_second"]
+    assert metrics["data"] == "real"
+    assert metrics["step_ms"] == pytest.approx(1000 / rate, rel=0.02)
+    assert metrics["tflops"] == pytest.approx(
+        rate * metrics["gflop_per_image"] / 1000, rel=0.05, abs=1e-4
     )
-    assert 0 < figures["peak_fraction"] < 1
-    assert figures["coco_epoch_hours"] == pytest.approx(117_266 / rate / 3600, rel=0.02)
-    assert figures["input_cost"] == pytest.approx(
-        1 - rate / figures["images_per_second_fake"], abs=0.02
+    assert 0 < metrics["peak_fraction"] < 1
+    assert metrics["coco_epoch_hours"] == pytest.approx(117_266 / rate / 3600, rel=0.02)
+    assert metrics["input_cost"] == pytest.approx(
+        1 - rate / metrics["images_per_second_fake"], abs=0.02
     )
-    assert figures["peak_memory_bytes"] > 1e8
+    assert metrics["peak_memory_bytes"] > 1e8
 
 
 class Pair:
@@ -130,6 +130,6 @@ def test_ranks_report_their_scaling_efficiency() -> None:
     script = "import sys; from ssdctl.cli.main import main; main(sys.argv[1:])"
     ranks = run_ranks(2, script, *OPTIONS, "--fake-data", start=start_script)
     assert [(rank.code, bool(rank.out)) for rank in ranks] == [(0, True), (0, False)], ranks
-    figures = json.loads(ranks[0].out)
-    assert figures["world_size"] == 2
-    assert 0.1 < figures["scaling_efficiency"] < 1.5
+    metrics = json.loads(ranks[0].out)
+    assert metrics["world_size"] == 2
+    assert 0.1 < metrics["scaling_efficiency"] < 1.5

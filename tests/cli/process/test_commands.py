@@ -68,15 +68,15 @@ def test_evaluate_uses_the_dataset_of_the_checkpoint(
     low = ["--score-threshold", "0.01", "--device", "cpu"]
     result = cli("evaluate", checkpoint, "--json", "--verify", "--detections", written, *low)
     assert result.code == 0, result.err
-    figures = json.loads(result.out)
-    assert figures["images"] == 9
-    assert figures["step"] == 3
+    metrics = json.loads(result.out)
+    assert metrics["images"] == 9
+    assert metrics["step"] == 3
     root = re.search(r'root = "(.*)"', (tiny_run / "config.toml").read_text())
     assert root is not None
     again = cli("evaluate", written, "--data", root[1], "--json")
     assert again.code == 0, again.err
-    assert json.loads(again.out)["AP"] == figures["AP"]
-    assert json.loads(again.out)["detections"] == figures["detections"]
+    assert json.loads(again.out)["AP"] == metrics["AP"]
+    assert json.loads(again.out)["detections"] == metrics["detections"]
     twice = cli("evaluate", written, "--data", root[1], "--detections", "copy.json")
     assert (twice.code, Path("copy.json").exists()) == (2, False)
     assert "--detections" in twice.err
@@ -155,12 +155,12 @@ def test_evaluate_begins_with_the_ap(cli: Cli, tiny_run: Path, monkeypatch: Any)
     result = cli("evaluate", tiny_run, *low)
     assert result.code == 0, result.err
     first, *others = result.out.splitlines()
-    figures = json.loads(cli("evaluate", tiny_run, "--json", *low).out)
-    objects = sum(entry["objects"] for entry in figures["per_class"])
-    for shown in (f"AP {figures['AP']:.3f}", "3 images", f"{objects} objects", "fp32"):
+    metrics = json.loads(cli("evaluate", tiny_run, "--json", *low).out)
+    objects = sum(entry["objects"] for entry in metrics["per_class"])
+    for shown in (f"AP {metrics['AP']:.3f}", "3 images", f"{objects} objects", "fp32"):
         assert shown in first
     text = "\n".join(others)
-    for entry in (*figures["per_class"], *figures["errors"]):
+    for entry in (*metrics["per_class"], *metrics["errors"]):
         assert re.search(rf"^{entry.get('name', '')}", text, re.MULTILINE)
     assert "0.02" in text  # the score threshold
     assert max(map(len, others)) <= 80
@@ -201,9 +201,9 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
 @pytest.mark.slow
 def test_benchmark_of_compiled_data(cli: Cli) -> None:
     done = cli("benchmark", "data", "--execution", "compile", "--seconds", 0.3, "--json")
-    figures = json.loads(done.out)
-    assert figures["images_per_second_full"] > 0
-    assert figures["execution"] == ("eager" if "not compiled" in done.err else "compile")
+    metrics = json.loads(done.out)
+    assert metrics["images_per_second_full"] > 0
+    assert metrics["execution"] == ("eager" if "not compiled" in done.err else "compile")
 
 
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
@@ -212,12 +212,12 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
 
     config = ssdctl.configure(model={"backbone": "tiny"}, evaluate={"batch_size": 2})
     split = open_dataset(shapes, tmp_path / "store")["val"]
-    figures = benchmark_evaluate(split, config, 0.1, score_images=20)
-    assert figures["detect_images_per_second"] > 0
-    assert 0 < figures["score_s"] < 5
-    assert figures["latency_p50_ms"] <= figures["latency_p90_ms"] <= figures["latency_p99_ms"]
-    assert figures["forward_images_per_second"] > 0
-    assert figures["score_detections"] == 2216
+    metrics = benchmark_evaluate(split, config, 0.1, score_images=20)
+    assert metrics["detect_images_per_second"] > 0
+    assert 0 < metrics["score_s"] < 5
+    assert metrics["latency_p50_ms"] <= metrics["latency_p90_ms"] <= metrics["latency_p99_ms"]
+    assert metrics["forward_images_per_second"] > 0
+    assert metrics["score_detections"] == 2216
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -363,7 +363,7 @@ def test_runs_are_listed_with_the_newest_first(
     ]  # fmt: skip
     _, deep, new, old = entries
     assert (new["data"], new["network"], new["steps"]) == ("shapes", "tiny", 3)
-    assert new["ap"] == ssdctl.Run("runs/new").figures["AP"]
+    assert new["ap"] == ssdctl.Run("runs/new").best_metrics["AP"]
     assert old["steps"] == 7
     assert "running" in deep["state"]
     assert new["state"] == old["state"] == ""

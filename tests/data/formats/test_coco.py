@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ssdctl.data.annotations import Annotations
 from ssdctl.data.check import CLIPPED, DROPPED_BOXES, Checked, clip
 from ssdctl.data.check import check as check_annotations
+from ssdctl.data.find_images import resolve_images
 from ssdctl.data.formats import coco, yolo
 from ssdctl.errors import DataError
 
@@ -216,7 +217,7 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
 ) -> None:
     """Kept boxes have a size and are inside; all others are listed; as by the plain rule."""
     entries = [thing(i, (3, 7)[i % 2], bbox=bbox) for i, bbox in enumerate(bboxes)]
-    objects, findings, _ = check(shared_folder(tmp_path_factory), annotations=entries)
+    objects, _, findings, _ = check(shared_folder(tmp_path_factory), annotations=entries)
     fractions = objects.fractions[objects.is_trained]
     assert (fractions[:, 2:] > fractions[:, :2]).all()
     assert (fractions >= 0).all()
@@ -240,13 +241,13 @@ def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
 def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
     """As in merged datasets: each would have the other's objects as background."""
     images = [image(n, f"{name}.jpg", 100, 50) for n, name in ((7, "a"), (9, "b"), (3, "a"))]
-    annotations = read(written(tmp_path, document(images=images)))
+    annotations, _ = resolve_images(coco.read(written(tmp_path, document(images=images))))["train"]
     assert annotations.image_ids.tolist() == [7, 9]
     assert [f.image_id for f in annotations.findings] == [3]
     assert annotations.rows.tolist() == [0, 0]
     images[2]["width"] = 101
     with pytest.raises(DataError, match=r"a\.jpg"):
-        read(written(tmp_path, document(images=images)))
+        resolve_images(coco.read(written(tmp_path, document(images=images))))
 
 
 @pytest.mark.parametrize("folder", ["photos", "photos/day 1"])
@@ -254,7 +255,11 @@ def test_the_folder_that_has_the_images(tmp_path: Path, folder: str) -> None:
     for name in ("images/c.jpg", f"{folder}/a.jpg", f"{folder}/b.jpg"):
         image_file(tmp_path / name)
     images = [image(1, "\0"), image(2, "a.jpg"), image(3, "b.jpg")]
-    assert read(written(tmp_path, document(images=images))).folder == tmp_path / "photos"
+    found, num_bytes = resolve_images(coco.read(written(tmp_path, document(images=images))))[
+        "train"
+    ]
+    assert found.folder == tmp_path / folder
+    assert [size is None for size in num_bytes] == [True, False, False]
 
 
 def test_many_classes_take_linear_time(tmp_path: Path) -> None:
@@ -267,6 +272,7 @@ def test_many_classes_take_linear_time(tmp_path: Path) -> None:
     assert len(read(path).classes) == 30_000
     (tmp_path / "data.yaml").write_text(f"names: {json.dumps([c['name'] for c in names])}\n")
     image_file(tmp_path / "images/a.jpg")
+    (tmp_path / "images/a.txt").write_text("7 .5 .5 .1 .1")
     assert len(yolo.read(tmp_path)["train"].classes) == 30_000
     assert time.process_time() - start < 5
 

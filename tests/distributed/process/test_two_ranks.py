@@ -243,7 +243,7 @@ compared = []
 changed_images = open_dataset.changed_images
 open_dataset.changed_images = lambda *a: compared.append(a) or changed_images(*a)
 result = ssdctl.evaluate(checkpoint, data, device="cpu", report="page", progress=False)
-print(json.dumps([result.figures["AP"], result.about.images, len(compared)]))
+print(json.dumps([result.metrics["AP"], result.about.images, len(compared)]))
 """
 
 

@@ -75,8 +75,8 @@ def test_int8(cli: Cli, checkpoint: Path, own_truth: Path) -> None:
     result = cli("export", checkpoint, *options, "--out", "x.onnx", "--max-ap-loss", 1)
     assert result.code == 0, result.err
     assert "model.onnx" not in result.err  # a temporary file
-    figures = json.loads(result.out)
-    before, after = figures["before"], figures["after"]
+    metrics = json.loads(result.out)
+    before, after = metrics["before"], metrics["after"]
     assert before["ap"] > 0.3  # below 1: the detections that were left out count as wrong
     assert after["ap"] < before["ap"]
     assert after["size"] < before["size"]
@@ -96,7 +96,7 @@ def test_int8(cli: Cli, checkpoint: Path, own_truth: Path) -> None:
         makers[n.input[1]].op_type == "DequantizeLinear" if n.input[1] in makers else False
         for n in convolutions
     ]
-    assert sum(is_int8) == len(convolutions) - (12 if figures["heads"] == "fp32" else 0)
+    assert sum(is_int8) == len(convolutions) - (12 if metrics["heads"] == "fp32" else 0)
     weight = next(w for w in model.graph.initializer if w.data_type == onnx.TensorProto.INT8)
     scales = next(n for n in model.graph.node if weight.name in n.input).input[1]
     scale = next(w for w in model.graph.initializer if w.name == scales)

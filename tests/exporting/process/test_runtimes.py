@@ -317,16 +317,16 @@ def test_the_same_scores(cli: Cli, checkpoint: Path, shapes: Path) -> None:
     ):
         result = cli("export", checkpoint, "--format", kind, "--out", file, *options)
         assert result.code == 0, result.err
-    figures = []
+    metrics = []
     for file in files:
         result = cli("evaluate", file, "--data", shapes, "--device", "cpu", "--json",
                      "--score-threshold", THRESHOLD)  # fmt: skip
         assert result.code == 0, result.err
-        figures.append(json.loads(result.out))
-    for other in figures[1:]:
-        assert other["AP"] == pytest.approx(figures[0]["AP"], abs=1e-3)
-        assert abs(other["detections"] - figures[0]["detections"]) <= 2
-    assert figures[1]["step"] == figures[0]["step"] == 3
+        metrics.append(json.loads(result.out))
+    for other in metrics[1:]:
+        assert other["AP"] == pytest.approx(metrics[0]["AP"], abs=1e-3)
+        assert abs(other["detections"] - metrics[0]["detections"]) <= 2
+    assert metrics[1]["step"] == metrics[0]["step"] == 3
 
 
 @pytest.mark.parametrize("is_prepared", [True, False])

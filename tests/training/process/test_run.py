@@ -7,16 +7,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 import torch
-from conftest import TINY_RUN, Cli
+from conftest import TINY_RUN, Cli, run_cli
 from helpers import assert_same_state, is_mountable, last, records, train_command
 
 from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.config.fields import PresetName
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations import color
 from ssdctl.training import setup
@@ -34,8 +35,8 @@ def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) 
     assert keys | {"grad_norm", "data_wait", "memory_bytes"} == set(train[0])
     assert train[0]["loss"] == pytest.approx(train[0]["loss_box"] + train[0]["loss_class"])
     (evaluation,) = records(tiny_run, "eval")
-    figures = {"AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs"}
-    assert figures < set(evaluation)
+    metrics = {"AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs"}
+    assert metrics < set(evaluation)
     assert f'root = "{shapes}"' in (tiny_run / "config.toml").read_text()
     config = torch.load(tiny_run / "checkpoints" / "last.pt", weights_only=True)["config"]
     assert {path.partition(".")[0] for path in config} == {"data", "model", "train", "evaluate"}
@@ -259,7 +260,23 @@ def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: 
     (evaluation,) = records(run, "eval")
     evaluated = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
     assert evaluated.code == 0, evaluated.err
-    figures = json.loads(evaluated.out)
+    metrics = json.loads(evaluated.out)
     for name in ("AP", "AP50", "AR100", "ARm"):
-        assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
-    assert figures["images"] == 9
+        assert metrics[name] == pytest.approx(evaluation[name], abs=1e-9)
+    assert metrics["images"] == 9
+
+
+@pytest.mark.parametrize("preset", get_args(PresetName))
+def test_a_run_that_steps_end_is_the_beginning_of_the_long_one(
+    preset: str, shapes: Path, tmp_path: Path
+) -> None:
+    options = "--backbone tiny --backbone-weights none --bs 2 --workers 1 --fp32 --device cpu"
+    for name, steps in (("short", 20), ("long", 23)):
+        result = run_cli(
+            "train", "--data", shapes, "--out", tmp_path / name, "--preset", preset,
+            *options.split(), "--extra-norm", "none", "--steps", steps, "--save-every", "20st",
+        )  # fmt: skip
+        assert result.code == 0, result.err
+    checkpoint = "checkpoints/step-00000020.pt"
+    ends = [load_checkpoint(tmp_path / name / checkpoint) for name in ("short", "long")]
+    assert_same_state(*ends)

@@ -22,9 +22,12 @@ def test_a_run_records_the_rule(cli: Cli, shapes: Path) -> None:
     assert result.code == 0, result.err
     assert "small-data rule, fitted to --steps 2" in " ".join(result.err.split())
     assert 'optimizer = "adamw"  # small-data rule' in Path("run/config.toml").read_text()
-    again = cli(*command, "--steps", 4)  # not refused because of what the rule chose
+    again = cli(*command, "--steps", 4)
     assert again.code == 0, again.err
     assert "4 steps, the last 2 in" in again.out
+    rates = [record["lr"] for record in records(Path("run"), "train")]
+    assert rates[1] == max(rates)  # the cosine ended with step 2 and does not start again
+    assert "ends at step 2" in " ".join(again.err.split())
 
 
 def fine_tune(cli: Cli, shapes: Path, tiny_run: Path, *options: object) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed has one run in each tracker, with the figures of metrics.jsonl."""
+"""A run that is killed and resumed has one run in each tracker, with the metrics of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ssdctl.training.trackers import metrics_of
 from ssdctl.training.trackers.mlflow import _key
 
 pytestmark = pytest.mark.slow
-Figures = dict[tuple[str, int], float]  # (group/name, step) -> value
+Measurements = dict[tuple[str, int], float]  # (group/name, step) -> value
 BLOCK = 32768
 
 
-def recorded(run: Path) -> Figures:
+def recorded(run: Path) -> Measurements:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {
         (f"{m.group}/{name}", m.step): value
@@ -69,7 +69,7 @@ def test_mlflow(shapes: Path, tmp_path: Path) -> None:
     assert tracked.data.params["train.steps"] == "8"
     assert tracked.data.params["environment.device"]
     expected = recorded(run)
-    actual: Figures = {}
+    actual: Measurements = {}
     for name in tracked.data.metrics:
         # Of the steps that were trained twice the last value counts.
         history = sorted(client.get_metric_history(tracked.info.run_id, name), key=lambda m: m.timestamp)  # fmt: skip
@@ -102,16 +102,16 @@ def log_records(path: Path) -> Iterator[Any]:
             yield record
 
 
-def wandb_figures(path: Path) -> Figures:
-    figures: Figures = {}
+def wandb_metrics(path: Path) -> Measurements:
+    metrics: Measurements = {}
     for record in log_records(path):
         items = record.history.item
         row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
         for name, value in row.items():
             group, _, key = name.partition("/")
             if key and key != "step" and group != "images":
-                figures[name, row[f"{group}/step"]] = value
-    return figures
+                metrics[name, row[f"{group}/step"]] = value
+    return metrics
 
 
 def test_wandb_offline(shapes: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_wandb_offline(shapes: Path, tmp_path: Path) -> None:
     files = sorted((run / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
     assert len(files) == 2  # one for each start, of one run
     assert sorted((run / "wandb").glob("offline-run-*/*.wandb")) == files
-    assert wandb_figures(files[-1]) == pytest.approx(recorded(run))
+    assert wandb_metrics(files[-1]) == pytest.approx(recorded(run))
     texts = [str(record) for record in log_records(files[-1])]
     assert any('"train.steps"' in text or "train.steps" in text for text in texts)
     assert any("checkpoint-" in text and "best" in text for text in texts)

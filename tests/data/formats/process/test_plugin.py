@@ -32,7 +32,7 @@ broken = 7
 
 class module:
     @staticmethod
-    def recognise(path):
+    def recognize(path):
         file = path / "boxes2.txt"
         return file if file.is_file() else None
 
@@ -41,7 +41,7 @@ class module:
         return from_images(*read(path, "boxes2.txt"), folder=path, origin=path)
 
 class failing:
-    recognise = staticmethod(lambda path: 1 / 0)
+    recognize = staticmethod(lambda path: 1 / 0)
 '''
 ENTRIES = "[ssdctl.datasets]\nboxes-txt = boxes_txt:read\nbroken = boxes_txt:broken\n"
 ENTRIES += "boxes-module = boxes_txt:module\nfailing = boxes_txt:failing\n"

@@ -1,0 +1,483 @@
+"""Which image file labels mean, and which split: the same in every format, and never a guess."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from data.formats.exports import image_file, tree
+
+from ssdctl.data.annotations import Conversion, split_of
+from ssdctl.data.dataset import find, read_dataset
+from ssdctl.data.find_images import ImageFinder, Wanted, resolve_images
+from ssdctl.data.open_dataset import annotations_of
+from ssdctl.errors import DataError
+
+SIZE = (100, 50)
+
+
+def coco(names: str) -> str:
+    images = [
+        {"id": n, "file_name": name, "width": 100, "height": 50}
+        for n, name in enumerate(names.split(), 1)
+    ]
+    objects = [
+        {"id": i["id"], "image_id": i["id"], "category_id": 1, "bbox": [i["id"], 1, 5, 5]}
+        for i in images
+    ]
+    categories = [{"id": 1, "name": "x"}]
+    return json.dumps({"images": images, "annotations": objects, "categories": categories})
+
+
+def csv(names: str) -> str:
+    rows = [f"{name},100,50,x,{n},1,{n + 5},6" for n, name in enumerate(names.split(), 1)]
+    return "\n".join(["filename,width,height,class,xmin,ymin,xmax,ymax", *rows])
+
+
+def cvat(names: str) -> str:
+    images = [
+        f'<image name="{name.partition(":")[2]}" subset="{name.partition(":")[0]}" width="100" '
+        f'height="50"><box label="x" xtl="{n}" ytl="1" xbr="{n + 5}" ybr="6"/></image>'
+        for n, name in enumerate(names.split(), 1)
+    ]
+    return f"<annotations>{''.join(images)}</annotations>"
+
+
+def voc(named: str = "") -> str:
+    folder, _, name = named.rpartition("/")
+    box = "<bndbox><xmin>2</xmin><ymin>2</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
+    return (
+        f"<annotation><folder>{folder}</folder><filename>{name}</filename><size><width>100</width>"
+        f"<height>50</height></size><object><name>x</name>{box}</object></annotation>"
+    )
+
+
+def openimages(ids: str) -> str:
+    rows = [f'{image},"/m/x",0.1,0.2,0.3,0.4' for image in ids.split()]
+    return "\n".join(['"ImageID","LabelName","XMin","XMax","YMin","YMax"', *rows])
+
+
+YOLO = "0 .5 .5 .2 .4"
+KITTI = "0.00 0 -1.58 5 6 25 26 1.65 1.67 3.64 -0.65 1.71 46.70 -1.59"
+
+
+def used(root: Path) -> dict[str, list[str | None]]:
+    """Each split's image files, relative to the dataset folder; None for one that is missing."""
+    splits = resolve_images(find(root)[1].read(root))
+    return {
+        split: [
+            None if size is None else (images.folder / name).relative_to(root).as_posix()
+            for name, size in zip(images.file_names, num_bytes, strict=True)
+        ]
+        for split, (images, num_bytes) in splits.items()
+    }
+
+
+def dataset(root: Path, images: str, labels: Mapping[str, str]) -> Path:
+    tree(root, dict.fromkeys(images.split()))
+    return tree(root, labels)
+
+
+def files(text: str) -> list[str | None]:
+    return [None if name == "-" else name for name in text.split()]
+
+
+CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+    # a name: images, labels, and the images of each split; "-": missing
+    "labelme2voc": (
+        "JPEGImages/a.jpg SegmentationClassVisualization/a.jpg AnnotationsVisualization/a.jpg",
+        {"Annotations/a.xml": voc("a.jpg")},
+        {"train": "JPEGImages/a.jpg"},
+    ),
+    "Oxford-IIIT Pet": (
+        "images/a.jpg annotations/trimaps/a.png",
+        {"annotations/xmls/a.xml": voc("OXIIIT/a.jpg")},
+        {"train": "images/a.jpg"},
+    ),
+    "drawn results": (
+        "images/a.jpg detections/a.jpg",
+        {"annots/a.xml": voc("a.jpg")},
+        {"train": "images/a.jpg"},
+    ),
+    "folder of VOC decides": (
+        "photos/a.jpg drawn/a.jpg",
+        {"annots/a.xml": voc("photos/a.jpg")},
+        {"train": "photos/a.jpg"},
+    ),
+    "VOC per class": (
+        "cat/JPEGImages/1.jpg dog/JPEGImages/1.jpg",
+        {"cat/Annotations/1.xml": voc(), "dog/Annotations/1.xml": voc()},
+        {"train": "cat/JPEGImages/1.jpg dog/JPEGImages/1.jpg"},
+    ),
+    "VOC per video": (
+        "v1/frames/1.jpg v2/frames/1.jpg",
+        {"v1/annots/1.xml": voc(), "v2/annots/1.xml": voc()},
+        {"train": "v1/frames/1.jpg v2/frames/1.jpg"},
+    ),
+    "two split words, VOC": (
+        "training_demo/images/train/a.jpg training_demo/images/valid/b.jpg "
+        "training_demo/images/test/c.jpg",
+        {
+            "training_demo/images/train/a.xml": voc("a.jpg"),
+            "training_demo/images/valid/b.xml": voc("b.jpg"),
+            "training_demo/images/test/c.xml": voc("c.jpg"),
+        },
+        {
+            "train": "training_demo/images/train/a.jpg",
+            "val": "training_demo/images/valid/b.jpg",
+            "test": "training_demo/images/test/c.jpg",
+        },
+    ),
+    "neither train nor val, VOC": (
+        "train/a.jpg val/b.jpg old/c.jpg",
+        {f"{name}.xml": voc() for name in ("train/a", "val/b", "old/c")},
+        {"train": "train/a.jpg", "val": "val/b.jpg"},
+    ),
+    "upper case": (
+        "images/a.jpg",
+        {"Annotations/a.XML": voc("a.jpg")},
+        {"train": "images/a.jpg"},
+    ),
+    "an image of a list without XML": (
+        "JPEGImages/a.jpg JPEGImages/#b.jpg",
+        {"Annotations/a.xml": voc(), "ImageSets/Main/train.txt": "#comment\na\n#b"},
+        {"train": "JPEGImages/a.jpg JPEGImages/#b.jpg"},
+    ),
+    "a missing camera, COCO": (
+        "cam1/0.png cam1/1.png",
+        {"a.json": coco("cam1/0.png cam1/1.png cam2/0.png")},
+        {"train": "cam1/0.png cam1/1.png -"},
+    ),
+    "a missing camera in other order, COCO": (
+        "cam1/0.png",
+        {"a.json": coco("cam2/0.png cam1/0.png")},
+        {"train": "- cam1/0.png"},
+    ),
+    "a missing split, COCO": (
+        "images/train/0.png images/train/1.png",
+        {"annotations/train.json": coco("0.png 1.png"), "annotations/val.json": coco("0.png 1.png")},
+        {"train": "images/train/0.png images/train/1.png", "val": "- -"},
+    ),
+    "a missing split, Roboflow": (
+        "train/0.png",
+        {f"{split}/_annotations.coco.json": coco("0.png") for split in ("train", "valid")},
+        {"train": "train/0.png", "val": "-"},
+    ),
+    "validation images below the training images": (
+        "0.png val/0.png",
+        {"train.json": coco("0.png"), "val.json": coco("0.png")},
+        {"train": "0.png", "val": "val/0.png"},
+    ),
+    "an exact path beside a longer one": (
+        "a.jpg sub/a.jpg",
+        {"a.json": coco("a.jpg sub/a.jpg")},
+        {"train": "a.jpg sub/a.jpg"},
+    ),
+    "only the exact path": ("a.jpg sub/a.jpg", {"a.json": coco("a.jpg")}, {"train": "a.jpg"}),
+    "one file under two names": (
+        "a.png images/b.png",
+        {"a.json": coco("a.png ./a.png b.png images/b.png")},
+        {"train": "a.png images/b.png"},
+    ),
+    "two files of one name, of which both are listed": (
+        "a.png images/a.png images/b.png images/c.png",
+        {"a.json": coco("a.png images/a.png b.png c.png")},
+        {"train": "a.png images/a.png images/b.png images/c.png"},
+    ),
+    "a copy in the dataset folder": (
+        "a.png images/a.png images/b.png",
+        {"a.json": coco("a.png b.png")},
+        {"train": "images/a.png images/b.png"},
+    ),
+    "the first images are missing": (
+        "photos/z1.png photos/z2.png",
+        {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z1.png z2.png")},
+        {"train": " - " * 25 + "photos/z1.png photos/z2.png"},
+    ),
+    "a folder that ends in prepared": (
+        "unprepared/a.png",
+        {"a.json": coco("a.png")},
+        {"train": "unprepared/a.png"},
+    ),
+    "CSV beside another copy": (
+        "images/train/a.jpg images/test/b.jpg old/a.jpg",
+        {"data/train_labels.csv": csv("a.jpg"), "data/test_labels.csv": csv("b.jpg")},
+        {"train": "images/train/a.jpg", "val": "images/test/b.jpg"},
+    ),
+    "CSV of all": (
+        "images/a.jpg images/b.jpg",
+        {
+            "data/all_labels.csv": csv("a.jpg b.jpg"),
+            "data/train_labels.csv": csv("a.jpg"),
+            "data/test_labels.csv": csv("b.jpg"),
+        },
+        {"train": "images/a.jpg", "val": "images/b.jpg"},
+    ),
+    "CSV of the rest": (
+        "images/a.jpg images/b.jpg",
+        {"labels.csv": csv("a.jpg"), "test_labels.csv": csv("b.jpg")},
+        {"train": "images/a.jpg", "val": "images/b.jpg"},
+    ),
+    "CSV with quotes": (
+        "images/a,b.jpg images/c.jpg",
+        {
+            "train.csv": '"filename","width","height","class","xmin","ymin","xmax","ymax"\n'
+            '"a,b.jpg",100,50,"say ""x""",1,1,9,9\nc.jpg,100,50,y,1,1,9,9\n'
+        },
+        {"train": "images/a,b.jpg images/c.jpg"},
+    ),
+    "CVAT": (
+        "images/train/a.png images/test/a.png",
+        {"annotations.xml": cvat("Train:a.png Test:a.png")},
+        {"train": "images/train/a.png", "val": "images/test/a.png"},
+    ),
+    "YOLO in folders of any name": (
+        "img/a.jpg img/b.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        {"train": "img/a.jpg img/b.jpg"},
+    ),
+    "YOLO beside images in a folder called images": (
+        "images/a.jpg drawn/a.jpg",
+        {"images/classes.txt": "x", "classes.txt": "x", "images/a.txt": YOLO},
+        {"train": "images/a.jpg"},
+    ),
+    "YOLO, classes per split": (
+        "train/images/a.jpg valid/images/b.jpg",
+        {
+            **{f"{split}/labels/classes.txt": "x" for split in ("train", "valid")},
+            "train/labels/a.txt": YOLO, "valid/labels/b.txt": YOLO,
+        },
+        {"train": "train/images/a.jpg", "val": "valid/images/b.jpg"},
+    ),
+    "YOLO, two split words": (
+        "training_demo/images/train/a.jpg training_demo/images/test/b.jpg",
+        {
+            "classes.txt": "x",
+            "training_demo/labels/train/a.txt": YOLO,
+            "training_demo/labels/test/b.txt": YOLO,
+        },
+        {"train": "training_demo/images/train/a.jpg", "val": "training_demo/images/test/b.jpg"},
+    ),
+    "YOLO, a label of a missing image": (
+        "images/day1/a.jpg images/day1/b.jpg images/day2/b.jpg",
+        {"classes.txt": "x", "labels/day1/a.txt": YOLO, "labels/day2/a.txt": YOLO}
+        | {"labels/day2/b.txt": YOLO},
+        {"train": "images/day1/a.jpg images/day1/b.jpg images/day2/b.jpg"},
+    ),
+    "data.yaml with another word": (
+        "train/a.jpg val/b.jpg",
+        {
+            "data.yaml": "names: [x]\ntrain: ../train\nval: ../valid",
+            "train/a.txt": YOLO, "val/b.txt": YOLO,
+        },
+        {"train": "train/a.jpg", "val": "val/b.jpg"},
+    ),
+    "data.yaml of this folder": (
+        "a.jpg",
+        {"data.yaml": "names: [x]\ntrain: .", "a.txt": YOLO},
+        {"train": "a.jpg"},
+    ),
+    "KITTI in folders": (
+        "training/image_2/a/0.png training/image_2/b/0.png",
+        {f"training/label_2/{folder}/0.txt": f"traffic light {KITTI}" for folder in "ab"},
+        {"train": "training/image_2/a/0.png training/image_2/b/0.png"},
+    ),
+    "Open Images": (
+        "train/0a.jpg train/s/0b.png train/c.jpg validation/0a.jpg",
+        {
+            "train-annotations-bbox.csv": openimages("0a.jpg s/0b"),
+            "validation-annotations-bbox.csv": openimages("0a"),
+        },
+        {"train": "train/0a.jpg train/s/0b.png train/c.jpg", "val": "validation/0a.jpg"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_images_that_labels_mean(tmp_path: Path, name: str) -> None:
+    images, labels, expected = CASES[name]
+    found = used(dataset(tmp_path / "data", images, labels))
+    assert found == {split: files(text) for split, text in expected.items()}
+
+
+REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
+    # a name: images, labels, and what the error names
+    "two folders, VOC": (
+        "photos/a.jpg drawn/a.jpg",
+        {"annots/a.xml": voc("a.jpg")},
+        ("photos/a.jpg", "drawn/a.jpg"),
+    ),
+    "masks beside labels": (
+        "photos/a.jpg annots/masks/a.jpg",
+        {"annots/a.xml": voc("a.jpg")},
+        ("photos/a.jpg", "annots/masks/a.jpg"),
+    ),
+    "the image with the stem, and the named one": (
+        "JPEGImages/b.jpg thumbs/a.jpg",
+        {"Annotations/a.xml": voc("b.jpg")},
+        ("JPEGImages/b.jpg", "thumbs/a.jpg", "Annotations/a.xml"),
+    ),
+    "two versions of labels": (
+        "images/a.jpg",
+        {"v1/a.xml": voc(), "v2/a.xml": voc().replace("9", "8")},
+        ("v1/a.xml", "v2/a.xml"),
+    ),
+    "two folders, COCO": (
+        "cam1/a.jpg cam2/a.jpg",
+        {"a.json": coco("a.jpg")},
+        ("cam1/a.jpg", "cam2/a.jpg"),
+    ),
+    "one file for two entries, COCO": (
+        "photo/0.png",
+        {"a.json": coco("cam1/0.png cam2/0.png")},
+        ("cam1/0.png", "cam2/0.png", "photo/0.png"),
+    ),
+    "two folders, CSV": ("x/a.jpg y/a.jpg", {"train.csv": csv("a.jpg")}, ("x/a.jpg", "y/a.jpg")),
+    "a missing split, CSV": (
+        "images/train/a.jpg",
+        {"train.csv": csv("a.jpg"), "test.csv": csv("a.jpg")},
+        ("a.jpg",),
+    ),
+    "a missing split, CVAT": (
+        "images/train/a.png",
+        {"annotations.xml": cvat("Train:a.png Test:a.png")},
+        ("a.png",),
+    ),
+    "YOLO without a label": (
+        "img/a.jpg",
+        {"classes.txt": "x", "labels/b.txt": YOLO},
+        ("img/a.txt", "labels/b.txt"),
+    ),
+    "YOLO, two folders": (
+        "photos/a.jpg drawn/a.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        ("photos/a.jpg", "drawn/a.jpg"),
+    ),
+    "YOLO, different labels": (
+        "images/a.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO, "images/a.txt": f"{YOLO}\n{YOLO}"},
+        ("labels/a.txt", "images/a.txt"),
+    ),
+    "YOLO, other classes per split": (
+        "train/a.jpg",
+        {"train/a.txt": YOLO, "train/classes.txt": "x", "val/classes.txt": "y"},
+        ("train/classes.txt", "val/classes.txt"),
+    ),
+    "stale data.yaml": (
+        "images/a.jpg",
+        {"data.yaml": "names: [x]\ntrain: old/train/images\nval: old/val/images"}
+        | {"labels/a.txt": YOLO},
+        ("old/train/images",),
+    ),
+    "stale data.yaml without split words": (
+        "images/a.jpg",
+        {"data.yaml": "names: [x]\ntrain: one/images\nval: two/images", "labels/a.txt": YOLO},
+        ("one/images", "two/images"),
+    ),
+    "CSV of all and more": (
+        "images/a.jpg images/b.jpg",
+        {"all.csv": csv("a.jpg b.jpg"), "train.csv": csv("a.jpg")},
+        ("all.csv", "train.csv"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_ambiguous_or_missing_is_named(tmp_path: Path, name: str) -> None:
+    images, labels, words = REFUSED[name]
+    with pytest.raises(DataError) as error:
+        used(dataset(tmp_path / "data", images, labels))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_the_declared_size_decides_between_equal_candidates(tmp_path: Path) -> None:
+    image_file(tmp_path / "drawn/a.jpg", (200, 100))
+    dataset(tmp_path, "photos/a.jpg", {"annots/a.xml": voc("a.jpg")})
+    assert used(tmp_path) == {"train": ["photos/a.jpg"]}
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"annots/a.xml": voc("a.jpg")},
+        {"a.json": coco("a.jpg")},
+        {"train.csv": csv("a.jpg")},
+        {"annotations.xml": cvat("Train:a.jpg")},
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        {"label_2/a.txt": f"x {KITTI}"},
+        {"bbox.csv": openimages("a")},
+    ],
+)
+def test_the_folder_of_the_images_is_an_option(
+    tmp_path: Path, cli: Cli, labels: dict[str, str]
+) -> None:
+    data = dataset(tmp_path / "data", "pics/a.jpg drawn/a.jpg", labels)
+    result = cli("prepare", "--data", data)
+    assert result.code == 3
+    assert "--image-dir" in result.err
+    assert cli("prepare", "--data", data, "--image-dir", "pic").code == 2
+    for folder in ("pics", data / "pics"):
+        result = cli("prepare", "--data", data, "--image-dir", folder, "--force")
+        assert result.code == 0, result.err
+    annotations = annotations_of(data, data / "prepared")["train"]
+    assert (annotations.folder / annotations.file_names[0]) == data / "pics/a.jpg"
+
+
+def test_a_dataset_toml_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
+    toml = '[train]\nimages = "pics"\nannotations = "a.json"\n'
+    dataset(tmp_path / "data", "pics/a.jpg", {"a.json": coco("a.jpg"), "dataset.toml": toml})
+    result = cli("prepare", "--data", tmp_path / "data/dataset.toml", "--no-pack", "--json")
+    assert json.loads(result.out)["root"] == str(tmp_path / "data")
+
+
+def test_the_folder_of_labels_names_the_dataset(tmp_path: Path, cli: Cli) -> None:
+    dataset(tmp_path / "kangaroo", "images/a.jpg", {"annots/a.xml": voc("a.jpg")})
+    result = cli("prepare", "--data", tmp_path / "kangaroo/annots")
+    assert result.code == 3
+    assert f"--data {tmp_path / 'kangaroo'}?" in result.err
+
+
+def test_a_class_with_a_comma_can_be_kept(tmp_path: Path, cli: Cli) -> None:
+    labels = csv("a.jpg").replace(",x,", ',"a,b",')
+    data = dataset(tmp_path / "data", "a.jpg", {"train.csv": labels})
+    result = cli("prepare", "--data", data, "--classes", "a,b")
+    assert result.code == 2
+    arguments = shlex.split(result.err.partition("write ")[2].partition(" for ")[0])
+    assert arguments == ["--classes", '["a,b"]']
+    assert cli("prepare", "--data", data, *arguments).code == 0
+    assert arguments[1] in cli("prepare", "--data", data).err  # the options of the last time
+
+
+def test_a_file_that_is_listed_twice_is_in_one_part_of_a_division(tmp_path: Path) -> None:
+    names = " ".join(f"{n}.png ./{n}.png" for n in range(8))
+    data = dataset(tmp_path, " ".join(f"{n}.png" for n in range(8)), {"a.json": coco(names)})
+    parts = read_dataset(data, Conversion(split=0.5))
+    assert len({*parts["train"].file_names, *parts["val"].file_names}) == 8
+    assert len(parts["train"].file_names) == len(parts["val"].file_names) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("training_demo/images/valid", "val"),
+        ("test/instances_train2017.json", "train"),
+        ("data/train/val_old", "val"),
+        ("trainer/devices", None),
+        ("train/train_test", "train"),
+        ("obj_Train_data", "train"),
+        ("", None),
+    ],
+)
+def test_the_innermost_word_is_the_split(path: str, split: str | None) -> None:
+    assert split_of(path) == split
+
+
+def test_finding_images_is_fast(tmp_path: Path) -> None:
+    names = [f"images/{n % 50}/{n:06d}.jpg" for n in range(20_000)]
+    finder = ImageFinder(tmp_path, files=names)
+    wanted = [Wanted(name.rpartition("/")[2], "annotations") for name in names]
+    assert [item.file for item in finder.find(wanted, tmp_path) if item] == names
