@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of every command, with what each means. Scripts and batch systems rely on them."""
+    """The exit codes of every command and their meaning. Scripts and batch systems rely on them."""
 
     meaning: str
 

@@ -252,7 +252,7 @@ def test_an_unreadable_file_does_not_stop_the_others(
     unreadable.symlink_to("/proc/self/mem")  # read: EIO
     result = predict(image_files[0], unreadable, image_files[1], "--json")
     assert result.code == 6
-    assert len(result.json) == 2
+    assert len(json.loads(result.out)) == 2
     assert str(unreadable) in result.err
 
 
