@@ -19,7 +19,7 @@ from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
 from ssdctl.config.settings import all_settings
 from ssdctl.data.dataset import is_prepared
-from ssdctl.data.open_dataset import count_images
+from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
@@ -95,20 +95,22 @@ def check_train(
             f"device {device.name} does not support {config.execution} execution",
             hint=f"--execution {' or '.join(device.executions)}",
         )
-    if has_data and config.batch_size != "auto" and (images := _count_images(resolved.config)):
-        before = settings_of_run(resolved.config)
-        finalize(resolved, device, Ranks(0, count, 0), images, before=before)
+    if has_data and config.batch_size != "auto" and (size := _count_images(resolved.config)):
+        before, ranks = settings_of_run(resolved.config), Ranks(0, count, 0)
+        images, background = size.trainable, size.background
+        finalize(resolved, device, ranks, images, background=background, before=before)
     return notices
 
 
-def _count_images(config: Config) -> int | None:
+def _count_images(config: Config) -> DatasetSize | None:
     root, folder = dataset_folders(config.data)
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        return count_images(root, folder).trainable
+        size = count_images(root, folder)
     except DataError:  # the ranks report it
         return None
+    return size if size.trainable else None
 
 
 def resumed(request: LaunchRequest, resume: str) -> LaunchRequest:

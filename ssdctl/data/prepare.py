@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ssdctl._version import __version__
 from ssdctl.config import PrepareConfig
@@ -25,6 +26,7 @@ from ssdctl.data import index
 from ssdctl.data.annotations import (
     AUTOMATIC,
     NO_LABELS,
+    UNLABELED,
     UNLISTED,
     Annotations,
     Conversion,
@@ -33,10 +35,9 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.check import (
     DROPPED_IMAGE,
-    NO_BOXES,
-    NO_BOXES_NOT_TRAINED,
+    NO_BOXES_LEFT,
+    NO_OBJECTS,
     NOTED_IMAGE,
-    Objects,
     check,
     duplicate_names,
 )
@@ -204,7 +205,7 @@ def _prepare_split(
     Its images are compared with those of `earlier` splits and added to them.
     """
     annotations, num_bytes = resolved.pop(split)
-    objects, findings, warnings = check(annotations)
+    objects, is_empty, findings, warnings = check(annotations)
     if split == made.splits[0]:  # all splits have the same classes
         warnings = warnings + duplicate_names(annotations.classes)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
@@ -220,11 +221,14 @@ def _prepare_split(
         if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:
             index.index_path(folder, split).unlink()  # its shards are about to change
         images = check_images(job, progress)
-    findings += images.findings + _without_boxes(split, annotations, objects, images, findings)
     versions = ImageVersions(annotations.folder, names, images.fingerprints)
     duplicates = find_duplicates(versions, earlier)
     earlier[split] = versions
     counts = objects.num_trained()
+    background = images.is_usable & is_empty
+    left_out = images.is_usable & ~is_empty & (counts == 0)
+    findings += images.findings
+    findings += _without_boxes(split, annotations, background, left_out, findings)
     per_class = count_classes(annotations.classes, objects, images.is_usable)
     sizes = object_sizes(objects)
     report = SplitReport(
@@ -233,6 +237,7 @@ def _prepare_split(
         boxes=int(counts[images.is_usable].sum()),
         classes=len(annotations.classes),
         trainable=int((images.is_usable & (counts > 0)).sum()),
+        background=int(background.sum()),
         findings=findings,
         key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
         per_class=per_class,
@@ -250,7 +255,7 @@ def _prepare_split(
     if not config.allow_dropped:
         refuse_dropped(report, annotations.origin, num_boxes)
     metadata = index.Metadata(
-        format=4,
+        format=5,
         packed=config.pack,
         shards=images.shards,
         shrink=config.shrink,
@@ -265,23 +270,26 @@ def _prepare_split(
         duplicates=duplicates,
     )
     path = index.index_path(folder, split)
-    index.write_index(path, annotations, objects, images.is_usable, images.fingerprints, metadata)
+    usable, fingerprints = images.is_usable, images.fingerprints
+    index.write_index(path, annotations, objects, usable, is_empty, fingerprints, metadata)
     return report
 
 
 def _without_boxes(
     split: str,
     annotations: Annotations,
-    objects: Objects,
-    images: CheckedImages,
+    is_empty: NDArray[np.bool_],
+    is_left_out: NDArray[np.bool_],
     findings: list[Finding],
 ) -> list[Finding]:
-    """Return a finding for each usable image that has a label file without a usable box."""
-    unlabeled = {f.image_id for f in findings if f.kind == NO_LABELS}
-    kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
-    rows = np.nonzero(images.is_usable & (objects.num_trained() == 0))[0].tolist()
+    """Return a finding for each image that is empty, or has no box left to train on."""
     ids, names = annotations.image_ids.tolist(), annotations.file_names
-    return [Finding(kind, ids[r], None, names[r]) for r in rows if ids[r] not in unlabeled]
+    result = [Finding(NO_OBJECTS, ids[r], None, names[r]) for r in np.flatnonzero(is_empty)]
+    if split == "train":
+        named = {f.image_id for f in findings if f.kind in (NO_LABELS, UNLABELED)}
+        rows = [r for r in np.flatnonzero(is_left_out) if ids[r] not in named]
+        result += [Finding(NO_BOXES_LEFT, ids[r], None, names[r]) for r in rows]
+    return result
 
 
 def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
