@@ -31,7 +31,6 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.safe_text import counted, listed
 
 log = logging.getLogger(__name__)
-TOML = "dataset.toml"
 SPLITS = ("train", "val", "test")
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),

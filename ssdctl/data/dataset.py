@@ -25,7 +25,6 @@ from ssdctl.data.annotations import (
     MAX_NAMED,
     SPLIT_WORDS,
     SPLITS,
-    TOML,
     Annotations,
     Conversion,
     Labels,
@@ -36,6 +35,7 @@ from ssdctl.data.annotations import (
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.formats import Format, built_in, coco, load, names
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
+from ssdctl.data.store_folder import TOML
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors
 from ssdctl.runtime.safe_text import counted

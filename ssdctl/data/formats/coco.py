@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from ssdctl.config.resolve import read_toml
 from ssdctl.data.annotations import (
     SPLITS,
-    TOML,
     UNLISTED,
     Annotations,
     ClassName,
@@ -48,6 +47,7 @@ from ssdctl.data.coco_json import (
 )
 from ssdctl.data.find_images import STANDARD
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_folders
+from ssdctl.data.store_folder import TOML
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
 
