@@ -212,6 +212,17 @@ def test_the_dry_run_plans_the_network_of_init(cli: Cli, shapes: Path, checkpoin
     assert size("--init", checkpoint) == size(*tiny) != size()
 
 
+@pytest.mark.parametrize(
+    ("name", "backbone"), [("ssd300-vgg16-coco", "vgg16"), ("nvidia-ssd300-coco", "resnet50")]
+)
+def test_the_dry_run_knows_the_network_of_a_detector_that_is_not_here(
+    cli: Cli, shapes: Path, name: str, backbone: str
+) -> None:
+    plan = cli("train", "--data", shapes, "--init", name, "--dry-run")
+    assert plan.code == 0
+    assert backbone in plan.out
+
+
 def test_the_dry_run_knows_the_time_of_a_run_that_was_started(
     tiny_run: Path, shapes: Path, cli: Cli
 ) -> None:
