@@ -19,8 +19,7 @@ from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
 from ssdctl.config.settings import LAUNCHER_TABLES, all_settings
-from ssdctl.data.dataset import is_prepared
-from ssdctl.data.open_dataset import count_images
+from ssdctl.data.open_dataset import count_images, is_prepared
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
 from ssdctl.distributed.ranks import Ranks, free_port, own_names
 from ssdctl.errors import DataError, UsageError
