@@ -81,22 +81,12 @@ def launch(
         )
     from ssdctl.cli.launch_request import make_request
     from ssdctl.launch import load_launcher, make_plan, read_node
-    from ssdctl.launch.torchrun import SKY_SUFFIXES, to_sky_task
 
     request = make_request(call, *devices[0], rest or [], is_dry_run=dry_run, write=write)
     launcher = load_launcher(request.launcher)
     is_batch = hasattr(launcher, "submit")
     if write is not None and request.config.restarts and not is_batch:
         call.console.warning(f"{write} does not contain --restarts: only ssdctl launch restarts")
-    if write is not None and write.endswith(SKY_SUFFIXES):
-        task = to_sky_task(request, read_node())
-        if dry_run:
-            call.console.result({"script": task}, task.rstrip("\n"))
-            return
-        files.write_text(Path(write), task)
-        call.console.info(f"wrote {write}; start it with sky launch --gpus TYPE:COUNT {write}")
-        call.console.result({"written": write}, None)
-        return
     plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warning(warning)

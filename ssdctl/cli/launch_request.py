@@ -19,13 +19,12 @@ from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
 from ssdctl.config.settings import LAUNCHER_TABLES, all_settings
-from ssdctl.data.open_dataset import count_images, is_prepared
+from ssdctl.data.open_dataset import DatasetSize, count_images, is_prepared
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
 from ssdctl.distributed.ranks import Ranks, free_port, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch import LaunchRequest, _tpus, load_launcher, read_node
 from ssdctl.launch.mpirun import read_hosts
-from ssdctl.launch.torchrun import SKY_SUFFIXES
 from ssdctl.runs.layout import run_dir
 from ssdctl.training.run import check_without_data, finalize, settings_of_run
 
@@ -42,7 +41,6 @@ def make_request(
     name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
     launcher = load_launcher(name)
     is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
-    is_elsewhere |= write is not None and write.endswith(SKY_SUFFIXES)
     if rest:
         command = rest_command(call, rest)
     else:
@@ -118,20 +116,22 @@ def check_train(
             f"device {device.name} does not support {config.execution} execution",
             hint=f"--execution {' or '.join(device.executions)}",
         )
-    if has_data and config.batch_size != "auto" and (images := _count_images(resolved.config)):
-        before = settings_of_run(resolved.config)
-        finalize(resolved, device, Ranks(0, count, 0), images, before=before)
+    if has_data and config.batch_size != "auto" and (size := _count_images(resolved.config)):
+        before, ranks = settings_of_run(resolved.config), Ranks(0, count, 0)
+        images, background = size.trainable, size.background
+        finalize(resolved, device, ranks, images, background=background, before=before)
     return notices
 
 
-def _count_images(config: Config) -> int | None:
+def _count_images(config: Config) -> DatasetSize | None:
     root, folder = dataset_folders(config.data)
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        return count_images(root, folder).trainable
+        size = count_images(root, folder)
     except DataError:  # the ranks report it
         return None
+    return size if size.trainable else None
 
 
 def resumed(request: LaunchRequest, resume: str) -> LaunchRequest:

@@ -120,6 +120,10 @@ class PrepareConfig(Section, frozen=True):
         tuple[str, ...],
         _conversion("Keep only these classes [default: all]", metavar="A,B"),
     ] = ()
+    image_dir: Annotated[
+        str | None,
+        _conversion("Folder of the images, if several files fit a name", metavar="DIR"),
+    ] = None
     pack: Annotated[bool, setting("Pack images for fast training (else index only)")] = True
     shrink: Annotated[
         Annotated[int, msgspec.Meta(ge=300)] | None,
@@ -230,6 +234,13 @@ class TrainConfig(Section, frozen=True):
             "Keep an EMA of the weights and evaluate it (try 0.999)", metavar="DECAY", ge=0, lt=1
         ),
     ] = 0.0
+    background: Annotated[
+        float,
+        _recipe("Fraction of training images without objects", metavar="FRACTION", ge=0, lt=1),
+    ] = 0.0
+    background_negatives: Annotated[
+        Count, _recipe("Hardest default boxes trained on per image without objects")
+    ] = 30
     freeze: Annotated[int, _recipe("Freeze the backbone's first N stages (of 4)", ge=0, le=4)] = 0
     freeze_norm: Annotated[
         bool, _recipe("Freeze batch norm statistics (fine-tuning with small batches)")

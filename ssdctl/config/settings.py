@@ -120,7 +120,7 @@ NOT_COMPARED = {
 COMPARED_TOO = {
     *("train.seed", "train.ema", "train.freeze", "train.freeze_norm", "train.sync_bn"),
     *("train.tf32", "train.pipeline", "train.augment", "train.fake_data"),
-    *("train.limit_train", "train.overfit"),
+    *("train.limit_train", "train.overfit", "train.background", "train.background_negatives"),
 }
 
 

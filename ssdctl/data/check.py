@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ssdctl.data.annotations import (
     MAX_NAMED,
     NO_LABELS,
+    UNLABELED,
     UNLISTED,
     Annotations,
     ClassName,
@@ -37,9 +38,9 @@ KINDS = (
 NO_BBOX = "annotation without bbox, dropped"
 DROPPED_IMAGE = "image dropped"
 NOTED_IMAGE = "image with a note"
-NO_BOXES = "no boxes (skipped in training)"
-NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
-WITHOUT_OBJECTS = (NO_BOXES, NO_BOXES_NOT_TRAINED, NO_LABELS)
+NO_OBJECTS = "no objects"
+NO_BOXES_LEFT = "no valid box (skipped in training)"
+WITHOUT_OBJECTS = (NO_OBJECTS, NO_LABELS)
 DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
 
 
@@ -61,6 +62,7 @@ class Objects(NamedTuple):
 
 class Checked(NamedTuple):
     objects: Objects
+    is_empty: NDArray[np.bool_]  # N: no object is listed for the image, and none was dropped
     findings: list[Finding]  # those of the reader, and one for each object dropped or clipped
     warnings: list[str]  # for the user
 
@@ -106,7 +108,15 @@ def check(annotations: Annotations) -> Checked:
         fractions=fractions,
     )
     warnings = _warnings(boxes, kinds, num_unit, annotations.sizes, rows)
-    return Checked(objects, [*annotations.findings, *findings], warnings)
+    return Checked(objects, _is_empty(annotations), [*annotations.findings, *findings], warnings)
+
+
+def _is_empty(annotations: Annotations) -> NDArray[np.bool_]:
+    kinds = (UNLISTED, UNLABELED, NO_LABELS)
+    dropped = [f.image_id for f in annotations.findings if f.kind in kinds]
+    is_empty = ~np.isin(annotations.image_ids, dropped)
+    is_empty[annotations.rows] = False
+    return is_empty
 
 
 def clip(

@@ -29,8 +29,10 @@ from ssdctl.data.annotations import (
     divided,
     with_classes,
 )
+from ssdctl.data.find_images import resolve_images
 from ssdctl.data.formats import Format, built_in, coco, load, names
-from ssdctl.data.image_files import ANNOTATION_FOLDERS, files_below, is_image
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
+from ssdctl.data.store_folder import TOML
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular
 from ssdctl.runtime.safe_text import counted
@@ -101,7 +103,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
 
 
 def _refuse_format_beside_toml(root: Path, name: str | None) -> None:
-    toml = root / coco.TOML
+    toml = root / TOML
     if name is not None and toml.is_file():
         raise UsageError(
             f"--from {name}: {toml} exists",
@@ -128,7 +130,9 @@ def read_and_convert(
     `module` is the format if known. `is_remembered`: the conversion is the last one, so its --split
     does not apply to a dataset that has validation images by now.
     """
-    splits = _with_images(root, (module or find(root, conversion.source)[1]).read(root))
+    module, folder = module or find(root, conversion.source)[1], conversion.image_dir
+    read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
+    splits = _with_images(root, read)
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
     if conversion.split is not None and "val" in splits:
@@ -139,9 +143,20 @@ def read_and_convert(
         splits[first] = splits[first]._replace(notes=[*splits[first].notes, note])
         conversion = msgspec.structs.replace(conversion, split=None)
     elif conversion.split is not None:
+        # An entry that is listed twice must not be in both parts.
+        splits = {split: images for split, (images, _) in resolve_images(splits).items()}
         train, val = divided(require_split(splits, "train", root), conversion.split)
         splits = {**splits, "train": train, "val": val}
     return {s: splits[s] for s in SPLITS if s in splits}, conversion
+
+
+def _image_dir(root: Path, folder: str) -> str:
+    """Return the folder that the user names, relative to the dataset folder."""
+    base = dataset_folder(root)
+    for path in (base / folder, Path(folder)):
+        if path.is_dir() and path.resolve().is_relative_to(base.resolve()):
+            return path.resolve().relative_to(base.resolve()).as_posix()
+    raise UsageError(f"--image-dir {folder}: no folder below {base}")
 
 
 def _with_images(root: Path, splits: dict[str, Annotations]) -> dict[str, Annotations]:
@@ -215,7 +230,7 @@ def _has_labels(folder: Path) -> bool:
 
 
 def _no_dataset(path: Path) -> DataError:
-    looked_for = [coco.TOML]
+    looked_for = [TOML]
     for name in built_in():
         looked_for += getattr(load(name), "LOOKED_FOR", ())
     files = sorted(Path(n) for n in itertools.islice(files_below(path), MAX_FILES))
@@ -244,15 +259,12 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
     jsons = [file for file in files if file.suffix == ".json"]
     if any(b'"shapes"' in _head(folder / file) for file in jsons[:MAX_READ]):
         return CONVERT_LABELME
-    images = [folder / file for file in files if is_image(file)]
-    stems = {image.stem for image in images}
+    stems = {file.stem for file in files if is_image(file)}
     for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
         if yolo.has_boxes(folder / file):
-            own = [yolo.label_file(folder, image) for image in images if image.stem == file.stem]
-            move = "" if folder / file in own else ", and move each label file beside its image"
             return (
                 f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "
-                f"name of a class per line, in the order of the class numbers{move}"
+                "name of a class per line, in the order of the class numbers"
             )
     if any(TFRECORD.search(file.name) for file in files):
         return TFRECORD_HINT

@@ -1,9 +1,9 @@
 """The index of a split: what training, scoring and reports read instead of the annotations.
 
-A row per image: its id, file, size and file's fingerprint, whether it can be used, and lists of its
-objects: every box unclipped with its area, as scoring needs it, and clipped in fractions of the
-image, as training does. The metadata has the classes, the shards of packed images, and how the
-annotations were read. Torch-free.
+A row per image: its id, file, size and file's fingerprint, whether it can be used, whether it is
+empty (no object, not even a dropped one), and lists of its objects: every box unclipped with its
+area, as scoring needs it, and clipped in fractions of the image, as training does. The metadata has
+the classes, the shards of packed images, and how the annotations were read. Torch-free.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ IMAGE_COLUMNS: Types = {
 }
 INDEX_COLUMNS: Types = {
     **IMAGE_COLUMNS,
+    "empty": pa.bool_(),
     "labels": pa.list_(pa.int32()),
     "is_trained": pa.list_(pa.bool_()),
     "fractions": pa.list_(pa.list_(pa.float32(), 4)),
@@ -178,6 +179,7 @@ def write_index(
     annotations: Annotations,
     objects: Objects,
     is_usable: NDArray[np.bool_],
+    is_empty: NDArray[np.bool_],
     fingerprints: FingerprintColumns,
     metadata: Metadata,
 ) -> None:
@@ -195,6 +197,7 @@ def write_index(
         "width": pa.array(annotations.sizes[:, 0], pa.int32()),
         "height": pa.array(annotations.sizes[:, 1], pa.int32()),
         "usable": pa.array(is_usable),
+        "empty": pa.array(is_empty),
         **{name: lists(values) for name, values in objects._asdict().items() if name != "starts"},
         **{name: pa.array(values) for name, values in fingerprints._asdict().items()},
     }

@@ -21,6 +21,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ssdctl._version import __version__
 from ssdctl.config import PrepareConfig
@@ -28,6 +29,7 @@ from ssdctl.data import index
 from ssdctl.data.annotations import (
     AUTOMATIC,
     NO_LABELS,
+    UNLABELED,
     UNLISTED,
     Annotations,
     Conversion,
@@ -36,8 +38,8 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.check import (
     DROPPED_IMAGE,
-    NO_BOXES,
-    NO_BOXES_NOT_TRAINED,
+    NO_BOXES_LEFT,
+    NO_OBJECTS,
     NOTED_IMAGE,
     Objects,
     check,
@@ -151,6 +153,7 @@ class _Store(NamedTuple):
 class _PreparedSplit(NamedTuple):
     annotations: Annotations  # without the objects
     objects: Objects
+    is_empty: NDArray[np.bool_]
     images: CheckedImages
     versions: ImageVersions
     report: SplitReport
@@ -296,17 +299,19 @@ def _prepare_split(
 ) -> _PreparedSplit:
     """Check the labels and images of a split; `known` images are not checked again."""
     annotations, num_bytes = resolved
-    objects, findings, warnings = check(annotations)
+    objects, is_empty, findings, warnings = check(annotations)
     if not earlier:  # all splits have the same classes
         warnings = warnings + duplicate_names(annotations.classes)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
     images = known or _check_images(store, split, annotations, num_bytes)
-    findings += images.findings + _without_boxes(split, annotations, objects, images, findings)
     versions = ImageVersions(annotations.folder, annotations.file_names, images.fingerprints)
     duplicates = find_duplicates(versions, {s: p.versions for s, p in earlier.items()})
     counts, is_usable = objects.num_trained(), images.is_usable
+    background, left_out = is_usable & is_empty, is_usable & ~is_empty & (counts == 0)
+    findings += images.findings
+    findings += _without_boxes(split, annotations, background, left_out, findings)
     per_class, sizes = count_classes(annotations.classes, objects, is_usable), object_sizes(objects)
     report = SplitReport(
         split=split,
@@ -314,6 +319,7 @@ def _prepare_split(
         boxes=int(counts[is_usable].sum()),
         classes=len(annotations.classes),
         trainable=int((is_usable & (counts > 0)).sum()),
+        background=int(background.sum()),
         findings=findings,
         key=hashlib.sha256(f"{split}{annotations.folder}{time.time_ns()}".encode()).hexdigest(),
         per_class=per_class,
@@ -330,7 +336,7 @@ def _prepare_split(
     refuse_empty(report, annotations.origin)
     if not store.config.allow_dropped:
         refuse_dropped(report, annotations.origin, num_boxes)
-    return _PreparedSplit(annotations, objects, images, versions, report)
+    return _PreparedSplit(annotations, objects, is_empty, images, versions, report)
 
 
 def _check_images(
@@ -346,7 +352,7 @@ def _check_images(
 
 
 def _write_index(store: _Store, made: index.Made, prepared: _PreparedSplit) -> None:
-    annotations, objects, images, _, report = prepared
+    annotations, objects, is_empty, images, _, report = prepared
     metadata = index.Metadata(
         format=5,
         packed=store.config.pack,
@@ -362,23 +368,25 @@ def _write_index(store: _Store, made: index.Made, prepared: _PreparedSplit) -> N
         made=made,
         duplicates=report.duplicates,
     )
-    path = index.index_path(store.folder, report.split)
-    index.write_index(path, annotations, objects, images.is_usable, images.fingerprints, metadata)
+    path, usable = index.index_path(store.folder, report.split), images.is_usable
+    index.write_index(path, annotations, objects, usable, is_empty, images.fingerprints, metadata)
 
 
 def _without_boxes(
     split: str,
     annotations: Annotations,
-    objects: Objects,
-    images: CheckedImages,
+    is_empty: NDArray[np.bool_],
+    is_left_out: NDArray[np.bool_],
     findings: list[Finding],
 ) -> list[Finding]:
-    """Return a finding for each usable image that has a label file without a usable box."""
-    unlabeled = {f.image_id for f in findings if f.kind == NO_LABELS}
-    kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
-    rows = np.nonzero(images.is_usable & (objects.num_trained() == 0))[0].tolist()
+    """Return a finding for each image that is empty, or has no box left to train on."""
     ids, names = annotations.image_ids.tolist(), annotations.file_names
-    return [Finding(kind, ids[r], None, names[r]) for r in rows if ids[r] not in unlabeled]
+    result = [Finding(NO_OBJECTS, ids[r], None, names[r]) for r in np.flatnonzero(is_empty)]
+    if split == "train":
+        named = {f.image_id for f in findings if f.kind in (NO_LABELS, UNLABELED)}
+        rows = [r for r in np.flatnonzero(is_left_out) if ids[r] not in named]
+        result += [Finding(NO_BOXES_LEFT, ids[r], None, names[r]) for r in rows]
+    return result
 
 
 def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:

@@ -22,7 +22,8 @@ class SplitReport(msgspec.Struct, frozen=True):
     images: int  # with those that were dropped
     boxes: int  # to train on, in usable images
     classes: int
-    trainable: int
+    trainable: int  # images with a box to train on
+    background: int  # images without objects
     findings: list[Finding]
     key: str  # identifies the job that wrote the index
     per_class: list[ClassCount]

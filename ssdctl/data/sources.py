@@ -24,6 +24,7 @@ from ssdctl.data import index
 from ssdctl.data.annotations import root_folder
 from ssdctl.data.formats import coco
 from ssdctl.data.image_files import files_below, in_threads, is_image
+from ssdctl.data.store_folder import TOML
 from ssdctl.errors import SsdctlError
 from ssdctl.files import open_regular, read_errors, write_bytes
 from ssdctl.runtime.safe_text import counted
@@ -54,12 +55,12 @@ def label_files(root: Path, format_name: str, store: Path) -> list[str]:
     folder = root_folder(root).absolute()
     if format_name == "coco":
         paths = [files.annotations for files in coco.splits_of(root).values()]
-        if (root / coco.TOML).is_file():
-            paths.append(root / coco.TOML)
+        if (root / TOML).is_file():
+            paths.append(root / TOML)
         return sorted(os.path.relpath(path.absolute(), folder) for path in paths)
     suffixes = (".json",) if format_name.endswith("-json") else LABEL_SUFFIXES
     files = _without_runs(files_below(folder), os.path.relpath(store.absolute(), folder))
-    return sorted(n for n in files if n.lower().endswith(suffixes) or n == coco.TOML)
+    return sorted(n for n in files if n.lower().endswith(suffixes) or n == TOML)
 
 
 def _without_runs(names: Iterator[str], store: str) -> list[str]:

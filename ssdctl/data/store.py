@@ -61,6 +61,9 @@ class Split(NamedTuple):
     labels: NDArray[np.int32]  # M
     usable: NDArray[np.bool_]  # N: whether the image opens
     trainable: NDArray[np.int64]  # rows with an image that opens and at least one box
+    background: NDArray[
+        np.int64
+    ]  # rows with an image that opens and no object, not even a dropped one
     most_boxes: int  # on one image
     images: ImageFiles | PackedImages
     index_file: Path  # what detections are scored against
@@ -260,6 +263,7 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         labels=labels,
         usable=is_usable,
         trainable=np.nonzero(is_usable & (counts > 0))[0],
+        background=np.nonzero(is_usable & index.numbers(table, "empty"))[0],
         most_boxes=int(counts.max(initial=0)),
         images=images,
         index_file=path,

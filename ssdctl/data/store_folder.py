@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 STORE_NAME = "prepared"
+TOML = "dataset.toml"
 
 
 def default_root() -> Path:
@@ -45,11 +46,13 @@ def require_dataset(config: DataConfig) -> None:
 
 
 def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
-    """Return the dataset folder (or file) and its store's folder."""
+    """Return the dataset folder (or file, but the folder of a dataset.toml) and its store."""
     for value, option in ((config.root, "--data"), (config.store, "--store")):
         if value:
             refuse_url(value, option)
     root = Path(config.root) if config.root else default_root()
+    if root.name == TOML and root.is_file():
+        root = root.parent
     if config.store:
         return root, Path(config.store)
     return root, default_store(root)

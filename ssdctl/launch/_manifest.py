@@ -1,8 +1,7 @@
-"""Build a Kubernetes manifest: Job, MPIJob or TrainJob (Kubeflow's operators), as data and as YAML.
+"""Build a Kubernetes manifest: Job, or MPIJob of the MPI operator, as data and as YAML.
 
 A Job of one pod runs `ssdctl launch` in it. On several nodes an Indexed Job runs it in each pod,
-and torchrun's ranks meet at pod 0, which a headless Service names; a TrainJob does the same with
-pods of Kubeflow Trainer.
+and torchrun's ranks meet at pod 0, which a headless Service names.
 
 An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
 volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
@@ -29,13 +28,6 @@ Resources = dict[str, dict[str, str]]
 API_VERSIONS = {
     "Job": "batch/v1",
     "MPIJob": "kubeflow.org/v2beta1",
-    "TrainJob": "trainer.kubeflow.org/v1alpha1",
-}
-# What a TrainJob may change in the pods of its runtime, by its definition.
-TRAIN_JOB_FIELDS = {
-    *("affinity", "containers", "imagePullSecrets", "initContainers", "nodeSelector"),
-    *("schedulingGates", "securityContext", "serviceAccountName", "tolerations", "volumes"),
-    "terminationGracePeriodSeconds",
 }
 HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
 INSTALLED = "/opt/ssdctl"
@@ -63,7 +55,7 @@ FORMS = {
     "name": r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",  # pod names add a suffix, and have at most 63
     "namespace": LABEL,
     "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
-    **dict.fromkeys(("service_account", "pull_secret", "priority_class", "runtime"), DOTTED),
+    **dict.fromkeys(("service_account", "pull_secret", "priority_class"), DOTTED),
     "volumes": DOTTED,  # a claim
     **dict.fromkeys(("labels", "node_selector"), f"{QUALIFIED}={WORD}"),
     "annotations": f"{QUALIFIED}=.*",
@@ -82,7 +74,7 @@ def build(request: LaunchRequest) -> Manifest:
         **_given(annotations=pairs("annotations", config)),
         **_given(namespace=checked("namespace", config.namespace)),
     }
-    spec = {"MPIJob": _mpi_job, "TrainJob": _train_job, "Job": _job}[kind](request, name)
+    spec = {"MPIJob": _mpi_job, "Job": _job}[kind](request, name)
     # The fields that a user may add to a Job are in the runPolicy of an MPIJob.
     patched = spec["runPolicy"] if kind == "MPIJob" else spec
     patched.update(merge(patched, request.patch.get("job", {})))
@@ -109,16 +101,6 @@ def _kind(request: LaunchRequest) -> str:
         raise UsageError(f"kubernetes.kind {kind}: HPUs on several nodes need an MPIJob")
     if request.device in ("tpu", "xla") and kind == "MPIJob":
         raise UsageError("kubernetes.kind MPIJob: TPU processes take their chips from torchrun")
-    if is_hpu and kind == "TrainJob":
-        raise UsageError("kubernetes.kind TrainJob: HPUs are started by mpirun, in a Job")
-    names = sorted(request.patch.get("spec", {}).keys() - TRAIN_JOB_FIELDS)
-    names += [name for name in ("priority_class", "host_ipc") if getattr(config, name)]
-    names += ["--restarts"] * bool(request.config.restarts)
-    if kind == "TrainJob" and names:
-        raise UsageError(
-            f"kubernetes.kind TrainJob: its runtime decides about {', '.join(names)}",
-            hint=f"set it in the runtime {config.runtime}, or leave kubernetes.kind out",
-        )
     return kind
 
 
@@ -167,34 +149,6 @@ def _mpi_job(request: LaunchRequest, name: str) -> Manifest:
             # The launcher waits for all workers: a failed installation must be retried.
             "Worker": {"replicas": config.nodes, "restartPolicy": "OnFailure", "template": worker},
         },
-    }
-
-
-def _train_job(request: LaunchRequest, name: str) -> Manifest:
-    """Return the spec of a TrainJob (Kubeflow Trainer 2.2 or newer).
-
-    Its operator starts a pod per node and tells torchrun its number by PET_* variables. It accepts
-    no init container: the command installs ssdctl first.
-    """
-    pod = _pod(request, "node", _program(request, "torchrun"), has_devices=True)
-    container, spec = pod["spec"]["containers"][0], pod["spec"]
-    install = spec.pop("initContainers", [{"command": []}])[0]["command"]
-    trainer: Manifest = {
-        "image": container["image"],
-        "command": [*install, *container["command"]],
-        "env": container["env"],
-        "numNodes": request.config.nodes,
-        "numProcPerNode": request.ranks_per_node,
-        **_given(resourcesPerNode=container["resources"]),
-    }
-    spec["containers"] = [{"name": "node", "volumeMounts": container["volumeMounts"]}]
-    template = {"metadata": pod["metadata"], "spec": spec}
-    node = {"name": "node", "template": {"spec": {"template": template}}}
-    patch = {"template": {"spec": {"replicatedJobs": [node]}}}
-    return {
-        "runtimeRef": {"name": checked("runtime", request.table.runtime)},
-        "trainer": trainer,
-        "runtimePatches": [{"manager": "ssdctl", "trainingRuntimeSpec": patch}],
     }
 
 

@@ -51,17 +51,15 @@ class _Follower:
     def __init__(self, job: str, plan: LaunchPlan, write: Write) -> None:
         self.job, self.write = job, write  # its kind and name, as kubectl prints them
         self.cancel, self.namespace = cancel(job, plan), _namespace(plan)
-        name, is_indexed = job.rpartition("/")[2], _is_indexed(plan)
+        name = job.rpartition("/")[2]
         # The labels of the pod whose output is followed, and of those that it waits for.
         self.first, self.workers = f"job-name={name}", ""
         if job.startswith("mpijob"):
             self.first = f"job-name={name}-launcher"
             role = "training.kubeflow.org/job-role=worker"
             self.workers = f"training.kubeflow.org/job-name={name},{role}"
-        elif job.startswith("trainjob") or is_indexed:
-            set_name = f"jobset.sigs.k8s.io/jobset-name={name}"
-            self.workers = self.first if is_indexed else set_name
-            self.first = f"{self.workers},{POD_0}"
+        elif _is_indexed(plan):
+            self.workers, self.first = self.first, f"{self.first},{POD_0}"
         self.followed: set[str] = set()
         self.reported: dict[str, str] = {}
 

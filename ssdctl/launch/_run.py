@@ -41,7 +41,7 @@ EARLY_S = 20.0  # Python has installed its handlers by then; torchrun waits 30 s
 HANG_S = 20.0  # how long the other ranks may continue after one has failed
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
 # Variables of an outer job that this one is started from. Rank 0 would wait for the store of the
-# outer torchrun; PET_* are torchrun's options, and Kubeflow sets PET_NNODES.
+# outer torchrun; PET_* are torchrun's options.
 OUTER_JOB = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|GROUP_RANK|LOCAL_WORLD_SIZE|TORCHELASTIC_USE_AGENT_STORE|PET_.*|"
     "OMPI_COMM_WORLD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE)"

@@ -51,12 +51,9 @@ class Settings(Section, frozen=True):
     """The job and the pods of `launch --launcher kubernetes`."""
 
     kind: Annotated[
-        Literal["auto", "Job", "MPIJob", "TrainJob"],
+        Literal["auto", "Job", "MPIJob"],
         setting("Kind of job (auto: MPIJob for HPUs on several nodes, else Job)"),
     ] = "auto"
-    runtime: Annotated[str, _name("Training runtime that a TrainJob refers to")] = (
-        "torch-distributed"
-    )
     labels: Annotated[Words, _pairs("Labels of job and pods (Kueue's queue)")] = ()
     annotations: Annotated[Words, _pairs("Annotations of job and pods")] = ()
     priority_class: Annotated[str | None, _name("Priority class of the pods")] = None

@@ -1,20 +1,17 @@
-"""torchrun (torch.distributed.run) for GPUs, CPUs and TPUs, and SkyPilot's tasks around it."""
+"""torchrun (torch.distributed.run) for GPUs, CPUs and TPUs."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import re
-import shlex
 import sys
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from ssdctl._version import __version__
 from ssdctl.distributed.ranks import address_for_peers
 from ssdctl.errors import UsageError
-from ssdctl.launch import PLACEHOLDER, LaunchPlan, LaunchRequest, Node, _tpus, make_plan, to_yaml
+from ssdctl.launch import PLACEHOLDER, LaunchPlan, LaunchRequest, Node, _tpus
 from ssdctl.runtime.packages import torch_release
 
 MODULE = "torch.distributed.run"
@@ -22,11 +19,8 @@ NUMA_BINDING = (2, 9)  # PyTorch; torchrun has --numa-binding from here on
 # How long torchrun waits for ranks to stop; its default of 30 s can interrupt a save.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
-# Variables of a pod with its number: of Kubeflow's torchrun runtime, and of an Indexed Job.
-NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+POD_NUMBER = "JOB_COMPLETION_INDEX"  # set in the pods of an Indexed Job
 POD_START_S = 1800
-SKY_SUFFIXES = (".sky.yaml", ".sky.yml")
-FIRST_NODE, NODE_RANK = "ssdctl-first-node", "ssdctl-node-rank"  # replaced by a shell's words
 
 
 def require() -> None:
@@ -91,14 +85,14 @@ def _rendezvous(request: LaunchRequest) -> tuple[list[str], str | None]:
     if host == PLACEHOLDER:
         missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
     options = [f"--nnodes={config.nodes}", "--rdzv-id=ssdctl"]
-    node_rank = next((n for v in NODE_RANKS if (n := request.environment.get(v))), None)
-    if node_rank is None and request.device == "tpu":
+    node_rank = request.environment.get(POD_NUMBER)
+    if not node_rank and request.device == "tpu":
         node_rank = _tpus.node_rank(request)
-    if node_rank is not None or request.device == "tpu":
+    if node_rank or request.device == "tpu":
         # In the order of the pods, so that rank 0 is in pod 0, whose output is followed. Pods
         # start at different times: images are pulled, ssdctl is installed.
         options += ["--rdzv-backend=static"]
-        options += [f"--node-rank={node_rank}"] * (node_rank is not None)
+        options += [f"--node-rank={node_rank}"] * bool(node_rank)
         options += [f"--master-addr={host}", f"--master-port={port}"]
         options += [f"--rdzv-conf=timeout={POD_START_S}"]
     else:
@@ -124,8 +118,7 @@ def _endpoint(request: LaunchRequest) -> tuple[str, str]:
     elif request.device == "tpu" and (workers := given.get(_tpus.WORKERS)):
         host = workers.partition(",")[0]
     else:
-        host = given.get("PET_MASTER_ADDR") or given.get("MASTER_ADDR", PLACEHOLDER)
-        port = given.get("PET_MASTER_PORT") or given.get("MASTER_PORT", port)
+        host, port = given.get("MASTER_ADDR", PLACEHOLDER), given.get("MASTER_PORT", port)
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"  # IPv6
     endpoint = request.config.rdzv_endpoint or f"{host}:{port}"
@@ -133,26 +126,3 @@ def _endpoint(request: LaunchRequest) -> tuple[str, str]:
         raise UsageError(f"rendezvous endpoint {endpoint!r} is not of the form HOST:PORT")
     host, _, port = endpoint.rpartition(":")
     return host, port
-
-
-def to_sky_task(request: LaunchRequest, node: Node) -> str:
-    """Return a SkyPilot task as YAML; `sky launch --gpus H100:8 FILE` chooses the accelerators."""
-    if request.launcher != "torchrun":
-        raise UsageError(
-            f"a SkyPilot task starts torchrun, not {request.launcher}",
-            hint="leave --launcher out; HPUs are not offered there",
-        )
-    nodes = request.config.nodes
-    variables = {"JOB_COMPLETION_INDEX": NODE_RANK, "MASTER_ADDR": FIRST_NODE} if nodes > 1 else {}
-    request = dataclasses.replace(request, python="python3", environment=variables, hosts=())
-    made = make_plan(request, node)
-    environment = dict(made.environment)
-    if request.config.cores_per_node is None:  # this machine's cores say nothing about theirs
-        environment.pop("OMP_NUM_THREADS", None)
-    command = shlex.join(made.argv).replace(NODE_RANK, '"$SKYPILOT_NODE_RANK"')
-    command = command.replace(FIRST_NODE, '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
-    task: dict[str, Any] = {"name": "ssdctl", "num_nodes": nodes, "workdir": "."}
-    task["setup"] = f"python3 -m pip install ./ssdctl-{__version__}-py3-none-any.whl"
-    if environment:
-        task["envs"] = environment
-    return to_yaml({**task, "run": command})

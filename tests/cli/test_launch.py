@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from conftest import Result, run_cli
 
 from ssdctl.config import PrepareConfig
@@ -151,29 +150,17 @@ def test_write_names_the_file_that_it_replaces(engine: list[str]) -> None:
     assert Path("mine").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("path", "text"), [("job.sh", "torch.distributed.run"), ("job.sky.yaml", "pip install")]
-)
-def test_a_dry_run_shows_what_write_would_write(path: str, text: str) -> None:
-    Path(path).write_text("mine")
-    result = launch("--gpus", "8", "--dry-run", "--write", path)
-    assert (result.code, text in result.out, Path(path).read_text()) == (0, True, "mine")
+def test_a_dry_run_writes_nothing() -> None:
+    Path("job.sh").write_text("mine")
+    result = launch("--gpus", "8", "--dry-run", "--write", "job.sh")
+    assert (result.code, "torch.distributed.run" in result.out) == (0, True)
+    assert Path("job.sh").read_text() == "mine"
 
 
-@pytest.mark.parametrize("path", ["job.sh", "job.sky.yaml"])
-def test_a_written_file_without_restarts_says_so(path: str) -> None:
-    result = launch("--gpus", "8", "--restarts", "3", "--write", path)
+def test_a_written_file_without_restarts_says_so() -> None:
+    result = launch("--gpus", "8", "--restarts", "3", "--write", "job.sh")
     assert (result.code, "--restarts" in result.err) == (0, True)
-    assert "--restarts" not in launch("--gpus", "8", "--write", path).err
-
-
-def test_a_sky_task_has_the_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSDCTL_TRAIN__LR", "0.1")
-    Path("ssdctl.toml").write_text("[train]\nseed = 7\n")
-    assert launch("--gpus", "8", "--write", "job.sky.yaml").code == 0
-    environment = yaml.safe_load(Path("job.sky.yaml").read_text())["envs"]
-    assert environment["SSDCTL_TRAIN__LR"] == "0.1"
-    assert environment["SSDCTL_TRAIN__SEED"] == "7"
+    assert "--restarts" not in launch("--gpus", "8", "--write", "job.sh").err
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])

@@ -86,7 +86,7 @@ def test_an_image_without_a_label_file_is_not_one_with_an_empty_file(
     findings = prepared(cli, tmp_path)[0]["train"]["findings"]
     kinds = {Path(f["detail"]).stem: f["kind"] for f in findings}
     assert kinds[first.stem] == "no label file"
-    assert kinds[second.stem].startswith("no boxes")
+    assert kinds[second.stem].startswith("no objects")
 
 
 def test_an_empty_split_counts_as_none(dataset: Path, cli: Cli) -> None:

@@ -13,8 +13,6 @@ from string import Template
 from typing import Any
 
 import pytest
-import yaml
-from conftest import Cli
 from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, SMALL
@@ -31,7 +29,6 @@ GAUDI = Node(cores=48, sockets=2)
 TPU_V3 = Node(cores=48, sockets=2, tpus=4, tpu=TPU_VERSIONS["v3"])
 TPU_V4 = Node(cores=48, sockets=2, tpus=4, tpu=TPU_VERSIONS["v4"])
 HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
-KUBEFLOW = {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "p", "PET_MASTER_PORT": "29"}
 TWO_HOSTS = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
 plan_for = functools.partial(plans.plan_for, node=GAUDI, python="python", open_mpi=4)
 
@@ -139,10 +136,6 @@ def test_torchrun_on_one_node(device: str) -> None:
         (
             {"environment": {"JOB_COMPLETION_INDEX": "1"}, "rdzv_endpoint": "a-0.a:29400"},
             {"--rdzv-backend=static", "--node-rank=1", "--master-addr=a-0.a"},
-        ),
-        (
-            {"environment": KUBEFLOW},
-            {"--rdzv-backend=static", "--node-rank=0", "--master-addr=p", "--master-port=29"},
         ),
     ],
 )
@@ -367,31 +360,6 @@ def test_the_script_runs_what_was_planned(tmp_path: Path) -> None:
     done = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, check=True)
     assert tuple(done.stdout.decode().split("\0")[:-1]) == ("$(touch x); b", *plan.argv[1:])
     assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_sky_task_runs_torchrun_on_every_node(cli: Cli, tmp_path: Path, nodes: int) -> None:
-    """bash runs it with the variables that SkyPilot sets and another python3."""
-    path = tmp_path / "job.sky.yaml"
-    words = ["--gpus", 8 * nodes, "--nodes", nodes, "--data", "/data/a b$c", "--write", path]
-    assert cli("launch", *words).code == 0
-    task = yaml.safe_load(path.read_text())
-    assert set(task) == {"name", "num_nodes", "workdir", "setup", "envs", "run"}
-    assert task["num_nodes"] == nodes
-    (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "python3").chmod(0o755)
-    variables = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
-    variables["PATH"] = f"{tmp_path}:/usr/bin:/bin"
-    argv = ["/bin/bash", "-c", task["run"]]
-    argv = subprocess.check_output(argv, env=variables, text=True).splitlines()
-    assert {"--nproc-per-node=8", "--data=/data/a b$c", "--device=cuda"} <= set(argv)
-    static = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5"}
-    assert (static <= set(argv)) == (nodes == 2)
-
-
-@pytest.mark.parametrize("words", [["--hpus", 8], ["--gpus", 3, "--nodes", 2]])
-def test_what_a_sky_task_cannot_start(cli: Cli, tmp_path: Path, words: list[Any]) -> None:
-    assert cli("launch", *words, "--write", tmp_path / "job.sky.yaml").code == 2
 
 
 HOSTS = ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254, "a:8", "a[1-2]"]

@@ -86,22 +86,19 @@ def test_submit_passes_the_script_and_returns_the_id(
         slurm.submit(SLURM)
 
 
-def test_a_job_with_a_service_and_a_train_job(set_answers: SetAnswers, tmp_path: Path) -> None:
+def test_a_job_with_a_service(set_answers: SetAnswers, tmp_path: Path) -> None:
     """The output of pod 0 is followed, where rank 0 is; `kubectl create` names the job last."""
     plan = dataclasses.replace(KUBERNETES, manifest={"items": [MANIFEST, MANIFEST]})
     set_answers([(0, "service/mine\njob.batch/mine\n", "")])
     name = "job.batch/mine"
     assert kubernetes.submit(plan) == name
     assert kubernetes.cancel(name, plan) == "kubectl delete service/mine job.batch/mine -n me"
-    train_job = "trainjob.trainer.kubeflow.org/mine"
-    cases = [(name, plan, "job-name=mine")]
-    cases += [(train_job, KUBERNETES, "jobset.sigs.k8s.io/jobset-name=mine")]
-    for *given, label in cases:
-        (tmp_path / "asked").unlink()
-        set_answers([pods(), pods(("a-0", "Succeeded", 0)), (0, "", ""), status("Complete")])
-        assert follow(*given)[0] == 0
-        labels = [call[5] for call in client_calls(tmp_path) if call[:2] == ["get", "pods"]]
-        assert labels == [label, f"{label},batch.kubernetes.io/job-completion-index=0"]
+    (tmp_path / "asked").unlink()
+    set_answers([pods(), pods(("a-0", "Succeeded", 0)), (0, "", ""), status("Complete")])
+    assert follow(name, plan)[0] == 0
+    labels = [call[5] for call in client_calls(tmp_path) if call[:2] == ["get", "pods"]]
+    pod_0 = "job-name=mine,batch.kubernetes.io/job-completion-index=0"
+    assert labels == ["job-name=mine", pod_0]
 
 
 def job(state: str, code: str, out: Path) -> tuple[int, str, str]:

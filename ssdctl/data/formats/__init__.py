@@ -43,8 +43,10 @@ class Format(Protocol):
         It is fast and writes nothing.
         """
 
-    def read(self, path: Path) -> dict[str, Annotations]:
+    def read(self, path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         """Return the splits, in the order train, val, test.
+
+        `image_dir` is the folder of the images below the dataset folder, if the user names it.
 
         Raises:
             DataError: It is not of this format, or broken.
@@ -65,7 +67,9 @@ class _Plugin(NamedTuple):
             ask = getattr(self.plugin, "recognize", None)
             return ask(path) if ask else None
 
-    def read(self, path: Path) -> dict[str, Annotations]:
+    def read(self, path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
+        if image_dir is not None:
+            raise UsageError(f"--image-dir: --from {self.name} finds the images itself")
         with self._errors(path):
             result = getattr(self.plugin, "read", self.plugin)(path)
             if isinstance(result, dict):
