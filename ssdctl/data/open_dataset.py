@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from ssdctl.config import Config, PrepareConfig
-from ssdctl.data import index
+from ssdctl.data import TOML, index
 from ssdctl.data.annotations import (
     AUTOMATIC,
     MAX_NAMED,
@@ -23,11 +23,10 @@ from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
 from ssdctl.data.prepare import prepare
 from ssdctl.data.report import Outcome
-from ssdctl.data.sources import changes
+from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import (
     STORE_NAME,
-    TOML,
     dataset_folders,
     is_cached_store,
     require_dataset,
@@ -89,12 +88,6 @@ def _last(root: Path, folder: Path) -> Conversion:
     if (root / TOML).is_file():  # it takes precedence over the other formats
         return msgspec.structs.replace(made.conversion, source=None)
     return made.conversion
-
-
-def is_prepared(root: Path, folder: Path) -> bool:
-    """Return whether the store has every split of the dataset with its current labels."""
-    made = index.read_made(folder)
-    return made is not None and not changes(root, folder, made)
 
 
 def open_dataset(

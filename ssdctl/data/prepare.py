@@ -48,7 +48,7 @@ from ssdctl.data.check import (
 from ssdctl.data.dataset import find, read_and_convert, require_same_classes
 from ssdctl.data.duplicates import ImageVersions, duplicate_warnings, find_duplicates
 from ssdctl.data.find_images import Resolved, resolve_images
-from ssdctl.data.image_check import CheckedImages, Job, check_files, check_images, verified
+from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
 from ssdctl.data.image_files import FingerprintColumns, changed_images, is_image
 from ssdctl.data.report import Outcome, SplitReport, refuse_dropped, refuse_empty
 from ssdctl.data.sources import (
@@ -343,7 +343,7 @@ def _check_images(
     store: _Store, split: str, annotations: Annotations, num_bytes: list[int | None]
 ) -> CheckedImages:
     folder, key = store.folder, _chunks_key(annotations, store.config, store.force)
-    job = Job(split, key, annotations, folder, store.config)
+    job = ImageCheck(split, key, annotations, folder, store.config)
     check_files(job, num_bytes)
     old = index.read_metadata(folder, split)
     if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:

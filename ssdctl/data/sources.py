@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data import index
+from ssdctl.data import TOML, index
 from ssdctl.data.annotations import root_folder
 from ssdctl.data.formats import coco
 from ssdctl.data.image_files import files_below, in_threads, is_image
-from ssdctl.data.store_folder import TOML
+from ssdctl.data.store import image_folder
 from ssdctl.errors import SsdctlError
 from ssdctl.files import open_regular, read_errors, write_bytes
 from ssdctl.runtime.safe_text import counted
@@ -146,6 +146,12 @@ def read_sources(path: Path) -> Sources:
     )
 
 
+def is_prepared(root: Path, folder: Path) -> bool:
+    """Return whether the store has every split of the dataset with its current labels."""
+    made = index.read_made(folder)
+    return made is not None and not changes(root, folder, made)
+
+
 def changes(root: Path, store: Path, made: index.Made) -> list[str]:
     """Return what changed since a store was made, as messages; empty if nothing did.
 
@@ -197,8 +203,6 @@ def _said(names: list[str], noun: str, state: str) -> list[str]:
 def _listed_images(
     root: Path, store: Path, made: index.Made
 ) -> dict[str, tuple[Path, Collection[str]]]:
-    from ssdctl.data.store import image_folder  # late: it opens stores
-
     folders: dict[str, tuple[Path, set[str]]] = {}
     for split in made.splits:
         metadata = index.require_metadata(index.index_path(store, split))

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdctl.data import TOML
 from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 STORE_NAME = "prepared"
-TOML = "dataset.toml"
 
 
 def default_root() -> Path:
@@ -77,7 +77,7 @@ def default_store(root: Path) -> Path:
     folder = root.with_name(f"{root.name}.{STORE_NAME}") if is_file else root / STORE_NAME
     if not root.exists() or _is_writable(folder if folder.exists() else folder.parent):
         return folder
-    from ssdctl.data.open_dataset import is_prepared
+    from ssdctl.data.sources import is_prepared
 
     if folder.exists() and is_prepared(root, folder):
         return folder

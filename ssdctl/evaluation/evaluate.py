@@ -23,7 +23,8 @@ from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
 from ssdctl.data.index import read_made
-from ssdctl.data.open_dataset import annotations_of, is_prepared
+from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, UsageError

@@ -14,8 +14,9 @@ from data.formats import exports
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.annotations import Conversion
-from ssdctl.data.open_dataset import is_prepared, open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import PackedImages
 from ssdctl.errors import DataError
 

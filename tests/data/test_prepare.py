@@ -32,8 +32,9 @@ from ssdctl.data.dataset import read_dataset
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.image_check import DAMAGED
 from ssdctl.data.index import read_annotations, read_metadata
-from ssdctl.data.open_dataset import count_images, is_prepared, open_dataset
+from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import Split, open_split
 from ssdctl.errors import DataError, DiskError
 
