@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from ssdctl.config.fields import DeviceName, Precision
-    from ssdctl.data.check import Outcome
+    from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
 

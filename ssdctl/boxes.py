@@ -7,22 +7,18 @@ Shapes: B batch, G ground-truth boxes, N default boxes.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-IMAGE_SIZE = 300
-FEATURE_SIZES = (38, 19, 10, 5, 3, 1)
-STRIDES = (8, 16, 32, 64, 100, 300)  # pixels
-SCALES = (21, 45, 99, 153, 207, 261, 315)  # pixels
-ASPECT_RATIOS = ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,))
+from ssdctl.data import default_boxes
+from ssdctl.data.default_boxes import ASPECT_RATIOS, IOU_THRESHOLD, STRIDES, shapes
+
+IMAGE_SIZE, FEATURE_SIZES = default_boxes.IMAGE_SIZE, default_boxes.FEATURE_SIZES
 BOXES_PER_CELL = tuple(2 + 2 * len(ratios) for ratios in ASPECT_RATIOS)  # 4, 6, 6, 6, 4, 4
 NUM_BOXES = sum(n * size * size for n, size in zip(BOXES_PER_CELL, FEATURE_SIZES, strict=True))
 
 CENTER_VARIANCE = 0.1
 SIZE_VARIANCE = 0.2
-IOU_THRESHOLD = 0.5  # for a match
 MIN_RATIO = 1e-6  # keeps the logarithm of an empty box finite; real boxes are larger
 # exp(10) default boxes are larger than any image; an unbounded prediction would overflow.
 MAX_LOG_RATIO = 10.0
@@ -32,24 +28,13 @@ def default_boxes_cxcywh(dtype: torch.dtype = torch.float32) -> Tensor:
     """Return (8732, 4) centers and sizes, each clamped to [0, 1]; their corners may exceed it."""
     boxes = []
     for level, size in enumerate(FEATURE_SIZES):
-        for width, height in _shapes(level):
+        for width, height in shapes(level):
             for row in range(size):
                 for column in range(size):
                     cx = (column + 0.5) * STRIDES[level] / IMAGE_SIZE
                     cy = (row + 0.5) * STRIDES[level] / IMAGE_SIZE
                     boxes.append((cx, cy, width, height))
     return torch.tensor(boxes, dtype=torch.float64).clamp(0, 1).to(dtype)
-
-
-def _shapes(level: int) -> list[tuple[float, float]]:
-    """Return widths and heights of a feature map's boxes, as fractions of the image."""
-    scale, next_scale = SCALES[level] / IMAGE_SIZE, SCALES[level + 1] / IMAGE_SIZE
-    between = math.sqrt(scale * next_scale)
-    shapes = [(scale, scale), (between, between)]
-    for ratio in ASPECT_RATIOS[level]:
-        wide, narrow = scale * math.sqrt(ratio), scale / math.sqrt(ratio)
-        shapes += [(wide, narrow), (narrow, wide)]
-    return shapes
 
 
 def box_cxcywh_to_ltrb(boxes: Tensor) -> Tensor:

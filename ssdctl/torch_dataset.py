@@ -40,6 +40,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
     Args:
         data: The dataset folder or file; any format that `ssdctl.prepare` reads.
         split: `train`, `val` or `test`. In `train`, images without boxes are left out.
+        background: Whether `train` also has the images without objects, with no box each.
         augment: `ssd` (crops, flips and colors of the SSD paper; the image is 300 x 300 then),
             `ssd-zoom` (also smaller objects), names separated by commas, or `none` (the whole
             image in its own size).
@@ -60,10 +61,15 @@ class Dataset(torch.utils.data.Dataset[Item]):
         split: Literal["train", "val", "test"] = "train",
         *,
         augment: str = "none",
+        background: bool = False,
         store: str | os.PathLike[str] | None = None,
     ) -> None:
         self._arguments = os.fspath(data), split
-        self._options: dict[str, Any] = {"augment": augment, "store": store and os.fspath(store)}
+        self._options: dict[str, Any] = {
+            "augment": augment,
+            "background": background,
+            "store": store and os.fspath(store),
+        }
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
         config = resolve_call(None, given).config
         require_dataset(config.data)
@@ -73,8 +79,10 @@ class Dataset(torch.utils.data.Dataset[Item]):
                 f"{os.fspath(data)}: it has no split {split!r}", hint=f"it has {', '.join(splits)}"
             )
         self._split = splits[split]
-        usable = np.flatnonzero(self._split.usable)
-        self._rows = self._split.trainable if split == "train" else usable
+        self._rows = np.flatnonzero(self._split.usable)
+        if split == "train":
+            others = self._split.background[: None if background else 0]
+            self._rows = np.sort(np.concatenate([self._split.trainable, others]))
         self._augment = augment
         self.class_names = [c.name for c in self._split.classes]
 

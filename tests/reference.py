@@ -130,33 +130,44 @@ def smooth_l1(difference: float) -> float:
 
 
 def loss_from_targets(
-    offsets: np.ndarray, logits: np.ndarray, targets: np.ndarray, labels: np.ndarray, flavor: str
+    offsets: np.ndarray,
+    logits: np.ndarray,
+    targets: np.ndarray,
+    labels: np.ndarray,
+    flavor: str,
+    background_negatives: int = 0,
+    divisor: str = "image",
 ) -> Loss:
     """(B, 4, N) offsets and targets, (B, C, N) logits, (B, N) labels -> the loss.
 
     A box that is a positive and among the hardest negatives at once weighs 2 in `mlperf` (the
-    masks are added) and 1 in `nvidia` (they are ORed).
+    masks are added) and 1 in `nvidia` (they are ORed). An image without positives has its K hardest
+    negatives (`background_negatives`) and counts as one with K / 3 positives.
     """
     box_sum, class_sum = 0.0, 0.0
+    weights = [int((image > 0).sum()) or background_negatives / 3 for image in labels]
+    size = len(labels) if divisor == "image" else sum(weights)
     for image in range(len(labels)):
         n_range = range(labels.shape[1])
         positives = [n for n in n_range if labels[image, n] > 0]
-        if not positives:
+        if not (positives or background_negatives):
             continue  # counts as 0, and in the mean
         entropy = [
             cross_entropy(logits[image, :, n].astype(np.float64), int(labels[image, n]))
             for n in n_range
         ]
         hardness = [0.0 if labels[image, n] > 0 else entropy[n] for n in n_range]
-        hardest = sorted(n_range, key=lambda n: -hardness[n])[: 3 * len(positives)]
+        hardest = sorted(n_range, key=lambda n: -hardness[n])[
+            : 3 * len(positives) or background_negatives
+        ]
         weight = dict.fromkeys(positives, 1)
         for n in hardest:
             weight[n] = weight.get(n, 0) + 1 if flavor == "mlperf" else 1
-        class_sum += sum(w * entropy[n] for n, w in weight.items()) / len(positives)
+        share = weights[image] if divisor == "image" else 1
+        class_sum += sum(w * entropy[n] for n, w in weight.items()) / share
         difference = offsets[image].astype(np.float64) - targets[image].astype(np.float64)
         distance = sum(smooth_l1(float(d)) for n in positives for d in difference[:, n])
-        box_sum += distance / len(positives)
-    size = len(labels)
+        box_sum += distance / share
     return Loss((box_sum + class_sum) / size, box_sum / size, class_sum / size)
 
 

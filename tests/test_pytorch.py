@@ -73,6 +73,19 @@ def test_augmented_items_follow_torchs_random_numbers(shapes: Path, augment: Any
         assert (boxes[:, 2:] > boxes[:, :2]).all()
 
 
+def test_images_without_objects_are_items_and_train(shapes: Path, model: ssdctl.SSD300) -> None:
+    without = ssdctl.Dataset(shapes, "train", augment="ssd")
+    dataset = ssdctl.Dataset(shapes, "train", augment="ssd", background=True)
+    document = json.loads((shapes / "annotations/instances_train2017.json").read_text())
+    empty = {i["id"] for i in document["images"]} - {a["image_id"] for a in document["annotations"]}
+    assert len(dataset) == len(without) + len(empty)
+    number = [i["id"] for i in document["images"]].index(min(empty))
+    image, found = dataset[number]
+    assert found["boxes"].shape == (0, 4)
+    assert model.loss([image], [found]) == 0
+    assert model.loss([image], [found], background_negatives=30) > 0
+
+
 def test_a_loader_collates_items_also_in_another_process(shapes: Path) -> None:
     dataset = pickle.loads(pickle.dumps(ssdctl.Dataset(shapes, "val")))
     images, targets = next(iter(DataLoader(dataset, batch_size=3, collate_fn=dataset.collate)))

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from ssdctl.data.annotations import Finding
-    from ssdctl.data.check import Outcome
+    from ssdctl.data.report import Outcome
+    from ssdctl.data.summary import ObjectSizes
 
 group = command_group("dataset", "Data", "Export a dataset in another format.")
 MAX_EXAMPLES = 5  # per kind of finding in the table
+MAX_CLASSES = 20  # in the table
 
 
 @command(
@@ -50,7 +52,7 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
-    from ssdctl.data.check import NO_BOXES, NO_BOXES_NOT_TRAINED
+    from ssdctl.data.check import WITHOUT_OBJECTS
     from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.store_folder import dataset_folders
@@ -67,7 +69,7 @@ def prepare(
         for note in report.notes:
             call.console.info(f"{report.split}: {note}")
         for warning in report.warnings:
-            call.console.warning(f"{report.split}: {warning}; --preview FILE shows the boxes")
+            call.console.warning(f"{report.split}: {warning}")
     data: dict[str, Any] = msgspec.to_builtins(outcome)
     if preview is not None:
         _preview(call, *dataset_folders(call.config.data), preview)
@@ -80,8 +82,7 @@ def prepare(
     store = ["--store", outcome.store] if call.config.data.store else []
     command = shlex.join(["ssdctl", "train", "--data", outcome.root, *store])
     facts: list[tuple[str, str | Path]] = [("store", f"{outcome.store} ({what})")]
-    without_boxes = (NO_BOXES, NO_BOXES_NOT_TRAINED)  # a line of the output says how many
-    if any(f.kind not in without_boxes for report in outcome.splits for f in report.findings):
+    if any(f.kind not in WITHOUT_OBJECTS for report in outcome.splits for f in report.findings):
         facts.append(("issues", Path(outcome.store) / "report.json"))
     call.console.closing(facts, [command])
 
@@ -98,14 +99,16 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 def _tables(outcome: Outcome) -> Group:
     from rich.console import Group
 
-    from ssdctl.data.check import NO_BOXES, NO_BOXES_NOT_TRAINED
+    from ssdctl.data.check import WITHOUT_OBJECTS
 
     rows, lines, issues = [], [], []
     for report in outcome.splits:
         row = [f"{n:,}" for n in (report.usable, report.boxes, report.classes, report.trainable)]
         rows.append([report.split, *(row if report.split == "train" else row[:-1])])
+        if report.split == "train":
+            lines.append(_sizes(report.object_sizes))
         for kind, number in report.counts().items():
-            if kind in (NO_BOXES, NO_BOXES_NOT_TRAINED):
+            if kind in WITHOUT_OBJECTS:
                 lines.append(f"{report.split}: {counted(number, 'image')} with {kind}")
                 continue
             first = (report.split, f"{number:,}", kind)
@@ -113,11 +116,39 @@ def _tables(outcome: Outcome) -> Group:
                 issues.append((*first, _example(item)))
                 first = ("", "", "")
     splits = table("split", "images", "boxes", "classes", "with boxes", rows=rows)
+    classes = _class_table(outcome)
     if not issues:
-        return Group(splits, *lines, "nothing was dropped or repaired")
+        return Group(splits, *lines, "", *classes, "", "nothing was dropped or repaired")
     dropped = table("split", "count", "issue", "example", rows=issues, left=(0, 2, 3))
     dropped.columns[-1].overflow = "fold"
-    return Group(splits, *lines, "", dropped)
+    return Group(splits, *lines, "", *classes, "", dropped)
+
+
+def _sizes(sizes: ObjectSizes) -> str:
+    width, height = sizes.median
+    return (
+        f"train: median box {width:.0f} x {height:.0f} of 300 x 300 pixels; "
+        f"{sizes.unmatched_share:.0%} match no default box"
+    )
+
+
+def _class_table(outcome: Outcome) -> list[Any]:
+    """Return a table of the boxes per class and split, and how many classes it leaves out.
+
+    Of many classes, those with the most and the fewest training boxes are shown.
+    """
+    rows = [
+        [counts[0].name, *(f"{count.boxes:,}" for count in counts)]
+        for counts in zip(*(report.per_class for report in outcome.splits), strict=True)
+    ]
+    lines = []
+    if len(rows) > MAX_CLASSES:
+        order = sorted(range(len(rows)), key=lambda n: -outcome.splits[0].per_class[n].boxes)
+        half = MAX_CLASSES // 2
+        lines = [f"... and {len(rows) - MAX_CLASSES:,} classes between (all: --json)"]
+        rows = [rows[n] for n in (*order[:half], *order[-half:])]
+    heads = [report.split for report in outcome.splits]
+    return [table("boxes per class", *heads, rows=rows), *lines]
 
 
 def _example(item: Finding) -> str:

@@ -145,6 +145,7 @@ def _show_plan(call: Call) -> None:
         None if is_any else device,
         ranks,
         size.trainable,
+        background=size.background,
         before=settings_of_run(call.config),
         network=network,
     )
@@ -211,7 +212,7 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
             f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "
             "training images with boxes"
         )
-    return root, DatasetSize(COCO_NUM_IMAGES, 0, [])
+    return root, DatasetSize(COCO_NUM_IMAGES, None, 0, [])
 
 
 def _device(name: str) -> DeviceType:

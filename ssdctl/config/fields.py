@@ -80,7 +80,7 @@ def augmentation_names(augment: str) -> tuple[str, ...]:
     return tuple(name for part in parts for name in AUGMENTATION_LISTS.get(part, (part,)))
 
 
-DeviceName = Literal["auto", "cpu", "cuda", "hpu", "xla"]
+DeviceName = Literal["auto", "cpu", "cuda", "hpu", "tpu", "xla"]
 LocalLauncher = Literal["torchrun", "mpirun"]
 
 
@@ -106,7 +106,8 @@ class DeviceType(NamedTuple):
         return f"--{self.plural}"
 
 
-# For TPUs torchrun starts one process per chip, and torch_xla assigns a chip to each process.
+# TPUs: `tpu` by TorchTPU, or `xla` by torch_xla, which older chips need; `launch --tpus` chooses.
+# torchrun starts one process per chip.
 DEVICE_TYPES = {
     device.name: device
     for device in (
@@ -130,6 +131,14 @@ DEVICE_TYPES = {
             executions=("compile", "eager"),
         ),
         DeviceType(
+            name="tpu",
+            plural="tpus",
+            description="TPU chips",
+            kubernetes_resource="google.com/tpu",
+            executions=("compile", "eager"),
+            auto_precision="bf16",
+        ),
+        DeviceType(
             name="xla",
             plural="tpus",
             description="TPU chips",
@@ -145,3 +154,7 @@ DEVICE_TYPES = {
         ),
     )
 }
+# One for each option of `launch` that counts devices.
+COUNTED_DEVICES = tuple(
+    {device.plural: device for device in reversed(DEVICE_TYPES.values())}.values()
+)[::-1]

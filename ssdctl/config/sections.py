@@ -1,7 +1,4 @@
-"""The settings of ssdctl, a class for each table of the config.
-
-A launcher's own table is in `ssdctl/launch/NAME.py`.
-"""
+"""The settings of ssdctl, a class for each table of the config; batch_sections.py has two more."""
 
 import functools
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -31,13 +28,13 @@ from ssdctl.runtime.packages import plugin_names
 DEFAULT_PRESET: Final = "stable-r34"
 # A package with a module for each name, and a group of entry points.
 FORMATS = ("ssdctl.data.formats", "ssdctl.datasets")
-LAUNCHERS = ("ssdctl.launch", "ssdctl.launchers")
-LAUNCHER_NAMES = [n for n in plugin_names(*LAUNCHERS) if n != "exit_codes"]
-CHOICES = ("auto", *LAUNCHER_NAMES)
+LAUNCHERS = ("ssdctl.launch.engines", "ssdctl.launchers")
+LAUNCHER_CHOICES = ("auto", *plugin_names(*LAUNCHERS))
 if TYPE_CHECKING:
     LauncherName = str
 else:
-    LauncherName = Literal[CHOICES]
+    LauncherName = Literal[LAUNCHER_CHOICES]
+TpuVersion = Literal["v2", "v3", "v4", "v5e", "v5p", "v6e", "v7"]
 SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 
 # Settings under a heading of `--help`.
@@ -119,6 +116,10 @@ class PrepareConfig(Section, frozen=True):
         tuple[str, ...],
         _conversion("Keep only these classes [default: all]", metavar="A,B"),
     ] = ()
+    image_dir: Annotated[
+        str | None,
+        _conversion("Folder of the images, if several files fit a name", metavar="DIR"),
+    ] = None
     pack: Annotated[bool, setting("Pack images for fast training (else index only)")] = True
     shrink: Annotated[
         Annotated[int, msgspec.Meta(ge=300)] | None,
@@ -229,6 +230,13 @@ class TrainConfig(Section, frozen=True):
             "Keep an EMA of the weights and evaluate it (try 0.999)", metavar="DECAY", ge=0, lt=1
         ),
     ] = 0.0
+    background: Annotated[
+        float,
+        _recipe("Fraction of training images without objects", metavar="FRACTION", ge=0, lt=1),
+    ] = 0.0
+    background_negatives: Annotated[
+        Count, _recipe("Hardest default boxes trained on per image without objects")
+    ] = 30
     freeze: Annotated[int, _recipe("Freeze the backbone's first N stages (of 4)", ge=0, le=4)] = 0
     freeze_norm: Annotated[
         bool, _recipe("Freeze batch norm statistics (fine-tuning with small batches)")
@@ -395,6 +403,9 @@ class LaunchConfig(Section, frozen=True):
         _launch(
             "torchrun's rendezvous address [default: first host of --hostfile]", metavar="HOST:PORT"
         ),
+    ] = None
+    tpu_version: Annotated[
+        TpuVersion | None, _launch("TPU version, if this machine has no TPU")
     ] = None
     rank_by: Annotated[
         Literal["core", "slot"], _launch("mpirun's placement of ranks (core: Open MPI 4)")

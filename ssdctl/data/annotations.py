@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import json
 import logging
 import os
 import re
@@ -39,6 +40,8 @@ SPLIT_WORDS = {
 MAX_NAMED = 5  # offenders named in a message
 MAX_CLASSES_NAMED = 8
 UNLISTED = "annotation of a category that is not listed, dropped"
+UNLABELED = "image without a box that may show objects"
+NO_LABELS = "no label file"  # of an image; one with an empty file has no objects
 DECIMALS = 3  # in the pixels of boxes that are computed from fractions or corners
 # Far more than any name of a class; longer ones are refused.
 Name = Annotated[str, msgspec.Meta(max_length=10_000)]
@@ -73,6 +76,8 @@ class LabeledImage(NamedTuple):
     width: int
     height: int
     boxes: list[LabeledBox]
+    has_labels: bool = True  # False: the dataset says nothing about it, not even that it is empty
+    is_complete: bool = True  # False: it may show objects that have no box
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -142,12 +147,16 @@ class Conversion(msgspec.Struct, frozen=True):
     source: str | None = None  # voc, yolo, ...; None: recognize it
     split: float | None = None  # share of the images to train on
     classes: tuple[str, ...] = ()  # to keep; none: all
+    image_dir: str | None = None  # of the images, below the dataset folder; None: find them
 
     def __bool__(self) -> bool:
-        return bool(self.source or self.split or self.classes)
+        return self != AUTOMATIC
 
     def __str__(self) -> str:
-        options = {"from": self.source, "split": self.split, "classes": ",".join(self.classes)}
+        has_comma = any("," in name for name in self.classes)
+        classes = json.dumps(self.classes) if has_comma else ",".join(self.classes)
+        options = {"from": self.source, "split": self.split, "classes": classes}
+        options["image-dir"] = self.image_dir
         return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in options.items() if v)
 
 
@@ -247,6 +256,11 @@ def annotations_of_split(
         boxes=np.array(boxes, np.float64).reshape(-1, 4),
         areas=np.array([round(area, DECIMALS) for area in areas], np.float64),
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
+        findings=[
+            Finding(UNLABELED if image.has_labels else NO_LABELS, image_id, None, image.file_name)
+            for image_id, image in enumerate(images, 1)
+            if not (image.has_labels and (image.is_complete or image.boxes))
+        ],
     )
     return one_image_per_file(annotations)
 
@@ -289,6 +303,8 @@ def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+            if whole := [n for n in names if name in n.split(",")]:
+                hint = f"write --classes {shlex.quote(json.dumps(whole[:1]))} for {whole[0]!r}"
             raise UsageError(f"--classes: {annotations.origin} has no class {name!r}", hint=hint)
     is_chosen = np.array([False, *(name in chosen for name in names)])
     new_labels = np.cumsum(is_chosen).astype(np.int32)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, ClassName, Finding
+from ssdctl.data.annotations import (
+    MAX_NAMED,
+    NO_LABELS,
+    UNLABELED,
+    UNLISTED,
+    Annotations,
+    ClassName,
+    Finding,
+)
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
-from ssdctl.runtime.safe_text import html_table, listed
+from ssdctl.runtime.safe_text import listed
 
 MAX_SIDE = 65535  # a JPEG's limit
 UNIT_BOX_PX = 1.5  # a box in fractions of its image is at most 1 x 1
@@ -32,46 +38,10 @@ KINDS = (
 NO_BBOX = "annotation without bbox, dropped"
 DROPPED_IMAGE = "image dropped"
 NOTED_IMAGE = "image with a note"
-NO_BOXES = "no boxes (skipped in training)"
-NO_BOXES_NOT_TRAINED = "no boxes"  # in a split that is not trained on
-MAX_DROPPED = 0.05  # share of the images or boxes in a split
+NO_OBJECTS = "no objects"
+NO_BOXES_LEFT = "no valid box (skipped in training)"
+WITHOUT_OBJECTS = (NO_OBJECTS, NO_LABELS)
 DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
-
-
-class SplitReport(msgspec.Struct, frozen=True):
-    split: str
-    images: int  # with those that were dropped
-    boxes: int  # to train on, in usable images
-    classes: int
-    trainable: int
-    findings: list[Finding]
-    key: str  # identifies the job that wrote the index
-    warnings: list[str] = []  # for the user
-    notes: list[str] = []  # how the files were read
-
-    @property
-    def usable(self) -> int:
-        return self.images - sum(f.kind == DROPPED_IMAGE for f in self.findings)
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of findings of each kind."""
-        return dict(Counter(f.kind for f in self.findings).most_common())
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    root: str
-    store: str
-    packed: bool
-    unchanged: bool
-    splits: list[SplitReport]
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: each split, and what was dropped or repaired."""
-        rows = []
-        for s in self.splits:
-            found = ", ".join(f"{count} x {kind}" for kind, count in s.counts().items())
-            rows.append((s.split, s.usable, s.boxes, s.classes, found or "none"))
-        return html_table(("split", "images", "boxes", "classes", "findings"), rows, self.store)
 
 
 class Objects(NamedTuple):
@@ -92,6 +62,7 @@ class Objects(NamedTuple):
 
 class Checked(NamedTuple):
     objects: Objects
+    is_empty: NDArray[np.bool_]  # N: no object is listed for the image, and none was dropped
     findings: list[Finding]  # those of the reader, and one for each object dropped or clipped
     warnings: list[str]  # for the user
 
@@ -137,7 +108,15 @@ def check(annotations: Annotations) -> Checked:
         fractions=fractions,
     )
     warnings = _warnings(boxes, kinds, num_unit, annotations.sizes, rows)
-    return Checked(objects, [*annotations.findings, *findings], warnings)
+    return Checked(objects, _is_empty(annotations), [*annotations.findings, *findings], warnings)
+
+
+def _is_empty(annotations: Annotations) -> NDArray[np.bool_]:
+    kinds = (UNLISTED, UNLABELED, NO_LABELS)
+    dropped = [f.image_id for f in annotations.findings if f.kind in kinds]
+    is_empty = ~np.isin(annotations.image_ids, dropped)
+    is_empty[annotations.rows] = False
+    return is_empty
 
 
 def clip(
@@ -182,7 +161,8 @@ def _warnings(
         return [
             f"{num_unit:,} of {number:,} boxes are smaller than {UNIT_BOX_PX} pixels and are in "
             "the image's top left corner: they look like fractions of the image (0 to 1). Write "
-            "bbox as left, top, width, height in pixels: multiply by the image's width and height"
+            "bbox as left, top, width, height in pixels: multiply by the image's width and height; "
+            "--preview FILE shows the boxes"
         ]
     clipped = int((kinds == CLIPPED).sum())
     if clipped < max(MIN_CLIPPED, MIN_CLIPPED_SHARE * number):
@@ -193,7 +173,7 @@ def _warnings(
     return [
         f"{clipped:,} of {number:,} boxes leave their image, and would not if bbox were left, top, "
         "right, bottom. Write it as left, top, width, height: width = right - left, "
-        "height = bottom - top"
+        "height = bottom - top; --preview FILE shows the boxes"
     ]
 
 
@@ -223,30 +203,3 @@ def duplicate_names(classes: Sequence[ClassName]) -> list[str]:
         f"{listed(same, MAX_NAMED)}. Give each its own name, or one of their ids to all annotations"
     )
     return [warning] if same else []
-
-
-def refuse_dropped(report: SplitReport, origin: Path, num_boxes: int) -> None:
-    """Refuse a split that loses too many of its boxes or images, with the reasons counted."""
-    dropped = [f for f in report.findings if f.kind == DROPPED_IMAGE or f.kind in DROPPED_BOXES]
-    kinds = Counter(f.kind for f in dropped if f.kind in DROPPED_BOXES)
-    reasons = Counter(_reason(f.detail) for f in dropped if f.kind == DROPPED_IMAGE)
-    num_dropped = reasons.total()
-    is_empty = report.split == "train" and not report.trainable
-    is_few = num_dropped <= MAX_DROPPED * report.images and kinds.total() <= MAX_DROPPED * num_boxes
-    if is_few and not is_empty:
-        return
-    prefix = "nothing is left to train on: " if is_empty else ""
-    counts = ", ".join(f"{n:,} x {reason}" for reason, n in (*reasons.items(), *kinds.items()))
-    example = f"for example image {dropped[0].image_id}, {dropped[0].detail}; " if dropped else ""
-    raise DataError(
-        f"{origin} ({report.split}): {prefix}{num_dropped:,} of {report.images:,} images and "
-        f"{kinds.total():,} of {num_boxes:,} boxes are dropped: "
-        f"{counts or 'no training image has a box to learn from'}",
-        hint=f"{example}over {MAX_DROPPED:.0%} is not accepted: fix the files, or accept the loss "
-        "with ssdctl prepare --allow-dropped",
-    )
-
-
-def _reason(detail: str) -> str:
-    """Return why an image was dropped, without its name and what is particular to it."""
-    return (detail.partition(": ")[2] or detail).partition(" (")[0]

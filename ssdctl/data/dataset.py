@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ssdctl.data import index
+from ssdctl.data import TOML, index
 from ssdctl.data.annotations import (
     MAX_NAMED,
     SPLIT_WORDS,
@@ -32,28 +32,45 @@ from ssdctl.data.annotations import (
     root_folder,
     with_classes,
 )
+from ssdctl.data.find_images import resolve_images
 from ssdctl.data.formats import Format, built_in, coco, load, names
-from ssdctl.data.image_files import ANNOTATION_FOLDERS, files_below, is_image
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors
 from ssdctl.runtime.safe_text import counted
 
-LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
+LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".json", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
 HASHED_BYTES = 4 << 20
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
 MAX_FILES = 20_000  # that are searched for what a folder has
 MAX_READ = 50  # files of a kind whose content is looked at
-HEAD_BYTES = 1_000_000
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
 # As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
 TFRECORD = re.compile(r"\.(tf_?)?records?(-\d+-of-\d+)?$|(?<!\.data)-\d{5}-of-\d{5}$")
-TFRECORD_HINT = (
-    "TFRecords are not read: give the images and labels that they were made from; COCO is "
-    "fetched by `ssdctl download --dest DIR`"
-)
-CONVERT_LABELME = "convert labelme's files to Pascal VOC's layout with its labelme2voc.py"
+DATUMARO = "convert it with datumaro: datum convert -if {} -i DIR -f coco -o OUT -- --save-media"
+# Formats that are not read: how their files are called, and what leads to one that is.
+NOT_READ = {
+    "TFRecord": (
+        TFRECORD,
+        "give the images and labels that it was made from (COCO: `ssdctl download --dest DIR`), or "
+        + DATUMARO.format("tf_detection_api"),
+    ),
+    "VoTT": (
+        re.compile(r"\.vott$|-asset\.json$|(^|/)vott-json-export/"),
+        "export it from VoTT as CSV, or " + DATUMARO.format("vott_json"),
+    ),
+    "WIDER FACE": (re.compile(r"wider_face_\w*bbx_gt\.txt$"), DATUMARO.format("wider_face")),
+    "MOT": (
+        re.compile(r"(^|/)(gt/gt|det/det)\.txt$|(^|/)seqinfo\.ini$"),
+        DATUMARO.format("mot_seq"),
+    ),
+    "DOTA": (
+        re.compile(r"(^|/)labelTxt[^/]*/[^/]+\.txt$"),
+        "convert it with DOTA2COCO.py of DOTA_devkit; its boxes become upright",
+    ),
+}
 S = TypeVar("S")
 log = logging.getLogger(__name__)
 
@@ -107,7 +124,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
 
 
 def _refuse_format_beside_toml(root: Path, name: str | None) -> None:
-    toml = root / coco.TOML
+    toml = root / TOML
     if name is not None and toml.is_file():
         raise UsageError(
             f"--from {name}: {toml} exists",
@@ -119,15 +136,57 @@ def read_dataset(
     root: Path, conversion: Conversion, module: Format | None = None
 ) -> dict[str, Annotations]:
     """Read the splits of a dataset, in the order of SPLITS; `module` is the format if known."""
-    splits = (module or find(root, conversion.source)[1]).read(root)
+    module, folder = module or find(root, conversion.source)[1], conversion.image_dir
+    read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
+    splits = _with_images(root, read)
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
     if conversion.split is not None:
         if "val" in splits:
             raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
+        # An entry that is listed twice must not be in both parts.
+        splits = {split: images for split, (images, _) in resolve_images(splits).items()}
         train, val = divided(require_split(splits, "train", root), conversion.split)
         splits = {**splits, "train": train, "val": val}
     return {s: splits[s] for s in SPLITS if s in splits}
+
+
+def _image_dir(root: Path, folder: str) -> str:
+    """Return the folder that the user names, relative to the dataset folder."""
+    base = dataset_folder(root)
+    for path in (base / folder, Path(folder)):
+        if path.is_dir() and path.resolve().is_relative_to(base.resolve()):
+            return path.resolve().relative_to(base.resolve()).as_posix()
+    raise UsageError(f"--image-dir {folder}: no folder below {base}")
+
+
+def _with_images(root: Path, splits: dict[str, Annotations]) -> dict[str, Annotations]:
+    """Return the splits without those that list no image, with a note."""
+    empty = [split for split, annotations in splits.items() if not annotations.file_names]
+    if "train" in empty or len(empty) == len(splits):
+        origin = splits[empty[0]].origin if empty else root
+        raise DataError(f"{origin}: lists no images, so there is nothing to train on")
+    kept = {split: a for split, a in splits.items() if split not in empty}
+    first = next(iter(kept))
+    notes = [
+        f"{splits[split].origin} lists no images: there is no split {split}" for split in empty
+    ]
+    return {**kept, first: kept[first]._replace(notes=[*kept[first].notes, *notes])}
+
+
+def require_same_classes(root: Path, splits: Mapping[str, Annotations]) -> None:
+    """Refuse splits whose labels would mean different classes."""
+    (first, annotations), *others = splits.items()
+    for split, other in others:
+        if other.classes != annotations.classes:
+            classes = [
+                ", ".join(f"{c.name} ({c.id})" for c in a.classes) for a in (annotations, other)
+            ]
+            raise DataError(
+                f"{root}: the splits list different categories, or in another order: "
+                f"{first} {classes[0]}; {split} {classes[1]}",
+                hint="give the annotation files of all splits the same list of categories",
+            )
 
 
 def label_version(root: Path, format_name: str, *, content: bool = False) -> Labels:
@@ -137,8 +196,8 @@ def label_version(root: Path, format_name: str, *, content: bool = False) -> Lab
         names = [n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES]
         return Labels(_state(folder, sorted(names)))
     paths = [files.annotations for files in coco.splits_of(root).values()]
-    if (root / coco.TOML).is_file():
-        paths.insert(0, root / coco.TOML)
+    if (root / TOML).is_file():
+        paths.insert(0, root / TOML)
     names = [os.path.relpath(path.absolute(), folder) for path in paths]
     return Labels(_state(folder, names), _hash(paths) if content else "")
 
@@ -227,7 +286,7 @@ def _has_labels(folder: Path) -> bool:
 
 
 def _no_dataset(path: Path) -> DataError:
-    looked_for = [coco.TOML]
+    looked_for = [TOML]
     for name in built_in():
         looked_for += getattr(load(name), "LOOKED_FOR", ())
     files = sorted(Path(n) for n in itertools.islice(files_below(path), MAX_FILES))
@@ -253,21 +312,16 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
     """Return what to do with the files of a folder that is no dataset."""
     from ssdctl.data.formats import yolo
 
-    jsons = [file for file in files if file.suffix == ".json"]
-    if any(b'"shapes"' in _head(folder / file) for file in jsons[:MAX_READ]):
-        return CONVERT_LABELME
-    images = [folder / file for file in files if is_image(file)]
-    stems = {image.stem for image in images}
+    for file in files:
+        if name := _format_not_read(file):
+            return f"{file} is of the format {name}, which is not read: {NOT_READ[name][1]}"
+    stems = {file.stem for file in files if is_image(file)}
     for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
         if yolo.has_boxes(folder / file):
-            own = [yolo.label_file(folder, image) for image in images if image.stem == file.stem]
-            move = "" if folder / file in own else ", and move each label file beside its image"
             return (
                 f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "
-                f"name of a class per line, in the order of the class numbers{move}"
+                "name of a class per line, in the order of the class numbers"
             )
-    if any(TFRECORD.search(file.name) for file in files):
-        return TFRECORD_HINT
     for file in files:
         if file.suffix.lower() in ARCHIVES:
             return f"unpack {folder / file}"
@@ -283,19 +337,18 @@ def _not_a_dataset(path: Path, name: str | None) -> DataError:
     suffix = path.suffix.lower()
     if suffix in ARCHIVES:
         return DataError(f"{path}: an archive", hint="unpack it and give the folder")
-    if TFRECORD.search(path.name):
-        return DataError(f"{path}: a TFRecord file", hint=TFRECORD_HINT)
+    if kind := _format_not_read(path):
+        problem = f"in the format {kind}, which is not read"
+        return DataError(f"{path}: {problem}", hint=NOT_READ[kind][1])
     if suffix == ".json" and name in (None, "coco"):
         problem = "not in COCO's format: no images, annotations and categories"
-        hint = CONVERT_LABELME if b'"shapes"' in _head(path) else None
-        return DataError(f"{path}: {problem}", hint=hint)
+        return DataError(f"{path}: {problem}")
     return DataError(
         f"{path}: not a dataset file{f' of {name}' if name else ''}",
         hint="give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file",
     )
 
 
-def _head(path: Path) -> bytes:
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        return file.read(HEAD_BYTES)
-    return b""
+def _format_not_read(file: Path) -> str | None:
+    path = file.as_posix()
+    return next((name for name, (files, _) in NOT_READ.items() if files.search(path)), None)

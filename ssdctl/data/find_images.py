@@ -16,6 +16,7 @@ missing image never go to another listed image. Files that remain ambiguous are 
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -43,10 +44,10 @@ from ssdctl.data.image_files import (
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
-STANDARD = ("", "images", "JPEGImages", "img", "data", "photos")  # "": the dataset folder
+STANDARD = ("", "images", "JPEGImages", "img", "data")  # "": the dataset folder
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 SAMPLE_NAMES = 20  # file names by which a folder of images is tried
-WHICH = "write paths below the dataset folder into the labels, or keep one of the files"
+WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
 Resolved = tuple[Annotations, list[int | None]]  # and the size of each file in bytes
 _Rank = Callable[["_Option"], tuple[int, ...]]
 
@@ -81,25 +82,25 @@ class _Option(NamedTuple):
 class ImageFinder:
     """The image files below a folder.
 
-    `images` is the only folder in which they are searched for, if the user names one. `files` are
-    relative paths; all files below `root` by default.
+    `image_dir` is the only folder in which they are searched for, if the user names one. `files`
+    are relative paths; all files below `root` by default.
     """
 
     def __init__(
         self,
         root: Path,
         standard: Sequence[str] = STANDARD,
+        image_dir: str | None = None,
         *,
-        images: str | None = None,
         files: Iterable[str] | None = None,
     ) -> None:
         self.root, self.standard = root, [name.lower() for name in standard]
-        self.images = _parts(images or "")
+        self.image_dir = parts_of(image_dir or "")
         found = files_below(root) if files is None else files
         paths = ((file, file.split("/")) for file in found if is_image(PurePosixPath(file)))
-        self.files = {f: p for f, p in paths if p[: len(self.images)] == self.images}
-        if images and not self.files:
-            raise DataError(f"--images {images}: no images are below {root.joinpath(*self.images)}")
+        self.files = {f: p for f, p in paths if p[: len(self.image_dir)] == self.image_dir}
+        if image_dir and not self.files:
+            raise DataError(f"--image-dir {image_dir}: no images below {root / image_dir}")
         self.by_name: dict[str, list[str]] = {}
         self.by_stem: dict[str, list[str]] = {}
         for file, parts in self.files.items():
@@ -189,7 +190,7 @@ class ImageFinder:
         name = name.replace("\\", "/")
         if "/local-files/?d=" in name:  # a URL of Label Studio's server
             name = unquote(name.partition("?d=")[2])
-        parts = _parts(name)
+        parts = parts_of(name)
         if not parts:
             return ""
         if parts[-1] not in self.by_name and unquote(parts[-1]) in self.by_name:
@@ -210,16 +211,16 @@ class ImageFinder:
         self, entry: Wanted, names: list[str], has_suffix: bool, file: str
     ) -> _Option | None:
         """Return a file with the evidence for it; None if it is in the folder of another split."""
-        parts, labels = self.files[file], _parts(entry.labels)
+        parts, labels = self.files[file], parts_of(entry.labels)
         base_name = parts[-1] if has_suffix else parts[-1].rpartition(".")[0]
-        expected = [*_parts(entry.folder), *names]
+        expected = [*parts_of(entry.folder), *names]
         tail = 0
         if base_name == names[-1]:
             tail = 1 + _num_equal(reversed(expected[:-1]), reversed(parts[:-1]))
         is_full = tail >= len(names)
         before = parts[: -len(names)] if is_full else parts[:-1]
         num_shared = _num_equal(before, labels)
-        rest = [part.lower() for part in before[max(num_shared, len(self.images)) :]]
+        rest = [part.lower() for part in before[max(num_shared, len(self.image_dir)) :]]
         split = split_of("/".join(rest))
         if entry.split and split not in (None, entry.split):
             return None
@@ -264,7 +265,7 @@ class ImageFinder:
         if len({len(folder) for folder in folders}) > 1:
             return options
         differing = [n for n, parts in enumerate(zip(*folders, strict=True)) if len({*parts}) > 1]
-        labels = [*_parts(entry.labels), *_parts(entry.name)[:-1]]
+        labels = [*parts_of(entry.labels), *parts_of(entry.name)[:-1]]
         return [
             option
             for option, folder in zip(options, folders, strict=True)
@@ -308,13 +309,44 @@ def located(
     }
 
 
+def by_label_files(finder: ImageFinder, labels: Sequence[PurePosixPath]) -> list[Wanted]:
+    """Return the image that each label file means by its own name, in a folder as the labels'.
+
+    Folders such as `annotations` and `train` are the labels' own, and so are those that all share,
+    except where folders of images have the same names.
+    """
+    folders = {path.parent for path in labels}
+    common = len(PurePosixPath(os.path.commonpath(folders)).parts) if folders else 0
+    of_images = {tuple(parts[:-1]) for parts in finder.files.values()}
+    ends = {parts[start:] for parts in of_images for start in range(len(parts))}
+    tops: dict[PurePosixPath, int] = {}
+    for folder in folders:
+        own = max((n for n, name in enumerate(folder.parts, 1) if _is_of_labels(name)), default=0)
+        mirrored = (n for n in range(own, common) if folder.parts[n:] in ends)
+        tops[folder] = next(mirrored, max(common, own))
+    return [
+        Wanted(
+            "/".join([*path.parent.parts[tops[path.parent] :], path.stem]),
+            "/".join(path.parent.parts[: tops[path.parent]]),
+            split_of(path.parent.as_posix()),
+        )
+        for path in labels
+    ]
+
+
+def _is_of_labels(folder: str) -> bool:
+    return folder in ANNOTATION_FOLDERS or split_of(folder) is not None
+
+
 def label_folder(labels: Path, root: Path) -> str:
     """Return the folder of a label file, relative to the dataset folder; "" if it is not below."""
     below = labels.relative_to(root) if labels.is_relative_to(root) else PurePosixPath()
     return "/".join(below.parts[:-1])
 
 
-def _parts(path: str) -> list[str]:
+def parts_of(path: str) -> list[str]:
+    """Return the names of a path without those that would leave the dataset folder."""
+    path = path.replace("\\", "/")
     return [part for part in path.split("/") if part not in ("", ".", "..")]
 
 
@@ -413,7 +445,7 @@ def _renamed(annotations: Annotations, files: Mapping[int, Found]) -> Annotation
 def _plain(name: str) -> str:
     """Return a relative path with slashes and without `./`; other names as they are."""
     slashes = name.replace("\\", "/")
-    return "/".join(_parts(slashes)) if is_plain_name(slashes) else name
+    return "/".join(parts_of(slashes)) if is_plain_name(slashes) else name
 
 
 def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved:

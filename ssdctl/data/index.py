@@ -1,9 +1,9 @@
 """The index of a split: what training, scoring and reports read instead of the annotations.
 
-A row per image: its id, file, size and file's fingerprint, whether it can be used, and lists of its
-objects: every box unclipped with its area, as scoring needs it, and clipped in fractions of the
-image, as training does. The metadata has the classes, the shards of packed images, and how the
-annotations were read. Torch-free.
+A row per image: its id, file, size and file's fingerprint, whether it can be used, whether it is
+empty (no object, not even a dropped one), and lists of its objects: every box unclipped with its
+area, as scoring needs it, and clipped in fractions of the image, as training does. The metadata has
+the classes, the shards of packed images, and how the annotations were read. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion, Labels
 from ssdctl.data.check import Objects
+from ssdctl.data.duplicates import Duplicates
 from ssdctl.data.image_files import FingerprintColumns
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, atomic_write
@@ -41,6 +42,7 @@ IMAGE_COLUMNS: Types = {
 }
 INDEX_COLUMNS: Types = {
     **IMAGE_COLUMNS,
+    "empty": pa.bool_(),
     "labels": pa.list_(pa.int32()),
     "is_trained": pa.list_(pa.bool_()),
     "fractions": pa.list_(pa.list_(pa.float32(), 4)),
@@ -87,11 +89,12 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Metadata(Packing, frozen=True, kw_only=True):
-    format: Literal[4]  # version 3 had no boxes to score against
+    format: Literal[5]
     classes: list[ClassName]
     images: str  # their folder, relative to the dataset folder if it is below it
     origin: str  # the file or folder of the labels, for messages
     made: Made
+    duplicates: list[Duplicates]  # images that an earlier split has, too
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -118,7 +121,7 @@ def read_packing(folder: Path, split: str) -> Packing | None:
 def earlier_packing(folder: Path) -> Packing | None:
     """Return how a store of an earlier version has its images; None if there is no such store."""
     found = [p for split in SPLITS if (p := read_packing(folder, split)) is not None]
-    return found[0] if found and all(p.format < 4 for p in found) else None
+    return found[0] if found and all(p.format < 5 for p in found) else None
 
 
 def _decode_metadata(path: Path, kind: type[T]) -> T | None:
@@ -197,6 +200,7 @@ def write_index(
     annotations: Annotations,
     objects: Objects,
     is_usable: NDArray[np.bool_],
+    is_empty: NDArray[np.bool_],
     fingerprints: FingerprintColumns,
     metadata: Metadata,
 ) -> None:
@@ -214,6 +218,7 @@ def write_index(
         "width": pa.array(annotations.sizes[:, 0], pa.int32()),
         "height": pa.array(annotations.sizes[:, 1], pa.int32()),
         "usable": pa.array(is_usable),
+        "empty": pa.array(is_empty),
         **{name: lists(values) for name, values in objects._asdict().items() if name != "starts"},
         **{name: pa.array(values) for name, values in fingerprints._asdict().items()},
     }

@@ -18,7 +18,7 @@ from ssdctl.data.annotations import (
     Conversion,
     root_folder,
 )
-from ssdctl.data.check import Outcome, check
+from ssdctl.data.check import check
 from ssdctl.data.dataset import (
     is_prepared,
     labels_changed,
@@ -29,6 +29,7 @@ from ssdctl.data.dataset import (
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
 from ssdctl.data.prepare import prepare
+from ssdctl.data.report import Outcome
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
 from ssdctl.errors import DataError, UsageError
@@ -58,7 +59,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
-    conversion = Conversion(source, options.split, options.classes)
+    conversion = Conversion(source, options.split, options.classes, options.image_dir)
     if not conversion and (conversion := _last_conversion(folder)):
         log.info("using the options of the last time: %s; other options replace them", conversion)
     elif conversion and conversion.source is None:
@@ -144,6 +145,7 @@ def _refuse_changed(root: Path, folder: Path, split: str) -> None:
 
 class DatasetSize(NamedTuple):
     trainable: int  # training images with boxes
+    background: int | None  # training images without objects; None: not known
     validation: int  # images; 0: no validation split
     classes: list[str]
 
@@ -156,14 +158,17 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
         splits = open_splits(root, folder)
         train = require_split(splits, "train", root)
         num_val = len(splits["val"].image_ids) if "val" in splits else 0
-        return DatasetSize(len(train.trainable), num_val, [c.name for c in train.classes])
+        names = [c.name for c in train.classes]
+        return DatasetSize(len(train.trainable), len(train.background), num_val, names)
     unprepared = read_dataset(root, _last_conversion(folder))
     annotations = require_split(unprepared, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
         annotations = resolve_images(unprepared)["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
-    trainable = int((check(annotations).objects.num_trained() > 0).sum())
-    return DatasetSize(trainable, num_val, [c.name for c in annotations.classes])
+    checked = check(annotations)
+    trainable = int((checked.objects.num_trained() > 0).sum())
+    names = [c.name for c in annotations.classes]
+    return DatasetSize(trainable, int(checked.is_empty.sum()), num_val, names)
 
 
 def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:

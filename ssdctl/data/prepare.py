@@ -18,12 +18,15 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ssdctl._version import __version__
 from ssdctl.config import PrepareConfig
 from ssdctl.data import index
 from ssdctl.data.annotations import (
     AUTOMATIC,
+    NO_LABELS,
+    UNLABELED,
     UNLISTED,
     Annotations,
     Conversion,
@@ -32,21 +35,27 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.check import (
     DROPPED_IMAGE,
-    NO_BOXES,
-    NO_BOXES_NOT_TRAINED,
+    NO_BOXES_LEFT,
+    NO_OBJECTS,
     NOTED_IMAGE,
-    Outcome,
-    SplitReport,
     check,
     duplicate_names,
-    refuse_dropped,
 )
-from ssdctl.data.dataset import find, label_version, labels_changed, read_dataset
+from ssdctl.data.dataset import (
+    find,
+    label_version,
+    labels_changed,
+    read_dataset,
+    require_same_classes,
+)
+from ssdctl.data.duplicates import ImageVersions, duplicate_warnings, find_duplicates
 from ssdctl.data.find_images import Resolved, resolve_images
-from ssdctl.data.image_check import CheckedImages, Job, check_files, check_images, verified
+from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
 from ssdctl.data.image_files import FingerprintColumns, changed_images, is_image
+from ssdctl.data.report import Outcome, SplitReport, refuse_dropped, refuse_empty
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
+from ssdctl.data.summary import count_classes, object_sizes, summary_warnings
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     DECODE_ERRORS,
@@ -102,8 +111,9 @@ def prepare(
         if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
             return outcome
         remove_stale_temporaries(folder)
+        images: dict[str, ImageVersions] = {}
         reports = [
-            _prepare_split(split, resolved, root, folder, config, made, force, progress)
+            _prepare_split(split, resolved, root, folder, config, made, images, force, progress)
             for split in made.splits
         ]
         outcome = Outcome(str(root), str(folder), config.pack, False, reports)
@@ -119,6 +129,7 @@ def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], inde
     splits = read_dataset(root, conversion, module)
     if label_version(root, name).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
+    require_same_classes(root, splits)
     made = index.Made(name, conversion, labels, list(splits), __version__)
     resolved = resolve_images(splits)
     _note_unlisted(resolved)
@@ -185,20 +196,24 @@ def _prepare_split(
     folder: Path,
     config: PrepareConfig,
     made: index.Made,
+    earlier: dict[str, ImageVersions],
     force: bool,
     progress: Progress,
 ) -> SplitReport:
-    """Check a split, which is taken from `resolved` to free its memory, and write its index."""
+    """Check a split, which is taken from `resolved` to free its memory, and write its index.
+
+    Its images are compared with those of `earlier` splits and added to them.
+    """
     annotations, num_bytes = resolved.pop(split)
-    objects, findings, warnings = check(annotations)
+    objects, is_empty, findings, warnings = check(annotations)
     if split == made.splits[0]:  # all splits have the same classes
         warnings = warnings + duplicate_names(annotations.classes)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
-    names, image_ids = annotations.file_names, annotations.image_ids
+    names = annotations.file_names
     key = _chunks_key(annotations, config, force)
-    job = Job(split, key, annotations, folder, config)
+    job = ImageCheck(split, key, annotations, folder, config)
     images = None if force else _known_images(job, num_bytes)
     if images is None:
         check_files(job, num_bytes)
@@ -206,27 +221,41 @@ def _prepare_split(
         if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:
             index.index_path(folder, split).unlink()  # its shards are about to change
         images = check_images(job, progress)
+    versions = ImageVersions(annotations.folder, names, images.fingerprints)
+    duplicates = find_duplicates(versions, earlier)
+    earlier[split] = versions
     counts = objects.num_trained()
-    is_trainable = images.is_usable & (counts > 0)
+    background = images.is_usable & is_empty
+    left_out = images.is_usable & ~is_empty & (counts == 0)
     findings += images.findings
-    kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
-    for row in np.nonzero(images.is_usable & (counts == 0))[0]:
-        findings.append(Finding(kind, int(image_ids[row]), None, names[row]))
+    findings += _without_boxes(split, annotations, background, left_out, findings)
+    per_class = count_classes(annotations.classes, objects, images.is_usable)
+    sizes = object_sizes(objects)
     report = SplitReport(
         split=split,
         images=len(names),
         boxes=int(counts[images.is_usable].sum()),
         classes=len(annotations.classes),
-        trainable=int(is_trainable.sum()),
+        trainable=int((images.is_usable & (counts > 0)).sum()),
+        background=int(background.sum()),
         findings=findings,
         key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
-        warnings=warnings + images.warnings(),
+        per_class=per_class,
+        object_sizes=sizes,
+        duplicates=duplicates,
+        warnings=[
+            *warnings,
+            *images.warnings(),
+            *duplicate_warnings(split, len(names), duplicates),
+            *summary_warnings(split, int(images.is_usable.sum()), per_class, sizes),
+        ],
         notes=[*annotations.notes],
     )
+    refuse_empty(report, annotations.origin)
     if not config.allow_dropped:
         refuse_dropped(report, annotations.origin, num_boxes)
     metadata = index.Metadata(
-        format=4,
+        format=5,
         packed=config.pack,
         shards=images.shards,
         shrink=config.shrink,
@@ -238,10 +267,29 @@ def _prepare_split(
         images=_relative(annotations.folder, root),
         origin=str(annotations.origin),
         made=made,
+        duplicates=duplicates,
     )
     path = index.index_path(folder, split)
-    index.write_index(path, annotations, objects, images.is_usable, images.fingerprints, metadata)
+    usable, fingerprints = images.is_usable, images.fingerprints
+    index.write_index(path, annotations, objects, usable, is_empty, fingerprints, metadata)
     return report
+
+
+def _without_boxes(
+    split: str,
+    annotations: Annotations,
+    is_empty: NDArray[np.bool_],
+    is_left_out: NDArray[np.bool_],
+    findings: list[Finding],
+) -> list[Finding]:
+    """Return a finding for each image that is empty, or has no box left to train on."""
+    ids, names = annotations.image_ids.tolist(), annotations.file_names
+    result = [Finding(NO_OBJECTS, ids[r], None, names[r]) for r in np.flatnonzero(is_empty)]
+    if split == "train":
+        named = {f.image_id for f in findings if f.kind in (NO_LABELS, UNLABELED)}
+        rows = [r for r in np.flatnonzero(is_left_out) if ids[r] not in named]
+        result += [Finding(NO_BOXES_LEFT, ids[r], None, names[r]) for r in rows]
+    return result
 
 
 def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
@@ -264,7 +312,7 @@ def _relative(path: Path, root: Path) -> str:
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
-def _known_images(job: Job, num_bytes: list[int | None]) -> CheckedImages | None:
+def _known_images(job: ImageCheck, num_bytes: list[int | None]) -> CheckedImages | None:
     """Return what the split's index, of this or an earlier version, knows of the same images.
 
     So neither changed labels nor a new version of the index pack images again. Packed images may

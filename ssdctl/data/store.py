@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data import index
 from ssdctl.data.annotations import ClassName, root_folder
+from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.image_decode import Pixels, decode, encode, raw_pixels
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
@@ -59,11 +61,15 @@ class Split(NamedTuple):
     labels: NDArray[np.int32]  # M
     usable: NDArray[np.bool_]  # N: whether the image opens
     trainable: NDArray[np.int64]  # rows with an image that opens and at least one box
+    background: NDArray[
+        np.int64
+    ]  # rows with an image that opens and no object, not even a dropped one
     most_boxes: int  # on one image
     images: ImageFiles | PackedImages
     index_file: Path  # what detections are scored against
     is_raw: bool = False  # whether the images are decoded pixels
     upright: bool = False  # whether images of the annotated size are turned by their EXIF data
+    warnings: Sequence[str] = ()  # for the user, on measuring with this split
 
     def read(self, row: int) -> bytes:
         """Return the encoded image of a row: a PNG if the store has decoded pixels."""
@@ -206,7 +212,8 @@ def _image_spans(path: Path, mapped: mmap.mmap, num_rows: int) -> NDArray[np.int
     for chunk in table.column("image").chunks:
         _, offsets, data = chunk.buffers()
         starts = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
-        start = 0 if data is None else data.address - content.address
+        # Without a usable image there are no bytes, and no address.
+        start = data.address - content.address if data is not None and data.size else 0
         if data is not None and not 0 <= start <= content.size - data.size:
             raise index.damaged(path, "it is compressed")
         spans.append(start + np.stack([starts[:-1], starts[1:]], axis=1))
@@ -257,9 +264,11 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         labels=labels,
         usable=is_usable,
         trainable=np.nonzero(is_usable & (counts > 0))[0],
+        background=np.nonzero(is_usable & index.numbers(table, "empty"))[0],
         most_boxes=int(counts.max(initial=0)),
         images=images,
         index_file=path,
         is_raw=metadata.packed and metadata.encoding == "raw",
         upright=bool(metadata.upright),
+        warnings=duplicate_warnings(split, len(sizes), metadata.duplicates),
     )

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdctl.data import TOML
 from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
 
@@ -47,11 +48,13 @@ def require_dataset(config: DataConfig) -> None:
 
 
 def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
-    """Return the dataset folder (or file) and its store's folder."""
+    """Return the dataset folder (or file, but the folder of a dataset.toml) and its store."""
     for value, option in ((config.root, "--data"), (config.store, "--store")):
         if value:
             refuse_url(value, option)
     root = Path(config.root) if config.root else default_root()
+    if root.name == TOML and root.is_file():
+        root = root.parent
     if config.store:
         return root, Path(config.store)
     return root, default_store(root)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.errors import UsageError
-from ssdctl.runtime.hardware import bind_to_card
+from ssdctl.runtime.hardware import bind_to_card, find_hardware
 
 Module = TypeVar("Module", bound=nn.Module)
 ParameterGroups = list[dict[str, Any]]
@@ -174,13 +174,21 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
         UsageError: The machine does not have it, or it does not support that execution.
     """
     if name == "auto":
-        has_bridge = importlib.util.find_spec("habana_frameworks") is not None
-        accelerator = "hpu" if has_bridge else "cpu"
-        name = "cuda" if torch.cuda.is_available() else accelerator
+        name = _find_accelerator()
     bind_to_card(name, local_rank)
     module = importlib.import_module(f"{__name__}.{name}")
     device: Device = module.open_device(local_rank, execution)
     return device
+
+
+def _find_accelerator() -> str:
+    """Return the device of `auto`: the accelerator that this machine has, else the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if importlib.util.find_spec("habana_frameworks") is not None:
+        return "hpu"
+    has_torch_tpu = importlib.util.find_spec("torch_tpu") is not None
+    return "tpu" if has_torch_tpu and any(chip.counts for chip in find_hardware().tpus) else "cpu"
 
 
 def choose_execution(device: str, requested: str | None) -> str:

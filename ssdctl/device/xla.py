@@ -1,4 +1,4 @@
-"""TPUs and other PJRT devices, through torch_xla (extra `tpu`).
+"""TPUs and other PJRT devices, through torch_xla (extra `tpu-xla`).
 
 Lazy: operations are collected, then compiled and run at each `mark_step`.
 

@@ -12,7 +12,6 @@ from xml.etree import ElementTree as Xml
 
 from ssdctl.doctor import DRIVER_S, IMPORT_S, OK, Check, Doctor, ProgramOutput, absent, result
 from ssdctl.runtime import hardware
-from ssdctl.runtime.hardware import TPU_V2_OR_V3, TPUS
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.system import read_table, read_text
 from ssdctl.runtime.threads import run_in_daemon_thread
@@ -33,7 +32,9 @@ HUGE_PAGES_PER_CARD = 5_937
 COUNT_TPUS = (
     "import torch_xla.runtime as r; print(r.global_runtime_device_count(), 'x', r.device_type())"
 )
-SUCCESSOR = "TorchTPU, Google's announced successor of torch_xla, is not supported yet"
+COUNT_TORCH_TPU = "import torch, torch_tpu; print(torch.accelerator.device_count())"
+TORCH_TPU = "pip install torch_tpu (Python 3.11 or newer, torch 2.11 to 2.15)"
+XLA = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*', which TPU v2 and v3 need"
 
 
 def check_cpu(doctor: Doctor) -> Iterator[Check]:
@@ -272,29 +273,49 @@ def _huge_pages(num_cards: int) -> Check:
 
 
 def check_tpus(doctor: Doctor) -> Iterator[Check]:
-    """Check the chips, that torch_xla matches torch, and which devices it detects."""
-    wanted = {"is_wanted": doctor.config.train.device == "xla"}
-    chips = ", ".join(f"{n} x {TPUS[model]}" for model, n in Counter(doctor.hardware.tpus).items())
-    found = f"{chips} on the PCI bus; " if chips else ""
-    if TPU_V2_OR_V3 in doctor.hardware.tpus:
+    """Check the chips, and that TorchTPU, or torch_xla for older chips, detects them."""
+    chips = doctor.hardware.tpus
+    counted = ", ".join(f"{n} x {chip.name}" for chip, n in Counter(chips).items())
+    has_two_cores = any(chip.has_two_cores for chip in chips)
+    found = f"{counted} on the PCI bus; " if chips else ""
+    if has_two_cores:
         found = found.replace(";", " (two cores a chip);")
-    if importlib.util.find_spec("torch_xla") is None:
-        remedy = f"pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'. {SUCCESSOR}"
-        state = result if chips else absent
-        yield state("tpu", f"{found}no torch_xla", remedy, **wanted)
-        return
+    device, has_xla = doctor.config.train.device, importlib.util.find_spec("torch_xla") is not None
+    wanted = {"is_wanted": device in ("tpu", "xla")}
+    if device != "xla" and not has_two_cores and importlib.util.find_spec("torch_tpu") is not None:
+        yield _torch_tpu(doctor, found, **wanted)
+    elif has_xla:
+        yield _torch_xla(doctor, found, **wanted)
+    else:
+        package, remedy = ("torch_xla", XLA) if has_two_cores else ("torch_tpu", TORCH_TPU)
+        yield (result if chips else absent)("tpu", f"{found}no {package}", remedy, **wanted)
+
+
+def _torch_tpu(doctor: Doctor, found: str, *, is_wanted: bool) -> Check:
+    versions = [f"{name} {package_version(name) or 'unknown'}" for name in ("torch_tpu", "torch")]
+    detail = f"{found}{' with '.join(versions)}"
+    if not doctor.hardware.tpus:
+        return absent("tpu", f"{detail}; no TPU v4 or newer", is_wanted=is_wanted)
+    counted = doctor.run_python("-c", COUNT_TORCH_TPU, timeout_s=IMPORT_S)
+    if counted.problem:
+        remedy = "torch_tpu needs torch 2.11 to 2.15; one process at a time can hold a chip"
+        return result("tpu", f"{detail}: {counted.problem}", remedy, is_wanted=is_wanted)
+    devices = (counted.out.strip().splitlines() or ["?"])[-1]
+    return result("tpu", f"{devices} x TPU, {detail}; fp32, bf16 native", is_wanted=is_wanted)
+
+
+def _torch_xla(doctor: Doctor, found: str, *, is_wanted: bool) -> Check:
     torch, xla = (
         ".".join((package_version(name) or "unknown").split(".")[:2])
         for name in ("torch", "torch_xla")
     )
     detail = f"{found}torch_xla {xla} with torch {torch}"
     if torch != xla:
-        yield result("tpu", f"{detail}: no match", f"pip install 'torch=={xla}.*'", **wanted)
-        return
+        remedy = f"pip install 'torch=={xla}.*'"
+        return result("tpu", f"{detail}: no match", remedy, is_wanted=is_wanted)
     counted = doctor.run_python("-c", COUNT_TPUS, timeout_s=IMPORT_S)
     if counted.problem:
         remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
-        yield result("tpu", f"{detail}: {counted.problem}", remedy, **wanted)
-        return
+        return result("tpu", f"{detail}: {counted.problem}", remedy, is_wanted=is_wanted)
     devices = (counted.out.strip().splitlines() or ["?"])[-1]
-    yield result("tpu", f"{devices}, {detail}; fp32, bf16 native. {SUCCESSOR}")
+    return result("tpu", f"{devices}, {detail}; fp32, bf16 native", is_wanted=is_wanted)

@@ -30,7 +30,8 @@ NEWEST_PYTHON = (3, 13)  # that the tests run on
 OWN_LINE = ("torch", "torchvision")  # the others share one line
 PURPOSES = {
     dali_extra(): "--pipeline dali",
-    "tpu": "--device xla",
+    "tpu": "--device tpu",
+    "tpu-xla": "--device xla",
     "onnx": "export --format onnx",
     "export": "export --format safetensors",
     "tensorboard": "--tensorboard",

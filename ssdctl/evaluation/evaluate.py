@@ -174,6 +174,8 @@ def evaluate_checkpoint(
     data = choose_data(checkpoint, config.data, given)
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
+    for warning in split.warnings:
+        log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
     rows = _rows_to_score(split, settings, f"{name or path} (step {checkpoint.step}) on {dataset}")
@@ -204,6 +206,7 @@ def evaluate_checkpoint(
         split=settings.split,
         precision=precision,
         score_threshold=detector.score_threshold,
+        warnings=[*split.warnings],
     )
     truth = read_ground_truth(split.index_file)
     return score(truth, detections, about, split.image_ids[rows], verify=settings.verify)

@@ -49,6 +49,11 @@ def trim_padding(batch: Batch) -> Batch:
     return batch._replace(boxes=batch.boxes[:, :num_used], labels=batch.labels[:, :num_used])
 
 
+def num_background(images: int, share: float) -> int:
+    """Return the samples without objects in an epoch of so many other images."""
+    return round(images * share / (1 - share))
+
+
 class LoaderConfig(NamedTuple):
     """Which part of the stream a rank loads, and how."""
 
@@ -62,6 +67,7 @@ class LoaderConfig(NamedTuple):
     first_sample: int = 0  # position in the stream at step 0 of `TrainLoader.batches`
     rank: int = 0
     world_size: int = 1
+    background: int = 0  # samples without objects in each epoch
 
     @classmethod
     def of(
@@ -74,6 +80,9 @@ class LoaderConfig(NamedTuple):
             max_boxes=max(split.most_boxes, 1),
             augment=config.augment,
             hue_degrees=config.hue_degrees,
+            background=num_background(len(split.trainable), config.background)
+            if len(split.background)
+            else 0,
         )._replace(**others)
 
     def positions(self, start_step: int, end_step: int) -> range:

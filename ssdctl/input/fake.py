@@ -72,6 +72,7 @@ def fake_split() -> Split:
         labels=np.zeros(0, np.int32),
         usable=np.ones(COCO_NUM_IMAGES, np.bool_),
         trainable=rows,
+        background=rows[:0],
         most_boxes=COCO_MOST_BOXES,
         images=ImageFiles(Path(), []),
         index_file=Path(),

@@ -44,13 +44,15 @@ Replace = Callable[[Samples, int, str, Pixels], BadImage]
 
 
 class TrainLoader:
-    """Training batches of one rank, from the stream of a split's trainable images."""
+    """Training batches of one rank, from the stream of a split's images."""
 
     def __init__(
         self, split: Split, config: LoaderConfig, buffer: Buffer = pageable_buffer
     ) -> None:
         self._split = split
-        self._stream = SampleStream(split.trainable, config.seed)
+        self._stream = SampleStream(
+            split.trainable, config.seed, split.background, config.background
+        )
         self._config = config
         self._buffer = buffer
 

@@ -3,8 +3,9 @@
 The order is one endless stream, one permutation of the dataset after another. Step s takes the
 stream's samples s * G to (s + 1) * G, for a global batch of G; a rank takes its slice of them. So
 every image occurs once per epoch at any world size, nothing is dropped or padded, and a resume
-needs one integer. All of it is a function of (seed, position in the stream). Shapes: B batch, G
-boxes (padded).
+needs one integer. All of it is a function of (seed, position in the stream). Images without objects
+form a stream of their own, from which each epoch takes a fixed number. Shapes: B batch, G boxes
+(padded).
 """
 
 from __future__ import annotations
@@ -18,37 +19,68 @@ from ssdctl.data.store import Split
 from ssdctl.input import LoaderConfig
 from ssdctl.input.augmentations import Boxes, Keys, View, hashed, load, whole
 
-ORDER_STREAM = 1  # separates these random numbers from those of augmentations
+# Separate these random numbers from those of augmentations.
+ORDER_STREAM, BACKGROUND_STREAM = 1, 6
 
 
 class SampleStream:
-    """The order of one run's samples."""
+    """The order of one run's samples.
 
-    def __init__(self, rows: NDArray[np.int64], seed: int) -> None:
+    Args:
+        rows: The images of each epoch.
+        background: Images without objects, of which each epoch takes the next `num_background`.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.int64],
+        seed: int,
+        background: NDArray[np.int64] | None = None,
+        num_background: int = 0,
+        stream: int = ORDER_STREAM,
+    ) -> None:
         assert len(rows) > 0
         self._rows = rows
         self._seed = seed
-        self._permutations: dict[int, NDArray[np.int64]] = {}
+        self._stream = stream
+        self._num_background = num_background
+        self._background: SampleStream | None = None
+        if background is not None and num_background:
+            self._background = SampleStream(background, seed, stream=BACKGROUND_STREAM)
+        self._permutations: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + self._num_background
 
     def samples(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows and epochs, (count,) each, of the stream's samples `start` and following."""
-        epochs, numbers = np.divmod(np.arange(start, start + count), len(self._rows))
-        rows = np.empty(count, np.int64)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            rows[chosen] = self._permutation(int(epoch))[numbers[chosen]]
+        """Return rows and epochs, (count,) each, of the stream's samples `start` and following.
+
+        The epoch of a sample is the number of earlier samples of its image: each is drawn anew.
+        """
+        passes, numbers = np.divmod(np.arange(start, start + count), len(self))
+        rows, epochs = np.empty(count, np.int64), np.empty(count, np.int64)
+        for epoch in np.unique(passes):
+            chosen = passes == epoch
+            rows[chosen], epochs[chosen] = (
+                values[numbers[chosen]] for values in self._permutation(int(epoch))
+            )
         return rows, epochs
 
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+    def _permutation(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows of an epoch in their order, and the epoch of each."""
         if epoch not in self._permutations:
-            keys = hashed(ORDER_STREAM, self._seed, epoch, np.arange(len(self._rows)))
+            order = np.argsort(
+                hashed(self._stream, self._seed, epoch, np.arange(len(self))), kind="stable"
+            )
+            rows, epochs = self._rows, np.full(len(self._rows), epoch)
+            if self._background is not None:
+                number = self._num_background
+                others, passes = self._background.samples(epoch * number, number)
+                rows, epochs = np.concatenate([rows, others]), np.concatenate([epochs, passes])
             # A batch uses two permutations if it crosses the end of an epoch, or many if it is
             # larger than the dataset; the oldest are never needed again.
             self._permutations = {e: p for e, p in self._permutations.items() if e > epoch - 2}
-            self._permutations[epoch] = self._rows[np.argsort(keys, kind="stable")]
+            self._permutations[epoch] = rows[order], epochs[order]
         return self._permutations[epoch]
 
 

@@ -2,9 +2,10 @@
 
 Per image: smooth L1 over the positives, plus cross-entropy over the positives and the hardest
 negatives (three per positive), divided by the image's number of positives; then the mean over
-the batch. An image without positives counts as 0. Masks select with `where`, never by
-multiplication, so an infinity outside the mask does not reach the loss. (The gradient of an
-infinite logit is still NaN: the guard in training/step.py checks gradients too.)
+the batch. An image without objects counts as 0, or with its K hardest negatives, divided as if it
+had K / 3 positives. Masks select with `where`, never by multiplication, so an infinity outside the
+mask does not reach the loss. (The gradient of an infinite logit is still NaN: the guard in
+training/step.py checks gradients too.)
 Shapes: B batch, C classes with background, G ground-truth boxes (padded), N default boxes.
 """
 
@@ -74,14 +75,20 @@ class MultiboxLoss(nn.Module):
     Args:
         dtype: Precision of matching and loss, independent of the network's.
         constants: Rules of matching, and what the loss is divided by.
+        background_negatives: Hardest negatives (K) of an image without objects.
     """
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = RESNET
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        constants: ModelConstants = RESNET,
+        background_negatives: int = 0,
     ) -> None:
         super().__init__()
         self.targets = Targets(dtype, constants=constants)
         self.divisor = constants.loss_divisor
+        self.background_negatives = background_negatives
 
     def forward(
         self,
@@ -121,14 +128,19 @@ class MultiboxLoss(nn.Module):
         negatives = torch.where(is_positive, zero, entropy)
         hardest = negatives.sort(dim=1, descending=True, stable=True).values
         rank = torch.arange(hardest.shape[1], device=hardest.device)
-        num_negatives = (NEGATIVES_PER_POSITIVE * num_positives).unsqueeze(1)
-        negative_loss = torch.where(rank < num_negatives, hardest, zero).sum(dim=1)
-
+        num_negatives = NEGATIVES_PER_POSITIVE * num_positives
         # Without positives both sums are 0 (no box, no negative), so the image counts as 0.
+        weight = num_positives
+        if self.background_negatives:
+            is_empty = num_positives == 0
+            num_negatives = num_negatives.masked_fill(is_empty, self.background_negatives)
+            weight = num_negatives.to(zero.dtype) / NEGATIVES_PER_POSITIVE
+        negative_loss = torch.where(rank < num_negatives.unsqueeze(1), hardest, zero).sum(dim=1)
+
         if self.divisor == "image":
-            share = num_positives.clamp(min=1) * label_BN.shape[0]
+            share = weight.clamp(min=1) * label_BN.shape[0]
         else:
-            share = num_positives.sum().clamp(min=1)
+            share = weight.sum().clamp(min=1)
         box = (box_loss / share).sum()
         classification = ((positive_loss + negative_loss) / share).sum()
         return Losses(box + classification, box, classification)

@@ -104,7 +104,9 @@ class SSD300(nn.Module):
         with hints_in_messages():
             return cls.open_checkpoint(checkpoint)
 
-    def loss(self, images: Images, targets: Sequence[Target]) -> Tensor:
+    def loss(
+        self, images: Images, targets: Sequence[Target], *, background_negatives: int = 0
+    ) -> Tensor:
         """Return the multibox loss of a batch, a scalar to be minimized.
 
         Args:
@@ -112,6 +114,7 @@ class SSD300(nn.Module):
                 They are resized to 300 x 300 and normalized here.
             targets: As torchvision's detectors take them: for each image `boxes`, (G, 4) left, top,
                 right, bottom in pixels, and `labels`, (G,), 1 to `num_classes - 1`.
+            background_negatives: Hardest default boxes trained on per image without boxes.
 
         Raises:
             ssdctl.errors.UsageError: A shape, type or label is wrong.
@@ -122,6 +125,7 @@ class SSD300(nn.Module):
             boxes, labels = _padded_targets(images, targets, self.num_classes, device)
         if self._loss is None or self._loss.targets.defaults_ltrb.device != device:
             self._loss = MultiboxLoss(constants=constants).to(device)
+        self._loss.background_negatives = background_negatives
         losses: Losses = self._loss(*self(batch), boxes, labels)
         return losses.total
 

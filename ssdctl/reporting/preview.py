@@ -88,8 +88,10 @@ def _annotated(split: Split, row: int) -> Image.Image:
 def _augmented(
     split: Split, rows: NDArray[np.int64], config: Config
 ) -> Iterator[tuple[int, Image.Image]]:
-    loader_config = LoaderConfig.of(config.train, split, batch_size=len(rows), threads=1)
-    loader = TrainLoader(split._replace(trainable=rows), loader_config)
+    split = split._replace(trainable=rows, background=rows[:0])
+    loader = TrainLoader(
+        split, LoaderConfig.of(config.train, split, batch_size=len(rows), threads=1)
+    )
     color = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
     for batch in loader.batches(0, EPOCHS):
         pixels = color(batch.images, batch.jitter).permute(0, 2, 3, 1)

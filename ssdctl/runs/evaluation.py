@@ -35,6 +35,7 @@ class EvaluationInfo(msgspec.Struct, frozen=True, kw_only=True):
     detections: int = 0
     precision: str | None = None  # the network's; None: a file of detections, or an older record
     score_threshold: float | None = None  # that detections score more than; None as above
+    warnings: list[str] = []  # on the data, such as images that were trained on, too
 
 
 class ErrorKind(msgspec.Struct, frozen=True):

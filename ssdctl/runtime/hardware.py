@@ -17,16 +17,32 @@ SYS = Path("/sys")
 PROC = Path("/proc")
 HABANA, NVIDIA, GOOGLE = "0x1da3", "0x10de", "0x1ae0"  # PCI vendors
 DISPLAYS = "0x03"  # PCI class of graphics and 3D controllers
-TPU_V2_OR_V3 = "0x0027"  # chips of two cores
-# The generations of TPUs by PCI device, as torch_xla and JAX list them.
-TPUS = {
-    TPU_V2_OR_V3: "TPU v2 or v3",
-    "0x005e": "TPU v4",
-    "0x0062": "TPU v5p",
-    "0x0063": "TPU v5e",
-    "0x006f": "TPU v6e",
-    "0x0076": "TPU v7",
-}
+
+
+class TpuType(NamedTuple):
+    """A version of TPUs."""
+
+    name: str
+    # The numbers of a host's chips that TorchTPU can use; empty for chips of two cores, which only
+    # torch_xla supports.
+    counts: tuple[int, ...] = ()
+
+    @property
+    def has_two_cores(self) -> bool:
+        return not self.counts
+
+
+# By PCI device and by the version's name, as torch_xla, JAX and TorchTPU list them.
+_TPUS = (
+    ("0x0027", ("v2", "v3"), TpuType("TPU v2 or v3")),
+    ("0x005e", ("v4",), TpuType("TPU v4", (1, 2, 4, 8))),
+    ("0x0062", ("v5p",), TpuType("TPU v5p", (1, 2, 4, 8))),
+    ("0x0063", ("v5e",), TpuType("TPU v5e", (1, 4, 8))),
+    ("0x006f", ("v6e",), TpuType("TPU v6e", (1, 4, 8))),
+    ("0x0076", ("v7",), TpuType("TPU v7", (2, 4, 8))),
+)
+TPUS = {device: kind for device, _, kind in _TPUS}
+TPU_VERSIONS = {version: kind for _, versions, kind in _TPUS for version in versions}
 BINDING_VARIABLE = "_SSDCTL_BINDING"  # `none`: ranks keep the CPUs that they are started with
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 BINDS_GPUS = "TORCHELASTIC_RUN_ID"  # set by torchrun, which binds ranks next to their GPUs itself
@@ -37,7 +53,7 @@ class Hardware(NamedTuple):
 
     num_gaudi: int = 0
     num_nvidia: int = 0
-    tpus: tuple[str, ...] = ()  # PCI device of each chip
+    tpus: tuple[TpuType, ...] = ()  # of each chip
     has_rdma: bool = False
 
     @property
@@ -47,7 +63,7 @@ class Hardware(NamedTuple):
 
 def find_hardware() -> Hardware:
     chips = [read_text(path / "device") for path in _pci_devices(GOOGLE)]
-    tpus = tuple(chip for chip in chips if chip in TPUS)
+    tpus = tuple(TPUS[chip] for chip in chips if chip in TPUS)
     has_rdma = any((SYS / "class/infiniband").glob("*"))
     return Hardware(len(_pci_devices(HABANA)), len(_nvidia_gpus()), tpus, has_rdma)
 
@@ -73,7 +89,7 @@ def device_names() -> list[str]:
         names["NVIDIA GPU (no driver)"] = hardware.num_nvidia
     if hardware.num_gaudi:
         names["Gaudi"] = hardware.num_gaudi
-    names.update(TPUS[model] for model in hardware.tpus)
+    names.update(chip.name for chip in hardware.tpus)
     return [f"{number} x {name}" for name, number in names.items()]
 
 

@@ -63,6 +63,8 @@ def facts(
 
 def _data(run: SettledRun, classes: Sequence[str], val_images: int) -> str:
     images = counted(run.plan.images, "training image")
+    if run.plan.background:
+        images += f" ({run.plan.background:,} without objects)"
     if not classes:
         return f"assumed: COCO, {images}, {COCO_NUM_CLASSES} classes"
     root, _ = dataset_folders(run.config.data)

@@ -131,6 +131,7 @@ class Evaluator:
             store=str(store),
             split="val" if opened.val_rows is None else "train",
             precision=run.precision,
+            warnings=[*opened.val.warnings] if opened.val_rows is None else [],
         )
         self._scoring = BackgroundScoring(opened.val.index_file, detections, about, image_ids)
 

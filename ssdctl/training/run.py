@@ -16,11 +16,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.config import Config, Resolved
+from ssdctl.config import Config, Resolved, TrainConfig
 from ssdctl.config.resolve import Kind, Settled, Source, resolve
 from ssdctl.config.settings import SettledConfig
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.input import num_background
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.training.schedule import (
     TrainSchedule,
@@ -46,6 +47,7 @@ INIT = Source(Kind.RULE, "checkpoint of --init")
 SHORT_RUN = Source(Kind.RULE, "a tenth of the run")
 CONTINUED = Source(Kind.FILE, "the run it continues")
 SCHEDULE = (("train.warmup",), ("train.lr_decay", "train.decay_epochs"))  # chosen together
+MAX_BACKGROUND = 0.5
 FEW_IMAGES = 2500  # with fewer, 65 epochs at batch 32 are less than 5,000 steps
 REFERENCE_BATCH = 8  # `Rule.peak_lr` is for this global batch
 HIGHEST_LR = 2e-3  # AdamW, large batches
@@ -96,6 +98,7 @@ def finalize(
     ranks: Ranks,
     images: int,
     *,
+    background: int | None = None,
     before: Config | None = None,
     network: Network | None = None,
     largest_batch: Callable[[Config], int] | None = None,
@@ -104,14 +107,16 @@ def finalize(
 
     Args:
         device: The device to train on; None for a plan without one.
-        images: Training images of the dataset, before --limit-train and --overfit.
+        images: Training images with objects, before --limit-train and --overfit.
+        background: Training images without objects; None: not known.
         before: The settings of the run to continue (`settings_of_run`); its schedule is kept.
         network: The network of the checkpoint of --init, or of the run to resume.
         largest_batch: Measures `--bs auto`, on an open device.
 
     Raises:
         UsageError: The device does not compute in the chosen precision; `--bs auto` without an open
-            device, or one image for batch norm; the warm-up is longer than the run.
+            device, or one image for batch norm; the warm-up is longer than the run; --background
+            without an image for it.
     """
     out = run_dir(resolved.config).path
     notices = []
@@ -121,14 +126,16 @@ def finalize(
     if network is not None:
         resolved = _with_network(resolved, network)
     config = resolved.config.train
+    share = _background_share(config, images, background or 0)
     images = min(images, config.limit_train or images, config.overfit or images)
     if config.batch_size == "auto":
         resolved = _with_largest_batch(resolved, images, ranks, largest_batch)
-    settled, rule = _settle_recipe(resolved, images, ranks.world_size)
+    settled, rule = _settle_recipe(resolved, images, ranks.world_size, share)
     if kept := _kept_schedule(settled, before):
         for path, value in kept.items():
             resolved = resolved.with_value(path, value, CONTINUED)
-        settled, rule = _settle_recipe(resolved, images, ranks.world_size)
+        settled, rule = _settle_recipe(resolved, images, ranks.world_size, share)
+    _check_background(settled.config.train, background)
     plan = make_plan(settled.config.train, images, ranks.world_size)
     if kept and plan.is_cosine and plan.decay_steps[-1] < plan.total_steps:
         notices.append(
@@ -138,6 +145,21 @@ def finalize(
         )
     _check_batch_norm(settled.config, plan.batch_size, ranks)
     return SettledRun(settled, plan, out, rule, tuple(notices))
+
+
+def _background_share(config: TrainConfig, images: int, background: int) -> float:
+    """Return the share of images without objects that the rule for few images trains on."""
+    if config.overfit is not None or not background:
+        return 0.0
+    return round(min(background / (images + background), MAX_BACKGROUND), 4)
+
+
+def _check_background(config: TrainConfig, background: int | None) -> None:
+    if background == 0 and config.background and not config.fake_data:
+        raise UsageError(
+            f"--background {config.background:g}: no training image is without objects",
+            hint="list such images, with an empty label file each, or leave --background out",
+        )
 
 
 def settings_of_run(config: Config) -> Config | None:
@@ -162,12 +184,15 @@ def _kept_schedule(settled: Settled, before: Config | None) -> dict[str, Any]:
     return {} if is_same else kept
 
 
-def _settle_recipe(resolved: Resolved, images: int, world_size: int) -> tuple[Settled, str | None]:
+def _settle_recipe(
+    resolved: Resolved, images: int, world_size: int, background: float
+) -> tuple[Settled, str | None]:
     """Apply the rule for few images, then shorten a warm-up that nobody chose if it is too long.
 
     The first steps of a preset that the user names are the same whatever --steps is.
     """
-    settled, rule = adapt_to_data(Settled.of(resolved), images, world_size)
+    settled, rule = adapt_to_data(Settled.of(resolved), images, world_size, background)
+    images += num_background(images, settled.config.train.background)
     length, warmup = length_and_warmup(settled.config.train, images, world_size)
     if not settled.is_chosen("train.preset"):
         length = min(length, settled.config.train.steps or length)
@@ -259,7 +284,9 @@ SMALL_DATA = Rule("small-data rule", fewest_samples=8000, fewest_epochs=20, peak
 FINE_TUNING = Rule("fine-tuning rule", fewest_samples=3000, fewest_epochs=10, peak_lr=1e-3)
 
 
-def adapt_to_data(resolved: Settled, images: int, world_size: int) -> tuple[Settled, str | None]:
+def adapt_to_data(
+    resolved: Settled, images: int, world_size: int, background: float = 0.0
+) -> tuple[Settled, str | None]:
     """Apply the rule for few images or for fine-tuning to what the user left at its default.
 
     The default preset is a recipe for COCO: on 9 images it takes 18 steps. A preset that the user
@@ -268,6 +295,10 @@ def adapt_to_data(resolved: Settled, images: int, world_size: int) -> tuple[Sett
     Settings that belong together are only changed together: the optimizer with its rate and weight
     decay, the kind of decay with its epochs.
 
+    Args:
+        images: Training images with objects.
+        background: Fraction of images without objects that the dataset offers.
+
     Returns:
         The settings, and a line with the rule's name, reason and changes, if it changed any.
     """
@@ -275,7 +306,7 @@ def adapt_to_data(resolved: Settled, images: int, world_size: int) -> tuple[Sett
     if resolved.is_chosen("train.preset") or images >= FEW_IMAGES or config.fake_data:
         return resolved, None
     rule = SMALL_DATA if config.init is None else FINE_TUNING
-    values = _values(resolved, rule, images, world_size)
+    values = _values(resolved, rule, images, world_size, background)
     if not values:
         return resolved, None
     for name, value in values.items():
@@ -286,7 +317,9 @@ def adapt_to_data(resolved: Settled, images: int, world_size: int) -> tuple[Sett
     return resolved, line
 
 
-def _values(resolved: Settled, rule: Rule, images: int, world_size: int) -> dict[str, Any]:
+def _values(
+    resolved: Settled, rule: Rule, images: int, world_size: int, background: float
+) -> dict[str, Any]:
     """Return the new values of those settings that the user did not set."""
     config = resolved.config.train
     values: dict[str, Any] = {}
@@ -300,11 +333,16 @@ def _values(resolved: Settled, rule: Rule, images: int, world_size: int) -> dict
         values["batch_size"] = batch_size = max(REFERENCE_BATCH // per_batch_size, fewest)
     global_batch = batch_size * per_batch_size
 
+    if background and is_open("background"):
+        values["background"] = background
+    else:
+        background = config.background
+    epoch_images = images + num_background(images, background)
     epochs = config.epochs
     if is_open("epochs"):
         samples = max(rule.fewest_samples, rule.fewest_epochs * images)
-        samples = max(samples, (config.steps or 0) * global_batch)
-        values["epochs"] = epochs = math.ceil(samples / images)
+        run_epochs = (config.steps or 0) * global_batch / epoch_images
+        values["epochs"] = epochs = math.ceil(max(samples / images, run_epochs))
     if is_open("optimizer", "lr", "momentum", "weight_decay"):
         peak = min(rule.peak_lr * math.sqrt(global_batch / REFERENCE_BATCH), HIGHEST_LR)
         values |= {
@@ -312,10 +350,10 @@ def _values(resolved: Settled, rule: Rule, images: int, world_size: int) -> dict
             "weight_decay": 0.01,
             "lr": float(f"{peak * 32 / global_batch:.3g}"),
         }
-    steps, end = max(int(epochs * images / global_batch), 1), float(epochs)
+    steps, end = max(int(epochs * epoch_images / global_batch), 1), float(epochs)
     run_steps = min(steps, config.steps or steps)
     if run_steps < steps:  # the schedule ends with the run; rounded up to the end of a step
-        end = math.ceil(1e4 * run_steps * global_batch / images) / 1e4
+        end = math.ceil(1e4 * run_steps * global_batch / epoch_images) / 1e4
     if is_open("warmup"):
         values["warmup"] = f"{max(run_steps // 20, 1)}st"
     if is_open("lr_decay", "decay_epochs"):

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.errors import UsageError
+from ssdctl.input import num_background
 from ssdctl.model.backbones import find_backbone
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Every(NamedTuple):
 class TrainSchedule(NamedTuple):
     """Steps and learning rate of a run, as `train --dry-run --json` prints them."""
 
-    images: int
+    images: int  # of an epoch
+    background: int  # of them, without objects
     global_batch_size: int
     steps_per_epoch: int
     total_steps: int
@@ -104,10 +106,15 @@ def check_warmup(config: TrainConfig) -> None:
 def make_plan(config: SettledTrainConfig, images: int, world_size: int) -> TrainSchedule:
     """Compute the schedule of a run. `steps` ends it earlier and changes nothing before.
 
+    Args:
+        images: Training images with objects.
+
     Raises:
         UsageError: The warm-up is longer than the recipe.
     """
     global_batch = config.batch_size * world_size * config.accumulate
+    background = num_background(images, config.background)
+    images += background
     total, warmup = length_and_warmup(config, images, world_size)
     if warmup > total:
         value, unit = split_duration(config.warmup)
@@ -119,6 +126,7 @@ def make_plan(config: SettledTrainConfig, images: int, world_size: int) -> Train
         )
     return TrainSchedule(
         images=images,
+        background=background,
         global_batch_size=global_batch,
         steps_per_epoch=max(images // global_batch, 1),
         total_steps=min(total, config.steps or total),

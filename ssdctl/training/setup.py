@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -52,7 +53,14 @@ from ssdctl.training.description import warning_of_cut
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.run import Network, OpenedRun, check_without_data, finalize, settings_of_run
+from ssdctl.training.run import (
+    Network,
+    OpenedRun,
+    SettledRun,
+    check_without_data,
+    finalize,
+    settings_of_run,
+)
 from ssdctl.training.step_input import check_pipeline
 from ssdctl.training.trackers import find_trackers
 from ssdctl.training.trainer import Trainer
@@ -107,6 +115,9 @@ def open_trainer(
         if opened.val is None and not opened.run.config.train.fake_data:
             root, _ = dataset_folders(opened.run.config.data)
             log.warning("%s", warning_without_validation(root))
+        if opened.val is not None and opened.val_rows is None:
+            for warning in opened.val.warnings:
+                log.warning("%s", warning)
         yield trainer
 
 
@@ -135,17 +146,24 @@ def prepare_run(
         architecture, precision = architecture_of(settled), settled.train.precision
         return largest_batch(settled.train, architecture, device, ranks, precision)
 
-    network, images = None, len(train.trainable)
+    network = None
     before = collectives.broadcast(settings_of_run(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(resolved):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
     run = finalize(
-        resolved, device, ranks, images, before=before, network=network, largest_batch=measured
+        resolved,
+        device,
+        ranks,
+        len(train.trainable),
+        background=len(train.background),
+        before=before,
+        network=network,
+        largest_batch=measured,
     )
     check_shares(run.plan.batch_size, device)
     for notice in run.notices:
         log.warning("%s", notice)
-    train = train._replace(trainable=train.trainable[: run.plan.images])
+    train = _limited(train, run)
     is_overfit = config.train.overfit is not None  # trains and evaluates on the same few images
     architecture, settled = architecture_of(run.config), run.config.train
     return OpenedRun(
@@ -154,11 +172,21 @@ def prepare_run(
         ranks=ranks,
         train=train,
         val=train if is_overfit else val,
-        val_rows=train.trainable if is_overfit else None,
+        val_rows=np.concatenate([train.trainable, train.background]) if is_overfit else None,
         architecture=architecture,
         model=device.place(_new_model(architecture, settled, device, ranks)),
         threads=config.train.workers or usable_cores(ranks.world_size),
         memory_hints=functools.partial(out_of_memory_hints, run, architecture, device),
+    )
+
+
+def _limited(train: Split, run: SettledRun) -> Split:
+    """Return the split with only the images that the run trains on."""
+    plan, config = run.plan, run.config.train
+    is_limited = (config.limit_train or config.overfit) is not None
+    rows = train.background[: plan.background if is_limited or not plan.background else None]
+    return train._replace(
+        trainable=train.trainable[: plan.images - plan.background], background=rows
     )
 
 
@@ -251,13 +279,6 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    if val is not None and val.classes != train.classes:
-        listed = [", ".join(f"{c.name} ({c.id})" for c in s.classes) for s in (train, val)]
-        raise DataError(
-            f"{root}: the splits list different categories, or in another order: "
-            f"train {listed[0]}; val {listed[1]}",
-            hint="give both annotation files the same list of categories",
-        )
     return train, val
 
 

@@ -64,14 +64,18 @@ class LossModule(nn.Module):
     All but the network computes in the precision of the weights.
     """
 
-    def __init__(self, model: nn.Module, device: Device, precision: str) -> None:
+    def __init__(
+        self, model: nn.Module, device: Device, precision: str, background_negatives: int = 0
+    ) -> None:
         super().__init__()
         self._dtype = next(model.parameters()).dtype
         self.model = model
         constants = constants_of_model(model)
         self.normalize = Normalize(constants.mean, constants.std, self._dtype)
         self.normalize.to(device.torch_device)
-        self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
+        self.loss = MultiboxLoss(
+            self._dtype, constants=constants, background_negatives=background_negatives
+        ).to(device.torch_device)
         self.device = device
         self._precision = precision
         if device.forms:
@@ -103,7 +107,9 @@ def build_step(
         scale = LossScale(device)
         scale.attach_to(optimizer)
     device.set_tf32(config.tf32)
-    return TrainStep(LossModule(model, device, precision), optimizer, config, ranks, scale)
+    negatives = config.background_negatives if config.background else 0
+    module = LossModule(model, device, precision, negatives)
+    return TrainStep(module, optimizer, config, ranks, scale)
 
 
 class TrainStep:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
+from conftest import Cli
 from data.formats.exports import image_file, tree
 
-from ssdctl.data.annotations import split_of
-from ssdctl.data.dataset import find
+from ssdctl.data.annotations import Conversion, split_of
+from ssdctl.data.dataset import find, read_dataset
 from ssdctl.data.find_images import ImageFinder, Wanted, resolve_images
+from ssdctl.data.open_dataset import annotations_of
 from ssdctl.errors import DataError
 
 SIZE = (100, 50)
@@ -53,7 +56,13 @@ def voc(named: str = "") -> str:
     )
 
 
+def openimages(ids: str) -> str:
+    rows = [f'{image},"/m/x",0.1,0.2,0.3,0.4' for image in ids.split()]
+    return "\n".join(['"ImageID","LabelName","XMin","XMax","YMin","YMax"', *rows])
+
+
 YOLO = "0 .5 .5 .2 .4"
+KITTI = "0.00 0 -1.58 5 6 25 26 1.65 1.67 3.64 -0.65 1.71 46.70 -1.59"
 
 
 def used(root: Path) -> dict[str, list[str | None]]:
@@ -226,6 +235,65 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"annotations.xml": cvat("Train:a.png Test:a.png")},
         {"train": "images/train/a.png", "val": "images/test/a.png"},
     ),
+    "YOLO in folders of any name": (
+        "img/a.jpg img/b.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        {"train": "img/a.jpg img/b.jpg"},
+    ),
+    "YOLO beside images in a folder called images": (
+        "images/a.jpg drawn/a.jpg",
+        {"images/classes.txt": "x", "classes.txt": "x", "images/a.txt": YOLO},
+        {"train": "images/a.jpg"},
+    ),
+    "YOLO, classes per split": (
+        "train/images/a.jpg valid/images/b.jpg",
+        {
+            **{f"{split}/labels/classes.txt": "x" for split in ("train", "valid")},
+            "train/labels/a.txt": YOLO, "valid/labels/b.txt": YOLO,
+        },
+        {"train": "train/images/a.jpg", "val": "valid/images/b.jpg"},
+    ),
+    "YOLO, two split words": (
+        "training_demo/images/train/a.jpg training_demo/images/test/b.jpg",
+        {
+            "classes.txt": "x",
+            "training_demo/labels/train/a.txt": YOLO,
+            "training_demo/labels/test/b.txt": YOLO,
+        },
+        {"train": "training_demo/images/train/a.jpg", "val": "training_demo/images/test/b.jpg"},
+    ),
+    "YOLO, a label of a missing image": (
+        "images/day1/a.jpg images/day1/b.jpg images/day2/b.jpg",
+        {"classes.txt": "x", "labels/day1/a.txt": YOLO, "labels/day2/a.txt": YOLO}
+        | {"labels/day2/b.txt": YOLO},
+        {"train": "images/day1/a.jpg images/day1/b.jpg images/day2/b.jpg"},
+    ),
+    "data.yaml with another word": (
+        "train/a.jpg val/b.jpg",
+        {
+            "data.yaml": "names: [x]\ntrain: ../train\nval: ../valid",
+            "train/a.txt": YOLO, "val/b.txt": YOLO,
+        },
+        {"train": "train/a.jpg", "val": "val/b.jpg"},
+    ),
+    "data.yaml of this folder": (
+        "a.jpg",
+        {"data.yaml": "names: [x]\ntrain: .", "a.txt": YOLO},
+        {"train": "a.jpg"},
+    ),
+    "KITTI in folders": (
+        "training/image_2/a/0.png training/image_2/b/0.png",
+        {f"training/label_2/{folder}/0.txt": f"traffic light {KITTI}" for folder in "ab"},
+        {"train": "training/image_2/a/0.png training/image_2/b/0.png"},
+    ),
+    "Open Images": (
+        "train/0a.jpg train/s/0b.png train/c.jpg validation/0a.jpg",
+        {
+            "train-annotations-bbox.csv": openimages("0a.jpg s/0b"),
+            "validation-annotations-bbox.csv": openimages("0a"),
+        },
+        {"train": "train/0a.jpg train/s/0b.png train/c.jpg", "val": "validation/0a.jpg"},
+    ),
 }  # fmt: skip
 
 
@@ -279,6 +347,37 @@ REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
         {"annotations.xml": cvat("Train:a.png Test:a.png")},
         ("a.png",),
     ),
+    "YOLO without a label": (
+        "img/a.jpg",
+        {"classes.txt": "x", "labels/b.txt": YOLO},
+        ("img/a.txt", "labels/b.txt"),
+    ),
+    "YOLO, two folders": (
+        "photos/a.jpg drawn/a.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        ("photos/a.jpg", "drawn/a.jpg"),
+    ),
+    "YOLO, different labels": (
+        "images/a.jpg",
+        {"classes.txt": "x", "labels/a.txt": YOLO, "images/a.txt": f"{YOLO}\n{YOLO}"},
+        ("labels/a.txt", "images/a.txt"),
+    ),
+    "YOLO, other classes per split": (
+        "train/a.jpg",
+        {"train/a.txt": YOLO, "train/classes.txt": "x", "val/classes.txt": "y"},
+        ("train/classes.txt", "val/classes.txt"),
+    ),
+    "stale data.yaml": (
+        "images/a.jpg",
+        {"data.yaml": "names: [x]\ntrain: old/train/images\nval: old/val/images"}
+        | {"labels/a.txt": YOLO},
+        ("old/train/images",),
+    ),
+    "stale data.yaml without split words": (
+        "images/a.jpg",
+        {"data.yaml": "names: [x]\ntrain: one/images\nval: two/images", "labels/a.txt": YOLO},
+        ("one/images", "two/images"),
+    ),
     "CSV of all and more": (
         "images/a.jpg images/b.jpg",
         {"all.csv": csv("a.jpg b.jpg"), "train.csv": csv("a.jpg")},
@@ -299,6 +398,66 @@ def test_the_declared_size_decides_between_equal_candidates(tmp_path: Path) -> N
     image_file(tmp_path / "drawn/a.jpg", (200, 100))
     dataset(tmp_path, "photos/a.jpg", {"annots/a.xml": voc("a.jpg")})
     assert used(tmp_path) == {"train": ["photos/a.jpg"]}
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"annots/a.xml": voc("a.jpg")},
+        {"a.json": coco("a.jpg")},
+        {"train.csv": csv("a.jpg")},
+        {"annotations.xml": cvat("Train:a.jpg")},
+        {"classes.txt": "x", "labels/a.txt": YOLO},
+        {"label_2/a.txt": f"x {KITTI}"},
+        {"bbox.csv": openimages("a")},
+    ],
+)
+def test_the_folder_of_the_images_is_an_option(
+    tmp_path: Path, cli: Cli, labels: dict[str, str]
+) -> None:
+    data = dataset(tmp_path / "data", "pics/a.jpg drawn/a.jpg", labels)
+    result = cli("prepare", "--data", data)
+    assert result.code == 3
+    assert "--image-dir" in result.err
+    assert cli("prepare", "--data", data, "--image-dir", "pic").code == 2
+    for folder in ("pics", data / "pics"):
+        result = cli("prepare", "--data", data, "--image-dir", folder, "--force")
+        assert result.code == 0, result.err
+    annotations = annotations_of(data, data / "prepared")["train"]
+    assert (annotations.folder / annotations.file_names[0]) == data / "pics/a.jpg"
+
+
+def test_a_dataset_toml_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
+    toml = '[train]\nimages = "pics"\nannotations = "a.json"\n'
+    dataset(tmp_path / "data", "pics/a.jpg", {"a.json": coco("a.jpg"), "dataset.toml": toml})
+    result = cli("prepare", "--data", tmp_path / "data/dataset.toml", "--no-pack", "--json")
+    assert json.loads(result.out)["root"] == str(tmp_path / "data")
+
+
+def test_the_folder_of_labels_names_the_dataset(tmp_path: Path, cli: Cli) -> None:
+    dataset(tmp_path / "kangaroo", "images/a.jpg", {"annots/a.xml": voc("a.jpg")})
+    result = cli("prepare", "--data", tmp_path / "kangaroo/annots")
+    assert result.code == 3
+    assert f"--data {tmp_path / 'kangaroo'}?" in result.err
+
+
+def test_a_class_with_a_comma_can_be_kept(tmp_path: Path, cli: Cli) -> None:
+    labels = csv("a.jpg").replace(",x,", ',"a,b",')
+    data = dataset(tmp_path / "data", "a.jpg", {"train.csv": labels})
+    result = cli("prepare", "--data", data, "--classes", "a,b")
+    assert result.code == 2
+    arguments = shlex.split(result.err.partition("write ")[2].partition(" for ")[0])
+    assert arguments == ["--classes", '["a,b"]']
+    assert cli("prepare", "--data", data, *arguments).code == 0
+    assert arguments[1] in cli("prepare", "--data", data).err  # the options of the last time
+
+
+def test_a_file_that_is_listed_twice_is_in_one_part_of_a_division(tmp_path: Path) -> None:
+    names = " ".join(f"{n}.png ./{n}.png" for n in range(8))
+    data = dataset(tmp_path, " ".join(f"{n}.png" for n in range(8)), {"a.json": coco(names)})
+    parts = read_dataset(data, Conversion(split=0.5))
+    assert len({*parts["train"].file_names, *parts["val"].file_names}) == 8
+    assert len(parts["train"].file_names) == len(parts["val"].file_names) == 4
 
 
 @pytest.mark.parametrize(

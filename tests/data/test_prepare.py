@@ -27,7 +27,7 @@ from PIL import ExifTags, Image
 from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check
 from ssdctl.data.annotations import AUTOMATIC
-from ssdctl.data.check import NO_BOXES
+from ssdctl.data.check import NO_BOXES_LEFT, NO_OBJECTS
 from ssdctl.data.dataset import is_prepared, read_dataset
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.image_check import DAMAGED
@@ -77,7 +77,8 @@ def test_store_contains_the_dataset(
     assert report.trainable == len(split.trainable)
     for folder in (store, store / "none"):  # prepared or not
         size = count_images(dataset, folder)
-        assert size == (len(split.trainable), 9, [c.name for c in split.classes])
+        numbers = (len(split.trainable), len(split.background), 9)
+        assert size == (*numbers, [c.name for c in split.classes])
     image = dataset / "train2017/000000000003.jpg"
     image.unlink()
     if config.pack:
@@ -172,7 +173,8 @@ def test_changed_annotations_are_noticed(dataset: Path, store: Path) -> None:
     path.touch()
     assert is_prepared(dataset, store)  # touched annotations are the same
     size = path.stat().st_size
-    path.write_text(path.read_text().replace('"ball"', '"bell"'))
+    for other in (path, dataset / VAL):
+        other.write_text(other.read_text().replace('"ball"', '"bell"'))
     assert path.stat().st_size == size
     assert not is_prepared(dataset, store)
     with edited(dataset / TRAIN) as document:
@@ -464,16 +466,32 @@ def test_21_images_without_boxes_and_crowds_and_a_split_without_images(
         document |= {"images": [], "annotations": []}
     with edited(dataset / TRAIN) as document:
         kept = [a for a in document["annotations"] if a["image_id"] not in (3, 4)]
+        kept = [a for a in kept if a["image_id"] not in (5, 6, 7)]
         crowd = {"id": 9999, "image_id": 3, "category_id": 1, "bbox": [1, 1, 50, 50], "iscrowd": 1}
-        document["annotations"] = [*kept, crowd, {**crowd, "id": 9998, "bbox": [5, 5, 0, 9]}]
+        broken = {**crowd, "id": 9998, "bbox": [5, 5, 0, 9], "iscrowd": 0}
+        unlisted = {**broken, "id": 9997, "image_id": 6, "category_id": 999}
+        no_bbox = {key: v for key, v in broken.items() if key != "bbox"} | {
+            "id": 9996,
+            "image_id": 7,
+        }
+        document["annotations"] = [
+            *kept, crowd, broken, {**broken, "id": 9995, "image_id": 5}, unlisted, no_bbox
+        ]  # fmt: skip
     report = prepare(dataset, store, config).splits[0]
-    without = [f.image_id for f in report.findings if f.kind == NO_BOXES]
+    without, left = (
+        [f.image_id for f in report.findings if f.kind == kind]
+        for kind in (NO_OBJECTS, NO_BOXES_LEFT)
+    )
     assert 4 in without
-    assert 3 not in without  # a crowd is trained on
-    assert report.trainable == report.images - len(without)
+    assert left == [5, 6, 7]  # not without objects: theirs were dropped
+    assert 3 not in without + left  # a crowd is trained on
+    split = open_split(dataset, store, "train")
+    assert split.image_ids[split.background].tolist() == without
+    assert report.background == len(without)
+    assert report.trainable == report.images - len(without) - len(left)
     assert len(open_split(dataset, store, "train").labels) == report.boxes  # not the empty one
     assert prepare(dataset, store, config).unchanged
-    assert len(open_split(dataset, store, "val").image_ids) == 0
+    assert list(open_dataset(dataset, store)) == ["train"]
 
 
 @pytest.mark.parametrize(
@@ -504,7 +522,8 @@ def test_boxes_in_another_form_are_reported(
     open_dataset(dataset, store)
     assert any("bbox" in line for line in caplog.messages) == bool(words)
     outcome = prepare(dataset, store, INDEX_ONLY)
-    assert [words in w for r in outcome.splits for w in r.warnings] == [True] * bool(words)
+    warnings = [w for report in outcome.splits for w in report.warnings if "bbox" in w]
+    assert [words in w for w in warnings] == [True] * bool(words)
 
 
 def raw(dataset: Path, store: Path, shrink: int | None = None) -> Split:

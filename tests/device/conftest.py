@@ -1,4 +1,4 @@
-"""Devices to test: the fake of Gaudi's bridge, torch_xla's CPU client, and a GPU if there is one."""
+"""Devices to test: fakes of Gaudi's bridge and of TorchTPU, torch_xla's CPU client, and a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from ssdctl.device import Device, hpu, open_device
+from ssdctl.device import tpu as tpu_device
+from ssdctl.runtime import hardware
 
 STANDIN = Path(__file__).parents[1] / "standin"
 
@@ -40,9 +42,43 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
         del sys.modules[name]
 
 
+@pytest.fixture
+def pci(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Let the PCI bus have one TPU v5e; return its devices' folder."""
+    folder = tmp_path / "sys/bus/pci/devices"
+    (folder / "0").mkdir(parents=True)
+    (folder / "0/vendor").write_text("0x1ae0\n")
+    (folder / "0/device").write_text("0x0063\n")
+    monkeypatch.setattr(hardware, "SYS", tmp_path / "sys")
+    return folder
+
+
+@pytest.fixture
+def tpu(monkeypatch: pytest.MonkeyPatch, pci: Path) -> Iterator[list[str]]:
+    """Put the fake of TorchTPU (tests/standin_tpu) on the path; return its calls in order."""
+    monkeypatch.syspath_prepend(str(STANDIN.with_name("standin_tpu")))
+    monkeypatch.setattr(tpu_device, "TORCH_DEVICE", "cpu")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    for name in ("max_memory_allocated", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: 0, raising=False)
+    for name in ("adam", "adamw"):
+        supported = "_get_capturable_supported_devices"
+        module = sys.modules[f"torch.optim.{name}"]
+        monkeypatch.setattr(module, supported, lambda *_, **__: ["cpu"], raising=False)
+    precision = torch.get_float32_matmul_precision()
+    import torch_tpu
+
+    yield torch_tpu.calls
+    torch.set_float32_matmul_precision(precision)
+    for name in ("torch_tpu", "torch.tpu", "torch.tpu.distributed"):
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def xla() -> Device:
     if importlib.util.find_spec("torch_xla") is None:
-        pytest.skip("torch_xla is not installed (extra tpu; .ci/run has an environment with it)")
+        pytest.skip(
+            "torch_xla is not installed (extra tpu-xla; .ci/run has an environment with it)"
+        )
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     return open_device("xla")

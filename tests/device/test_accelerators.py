@@ -23,20 +23,20 @@ OPTIMIZERS = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 CPU = open_device("cpu")
 
 
-@pytest.fixture(params=["hpu", "xla", "cuda eager", "cuda compile"])
+@pytest.fixture(params=["hpu", "tpu eager", "xla", "cuda eager", "cuda compile"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     name, _, execution = request.param.partition(" ")
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU on this machine")
     if name != "cuda":
-        request.getfixturevalue({"hpu": "calls", "xla": "xla"}[name])
+        request.getfixturevalue({"hpu": "calls", "tpu": "tpu", "xla": "xla"}[name])
     yield open_device(name, execution=execution or None)
     if execution == "compile":
         torch.compiler.reset()
 
 
 def tolerance(device: Device) -> float:
-    return 1e-5 if device.name == "hpu" else 1e-4
+    return 1e-5 if device.name in ("hpu", "tpu") else 1e-4
 
 
 def copied_losses(device: Device, step: Any, steps: int) -> list[float]:

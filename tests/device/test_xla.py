@@ -18,7 +18,7 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,
-    reason="torch_xla is not installed (extra tpu; .ci/run has an environment with it)",
+    reason="torch_xla is not installed (extra tpu-xla; .ci/run has an environment with it)",
 )
 
 

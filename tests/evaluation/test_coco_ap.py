@@ -75,10 +75,10 @@ def index_of(path: Path) -> Path:
     """Write the index of an annotation file, without its images."""
     part = coco.read_files({"val": SplitFiles([path.parent], path)})["val"]
     count = len(part.file_names)
-    files = np.ones(count, np.bool_), FingerprintColumns(*np.zeros((3, count), np.int64))
+    usable, versions = np.ones(count, np.bool_), FingerprintColumns(*np.zeros((3, count), np.int64))
     made = Made("coco", Conversion(), Labels(""), ["val"], "")
     metadata = Metadata(
-        format=4,
+        format=5,
         packed=False,
         shards=[],
         key="",
@@ -86,9 +86,10 @@ def index_of(path: Path) -> Path:
         images=".",
         origin=str(path),
         made=made,
+        duplicates=[],
     )
-    index, objects = index_path(path.parent, "val"), check(part).objects
-    write_index(index, part, objects, *files, metadata)
+    index, checked = index_path(path.parent, "val"), check(part)
+    write_index(index, part, checked.objects, usable, checked.is_empty, versions, metadata)
     return index
 
 

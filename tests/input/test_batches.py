@@ -311,23 +311,38 @@ def test_all_kinds_of_stores_give_the_same_samples(
     world=st.integers(1, 5),
     accumulate=st.integers(1, 3),
     seed=st.integers(0, 9),
+    background=st.integers(0, 20),
 )
 def test_any_world_size_sees_every_image_once_an_epoch(
-    images: int, batch: int, world: int, accumulate: int, seed: int
+    images: int, batch: int, world: int, accumulate: int, seed: int, background: int
 ) -> None:
     plan = PLAN._replace(batch_size=batch, world_size=world, accumulate=accumulate, seed=seed)
     global_batch = batch * world * accumulate
-    steps = -(-3 * images // global_batch)
-    order = SampleStream(np.arange(images) * 3, seed)
+    steps = -(-3 * (images + background) // global_batch)
+    empty = -1 - np.arange(7)  # seven images without objects
+    order = SampleStream(np.arange(images) * 3, seed, empty, background)
     seen: dict[int, int] = {}
     for rank in range(world):
         for start in plan._replace(rank=rank).positions(0, steps):
             rows, _ = order.samples(start, batch)
             seen.update((start + i, int(row)) for i, row in enumerate(rows))
     assert sorted(seen) == list(range(steps * global_batch))
+    shown = []
     for epoch in range(3):
-        rows = [seen[epoch * images + i] for i in range(images)]
-        assert sorted(rows) == list(range(0, 3 * images, 3))
+        rows = [seen[epoch * len(order) + i] for i in range(len(order))]
+        assert sorted(row for row in rows if row >= 0) == list(range(0, 3 * images, 3))
+        shown += [row for row in rows if row < 0]
+    assert len(shown) == 3 * background
+    counts = [shown.count(row) for row in empty]
+    assert max(counts) - min(counts) <= 1  # all of them equally often
+
+
+def test_an_image_without_objects_is_drawn_anew_each_time() -> None:
+    """Its random numbers depend on its row and epoch, and it can be shown twice in an epoch."""
+    order = SampleStream(np.arange(10), 0, np.array([10, 11, 12]), 10)
+    rows, epochs = order.samples(0, 60)
+    views = [(row, epoch) for row, epoch in zip(rows.tolist(), epochs.tolist(), strict=True)]
+    assert len(set(views)) == 60
 
 
 def test_the_order_depends_on_epoch_and_seed_but_not_on_what_came_before() -> None:

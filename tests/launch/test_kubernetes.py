@@ -2,8 +2,7 @@
 
 There is no cluster: `kubectl` is a small program that records its calls.
 golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, golden/kubernetes-jobs.json
-that of TrainJobs (Kubeflow Trainer 2.3) and of batch/v1's JobSpec, as its runtimes embed it: without
-descriptions, and without the parts of pods that the first one has.
+that of batch/v1's JobSpec: without descriptions, and without the parts of pods that the first one has.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, IN_A_POD, TEXT
 
+from ssdctl.config.batch_sections import KubernetesConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch import PLAIN, LaunchPlan
-from ssdctl.launch.kubernetes import Settings
+from ssdctl.launch.engines.kubernetes import PLAIN
+from ssdctl.launch.job import Job
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())
@@ -62,7 +62,6 @@ CRD = strict(json.loads((GOLDEN / "mpijob-v2beta1.json").read_text()))
 del CRD["properties"]["metadata"]  # a plain object there: Kubernetes has its own rules
 SCHEMAS = {
     "Job": {"properties": {"spec": strict(JOBS["job_spec"])}},
-    "TrainJob": strict(JOBS["trainjob"]),
     "MPIJob": CRD,
 }
 
@@ -84,8 +83,8 @@ def checked(manifest: Any) -> Any:
         assert service["spec"]["selector"] == {"job-name": name}
         assert manifest["spec"]["template"]["spec"]["subdomain"] == name
         assert manifest["spec"]["completionMode"] == "Indexed"
-    versions = {"Job": "batch/v1", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
-    assert manifest["apiVersion"] == versions.get(manifest["kind"], "kubeflow.org/v2beta1")
+    version = {"Job": "batch/v1", "MPIJob": "kubeflow.org/v2beta1"}[manifest["kind"]]
+    assert manifest["apiVersion"] == version
     values = {key: value for key, value in manifest.items() if key != "metadata"}
     validate(values, SCHEMAS[manifest["kind"]])
     if manifest["kind"] == "Job":
@@ -97,11 +96,11 @@ def checked(manifest: Any) -> Any:
     return given
 
 
-def plan_for(device: str, count: int, *command: str, **settings: Any) -> LaunchPlan:
+def plan_for(device: str, count: int, *command: str, **settings: Any) -> Job:
     launch = {name: settings.pop(name) for name in REQUESTED if name in settings}
     settings = {"image": "image:1", "install": "image", "volumes": ("runs:/runs",), **settings}
     launch |= {"launcher": "kubernetes", "run_folder": "/runs/first"}
-    return plans.plan_for(device, count, *command, table=Settings(**settings), **launch)
+    return plans.plan_for(device, count, *command, settings=KubernetesConfig(**settings), **launch)
 
 
 def manifest_for(*arguments: Any, **settings: Any) -> Any:
@@ -114,10 +113,6 @@ def templates(manifest: Any) -> list[Any]:
     spec = manifest["spec"]
     if manifest["kind"] == "Job":
         return [spec["template"]]
-    if manifest["kind"] == "TrainJob":
-        (patch,) = spec["runtimePatches"]
-        (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-        return [job["template"]["spec"]["template"]]
     return [r["template"] for r in spec["mpiReplicaSpecs"].values()]
 
 
@@ -203,6 +198,7 @@ def test_one_pod_for_a_download(cli: Cli) -> None:
         ("hpu", 1, 1, "Job", "habana.ai/gaudi"),
         ("cuda", 4, 1, "Job", "nvidia.com/gpu"),
         ("cuda", 16, 2, "List", "nvidia.com/gpu"),
+        ("tpu", 4, 1, "Job", "google.com/tpu"),
         ("xla", 4, 1, "Job", "google.com/tpu"),
         ("xla", 8, 2, "List", "google.com/tpu"),
         ("cpu", 2, 1, "Job", None),
@@ -267,20 +263,6 @@ def test_the_pods_of_several_nodes_meet_at_pod_0() -> None:
     assert not any(word.startswith("--hostfile") for word in command)
 
 
-def test_a_train_job() -> None:
-    settings = {"kind": "TrainJob", "resources": ("cpu=8",), "service_account": "me"}
-    manifest = manifest_for("cuda", 16, nodes=2, install="a.whl", **settings)
-    spec = manifest["spec"]
-    assert spec["runtimeRef"] == {"name": "torch-distributed"}
-    trainer = spec["trainer"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
-    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "8"}
-    # No init container: the installation becomes the launch.
-    assert trainer["command"][:2] == ["python3", "-c"]
-    assert "a.whl /opt/ssdctl/bin/python -m ssdctl launch" in " ".join(trainer["command"])
-    assert containers(manifest)["node"]["volumeMounts"][0]["mountPath"] == "/runs"
-
-
 def test_settings_of_shared_clusters(cli: Cli) -> None:
     Path("patch.yaml").write_text(
         "spec:\n  hostNetwork: true\n  tolerations: [{key: spot, operator: Exists}]\n"
@@ -304,9 +286,6 @@ def test_settings_of_shared_clusters(cli: Cli) -> None:
     assert container["image"] == "a"
     assert manifest["spec"]["ttlSecondsAfterFinished"] == 60
     arguments = ["launch", "--gpus", 4, *IN_A_POD[2:], *words, "--dry-run"]
-    refused = cli(*arguments, "--set", "kubernetes.kind=TrainJob", "--restarts", 1)
-    assert refused.code == 2
-    assert "hostNetwork, priority_class, --restarts" in " ".join(refused.err.split())
     for text in ("spec: [", "[]", "pod: {}", "spec: 1"):
         Path("patch.yaml").write_text(text)
         refused = cli(*arguments)

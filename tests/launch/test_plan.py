@@ -13,23 +13,23 @@ from string import Template
 from typing import Any
 
 import pytest
-import yaml
-from conftest import Cli
 from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, SMALL
 
+from ssdctl.config.batch_sections import KubernetesConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch import Node, kubernetes, read_node
-from ssdctl.launch.mpirun import read_hosts
+from ssdctl.launch.base import Node, read_node
+from ssdctl.launch.engines._tpus import choose_device
+from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.runtime import hardware
+from ssdctl.runtime.hardware import TPU_VERSIONS
 from ssdctl.runtime.system import physical_cores
 
 GAUDI = Node(cores=48, sockets=2)
-TPU_V3 = Node(cores=48, sockets=2, tpus=4, has_two_core_tpus=True)
-TPU_V4 = Node(cores=48, sockets=2, tpus=4)
+TPU_V3 = Node(cores=48, sockets=2, tpus=4, tpu=TPU_VERSIONS["v3"])
+TPU_V4 = Node(cores=48, sockets=2, tpus=4, tpu=TPU_VERSIONS["v4"])
 HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
-KUBEFLOW = {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "p", "PET_MASTER_PORT": "29"}
 TWO_HOSTS = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
 plan_for = functools.partial(plans.plan_for, node=GAUDI, python="python", open_mpi=4)
 
@@ -138,10 +138,6 @@ def test_torchrun_on_one_node(device: str) -> None:
             {"environment": {"JOB_COMPLETION_INDEX": "1"}, "rdzv_endpoint": "a-0.a:29400"},
             {"--rdzv-backend=static", "--node-rank=1", "--master-addr=a-0.a"},
         ),
-        (
-            {"environment": KUBEFLOW},
-            {"--rdzv-backend=static", "--node-rank=0", "--master-addr=p", "--master-port=29"},
-        ),
     ],
 )
 def test_torchrun_on_several_nodes(settings: dict[str, Any], words: set[str]) -> None:
@@ -183,13 +179,13 @@ def test_ranks_are_bound_next_to_their_gpu(
 @pytest.mark.parametrize(
     ("settings", "warnings"),
     [
-        ({"is_planned": True}, ["--cores-per-node"]),
+        ({"is_written": True}, ["--cores-per-node"]),
         ({"open_mpi": None}, ["--cores-per-node"]),
         (TWO_HOSTS, ["--cores-per-node"]),
         ({**TWO_HOSTS, "own_names": ("a",)}, []),
         ({}, []),
-        ({"is_planned": True, "cores_per_node": 48}, []),
-        ({"is_planned": True, "bind_to": "none"}, []),
+        ({"is_written": True, "cores_per_node": 48}, []),
+        ({"is_written": True, "bind_to": "none"}, []),
         # Without a local mpirun: the host to start it on.
         ({**TWO_HOSTS, "open_mpi": None, "cores_per_node": 48}, ["start this on a"]),
         ({**TWO_HOSTS, "open_mpi": 5, "cores_per_node": 48}, []),
@@ -226,6 +222,60 @@ def test_chips_of_a_process(
     assert plan.environment["OMP_NUM_THREADS"] == str(48 // processes)
 
 
+@pytest.mark.parametrize(
+    ("version", "device", "processes"),
+    [("v3", "xla", 1), ("v2", "xla", 1), ("v4", "tpu", 4), ("v6e", "tpu", 4), ("v4", "xla", 4)],
+)
+def test_a_plan_for_another_host_with_tpus(version: str, device: str, processes: int) -> None:
+    plan = plan_for(device, 4, tpu_version=version, is_written=True)
+    assert (plan.num_ranks, plan.warnings) == (processes, ())
+    assert plan.environment.get("PJRT_DEVICE") == ("TPU" if device == "xla" else None)
+    assert ("ssdctl.distributed.tpu_torchrun" in plan.argv) == (device == "tpu")
+
+
+def test_without_a_tpu_its_version_is_assumed_with_a_warning() -> None:
+    assert "--tpu-version" in plan_for("tpu", 4).warnings[0]
+    assert plan_for("tpu", 4, node=TPU_V4).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "node", "packages", "device"),
+    [
+        ("v3", SMALL, {"torch_tpu"}, "xla"),
+        (None, TPU_V3, {"torch_tpu", "torch_xla"}, "xla"),
+        (None, TPU_V4, {"torch_tpu", "torch_xla"}, "tpu"),
+        (None, TPU_V4, {"torch_xla"}, "xla"),
+        ("v6e", SMALL, set(), "tpu"),
+        (None, SMALL, set(), "tpu"),
+    ],
+)
+def test_chips_and_packages_decide_what_drives_tpus(
+    version: str | None, node: Node, packages: set[str], device: str
+) -> None:
+    assert choose_device(version, node, packages) == device
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        # The order of the hosts is that of their chips, so every host has a number.
+        (
+            {"hosts": ("a", "b"), "hostfile": "hosts", "own_names": ("b",)},
+            {"--rdzv-backend=static", "--node-rank=1", "--master-addr=a"},
+        ),
+        (
+            {"environment": {"TPU_WORKER_HOSTNAMES": "c,d"}},
+            {"--rdzv-backend=static", "--master-addr=c"},
+        ),
+    ],
+)
+def test_hosts_of_a_tpu_slice(settings: dict[str, Any], words: set[str]) -> None:
+    plan = plan_for("tpu", 8, nodes=2, node=TPU_V4, **settings)
+    assert words <= set(plan.argv)
+    hosts = ",".join(settings.get("hosts", ()))
+    assert plan.environment.get("TPU_WORKER_HOSTNAMES", "") == hosts
+
+
 def test_the_pci_bus_lists_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [("0x1ae0", "0x005e"), ("0x1ae0", "0x0099"), ("0x1ae0", "0x005e"), ("0x10de", "0x0027")]
     monkeypatch.setattr(hardware, "SYS", tmp_path)
@@ -235,9 +285,9 @@ def test_the_pci_bus_lists_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "device").write_text(f"{device}\n")
     node = read_node()
-    assert (node.tpus, node.has_two_core_tpus) == (2, False)
+    assert (node.tpus, node.tpu) == (2, TPU_VERSIONS["v4"])
     (tmp_path / "bus/pci/devices/0/device").write_text("0x0027\n")
-    assert read_node().has_two_core_tpus
+    assert read_node().tpu == TPU_VERSIONS["v2"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
@@ -253,7 +303,11 @@ def test_a_host_that_is_still_missing(device: str) -> None:
         ("hpu", 8, {"devices_per_node": 4}, "--devices-per-node"),
         ("xla", 8, {"launcher": "mpirun"}, "--launcher mpirun"),
         ("xla", 8, {"launcher": "slurm"}, "TPUs"),
-        ("cuda", 8, {"launcher": "kubernetes", "table": kubernetes.Settings()}, "kubernetes.image"),
+        ("tpu", 8, {"launcher": "mpirun"}, "--launcher mpirun"),
+        ("tpu", 4, {"node": TPU_V3}, "--device xla"),
+        ("tpu", 4, {"node": TPU_V4, "tpu_version": "v3"}, "TPU v4"),
+        ("tpu", 2, {"tpu_version": "v5e", "is_written": True}, "1 or 4 or 8"),
+        ("cuda", 8, {"launcher": "kubernetes", "settings": KubernetesConfig()}, "kubernetes.image"),
         ("hpu", 8, {"export_env": ("A;B",)}, "--export-env 'A;B'"),
         ("cuda", 8, {"rdzv_endpoint": "a:1"}, "--nodes"),
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "'-a:1'"),
@@ -307,31 +361,6 @@ def test_the_script_runs_what_was_planned(tmp_path: Path) -> None:
     done = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, check=True)
     assert tuple(done.stdout.decode().split("\0")[:-1]) == ("$(touch x); b", *plan.argv[1:])
     assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_sky_task_runs_torchrun_on_every_node(cli: Cli, tmp_path: Path, nodes: int) -> None:
-    """bash runs it with the variables that SkyPilot sets and another python3."""
-    path = tmp_path / "job.sky.yaml"
-    words = ["--gpus", 8 * nodes, "--nodes", nodes, "--data", "/data/a b$c", "--write", path]
-    assert cli("launch", *words).code == 0
-    task = yaml.safe_load(path.read_text())
-    assert set(task) == {"name", "num_nodes", "workdir", "setup", "envs", "run"}
-    assert task["num_nodes"] == nodes
-    (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "python3").chmod(0o755)
-    variables = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
-    variables["PATH"] = f"{tmp_path}:/usr/bin:/bin"
-    argv = ["/bin/bash", "-c", task["run"]]
-    argv = subprocess.check_output(argv, env=variables, text=True).splitlines()
-    assert {"--nproc-per-node=8", "--data=/data/a b$c", "--device=cuda"} <= set(argv)
-    static = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5"}
-    assert (static <= set(argv)) == (nodes == 2)
-
-
-@pytest.mark.parametrize("words", [["--hpus", 8], ["--gpus", 3, "--nodes", 2]])
-def test_what_a_sky_task_cannot_start(cli: Cli, tmp_path: Path, words: list[Any]) -> None:
-    assert cli("launch", *words, "--write", tmp_path / "job.sky.yaml").code == 2
 
 
 HOSTS = ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254, "a:8", "a[1-2]"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from ssdctl.boxes import box_cxcywh_to_ltrb
+from ssdctl.model.backbones import RESNET
 from ssdctl.model.loss import Losses, MultiboxLoss
 
 FAR = (0.1, 0.1, 0.4, 0.5)
@@ -27,12 +28,13 @@ class Case(NamedTuple):
     targets: Tensor  # B x 4 x N
     labels: Tensor  # B x N
 
-    def loss(self) -> Losses:
-        return MultiboxLoss().compare(self.offsets, self.logits, self.targets, self.labels)
+    def loss(self, **options: Any) -> Losses:
+        loss = MultiboxLoss(**options)
+        return loss.compare(self.offsets, self.logits, self.targets, self.labels)
 
-    def expected(self, flavor: str = "nvidia") -> reference.Loss:
+    def expected(self, flavor: str = "nvidia", *options: Any) -> reference.Loss:
         return reference.loss_from_targets(
-            *(t.double().numpy() for t in self[:3]), *self[3:], flavor
+            *(t.double().numpy() for t in self[:3]), *self[3:], flavor, *options
         )
 
 
@@ -100,6 +102,24 @@ def test_equal_to_the_loop(dtype: torch.dtype, rtol: float, seed: int, share: fl
     np.testing.assert_allclose(actual, case.expected(), rtol=rtol)
     if (3 * (case.labels > 0).sum(1) <= (case.labels == 0).sum(1)).all():
         np.testing.assert_allclose(actual, case.expected("mlperf"), rtol=rtol)
+
+
+@pytest.mark.parametrize("divisor", ["image", "batch"])
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_images_without_objects_have_their_hardest_negatives(divisor: str, share: float) -> None:
+    case = random_case(1, share, torch.float64)
+    constants = RESNET._replace(loss_divisor=divisor)
+    actual = case.loss(constants=constants, background_negatives=7)
+    np.testing.assert_allclose(
+        [float(v) for v in actual], case.expected("nvidia", 7, divisor), rtol=1e-10
+    )
+    assert actual.classification > case.loss(constants=constants).classification
+
+
+def test_images_without_objects_do_not_change_the_loss_of_others() -> None:
+    case = random_case(2, 0.1, torch.float32)
+    others = Case(*(t[:2] for t in case))
+    assert torch.equal(others.loss(background_negatives=30).total, others.loss().total)
 
 
 def test_more_negatives_requested_than_available() -> None:

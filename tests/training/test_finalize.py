@@ -101,6 +101,28 @@ def test_limits_and_ranks_are_part_of_the_plan() -> None:
         assert plan_of(settings(), FEW, world_size).global_batch_size == global_batch
 
 
+@pytest.mark.parametrize(("empty", "background"), [(0, 0), (25, 25), (100, 100), (900, 100)])
+def test_the_rule_for_few_images_takes_up_to_half_without_objects(
+    empty: int, background: int
+) -> None:
+    run = finalize(settings(), None, SINGLE_PROCESS, FEW, background=empty)
+    assert (run.plan.images, run.plan.background) == (FEW + background, background)
+    assert run.plan.total_steps == 80 * (FEW + background) // 8  # as often as before, and those
+    assert run.plan.lr(run.plan.total_steps) < 0.02 * run.plan.peak_lr
+
+
+def test_background_is_off_in_presets_and_where_it_is_set() -> None:
+    for values in ({"preset": "stable-r34"}, {"background": 0.0}, {"overfit": 4}):
+        run = finalize(train_settings(**values), None, SINGLE_PROCESS, FEW, background=50)
+        assert run.plan.background == 0
+    chosen = train_settings(preset="stable-r34", background=0.2)
+    assert finalize(chosen, None, SINGLE_PROCESS, FEW, background=50).plan.background == 25
+    limited = train_settings(limit_train=8)
+    assert finalize(limited, None, SINGLE_PROCESS, FEW, background=25).plan.background == 2
+    with pytest.raises(UsageError, match="--background"):
+        finalize(chosen, None, SINGLE_PROCESS, FEW, background=0)
+
+
 @pytest.mark.parametrize(
     ("images", "total", "warmup"),
     [(9, 1000, 50), (100, 1000, 50), (300, 1012, 50), (2000, 5000, 250)],

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config.resolve import read_toml
+from ssdctl.data import TOML
 from ssdctl.data.annotations import (
     SPLITS,
     UNLISTED,
@@ -50,7 +51,6 @@ from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_fo
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
 
-TOML = "dataset.toml"
 MADE = "made"  # a table that version 0.1 added when it wrote the file itself
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
 TABLES = (b'"images"', b'"annotations"', b'"categories"')
@@ -65,16 +65,17 @@ def recognize(path: Path) -> Path | None:
     return next((files.annotations for files in splits_of(path).values()), None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a dataset folder, or of an annotation file."""
-    if path.is_file():
-        return read_files(_of_file(path))
-    splits = splits_of(path)
+    splits = _of_file(path) if path.is_file() else splits_of(path)
     if not splits:
         raise DataError(
             f"{path}: no annotation file in COCO's format (looked for *.json in it, in "
             f"{', '.join(ANNOTATION_FOLDERS)} and in the folders of splits)"
         )
+    if image_dir is not None:
+        folder = [dataset_folder(path) / image_dir]
+        splits = {split: files._replace(images=folder) for split, files in splits.items()}
     return read_files(splits)
 
 

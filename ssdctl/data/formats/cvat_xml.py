@@ -46,7 +46,7 @@ def _files(path: Path) -> list[Path]:
     return [f for f in files if f.suffix.lower() == ".xml" and root_element(f) == "annotations"]
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its XML file; classes are in the order of the file."""
     files = [path] if path.is_file() else _files(path)
     if not files:
@@ -74,7 +74,8 @@ def read(path: Path) -> dict[str, Annotations]:
     for split, (_, image) in zip(placed, frames, strict=True):
         if split is not None:
             splits.setdefault(split, (file, []))[1].append(image)
-    return from_images(located(ImageFinder(root), splits), classes, root, file, notes)
+    finder = ImageFinder(root, image_dir=image_dir)
+    return from_images(located(finder, splits), classes, root, file, notes)
 
 
 def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
@@ -95,7 +96,9 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
             whole_number(image.get(side, "0"), f"{location}: {side}")
             for side in ("width", "height")
         )
-        frames.append((split, LabeledImage(name, width, height, boxes)))
+        is_complete = len(boxes) == sum(element.tag != "tag" for element in image)
+        frame = LabeledImage(name, width, height, boxes, is_complete=is_complete)
+        frames.append((split, frame))
     return frames
 
 

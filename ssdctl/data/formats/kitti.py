@@ -39,13 +39,13 @@ def _folders(root: Path) -> list[Path]:
     return sorted(p for p in found if next(p.rglob("*.txt"), None) is not None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder; classes are sorted by name."""
     folders = _folders(path)
     if not folders:
         raise DataError(f"{path}: not KITTI's format: no folder {LABELS} with text files")
     notes: list[str] = []
-    finder = ImageFinder(path, (IMAGES, "images", ""))
+    finder = ImageFinder(path, (IMAGES, "images", ""), image_dir)
     words = [split_of(folder.parent.relative_to(path).as_posix()) for folder in folders]
     splits: dict[str, list[LabeledImage]] = {}
     for folder, split in zip(folders, place(words, folders, notes), strict=True):
@@ -74,7 +74,11 @@ def _read_folder(
     count = sum(box.name == DONT_CARE for image in labeled for box in image.boxes)
     if count:
         notes.append(f"{folder.relative_to(root)}: regions {DONT_CARE}, left out: {count:,}")
-    return [i._replace(boxes=[b for b in i.boxes if b.name != DONT_CARE]) for i in labeled]
+    return [
+        image._replace(boxes=kept, is_complete=len(kept) == len(image.boxes))
+        for image in labeled
+        for kept in [[box for box in image.boxes if box.name != DONT_CARE]]
+    ]
 
 
 def _boxes(path: Path) -> list[LabeledBox]:

@@ -35,7 +35,7 @@ def recognize(path: Path) -> Path | None:
     return next(iter(csv_files(path, COLUMNS)), None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of one of its CSV files; classes are sorted by name."""
     root, notes = dataset_folder(path), list[str]()
     found = csv_files(path, COLUMNS)
@@ -43,7 +43,8 @@ def read(path: Path) -> dict[str, Annotations]:
         raise DataError(f"{path}: no CSV file with the columns {', '.join(COLUMNS)}")
     files = by_split(root, found, lambda file: {row[0] for row in _rows(file)}, notes)
     names = _class_names(root)
-    finder = ImageFinder(root, files=(f for f in files_below(root) if not MASK.search(f)))
+    files_of_images = (f for f in files_below(root) if not MASK.search(f))
+    finder = ImageFinder(root, image_dir=image_dir, files=files_of_images)
     boxes = {split: _boxes(file, names, notes) for split, file in files.items()}
     wanted = [
         Wanted(image_id, label_folder(file, root), split if len(files) > 1 else None)
@@ -130,7 +131,9 @@ def _images(
     def read_image(name: str) -> LabeledImage:
         width, height = size_or_none(root / name)
         own = boxes[ids[name]] if name in ids and width else []
-        return LabeledImage(name, width, height, [in_pixels(box, width, height) for box in own])
+        placed = [in_pixels(box, width, height) for box in own]
+        # Most images of Open Images have no boxes because nobody drew any.
+        return LabeledImage(name, width, height, placed, is_complete=bool(placed))
 
     return in_threads(
         read_image, sorted([*ids, *unlabeled], key=lambda name: PurePosixPath(name).stem)

@@ -23,7 +23,7 @@ def recognize(path: Path) -> Path | None:
     return next(iter(csv_files(path, COLUMNS)), None)
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of one of its CSV files; classes are sorted by name."""
     root, notes = dataset_folder(path), list[str]()
     files = csv_files(path, COLUMNS)
@@ -32,7 +32,8 @@ def read(path: Path) -> dict[str, Annotations]:
     images = {file: _images(file, notes) for file in files}
     chosen = by_split(root, files, images.__getitem__, notes)
     splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
-    return from_images(located(ImageFinder(root), splits), None, root, files[0], notes)
+    finder = ImageFinder(root, image_dir=image_dir)
+    return from_images(located(finder, splits), None, root, files[0], notes)
 
 
 def _images(file: Path, notes: list[str]) -> dict[str, LabeledImage]:
@@ -57,6 +58,7 @@ def _images(file: Path, notes: list[str]) -> dict[str, LabeledImage]:
             box = LabeledBox(values["class"], left, top, right - left, bottom - top)
             image.boxes.append(box)
         else:
+            images[name] = image._replace(is_complete=False)
             num_unlabeled += 1
     if num_unlabeled:
         notes.append(f"{file.name}: boxes without a class, left out: {num_unlabeled:,}")

@@ -10,7 +10,6 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -26,10 +25,9 @@ from ssdctl.data.annotations import (
     refuse,
     split_of,
 )
-from ssdctl.data.find_images import WHICH, ImageFinder, Wanted
+from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, by_label_files
 from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
 from ssdctl.data.image_files import (
-    ANNOTATION_FOLDERS,
     files_below,
     header_size,
     in_threads,
@@ -51,10 +49,13 @@ class _Xml(NamedTuple):
     """An XML file below the dataset folder, and the split that its list or its folder gives."""
 
     path: PurePosixPath
-    top: PurePosixPath  # the folder of all XML files of its kind
+    top: PurePosixPath | None  # the folder to which the name in its list is relative
     split: str | None
-    is_listed: bool
     exists: bool = True
+
+    @property
+    def is_listed(self) -> bool:
+        return self.top is not None
 
 
 class _Content(NamedTuple):
@@ -76,7 +77,7 @@ def recognize(path: Path) -> Path | None:
     return None
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, in the order of their lists; classes are sorted by name.
 
     Without lists, the name of the folder of XML files or of images is the split, else all images
@@ -89,7 +90,7 @@ def read(path: Path) -> dict[str, Annotations]:
             f"{path}: not Pascal VOC's format: no folder of XML files (Annotations)",
             hint="give the folder that holds XML files and images, as in --data VOCdevkit/VOC2012",
         )
-    finder = ImageFinder(path, STANDARD, files=files)
+    finder = ImageFinder(path, STANDARD, image_dir, files=files)
     xmls = _xml_files(path, by_folder, finder, notes)
     contents = _from_one(xmls, in_threads(lambda xml: _read(path, xml), xmls), notes)
     found = _find_images(finder, xmls, contents)
@@ -163,22 +164,16 @@ def _xml_files(root: Path, by_folder: _Xmls, finder: ImageFinder, notes: list[st
         for split, stems in splits.items():
             for stem in stems:
                 path = paths.get(top / stem)
-                xmls.append(_Xml(path or top / f"{stem}.xml", top, split, True, path is not None))
+                xmls.append(_Xml(path or top / f"{stem}.xml", top, split, path is not None))
     if empty := [xml for xml in xmls if not xml.exists]:
         number = f"{len(empty):,}, such as {empty[0].path.stem}"
         notes.append(
             f"images of the lists without an XML file, read as images without objects: {number}"
         )
-    common = PurePosixPath(os.path.commonpath(rest)) if rest else PurePosixPath()
     for folder in rest:
-        word = split_of(folder.as_posix())
-        named = [
-            n
-            for n, part in enumerate(folder.parts, 1)
-            if part in ANNOTATION_FOLDERS or split_of(part)
+        xmls += [
+            _Xml(path, None, split_of(folder.as_posix())) for path in sorted(by_folder[folder])
         ]
-        top = PurePosixPath(*folder.parts[: max(len(common.parts), *named, 0)])
-        xmls += [_Xml(path, top, word, False) for path in sorted(by_folder[folder])]
     return xmls
 
 
@@ -227,12 +222,17 @@ def _find_images(
     wanted, others = list[Wanted](), list[Wanted]()
     named = Counter(content.image.file_name for content in contents)
     stems = {xml.path.stem for xml in xmls}
+    by_file = iter(by_label_files(finder, [xml.path for xml in xmls if xml.top is None]))
     for xml, (folder, image) in zip(xmls, contents, strict=True):
         name = PurePosixPath(image.file_name)
-        path = xml.path.with_suffix("").relative_to(xml.top).as_posix()
-        size, split = (image.width, image.height), None if xml.is_listed else xml.split
-        entry = Wanted(path, xml.top.as_posix().removeprefix("."), split, size, True, folder)
-        own = path + name.suffix if name.stem == xml.path.stem else path
+        if xml.top is None:
+            entry = next(by_file)
+        else:
+            path = xml.path.with_suffix("").relative_to(xml.top)
+            entry = Wanted(path.as_posix(), xml.top.as_posix())
+        size = (image.width, image.height)
+        entry = entry._replace(size=size, any_suffix=True, folder=folder)
+        own = entry.name + name.suffix if name.stem == xml.path.stem else entry.name
         wanted.append(entry._replace(name=own))
         is_own = named[image.file_name] == 1 and name.stem not in stems
         others.append(entry._replace(name=image.file_name if is_own else ""))

@@ -11,20 +11,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
 from ssdctl.data.annotations import (
+    MAX_NAMED,
     SPLIT_WORDS,
-    SPLITS,
     Annotations,
     LabeledBox,
     LabeledImage,
     from_images,
+    place,
     refuse,
+    split_of,
 )
+from ssdctl.data.find_images import ImageFinder, Wanted, by_label_files, parts_of
 from ssdctl.data.formats import in_pixels, read_lines
 from ssdctl.data.image_files import (
     dataset_folder,
@@ -32,10 +36,10 @@ from ssdctl.data.image_files import (
     in_threads,
     is_image,
     size_or_none,
-    split_folders,
 )
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, read_text
+from ssdctl.runtime.safe_text import listed
 
 LOOKED_FOR = ("data.yaml", "classes.txt", "*.names")
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
@@ -44,7 +48,8 @@ SLACK = 0.01  # boxes overshoot their image by rounding; the check clips them
 MAX_YAML_BYTES = 1 << 20
 MAX_LABEL_BYTES = 16 << 20  # labels of an image, or class names
 MAX_LIST_BYTES = 1 << 28  # paths of images
-MAX_DEPTH = 2  # folders above a *.names
+MAX_DEPTH = 3  # folders above a *.names and classes.txt, and one
+FOLDERS = ("images", "img", "JPEGImages", "data", "")  # of images; "": the dataset folder
 MAX_TRIED = 200  # label files
 # A data.yaml, or Darknet's file, and its content: text, lists and tables.
 _Description = tuple[Path, dict[str, Any]]
@@ -73,7 +78,7 @@ def recognize(path: Path) -> Path | None:
     return origin if content and (is_yaml or _has_labels(path)) else None
 
 
-def read(path: Path) -> dict[str, Annotations]:
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of a data.yaml; classes in the order of their numbers."""
     root, file = dataset_folder(path), path if path.is_file() else None
     described = _read_yaml(root, file) or _read_darknet(root, file)
@@ -85,21 +90,33 @@ def read(path: Path) -> dict[str, Annotations]:
     origin, content = described
     notes: list[str] = []
     names = _class_names(origin, content)
-    by_split = _image_files(root, origin, content, notes)
-    notes += _unused_labels(root, [path for files in by_split.values() for path in files])
+    everything = list(files_below(root))
+    finder = ImageFinder(root, FOLDERS, image_dir, files=everything)
+    named, elsewhere = _named_images(finder, origin, content, notes), set[str]()
+    if named.get("train"):
+        # Only images that are named count, and those of other splits.
+        files = set(itertools.chain(*named.values()))
+        others = (f for f in finder.files if split_of(f.rpartition("/")[0]) not in (None, *named))
+        elsewhere = {*finder.by_stem}
+        finder = ImageFinder(root, FOLDERS, image_dir, files=files.union(others))
+    texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
+    labels = _label_files(finder, [text for text in texts if text.stem in finder.by_stem])
+    by_split = _with_unnamed(finder, labels, named, notes)
+    notes += _unused_labels(root, texts, set(labels.values()), elsewhere)
     splits = {
-        split: _read_split(root, files, names, "kpt_shape" in content, notes)
+        split: _read_split(root, files, labels, names, "kpt_shape" in content)
         for split, files in by_split.items()
     }
+    if not any(image.boxes for images in splits.values() for image in images):
+        raise _no_labels(root, [*finder.files], texts, labels)
     # Trainers that use this format show images upright, so the boxes fit that view.
     annotations = from_images(splits, names, root, origin, notes)
     return {split: a._replace(upright=True) for split, a in annotations.items()}
 
 
 def _has_labels(root: Path) -> bool:
-    """Return whether a folder has labels in the usual places, whatever the classes are called."""
-    names = (root / f / name for f in ("labels", ".") for name in files_below(root / f))
-    texts = (path for path in names if path.suffix == ".txt")
+    """Return whether a folder has label files, whatever the classes are called."""
+    texts = (root / name for name in files_below(root) if name.endswith(".txt"))
     return any(has_boxes(path) for path in itertools.islice(texts, MAX_TRIED))
 
 
@@ -133,22 +150,40 @@ def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
     """Return the content of Darknet's `*.data` or of a file of class names, or None."""
     below = [root / name for name in files_below(root, MAX_DEPTH)]
     found = [path for path in below if path.suffix == ".names"]
-    usual = [root / name for name in NAME_FILES if (root / name).is_file()]
-    names = next(iter(usual or (found if len(found) == 1 else [])), None)
+    names = _names_file(root, below) or (found[0] if len(found) == 1 else None)
     for path in [file] if file else [path for path in below if path.suffix == ".data"]:
         if path.stat().st_size > MAX_YAML_BYTES:
             continue
         pairs = (line.partition("=") for line in _read_lines(path))
         content: dict[str, Any] = {k.strip(): v.strip() for k, is_set, v in pairs if is_set}
         if "names" in content:
-            tail = _tail(content["names"])
-            same_name = (path for path in found if path.name == tail.name)
-            named = _below(root, tail) or next(same_name, names)
+            tail = parts_of(content["names"])
+            exact = (root.joinpath(*tail[start:]) for start in range(len(tail)))
+            same_name = (path for path in found if [path.name] == tail[-1:])
+            files = (path for path in itertools.chain(exact, same_name) if path.is_file())
+            named = next(files, names)
             if named is None:
                 problem = f"{path}: names: {content['names']} is not below {root}"
                 raise DataError(problem, hint="copy it beside this file")
             return path, {**content, "names": _read_lines(named)}
     return (names, {"names": _read_lines(names)}) if names else None
+
+
+def _names_file(root: Path, below: list[Path]) -> Path | None:
+    """Return the usual file of class names, or one of those in the folders of splits."""
+    for name in NAME_FILES:
+        if (root / name).is_file():
+            return root / name
+    files = [
+        path
+        for path in below
+        if path.name == NAME_FILES[0] and split_of(path.parent.relative_to(root).as_posix())
+    ]
+    for path in files:
+        if _read_lines(path) != _read_lines(files[0]):
+            problem = f"{path}: not the class names of {files[0]}"
+            raise DataError(problem, hint=f"write one {root / 'data.yaml'} with names for all")
+    return files[0] if files else None
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -173,135 +208,205 @@ def _class_names(path: Path, content: dict[str, Any]) -> list[str]:
     return names
 
 
-def _image_files(
-    root: Path, origin: Path, content: dict[str, Any], notes: list[str]
-) -> dict[str, list[Path]]:
-    """Return the image files of each split, sorted."""
-    by_split: dict[str, list[Path]] = {}
+def _named_images(
+    finder: ImageFinder, origin: Path, content: dict[str, Any], notes: list[str]
+) -> dict[str, list[str]]:
+    """Return the image files of each split that data.yaml names; none if it has no such split."""
+    base = content.get("path")
+    before = parts_of(base) if isinstance(base, str) else []
+    named: dict[str, list[str]] = {}
+    used: dict[str, tuple[str, list[str]]] = {}  # what each folder is used for
+    for split, text in _entries(content):
+        files = named.setdefault(split, [])
+        if is_image(PurePosixPath(text)):
+            files += _listed_images(finder, origin, "", split, [text])
+            continue
+        parts = parts_of(text)
+        found = _below(finder, before, parts)
+        if found is None:
+            problem = f"{origin}: {split}: {text} is not below {finder.root}, or has no images"
+            if split == "train":
+                hint = "correct the path, or give the folder that has images and labels as --data"
+                raise DataError(problem, hint=hint)
+            notes.append(f"{problem}: there is no split {split}")
+            continue
+        entry, other = used.setdefault(found, (f"{split}: {text}", parts))
+        if other != parts:
+            problem = f"{origin}: {entry} and {split}: {text} are both {found or '.'}"
+            raise DataError(problem, hint="correct the paths, which are relative to this file")
+        if parts and found.rpartition("/")[2] != parts[-1] and found not in text:
+            notes.append(f"{origin.name}: {split}: {text} does not exist: {found} is used")
+        files += _images_of(finder, found, split)
+    return {split: sorted(set(files)) for split, files in named.items()}
+
+
+def _entries(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each split that data.yaml has, and a folder, list or image that it names."""
     for key, entries in content.items():
         split = SPLIT_WORDS.get(key.lower()) if isinstance(key, str) else None
         for entry in entries if isinstance(entries, list) else [entries]:
             if split is not None and isinstance(entry, str) and entry:
-                named = _named_images(root, content.get("path"), entry)
-                problem = f"{origin}: {split}: {entry} is not below {root}, or contains no images"
-                if named is None and split == "train":
-                    hint = "give the folder that holds images and labels as --data"
-                    raise DataError(problem, hint=hint)
-                if named is None:
-                    notes.append(f"{problem}: there is no split {split}")
-                by_split[split] = by_split.get(split, []) + (named or [])
-    for split in [split for split in SPLITS if split not in by_split]:
-        found = (files for f in split_folders(root, split) if (files := _images_in(f)))
-        by_split[split] = next(found, [])
-    if not by_split["train"]:
-        assigned = {path for files in by_split.values() for path in files}
-        undivided = (_images_in(folder) for folder in (root / "images", root))
-        by_split["train"] = next((f for f in undivided if f and not assigned.intersection(f)), [])
-    if not by_split["train"]:
-        raise DataError(f"{root}: no images to train on in any of the usual folders")
-    return {split: sorted(set(files)) for split, files in by_split.items() if files}
+                yield split, entry
 
 
-def _named_images(root: Path, base: Any, entry: str) -> list[Path] | None:
-    """Return the images of a folder or list that data.yaml names, or the image; None if not found.
+def _below(finder: ImageFinder, before: list[str], parts: list[str]) -> str | None:
+    """Return a list of images, or a folder with images, which may have another path than written.
 
-    They are searched for below the dataset folder, which may have another path than when the file
-    was written.
+    Leading folders may be absent, and the folder of the split may have another usual name, as `val`
+    for `valid`. A folder of a split is never left out.
     """
-    found = _below(root, _tail(base if isinstance(base, str) else "") / _tail(entry))
-    if found is None:
-        return None
-    if found.suffix == ".txt":
-        return _listed_images(root, found)
-    if found.is_dir():
-        return _images_in(found)
-    return [found] if is_image(found) else None
-
-
-def _below(root: Path, path: PurePosixPath) -> Path | None:
-    """Return a list, an image, or a folder with images, without leading folders that are absent."""
-    for start in range(len(path.parts)):
-        found = root.joinpath(*path.parts[start:])
-        if found.is_file() or (
-            found.is_dir() and any(is_image(Path(n)) for n in files_below(found))
-        ):
-            return found
+    split, wanted = split_of("/".join(parts)), [*before, *parts]
+    written = [wanted[start:] for start in range(len(wanted) + (not parts))]
+    for end in itertools.chain(written, *(_renamed(end, split) for end in written)):
+        path = "/".join(end)
+        if split is not None and split_of(path) != split:
+            continue
+        if path.endswith(".txt") and (finder.root / path).is_file():
+            return path
+        if any(own[: len(end)] == end for own in finder.files.values()):
+            return path
     return None
 
 
-def _tail(text: str) -> PurePosixPath:
-    """Return a path without the parts that would leave the dataset folder."""
-    parts = text.replace("\\", "/").split("/")
-    return PurePosixPath(*(part for part in parts if part not in ("", ".", "..")))
+def _renamed(parts: list[str], split: str | None) -> Iterator[list[str]]:
+    """Yield a path with other usual names for the folder of its split."""
+    for n, part in enumerate(parts):
+        if split is not None and SPLIT_WORDS.get(part.lower()) == split:
+            for word in (word for word, other in SPLIT_WORDS.items() if other == split):
+                yield [*parts[:n], word, *parts[n + 1 :]]
 
 
-def _listed_images(root: Path, path: Path) -> list[Path]:
-    images, absent = [], []
-    for _, line in read_lines(path, MAX_LIST_BYTES):
-        parts = _tail(line.strip()).parts
-        candidates = (
-            base.joinpath(*parts[start:])
-            for start in range(len(parts))
-            for base in (path.parent, root)
-        )
-        image = next((path for path in candidates if path.is_file()), None)
-        if image is not None and image.is_relative_to(root):
-            images.append(image)
-        else:
-            absent.append(line.strip())
+def _images_of(finder: ImageFinder, folder: str, split: str) -> list[str]:
+    """Return the images in a folder, or those that a list names."""
+    if not folder.endswith(".txt"):
+        parts = parts_of(folder)
+        return [file for file, own in finder.files.items() if own[: len(parts)] == parts]
+    path = finder.root / folder
+    lines = [line.strip() for _, line in read_lines(path, MAX_LIST_BYTES)]
+    return _listed_images(finder, path, folder.rpartition("/")[0], split, lines)
+
+
+def _listed_images(
+    finder: ImageFinder, path: Path, folder: str, split: str, names: list[str]
+) -> list[str]:
+    found = finder.find([Wanted(name, folder, split) for name in names], path)
+    absent = [name for name, item in zip(names, found, strict=True) if item is None]
     refuse(path, "images that do not exist", absent)
-    return images
+    return [item.file for item in found if item]
 
 
-def _images_in(folder: Path) -> list[Path]:
-    return sorted(folder / name for name in files_below(folder) if is_image(Path(name)))
+def _label_files(finder: ImageFinder, texts: list[PurePosixPath]) -> dict[str, PurePosixPath]:
+    """Return the label file of each image that has one."""
+    labels: dict[str, PurePosixPath] = {}
+    conflicts = []
+    found = finder.find(by_label_files(finder, texts), finder.root, may_share=True)
+    for text, item in zip(texts, found, strict=True):
+        if item is None:
+            continue
+        first = labels.setdefault(item.file, text)
+        if first == text or not has_boxes(finder.root / text):
+            continue
+        if has_boxes(finder.root / first) and not _is_same(finder.root, first, text):
+            conflicts.append(f"{first} and {text} ({item.file})")
+        labels[item.file] = text
+    refuse(finder.root, "different label files of one image", conflicts, "keep one of them")
+    return labels
+
+
+def _is_same(root: Path, *texts: PurePosixPath) -> bool:
+    return len({(root / text).read_bytes() for text in texts}) == 1
+
+
+def _with_unnamed(
+    finder: ImageFinder,
+    labels: Mapping[str, PurePosixPath],
+    named: Mapping[str, list[str]],
+    notes: list[str],
+) -> dict[str, list[str]]:
+    """Return the images of each split: the named ones, else those of folders that have labels."""
+    folders = {file.rpartition("/")[0] for file in labels}
+    assigned = set(itertools.chain(*named.values()))
+    rest = [file for file in sorted(finder.files) if file not in assigned]
+    files = [file for file in rest if file.rpartition("/")[0] in folders]
+    if others := len(rest) - len(files):
+        other = next(file for file in rest if file.rpartition("/")[0] not in folders)
+        notes.append(f"images of folders without labels, left out: {others:,}, such as {other}")
+    words = [split_of(file.rpartition("/")[0]) for file in files]
+    splits = words if named.get("train") else place(words, files, notes)
+    by_split = dict(named)
+    for file, split in zip(files, splits, strict=True):
+        if split is not None and not named.get(split):
+            by_split[split] = [*by_split.get(split, ()), file]
+    return {split: files for split, files in by_split.items() if files}
 
 
 def _read_split(
-    root: Path, files: list[Path], names: list[str], keypoints: bool, notes: list[str]
+    root: Path,
+    files: list[str],
+    labels: Mapping[str, PurePosixPath],
+    names: list[str],
+    keypoints: bool,
 ) -> list[LabeledImage]:
-    def read_image(path: Path) -> LabeledImage:
-        width, height = size_or_none(path, upright=True)
-        label = label_file(root, path)
-        lines = _boxes(label, names, keypoints) if width and label.is_file() else []
+    def read_image(file: str) -> LabeledImage:
+        width, height = size_or_none(root / file, upright=True)
+        has_labels = file in labels
+        lines = _boxes(root / labels[file], names, keypoints) if width and has_labels else []
         boxes = dict.fromkeys(in_pixels(box, width, height) for box in lines)
-        return LabeledImage(path.relative_to(root).as_posix(), width, height, list(boxes))
+        return LabeledImage(file, width, height, list(boxes), has_labels)
 
-    images = in_threads(read_image, files)
-    if files and not any(image.boxes for image in images):
-        expected = label_file(root, files[0])
-        notes.append(f"no image of {files[0].parent} has a label: looked for {expected}")
-    return images
+    return in_threads(read_image, files)
 
 
-def _unused_labels(root: Path, images: list[Path]) -> list[str]:
-    """Return a note on label files without an image, for example because of its format."""
-    stems: dict[Path, set[str]] = {}  # image stems by the folder of their labels
-    for folder, image in {image.parent: image for image in images}.items():
-        used = stems.setdefault(label_file(root, image).parent, set())
-        used.update(path.stem for path in folder.iterdir() if is_image(path))
+def _unused_labels(
+    root: Path,
+    texts: list[PurePosixPath],
+    used: Collection[PurePosixPath],
+    elsewhere: Collection[str],
+) -> list[str]:
+    """Return a note on label files without an image, for example because of its format.
+
+    Those with the name of an image that data.yaml leaves out (`elsewhere`) do not count.
+    """
+    folders = {text.parent for text in used}
     unused = [
-        path.relative_to(root)
-        for folder, used in sorted(stems.items())
-        for path in sorted(folder.glob("*.txt"))
-        if path.stem not in used and not path.name.startswith("._") and has_boxes(path)
+        text
+        for text in texts
+        if (text.parent in folders or text.stem not in elsewhere)
+        and text not in used
+        and not text.name.startswith("._")
+        and has_boxes(root / text)
     ]
     return [
         f"label files without an image, left out: {len(unused):,}, such as {name}"
-        for name in unused[:1]
+        for name in sorted(unused)[:1]
     ]
 
 
-def label_file(root: Path, image: Path) -> Path:
+def _no_labels(
+    root: Path, images: list[str], texts: list[PurePosixPath], labels: Mapping[str, PurePosixPath]
+) -> DataError:
+    if not images:
+        return DataError(f"{root}: no images to train on in any folder")
+    if labels:
+        first = min(labels.values())
+        problem = f"{root}: no object is labeled: all label files are empty, such as {first}"
+        return DataError(problem, hint="label the images, and export again")
+    found = [str(text) for text in texts if has_boxes(root / text)] or ["none"]
+    expected = _expected_label(min(images))
+    return DataError(
+        f"{root}: none of {len(images):,} images has a label file of its name, such as {expected}; "
+        f"label files: {listed(found, MAX_NAMED)}",
+        hint="a label file has the name of its image, as in labels/a.txt for images/a.jpg",
+    )
+
+
+def _expected_label(image: str) -> str:
     """Return `labels` in place of the last `images` of the path, or in the image's folder."""
-    parts = list(image.relative_to(root).parts)
-    for i in reversed(range(len(parts) - 1)):
-        if parts[i] == "images":
-            parts[i] = "labels"
-            return root.joinpath(*parts).with_suffix(".txt")
-    adjacent = image.with_suffix(".txt")
-    in_labels = root.joinpath("labels", *parts).with_suffix(".txt")
-    return adjacent if adjacent.is_file() or not in_labels.is_file() else in_labels
+    parts = image.rpartition(".")[0].split("/")
+    for n in reversed(range(len(parts) - 1)):
+        if parts[n] == "images":
+            return "/".join([*parts[:n], "labels", *parts[n + 1 :]]) + ".txt"
+    return "/".join(parts) + ".txt"
 
 
 def _boxes(path: Path, names: list[str], keypoints: bool) -> list[LabeledBox]:

@@ -28,7 +28,8 @@ from ssdctl.runtime.packages import load_plugin
 
 Floats = NDArray[np.float64]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Streams of random numbers that resumed runs continue; other names hash to theirs.
+# Streams of random numbers that resumed runs continue; other names hash to theirs. 1 and 6 are of
+# sampler.py.
 STREAMS = {"crop": 2, "flip": 3, "color": 4, "zoom": 5}
 
 

@@ -2,7 +2,8 @@
 
 Pick one of seven modes: the whole image; a crop whose IoU with every box is over .1, .3, .5, .7
 or .9; any crop. A crop's sides are .3 to 1 of the image's and its aspect .5 to 2; it must hold
-the center of a box. One attempt, then a new mode. Boxes with their center inside are kept, clipped.
+the center of a box, if the image has one. One attempt, then a new mode. Boxes with their center
+inside are kept, clipped.
 Shapes: B batch, G boxes (padded).
 """
 
@@ -83,7 +84,7 @@ def _is_valid(
     aspect = size[:, 0] / size[:, 1]
     threshold = np.array([0.0, *MIN_IOUS, -1.0])[mode]
     over = (_iou(rect, boxes) > threshold[:, None]) | ~is_real
-    has_center = (_center_inside(rect, boxes) & is_real).any(axis=1)
+    has_center = (_center_inside(rect, boxes) & is_real).any(axis=1) | ~is_real.any(axis=1)
     fits = (aspect >= 0.5) & (aspect <= 2.0)
     return np.asarray((mode != WHOLE) & fits & over.all(axis=1) & has_center)
 

@@ -217,7 +217,7 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
 ) -> None:
     """Kept boxes have a size and are inside; all others are listed; as by the plain rule."""
     entries = [thing(i, (3, 7)[i % 2], bbox=bbox) for i, bbox in enumerate(bboxes)]
-    objects, findings, _ = check(shared_folder(tmp_path_factory), annotations=entries)
+    objects, _, findings, _ = check(shared_folder(tmp_path_factory), annotations=entries)
     fractions = objects.fractions[objects.is_trained]
     assert (fractions[:, 2:] > fractions[:, :2]).all()
     assert (fractions >= 0).all()
@@ -272,6 +272,7 @@ def test_many_classes_take_linear_time(tmp_path: Path) -> None:
     assert len(read(path).classes) == 30_000
     (tmp_path / "data.yaml").write_text(f"names: {json.dumps([c['name'] for c in names])}\n")
     image_file(tmp_path / "images/a.jpg")
+    (tmp_path / "images/a.txt").write_text("7 .5 .5 .1 .1")
     assert len(yolo.read(tmp_path)["train"].classes) == 30_000
     assert time.process_time() - start < 5
 

@@ -262,11 +262,8 @@ def test_text_beside_an_image_is_yolo_if_its_content_is(
     root = tree(tmp_path / "data", {"photos/a.jpg": None, f"{folder}/a.txt": line})
     with pytest.raises(DataError, match=re.escape(str(root))) as error:
         find(root)
-    hint = str(error.value.hint)
-    assert ("classes.txt, with" in hint) == is_yolo
-    assert ("beside its image" in hint) == (is_yolo and folder == "marks")
+    assert ("classes.txt, with" in str(error.value.hint)) == is_yolo
     (root / "classes.txt").write_text("cat\n")  # the hint leads to a dataset
-    (root / folder / "a.txt").rename(root / "photos/a.txt")
     assert (recognize(root) is not None) == is_yolo
     if is_yolo:
         assert boxes_of(read(root)) == {"photos/a.jpg": [("cat", [40, 15, 20, 20], 0)]}

@@ -39,6 +39,16 @@ def test_resumed_run_is_bit_equal(run: Path, tmp_path: Path, train: Train) -> No
     assert next(losses) == next(losses)
 
 
+def test_images_without_objects_train_and_resume_bit_equal(tmp_path: Path, train: Train) -> None:
+    options = ["--background", 0.4, "--bs", 4]
+    words = train("--steps", 3, *options)
+    assert "without objects" in words
+    train("--steps", 6, *options)
+    train("--steps", 6, *options, "--workers", 3, out=tmp_path / "straight")
+    assert_same_state(last(tmp_path / "run"), last(tmp_path / "straight"))
+    assert "background" in train("--steps", 8, "--background", 0, "--bs", 4, code=2)
+
+
 def test_resuming_from_an_earlier_step_retires_later_checkpoints(run: Path, train: Train) -> None:
     often = ["--save-every", "1st", "--keep", 9]
     train(*often, "--steps", 6)

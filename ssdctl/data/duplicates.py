@@ -1,0 +1,91 @@
+"""Find images that two splits have in common: AP on them says nothing about new images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.data.annotations import MAX_NAMED
+from ssdctl.data.image_files import FingerprintColumns, in_threads
+
+PART_BYTES = 1 << 20
+
+
+class Duplicates(msgspec.Struct, frozen=True):
+    """Images of a split whose content another split has, too."""
+
+    split: str  # the other one
+    images: int  # of this split
+    examples: list[tuple[str, str]]  # the first few: the file here, and the other split's
+
+
+class ImageVersions(NamedTuple):
+    """The N image files of a split, as they were when checked."""
+
+    folder: Path
+    names: list[str]
+    fingerprints: FingerprintColumns
+
+    def keys(self) -> NDArray[np.int64]:
+        """Return size and checksum of each file, (N,)."""
+        return (self.fingerprints.bytes << 32) + self.fingerprints.sketch
+
+
+def find_duplicates(images: ImageVersions, others: Mapping[str, ImageVersions]) -> list[Duplicates]:
+    """Return which images of a split each of the other splits has, too.
+
+    Files of equal size and checksum are compared as a whole if they still exist.
+    """
+    found = ((split, _pairs(images, other)) for split, other in others.items())
+    return [Duplicates(split, len(pairs), pairs[:MAX_NAMED]) for split, pairs in found if pairs]
+
+
+def _pairs(images: ImageVersions, other: ImageVersions) -> list[tuple[str, str]]:
+    """Return the files of a split that another split has, with the first such file there."""
+    keys, other_keys = images.keys(), other.keys()
+    candidates: dict[int, list[str]] = {}
+    for row in np.flatnonzero(np.isin(other_keys, keys)):
+        candidates.setdefault(int(other_keys[row]), []).append(other.names[row])
+
+    def duplicate_of(row: int) -> str | None:
+        path, names = images.folder / images.names[row], candidates[int(keys[row])]
+        return next((name for name in names if _same_content(path, other.folder / name)), None)
+
+    rows = np.flatnonzero(np.isin(keys, other_keys)).tolist()
+    same = zip(rows, in_threads(duplicate_of, rows), strict=True)
+    return [(images.names[row], name) for row, name in same if name is not None]
+
+
+def _same_content(first: Path, second: Path) -> bool:
+    try:
+        if first == second or first.samefile(second):
+            return True
+        digests = []
+        for path in (first, second):
+            digest = hashlib.blake2b()
+            with path.open("rb") as file:
+                while part := file.read(PART_BYTES):
+                    digest.update(part)
+            digests.append(digest.digest())
+    except OSError:  # a packed store needs no image files
+        return True
+    return digests[0] == digests[1]
+
+
+def duplicate_warnings(split: str, images: int, duplicates: Sequence[Duplicates]) -> list[str]:
+    """Return what to tell the user about a split of `images` images."""
+    warnings = []
+    for found in duplicates:
+        pairs = [here if here == there else f"{here} ({there})" for here, there in found.examples]
+        warning = f"{found.images:,} of {images:,} images of {split} are also in {found.split}"
+        if found.split == "train":
+            warning += ", so AP is measured on images that were trained on"
+        more = found.images - len(pairs)
+        warnings.append(f"{warning}: {', '.join(pairs)}{f' and {more:,} more' * bool(more)}")
+    return warnings

@@ -1,0 +1,98 @@
+"""TPU v4 and newer through TorchTPU (package torch_tpu, extra `tpu`).
+
+One process drives one device. `import torch` loads the package, which registers the device "tpu",
+the backend "tpu_dist" and torch.compile's backend "tpu" if the PCI bus has a TPU.
+Not run on hardware yet: tested with a recording fake.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from ssdctl.device import Device, choose_execution
+from ssdctl.device.inductor import split_at_buckets
+from ssdctl.errors import UsageError
+from ssdctl.runtime.hardware import find_hardware
+
+PACKAGE = "torch_tpu"
+TORCH_DEVICE = "tpu"  # the tests' fake computes on the CPU
+
+
+class Tpu(Device):
+    name = "tpu"
+    backend = "cpu:gloo,tpu:tpu_dist"  # ranks exchange everything but gradients over gloo
+    auto_precision = "bf16"
+    ddp_bucket_mb = 25  # PyTorch's default
+    memory_errors = ("resource_exhausted", "out of memory")
+
+    def __init__(self, execution: str) -> None:
+        self.execution = execution
+        self.torch_device = torch.device(TORCH_DEVICE)
+        with warnings.catch_warnings():  # experimental, says the package
+            warnings.simplefilter("ignore")
+            properties = importlib.import_module("torch.tpu").get_device_properties()
+        self.label, self._memory = str(properties.name), int(properties.total_memory)
+        self.set_tf32(False)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return ("no_scatter", "no_gather")
+
+    def set_tf32(self, wanted: bool) -> None:
+        # A TPU's own default rounds the factors of fp32 products to bf16.
+        torch.set_float32_matmul_precision("high" if wanted else "highest")
+
+    def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
+        if self.execution == "compile":
+            split_at_buckets(overlap)
+            module.compile(backend="tpu", dynamic=False)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        return torch.accelerator.max_memory_allocated()
+
+    def memory_bytes(self) -> int | None:
+        return self._memory
+
+    def release_memory(self) -> None:
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def open_device(local_rank: int, execution: str | None) -> Tpu:
+    """Open this process's TPU; torchrun's variables say which one.
+
+    Raises:
+        UsageError: torch_tpu is absent, or this machine has no TPU that it supports.
+    """
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise UsageError(
+            f"device tpu: the package {PACKAGE} is not installed here",
+            hint=f"pip install {PACKAGE} (Python 3.11 or newer, torch 2.11 to 2.15); TPU v2 and v3 "
+            "need --device xla",
+        )
+    # Without a TPU its runtime would ask Google's cloud for minutes.
+    if not any(chip.counts for chip in find_hardware().tpus):
+        raise UsageError(
+            "device tpu: no TPU v4 or newer found on this machine",
+            hint="ssdctl doctor lists the chips on the PCI bus; TPU v2 and v3 need --device xla",
+        )
+    execution = choose_execution("tpu", execution)
+    importlib.import_module(PACKAGE)  # if TORCH_DEVICE_BACKEND_AUTOLOAD is 0
+    try:
+        return Tpu(execution)
+    except (RuntimeError, ImportError) as error:
+        raise UsageError(
+            f"device tpu: {str(error).splitlines()[0]}",
+            hint="one process at a time can hold a chip",
+        ) from error

@@ -1,0 +1,140 @@
+"""What prepare says about the images and boxes of each split."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from conftest import TINY_RUN, Result
+from data.formats import exports
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.boxes import box_cxcywh_to_ltrb, default_boxes_cxcywh, pairwise_iou
+from ssdctl.data.default_boxes import can_match
+
+Cli = Callable[..., Result]
+
+
+def prepared(cli: Cli, data: Path) -> tuple[dict[str, Any], str]:
+    """The reports of `prepare --json` by split, and what it says."""
+    result = cli("prepare", "--data", data, "--no-pack", "--json")
+    assert result.code == 0, result.err
+    return {report["split"]: report for report in json.loads(result.out)["splits"]}, result.err
+
+
+@given(st.integers(0, 10_000))
+def test_objects_match_by_the_networks_own_default_boxes(seed: int) -> None:
+    import torch
+
+    rng = np.random.default_rng(seed)
+    centers, sizes = rng.random((50, 2)), np.exp(rng.uniform(-4.6, 0, (50, 2)))
+    edges = np.concatenate([centers - sizes / 2, centers + sizes / 2], axis=1)
+    boxes = edges.clip(0, 1).astype(np.float32)
+    iou = pairwise_iou(torch.from_numpy(boxes), box_cxcywh_to_ltrb(default_boxes_cxcywh()))
+    best = iou.amax(dim=1).numpy()
+    assert (can_match(boxes) == (best >= 0.5))[abs(best - 0.5) > 1e-5].all()
+
+
+def test_boxes_are_counted_per_class_and_split(dataset: Path, cli: Cli) -> None:
+    reports, error = prepared(cli, dataset)
+    for split, report in reports.items():
+        file = dataset / f"annotations/instances_{split}2017.json"
+        document = json.loads(file.read_text())
+        for entry in report["per_class"]:
+            own = [a for a in document["annotations"] if a["category_id"] == entry["category_id"]]
+            assert (entry["boxes"], entry["images"]) == (
+                len(own),
+                len({a["image_id"] for a in own}),
+            )
+    assert "9 images are too few" in error
+    table = cli("prepare", "--data", dataset, "--no-pack").out
+    assert f"ball {reports['train']['per_class'][0]['boxes']}" in " ".join(table.split())
+
+
+def test_a_class_without_a_box_is_named(dataset: Path, cli: Cli) -> None:
+    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
+        document["annotations"] = [a for a in document["annotations"] if a["category_id"] != 7]
+    reports, _ = prepared(cli, dataset)
+    assert any("without a box: star" in warning for warning in reports["val"]["warnings"])
+    assert not reports["train"]["warnings"]
+
+
+def test_small_objects_are_reported(dataset: Path, cli: Cli) -> None:
+    with exports.edited(dataset / "annotations/instances_train2017.json") as document:
+        for annotation in document["annotations"][::2]:
+            annotation["bbox"][2:] = [6, 6]
+    reports, _ = prepared(cli, dataset)
+    sizes = reports["train"]["object_sizes"]
+    assert 0.5 <= sizes["unmatched_share"] < 0.6
+    (warning,) = reports["train"]["warnings"]
+    assert f"{sizes['unmatched_share']:.0%}" in warning
+    assert not any("default box" in warning for warning in reports["val"]["warnings"])
+
+
+def test_an_image_without_a_label_file_is_not_one_with_an_empty_file(
+    tmp_path: Path, cli: Cli
+) -> None:
+    exports.roboflow_yolo(tmp_path)
+    first, second, *_ = sorted((tmp_path / "train/labels").iterdir())
+    first.unlink()
+    second.write_text("")
+    findings = prepared(cli, tmp_path)[0]["train"]["findings"]
+    kinds = {Path(f["detail"]).stem: f["kind"] for f in findings}
+    assert kinds[first.stem] == "no label file"
+    assert kinds[second.stem].startswith("no objects")
+
+
+def test_an_empty_split_counts_as_none(dataset: Path, cli: Cli) -> None:
+    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
+        document["images"], document["annotations"] = [], []
+    reports, error = prepared(cli, dataset)
+    assert list(reports) == ["train"]
+    assert "instances_val2017.json lists no images" in error
+    result = cli("prepare", "--data", dataset, "--split", 0.75, "--no-pack", "--json")
+    assert [r["images"] for r in json.loads(result.out)["splits"]] == [18, 6]
+
+
+def test_splits_of_different_categories_are_refused(dataset: Path, cli: Cli) -> None:
+    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
+        document["categories"].reverse()
+    result = cli("prepare", "--data", dataset)
+    assert (result.code, "different categories" in result.err) == (3, True)
+
+
+def test_equal_images_in_two_splits_are_named(dataset: Path, cli: Cli) -> None:
+    for name in ("000000000001.jpg", "000000000002.jpg"):
+        shutil.copyfile(dataset / "train2017/000000000004.jpg", dataset / "val2017" / name)
+    with exports.edited(dataset / "annotations/instances_train2017.json") as document:
+        size = {k: document["images"][3][k] for k in ("width", "height")}
+    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
+        for image in document["images"]:
+            if image["file_name"] in ("000000000001.jpg", "000000000002.jpg"):
+                image |= size
+    reports, error = prepared(cli, dataset)
+    (duplicates,) = reports["val"]["duplicates"]
+    pairs = [["000000000001.jpg", "000000000004.jpg"], ["000000000002.jpg", "000000000004.jpg"]]
+    assert duplicates == {"split": "train", "images": 2, "examples": pairs}
+    assert "2 of 9 images of val are also in train" in error
+    assert not reports["train"]["duplicates"]
+
+
+def test_training_evaluation_and_report_say_that_images_were_trained_on(
+    dataset: Path, cli: Cli, tmp_path: Path
+) -> None:
+    """`val` of a dataset.toml is `train`."""
+    table = 'images = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
+    (dataset / "dataset.toml").write_text(f"[train]\n{table}[val]\n{table}")
+    run = tmp_path / "run"
+    trained = cli("train", "--data", dataset, "--out", run, "--steps", 1, *TINY_RUN.split())
+    assert trained.code == 0, trained.err
+    evaluated = cli("evaluate", run, "--report", tmp_path / "report")
+    assert evaluated.code == 0, evaluated.err
+    assert cli("report", run).code == 0
+    pages = [(tmp_path / name / "report.html").read_text() for name in ("run", "report")]
+    for text in (trained.err, evaluated.err, *pages):
+        assert "24 of 24 images of val are also in train" in text
