@@ -89,3 +89,29 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     text = "".join(output.get("text", "") for output in outputs)
     assert "40/40" in text + str(data)  # a progress bar, of text without ipywidgets
     assert "Warning" not in text
+
+
+@pytest.mark.slow(in_ci=True)
+def test_own_images_of_the_readme(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines run as written on 50 labeled images; only weights and length differ."""
+    sizes = ("--images", 50, "--val-images", 2)
+    assert cli("download", "--dataset", "shapes", "--dest", "shapes", *sizes).code == 0
+    assert cli("dataset", "export", "shapes", "--to", "yolo", "--out", "exported").code == 0
+    for kind in ("images", "labels"):
+        (tmp_path / "exported" / kind / "val").rename(tmp_path / f"new-{kind}")
+    (tmp_path / "exported").rename(tmp_path / "photos")
+    (tmp_path / "photos" / "data.yaml").unlink()
+    (tmp_path / "photos" / "classes.txt").write_text("ball\nbrick\ncone\nstar\nring\n")
+    (tmp_path / "new-images").rename(tmp_path / "new")
+    monkeypatch.setenv("SSDCTL_MODEL__WEIGHTS", "none")
+    monkeypatch.setenv("SSDCTL_TRAIN__STEPS", "2")
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own images")[2]
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line[:7] == "ssdctl "]
+    assert len(lines) == 4
+    for line in lines:
+        result = cli(*words_of(line))
+        assert result.code == 0, (line, result.err)
+    assert len(list((tmp_path / "drawn").glob("*.jpg"))) == 2
+    assert (tmp_path / "detector.onnx").is_file()
