@@ -321,7 +321,7 @@ def is_open(world: World) -> bool:
     """Return whether a known fault that is not corrected yet shows in a dataset."""
     return (
         world.layout in OPEN_LAYOUTS
-        or bool({"upper case", "listed twice"} & world.flags)
+        or "upper case" in world.flags
         or (world.layout.startswith("coco") and world.packed)
         or world.edit == "add an empty image"
     )
