@@ -69,9 +69,9 @@ def test_a_report_of_an_older_run_has_no_secrets(run: RunDir, cli: Cli, tmp_path
 
 
 def test_the_logged_launch_command_has_no_secrets() -> None:
-    from ssdctl.launch import LaunchPlan
+    from ssdctl.launch.job import Job
 
-    plan = LaunchPlan(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
+    plan = Job(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
     assert "S3CRET" in plan.to_line()
     assert "S3CRET" not in plan.to_line(with_secrets=False)
     assert "N=1 torchrun ssdctl train" in plan.to_line(with_secrets=False)
