@@ -118,9 +118,6 @@ class AliasCommand(HelpCommand):
             for setting in select("evaluate.*"):  # training runs evaluations
                 for alias in setting.aliases:
                     templates.setdefault(alias, f"--set={setting.path}=")
-        if "--decay-bias" in own:  # one option in earlier versions
-            templates["--decay-bias-and-norm"] = "--set=train.decay_bias_and_norm=true"
-            templates["--no-decay-bias-and-norm"] = "--set=train.decay_bias_and_norm=false"
         for name, targets in COMMAND_ALIASES.items():
             if target := next((t for t in targets if t in own), None):
                 templates.setdefault(name, f"{target}=")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,25 +57,11 @@ TRUTH_COLUMNS: Types = {
 
 # What reading a damaged file raises; other errors of Arrow are ValueErrors.
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError)
-T = TypeVar("T")
 
 
 class Shard(msgspec.Struct, frozen=True):
     file: str
     rows: int
-
-
-class Packing(msgspec.Struct, frozen=True, kw_only=True):
-    """How the images of a split are stored: what indexes of earlier versions have, too."""
-
-    format: int
-    packed: bool  # else the images are read from the dataset folder
-    shards: list[Shard]
-    shrink: int | None = None
-    encoding: Encoding = "jpeg"  # packed files; raw: decoded pixels
-    verified: Verified = msgspec.field(default="no", name="strictly_verified")
-    key: str  # identifies the index, and the report on its images
-    upright: bool | msgspec.UnsetType = msgspec.UNSET  # see `Annotations`; absent: nothing to turn
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -88,13 +74,20 @@ class Made(msgspec.Struct, frozen=True):
     version: str  # ssdctl's
 
 
-class Metadata(Packing, frozen=True, kw_only=True):
+class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal[5]
     classes: list[ClassName]
     images: str  # their folder, relative to the dataset folder if it is below it
     origin: str  # the file or folder of the labels, for messages
     made: Made
     duplicates: list[Duplicates]  # images that an earlier split has, too
+    packed: bool  # else the images are read from the dataset folder
+    shards: list[Shard]
+    shrink: int | None = None
+    encoding: Encoding = "jpeg"  # packed files; raw: decoded pixels
+    verified: Verified = msgspec.field(default="no", name="strictly_verified")
+    key: str  # identifies the index, and the report on its images
+    upright: bool | msgspec.UnsetType = msgspec.UNSET  # see `Annotations`; absent: nothing to turn
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -103,34 +96,23 @@ def index_path(folder: Path, split: str) -> Path:
 
 def read_metadata(folder: Path, split: str) -> Metadata | None:
     """Return the metadata of a split's index; None if there is none that this version reads."""
-    return _decode_metadata(index_path(folder, split), Metadata)
+    return _read_metadata(index_path(folder, split))
 
 
 def require_metadata(path: Path) -> Metadata:
-    metadata = _decode_metadata(path, Metadata)
+    metadata = _read_metadata(path)
     if metadata is None:
         raise DataError(f"{path}: no index; run ssdctl prepare")
     return metadata
 
 
-def read_packing(folder: Path, split: str) -> Packing | None:
-    """Return how a split's images are stored, by the index of this or an earlier version."""
-    return _decode_metadata(index_path(folder, split), Packing)
-
-
-def earlier_packing(folder: Path) -> Packing | None:
-    """Return how a store of an earlier version has its images; None if there is no such store."""
-    found = [p for split in SPLITS if (p := read_packing(folder, split)) is not None]
-    return found[0] if found and all(p.format < 5 for p in found) else None
-
-
-def _decode_metadata(path: Path, kind: type[T]) -> T | None:
+def _read_metadata(path: Path) -> Metadata | None:
     try:
         if not path.is_file():
             return None
         with pa.OSFile(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
-        return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=kind)
+        return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
     except (*READ_ERRORS, *DECODE_ERRORS):
         return None
 
@@ -165,7 +147,7 @@ def read_annotations(index: Path) -> Annotations:
 
 
 class IndexedImages(NamedTuple):
-    """The images of a split, as an index of this or an earlier version lists them."""
+    """The images of a split, as its index lists them."""
 
     ids: NDArray[np.int64]
     names: list[str]

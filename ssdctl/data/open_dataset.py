@@ -95,19 +95,9 @@ def open_dataset(
 
 
 def _prepare_again(root: Path, folder: Path, progress: Progress) -> None:
-    """Prepare a dataset that has no store, or one that is out of date or of an earlier version."""
-    if (first := index.earlier_packing(folder)) is not None:
-        log.info("%s was prepared by an earlier version: writing its index again", root)
-        config = PrepareConfig(
-            pack=first.packed,
-            shrink=first.shrink,
-            encoding=first.encoding,
-            verify_images=first.verified != "no",
-            keep_damaged=first.verified == "damaged kept",
-        )
-    else:
-        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
-        config = PrepareConfig(pack=False)
+    """Index a dataset that has no store, or one that is out of date."""
+    log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
+    config = PrepareConfig(pack=False)
     outcome = prepare(root, folder, config, _last_conversion(folder), progress=progress)
     for report in outcome.splits:
         for kind, count in report.counts().items():

@@ -179,7 +179,7 @@ def _unchanged_outcome(
     return msgspec.structs.replace(outcome, root=str(root), store=str(folder), unchanged=True)
 
 
-def _fits(packing: index.Packing, folder: Path, config: PrepareConfig) -> bool:
+def _fits(packing: index.Metadata, folder: Path, config: PrepareConfig) -> bool:
     """Return whether the images of a split are stored as the options say, and are there."""
     packed = (packing.packed, packing.shrink, packing.encoding)
     if packed != (config.pack, config.shrink, config.encoding):
@@ -313,12 +313,12 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def _known_images(job: Job, num_bytes: list[int | None]) -> CheckedImages | None:
-    """Return what the split's index, of this or an earlier version, knows of the same images.
+    """Return what the split's index knows of the same images.
 
-    So neither changed labels nor a new version of the index pack images again. Packed images may
+    So changed labels do not pack images again. Packed images may
     have been deleted; those that exist must be unchanged.
     """
-    packing, outcome = index.read_packing(job.target, job.split), _read_report(job.target)
+    packing, outcome = index.read_metadata(job.target, job.split), _read_report(job.target)
     if packing is None or outcome is None or not _fits(packing, job.target, job.config):
         return None
     reports = [r for r in outcome.splits if r.split == job.split and r.key == packing.key]

@@ -22,7 +22,6 @@ from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import is_prepared, require_split
-from ssdctl.data.index import earlier_packing
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
@@ -290,7 +289,7 @@ def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> Da
     if root.exists():
         # A checkpoint is an untrusted file: only the user chooses folders that are written to.
         is_chosen = (root, folder) == fallback
-        if not (is_chosen or is_prepared(root, folder) or earlier_packing(folder)):
+        if not (is_chosen or is_prepared(root, folder)):
             raise DataError(
                 f"{checkpoint.path} was trained on {root}, which has no store in {folder} any more",
                 hint=f"--data {root} prepares it again",

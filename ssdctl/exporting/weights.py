@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
-from ssdctl.config.settings import with_current_keys
 from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.model.ssd300 import SSD300
@@ -148,7 +147,7 @@ def training_state(checkpoint: Checkpoint) -> dict[str, Any]:
 def _recipe(checkpoint: Checkpoint) -> _Recipe:
     values = {
         path.removeprefix("train."): value
-        for path, value in with_current_keys(checkpoint.config).items()
+        for path, value in checkpoint.config.items()
         if path.startswith("train.")
     }
     try:
