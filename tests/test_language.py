@@ -34,7 +34,6 @@ def test_no_public_class_name_has_two_meanings() -> None:
                 files[node.name].append(path.relative_to(ROOT).as_posix())
     repeated = {name: paths for name, paths in files.items() if len(paths) > 1}
     repeated.pop("Trainer")  # one meaning: ssdctl.Trainer opens that of training/ and steps it
-    repeated.pop("Settings")  # the interface's name: a launcher's own table of the config
     assert not repeated
 
 
@@ -63,6 +62,19 @@ def test_no_import_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # an error names the circle
     for name, text in texts.items():
         assert not re.search(r"import_module\(\s*f?\"ssdctl", text), name
+
+
+def test_plugins_are_loaded_by_the_package_that_has_them() -> None:
+    """`load_plugin` imports by name, which import-linter does not see."""
+    packages, loads = dict[str, str](), set[tuple[str, str]]()
+    for module, path in PATHS.items():
+        text = path.read_text(encoding="utf-8")
+        packages |= dict(re.findall(r'^([A-Z]+) = \("(ssdctl\.[\w.]+)", "ssdctl\.', text, re.M))
+        owner = ".".join(module.split(".")[:2])
+        loads |= {(owner, constant) for constant in re.findall(r"load_plugin\(\*(\w+)", text)}
+    loads.remove(("ssdctl.config", "BACKBONES"))  # constants of a backbone, which need no torch
+    assert len(loads) == 3
+    assert [load for load in loads if not packages[load[1]].startswith(load[0])] == []
 
 
 @pytest.mark.parametrize(("module", "most"), [("step", 30), ("trainer", 90)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -15,7 +15,8 @@ from ssdctl.config.fields import COUNTED_DEVICES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
-    from ssdctl.launch import LaunchPlan, LaunchRequest
+    from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest
+    from ssdctl.launch.job import Job
 
 CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
 OUTCOMES: dict[int, str] = {
@@ -73,76 +74,99 @@ def launch(
     The command of the launcher is generated and run. Slurm and Kubernetes jobs are submitted; the
     tables `slurm` and `kubernetes` of the config describe them.
     """
-    devices = [(device, count) for device, count in counts.items() if count is not None]
-    if len(devices) != 1:
+    device, count = _counted_device(counts)
+    from ssdctl.cli.launch_request import configure_launch
+    from ssdctl.launch.base import BatchEngine, make_job, read_node
+
+    engine, request = configure_launch(
+        call, device, count, rest or [], is_dry_run=dry_run, is_written=write is not None
+    )
+    if write is not None and request.config.restarts and not isinstance(engine, BatchEngine):
+        call.console.warning(f"{write} does not contain --restarts: only ssdctl launch restarts")
+    job = make_job(engine, request, read_node())
+    for warning in job.warnings:
+        call.console.warning(warning)
+    if job.missing and (write is not None or not dry_run):
+        raise UsageError(job.missing)
+    if dry_run:
+        if job.missing:
+            call.console.warning(f"{job.missing}: replace HOST by it")
+        call.console.result(_as_json(job), (job.text or job.to_line()).rstrip("\n"))
+    elif write is not None:
+        _write(call, engine, job, write)
+    else:
+        _start(call, engine, request, job, wait=wait)
+
+
+def _counted_device(counts: dict[str, int | None]) -> tuple[str, int]:
+    """Return the type and number of the devices of a launch."""
+    given = [(device, count) for device, count in counts.items() if count is not None]
+    if len(given) != 1:
         raise UsageError(
             f"give exactly one of {', '.join(d.count_option for d in COUNTED_DEVICES)}",
             hint="for example: ssdctl launch --cpus 2",
         )
-    from ssdctl.cli.launch_request import make_request
-    from ssdctl.launch import load_launcher, make_plan, read_node
+    return given[0]
 
-    request = make_request(call, *devices[0], rest or [], is_dry_run=dry_run, write=write)
-    launcher = load_launcher(request.launcher)
-    is_batch = hasattr(launcher, "submit")
-    if write is not None and request.config.restarts and not is_batch:
-        call.console.warning(f"{write} does not contain --restarts: only ssdctl launch restarts")
-    plan = make_plan(request, read_node())
-    for warning in plan.warnings:
-        call.console.warning(warning)
 
-    if plan.missing and (write is not None or not dry_run):
-        raise UsageError(plan.missing)
+def _as_json(job: Job) -> dict[str, object]:
     result: dict[str, object] = {
-        "argv": list(plan.argv),
-        "environment": dict(plan.environment),
-        "command": plan.to_line(),
+        "argv": list(job.argv),
+        "environment": dict(job.environment),
+        "command": job.to_line(),
     }
-    if plan.text is not None:
-        result["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
-    if write is not None and not dry_run:
-        path = Path(write)
-        if path.exists():
-            call.console.info(f"{write} exists and is replaced")
-        files.write_text(path, plan.to_script())
-        if plan.manifest is None:
-            mode = path.stat().st_mode
-            with files.disk_errors(path, "writing"):
-                path.chmod(mode | (mode & 0o444) >> 2)  # for all who can read it
-        result["written"] = write
-        submit = f"; submit it with {launcher.SUBMIT} {write}" if is_batch else ""
-        call.console.info(f"wrote {write}{submit}")
-        call.console.result(result, None if plan.text else plan.to_line())
-    elif dry_run:
-        if plan.missing:
-            call.console.warning(f"{plan.missing}: replace HOST by it")
-        call.console.result(result, (plan.text or plan.to_line()).rstrip("\n"))
+    if job.text is not None:
+        result["script" if job.manifest is None else "manifest"] = job.manifest or job.text
+    return result
+
+
+def _write(call: Call, engine: Engine, job: Job, write: str) -> None:
+    """Write the script or manifest of a job."""
+    from ssdctl.launch.base import BatchEngine
+
+    path = Path(write)
+    if path.exists():
+        call.console.info(f"{write} exists and is replaced")
+    files.write_text(path, job.to_script())
+    if job.manifest is None:
+        mode = path.stat().st_mode
+        with files.disk_errors(path, "writing"):
+            path.chmod(mode | (mode & 0o444) >> 2)  # for all who can read it
+    command = engine.submit_command if isinstance(engine, BatchEngine) else None
+    call.console.info(f"wrote {write}{f'; submit it with {command} {write}' if command else ''}")
+    call.console.result({**_as_json(job), "written": write}, None if job.text else job.to_line())
+
+
+def _start(call: Call, engine: Engine, request: LaunchRequest, job: Job, *, wait: bool) -> None:
+    """Run or submit a job; exit with the code of a job that fails."""
+    from ssdctl.launch.base import BatchEngine
+
+    engine.require()
+    result = _as_json(job)
+    if isinstance(engine, BatchEngine):
+        code = _submit(call, engine, job, result, wait)
     else:
-        launcher.require()
-        if is_batch:
-            code = _submit(call, launcher, plan, result, wait)
-        else:
-            code = _run(call, request, plan)
-        if call.console.as_json and (wait or not is_batch):
-            call.console.result({**result, "exit_code": code})
-        if code:
-            outcome = OUTCOMES.get(code, "see above")
-            call.console.info(f"the job ended with exit code {code}: {outcome}")
-            raise SystemExit(code)
+        code = _run(call, engine, request, job)
+    if call.console.as_json and (wait or not isinstance(engine, BatchEngine)):
+        call.console.result({**result, "exit_code": code})
+    if code:
+        outcome = OUTCOMES.get(code, "see above")
+        call.console.info(f"the job ended with exit code {code}: {outcome}")
+        raise SystemExit(code)
 
 
-def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
+def _run(call: Call, engine: Engine, request: LaunchRequest, job: Job) -> int:
     """Run the job with a local launcher, again after crashes; return its exit code."""
     from ssdctl.cli.launch_request import resumed
-    from ssdctl.launch import make_plan, read_node
-    from ssdctl.launch._run import run
+    from ssdctl.launch import processes
+    from ssdctl.launch.base import make_job, read_node
 
-    if plan.launcher == "torchrun" and plan.nodes > 1:
+    if job.launcher == "torchrun" and job.nodes > 1:
         call.console.info("this starts only the ranks of this node: run it on every node")
     restarts_left = request.config.restarts
     while True:
-        call.console.info(plan.to_line(with_secrets=False))
-        outcome = run(plan, stdout_to_stderr=call.console.as_json)
+        call.console.info(job.to_line(with_secrets=False))
+        outcome = processes.run(job, stdout_to_stderr=call.console.as_json)
         if outcome.failure is not None:
             _show_failure(call, request, *outcome.failure)
         if outcome.code not in CRASHES or not restarts_left:
@@ -152,7 +176,8 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan) -> int:
             f"restarting after exit code {outcome.code}; {restarts_left} restarts left"
         )
         request = resumed(request, call.config.train.resume)
-        plan = make_plan(request, read_node())
+        engine = engine.configure(call.config, request)
+        job = make_job(engine, request, read_node())
 
 
 def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: str) -> None:
@@ -168,17 +193,16 @@ def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: 
 
 
 def _submit(
-    call: Call, engine: Any, plan: LaunchPlan, result: dict[str, object], wait: bool
+    call: Call, engine: BatchEngine, job: Job, result: dict[str, object], wait: bool
 ) -> int:
-    job = result["id"] = engine.submit(plan)
-    cancel = engine.cancel(job, plan)
-    call.console.info(f"submitted {job}; to cancel it: {cancel}")
+    job_id = result["id"] = engine.submit(job)
+    cancel = engine.cancel(job_id, job)
+    call.console.info(f"submitted {job_id}; to cancel it: {cancel}")
     if not wait:
-        call.console.result(result, job)
+        call.console.result(result, job_id)
         return 0
     try:
-        code: int = engine.follow(job, plan, call.console.copy)
+        return engine.follow(job_id, job, call.console.copy)
     except KeyboardInterrupt:
-        call.console.warning(f"{job} continues to run; to cancel it: {cancel}")
+        call.console.warning(f"{job_id} continues to run; to cancel it: {cancel}")
         raise
-    return code

@@ -1,4 +1,4 @@
-"""Build the request of `ssdctl launch` for a plan, with the command that the ranks run."""
+"""Configure the launcher of `ssdctl launch`, and build the command that the ranks run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import difflib
 import importlib.util
 import os
 import sys
-import uuid
 from pathlib import Path
 
 import typer
@@ -18,67 +17,60 @@ from ssdctl.config import Config
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
-from ssdctl.config.settings import LAUNCHER_TABLES, all_settings
+from ssdctl.config.settings import all_settings
 from ssdctl.data.dataset import is_prepared
 from ssdctl.data.open_dataset import DatasetSize, count_images
-from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
-from ssdctl.distributed.ranks import Ranks, free_port, own_names
+from ssdctl.data.store_folder import dataset_folders
+from ssdctl.distributed.ranks import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
-from ssdctl.launch import LaunchRequest, _tpus, load_launcher, read_node
-from ssdctl.launch.mpirun import read_hosts
+from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
+from ssdctl.launch.engines import _tpus
+from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.runs.layout import run_dir
 from ssdctl.training.run import check_without_data, finalize, settings_of_run
 
 # Tables of the config that ranks do not read.
-LAUNCH_TABLES = ("launch", *(name for name, _ in LAUNCHER_TABLES))
+LAUNCH_TABLES = ("launch", "kubernetes", "slurm")
 
 
-def make_request(
-    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool, write: str | None
-) -> LaunchRequest:
-    """Return the request for a launch of `train`, or of the command `rest`."""
+def configure_launch(
+    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool, is_written: bool
+) -> tuple[Engine, LaunchRequest]:
+    """Return the launcher and the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
     device = _tpu_device(call) if device == "tpu" else device
     name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
-    launcher = load_launcher(name)
-    is_elsewhere = getattr(launcher, "RUNS_ELSEWHERE", False)
-    if rest:
-        command = rest_command(call, rest)
-    else:
-        command = train_command(call, device, has_files=not is_elsewhere)
-    variables = exported_settings(call) if is_elsewhere else {}
+    engine = load_engine(name)
+    command = (
+        rest_command(call, rest)
+        if rest
+        else train_command(call, device, has_files=not engine.runs_elsewhere)
+    )
+    variables = exported_settings(call) if engine.runs_elsewhere else {}
     if rest:  # the command may not have --device: set it by variables, which any command accepts
         variables |= {s.environment: device for s in all_settings().values() if s.name == "device"}
-    if config.hostfile is not None and hasattr(launcher, "submit"):
+    if config.hostfile is not None and issubclass(engine, BatchEngine):
         raise UsageError(f"--hostfile applies to mpirun and torchrun: {name} chooses the hosts")
     request = LaunchRequest(
-        launcher=name,
         device=device,
         count=count,
         command=tuple(command),
         config=config,
         python=sys.executable,
-        table=getattr(call.config, name, None),
         environment=dict(os.environ),
         variables=variables,
         hosts=read_hosts(Path(config.hostfile)) if config.hostfile is not None else (),
         own_names=own_names(),
-        free_port=free_port(),
-        job_name=f"ssdctl-{uuid.uuid4().hex[:6]}",
         run_folder=None if rest else str(run_dir(call.config)),
-        paths={} if rest else _paths(call.config),
         is_dry_run=is_dry_run,
-        is_planned=is_dry_run or write is not None,
+        is_written=is_written,
     )
     if not rest:
         # pods have other folders; on TPU v2 and v3 one rank has several chips
-        has_data = not is_elsewhere and device != "xla"
+        has_data = not engine.runs_elsewhere and device != "xla"
         for notice in check_train(call.resolved, device, count, has_data=has_data):
             call.console.warning(notice)
-    if hasattr(launcher, "inspect"):
-        request = launcher.inspect(request)
-    # A written script may run on other machines.
-    return dataclasses.replace(request, local_address=None) if write is not None else request
+    return engine.configure(call.config, request), request
 
 
 def _tpu_device(call: Call) -> str:
@@ -87,20 +79,6 @@ def _tpu_device(call: Call) -> str:
         return named
     packages = {n for n in ("torch_tpu", "torch_xla") if importlib.util.find_spec(n) is not None}
     return _tpus.choose_device(call.config.launch.tpu_version, read_node(), packages)
-
-
-def _paths(config: Config) -> dict[str, str]:
-    """Return the files and folders of a training, by their options."""
-    train, data = config.train, config.data
-    paths = {
-        "--mllog": train.mllog,
-        "--store": data.store,
-        "--data": None if train.fake_data else data.root or str(DEFAULT_ROOTS[-1]),
-        "--resume": None if train.resume in ("auto", "never") else train.resume,
-        "--init": train.init,
-        "--backbone-weights": config.model.weights,
-    }
-    return {option: path for option, path in paths.items() if path is not None}
 
 
 def check_train(
@@ -144,7 +122,7 @@ def resumed(request: LaunchRequest, resume: str) -> LaunchRequest:
     is_auto = resume in ("auto", "never")
     if command[0] == "train" and is_auto and command[-1] != "--resume=auto":
         command = (*command, "--resume=auto")  # `never` applies only to the first attempt
-    return dataclasses.replace(request, command=command, free_port=free_port())
+    return dataclasses.replace(request, command=command)
 
 
 def exported_settings(call: Call) -> dict[str, str]:

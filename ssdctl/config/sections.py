@@ -1,7 +1,4 @@
-"""The settings of ssdctl, a class for each table of the config.
-
-A launcher's own table is in `ssdctl/launch/NAME.py`.
-"""
+"""The settings of ssdctl, a class for each table of the config; batch_sections.py has two more."""
 
 import functools
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -31,13 +28,12 @@ from ssdctl.runtime.packages import plugin_names
 DEFAULT_PRESET: Final = "stable-r34"
 # A package with a module for each name, and a group of entry points.
 FORMATS = ("ssdctl.data.formats", "ssdctl.datasets")
-LAUNCHERS = ("ssdctl.launch", "ssdctl.launchers")
-LAUNCHER_NAMES = [n for n in plugin_names(*LAUNCHERS) if n != "exit_codes"]
-CHOICES = ("auto", *LAUNCHER_NAMES)
+LAUNCHERS = ("ssdctl.launch.engines", "ssdctl.launchers")
+LAUNCHER_CHOICES = ("auto", *plugin_names(*LAUNCHERS))
 if TYPE_CHECKING:
     LauncherName = str
 else:
-    LauncherName = Literal[CHOICES]
+    LauncherName = Literal[LAUNCHER_CHOICES]
 TpuVersion = Literal["v2", "v3", "v4", "v5e", "v5p", "v6e", "v7"]
 SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 

@@ -6,17 +6,17 @@ from the classes in sections.py, which define the type, bounds, default and mean
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import shlex
 import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from ssdctl.config.batch_sections import KubernetesConfig, SlurmConfig
 from ssdctl.config.fields import (
     AUGMENTATION_LISTS,
     AUGMENTATIONS,
@@ -25,8 +25,6 @@ from ssdctl.config.fields import (
     augmentation_names,
 )
 from ssdctl.config.sections import (
-    LAUNCHER_NAMES,
-    LAUNCHERS,
     DataConfig,
     DownloadConfig,
     EvaluateConfig,
@@ -37,13 +35,12 @@ from ssdctl.config.sections import (
     SettledTrainConfig,
     TrainConfig,
 )
-from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
 from ssdctl.runtime.packages import load_plugin, plugin_names
 
 
-class Sections(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """The tables of the config, except those of launchers."""
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """All settings, resolved."""
 
     data: DataConfig
     download: DownloadConfig
@@ -53,30 +50,8 @@ class Sections(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     evaluate: EvaluateConfig
     predict: PredictConfig
     launch: LaunchConfig
-
-
-def _launcher_tables() -> list[tuple[str, Any]]:
-    """Return the name and type of each table that a launcher adds: `slurm`, `kubernetes`."""
-    tables = []
-    for name in LAUNCHER_NAMES:
-        with contextlib.suppress(UsageError):  # a broken plugin: an error if it is used
-            if (table := getattr(load_plugin(*LAUNCHERS, name), "Settings", None)) is not None:
-                tables.append((name, table))
-    return tables
-
-
-LAUNCHER_TABLES = _launcher_tables()
-if TYPE_CHECKING:
-    Config = Sections
-else:
-    Config = msgspec.defstruct(
-        "Config",
-        LAUNCHER_TABLES,
-        bases=(Sections,),
-        module=__name__,
-        namespace={"__doc__": "All settings, resolved."},
-        **dict.fromkeys(("frozen", "kw_only", "forbid_unknown_fields", "dict"), True),
-    )
+    kubernetes: KubernetesConfig
+    slurm: SlurmConfig
 
 
 class SettledConfig(Config, frozen=True):

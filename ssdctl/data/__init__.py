@@ -1,1 +1,3 @@
 """Read, convert and check datasets; write the store that training reads. Torch-free."""
+
+TOML = "dataset.toml"

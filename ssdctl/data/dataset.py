@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ssdctl.data import index
+from ssdctl.data import TOML, index
 from ssdctl.data.annotations import (
     MAX_NAMED,
     SPLIT_WORDS,
@@ -35,27 +35,42 @@ from ssdctl.data.annotations import (
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.formats import Format, built_in, coco, load, names
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
-from ssdctl.data.store_folder import TOML
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors
 from ssdctl.runtime.safe_text import counted
 
-LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
+LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".json", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
 HASHED_BYTES = 4 << 20
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
 MAX_FILES = 20_000  # that are searched for what a folder has
 MAX_READ = 50  # files of a kind whose content is looked at
-HEAD_BYTES = 1_000_000
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
 # As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
 TFRECORD = re.compile(r"\.(tf_?)?records?(-\d+-of-\d+)?$|(?<!\.data)-\d{5}-of-\d{5}$")
-TFRECORD_HINT = (
-    "TFRecords are not read: give the images and labels that they were made from; COCO is "
-    "fetched by `ssdctl download --dest DIR`"
-)
-CONVERT_LABELME = "convert labelme's files to Pascal VOC's layout with its labelme2voc.py"
+DATUMARO = "convert it with datumaro: datum convert -if {} -i DIR -f coco -o OUT -- --save-media"
+# Formats that are not read: how their files are called, and what leads to one that is.
+NOT_READ = {
+    "TFRecord": (
+        TFRECORD,
+        "give the images and labels that it was made from (COCO: `ssdctl download --dest DIR`), or "
+        + DATUMARO.format("tf_detection_api"),
+    ),
+    "VoTT": (
+        re.compile(r"\.vott$|-asset\.json$|(^|/)vott-json-export/"),
+        "export it from VoTT as CSV, or " + DATUMARO.format("vott_json"),
+    ),
+    "WIDER FACE": (re.compile(r"wider_face_\w*bbx_gt\.txt$"), DATUMARO.format("wider_face")),
+    "MOT": (
+        re.compile(r"(^|/)(gt/gt|det/det)\.txt$|(^|/)seqinfo\.ini$"),
+        DATUMARO.format("mot_seq"),
+    ),
+    "DOTA": (
+        re.compile(r"(^|/)labelTxt[^/]*/[^/]+\.txt$"),
+        "convert it with DOTA2COCO.py of DOTA_devkit; its boxes become upright",
+    ),
+}
 S = TypeVar("S")
 log = logging.getLogger(__name__)
 
@@ -297,9 +312,9 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
     """Return what to do with the files of a folder that is no dataset."""
     from ssdctl.data.formats import yolo
 
-    jsons = [file for file in files if file.suffix == ".json"]
-    if any(b'"shapes"' in _head(folder / file) for file in jsons[:MAX_READ]):
-        return CONVERT_LABELME
+    for file in files:
+        if name := _format_not_read(file):
+            return f"{file} is of the format {name}, which is not read: {NOT_READ[name][1]}"
     stems = {file.stem for file in files if is_image(file)}
     for file in [file for file in files if file.suffix == ".txt" and file.stem in stems][:MAX_READ]:
         if yolo.has_boxes(folder / file):
@@ -307,8 +322,6 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
                 f"{file} is YOLO's: write {folder / 'classes.txt'}, with the "
                 "name of a class per line, in the order of the class numbers"
             )
-    if any(TFRECORD.search(file.name) for file in files):
-        return TFRECORD_HINT
     for file in files:
         if file.suffix.lower() in ARCHIVES:
             return f"unpack {folder / file}"
@@ -324,19 +337,18 @@ def _not_a_dataset(path: Path, name: str | None) -> DataError:
     suffix = path.suffix.lower()
     if suffix in ARCHIVES:
         return DataError(f"{path}: an archive", hint="unpack it and give the folder")
-    if TFRECORD.search(path.name):
-        return DataError(f"{path}: a TFRecord file", hint=TFRECORD_HINT)
+    if kind := _format_not_read(path):
+        problem = f"in the format {kind}, which is not read"
+        return DataError(f"{path}: {problem}", hint=NOT_READ[kind][1])
     if suffix == ".json" and name in (None, "coco"):
         problem = "not in COCO's format: no images, annotations and categories"
-        hint = CONVERT_LABELME if b'"shapes"' in _head(path) else None
-        return DataError(f"{path}: {problem}", hint=hint)
+        return DataError(f"{path}: {problem}")
     return DataError(
         f"{path}: not a dataset file{f' of {name}' if name else ''}",
         hint="give a folder, COCO's JSON, a data.yaml, CVAT's annotations.xml or a CSV file",
     )
 
 
-def _head(path: Path) -> bytes:
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        return file.read(HEAD_BYTES)
-    return b""
+def _format_not_read(file: Path) -> str | None:
+    path = file.as_posix()
+    return next((name for name, (files, _) in NOT_READ.items() if files.search(path)), None)

@@ -309,17 +309,21 @@ def located(
     }
 
 
-def by_label_files(labels: Sequence[PurePosixPath]) -> list[Wanted]:
+def by_label_files(finder: ImageFinder, labels: Sequence[PurePosixPath]) -> list[Wanted]:
     """Return the image that each label file means by its own name, in a folder as the labels'.
 
-    Folders such as `annotations` and `train` are the labels' own, and so are those that all share.
+    Folders such as `annotations` and `train` are the labels' own, and so are those that all share,
+    except where folders of images have the same names.
     """
     folders = {path.parent for path in labels}
     common = len(PurePosixPath(os.path.commonpath(folders)).parts) if folders else 0
+    of_images = {tuple(parts[:-1]) for parts in finder.files.values()}
+    ends = {parts[start:] for parts in of_images for start in range(len(parts))}
     tops: dict[PurePosixPath, int] = {}
     for folder in folders:
-        own = [n for n, name in enumerate(folder.parts, 1) if _is_of_labels(name)]
-        tops[folder] = max(common, *own, 0)
+        own = max((n for n, name in enumerate(folder.parts, 1) if _is_of_labels(name)), default=0)
+        mirrored = (n for n in range(own, common) if folder.parts[n:] in ends)
+        tops[folder] = next(mirrored, max(common, own))
     return [
         Wanted(
             "/".join([*path.parent.parts[tops[path.parent] :], path.stem]),

@@ -196,7 +196,7 @@ def _shrunk(
     return np.asarray(large.resize(small_size, Image.Resampling.BILINEAR))
 
 
-class Job(NamedTuple):
+class ImageCheck(NamedTuple):
     split: str
     key: str  # hex digits that identify the images and the options
     annotations: Annotations  # the N images, without their objects
@@ -244,7 +244,7 @@ class _ChunkMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
     upright: bool = False
 
 
-def check_files(job: Job, sizes: list[int | None]) -> None:
+def check_files(job: ImageCheck, sizes: list[int | None]) -> None:
     """Check that every image exists, of `sizes` in bytes, and that there is enough disk space."""
     images = job.annotations
     require_image_folder(images.folder, job.split, images.origin)
@@ -277,7 +277,7 @@ def check_files(job: Job, sizes: list[int | None]) -> None:
         )
 
 
-def check_images(job: Job, progress: Progress) -> CheckedImages:
+def check_images(job: ImageCheck, progress: Progress) -> CheckedImages:
     """Check every image of a split, reusing the chunks of an earlier run of the job."""
     names, image_ids = job.annotations.file_names, job.annotations.image_ids
     tables: list[Any] = []
@@ -313,7 +313,7 @@ def check_images(job: Job, progress: Progress) -> CheckedImages:
     )
 
 
-def _reusable_chunk(job: Job, number: int, start: int) -> Any:
+def _reusable_chunk(job: ImageCheck, number: int, start: int) -> Any:
     """Return the chunk that starts at an image, if an earlier run of the job has written it and its
     images are the same; else None."""
     try:
@@ -329,7 +329,9 @@ def _reusable_chunk(job: Job, number: int, start: int) -> Any:
     return None if changed_images(images.folder, names, index.fingerprints_of(table)) else table
 
 
-def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterator[CheckedImage]:
+def _check_in_threads(
+    pool: ThreadPoolExecutor, job: ImageCheck, start: int
+) -> Iterator[CheckedImage]:
     def check(first: int) -> list[CheckedImage]:
         names = images.file_names[first : first + size]
         sizes = images.sizes[first : first + size].tolist()
@@ -343,7 +345,7 @@ def _check_in_threads(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterato
     return itertools.chain.from_iterable(map_ahead(pool, check, firsts, job.num_threads + 2))
 
 
-def _write_chunk(job: Job, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
+def _write_chunk(job: ImageCheck, number: int, start: int, images: Iterator[CheckedImage]) -> Any:
     """Take images until a chunk is full; publish it, and return its table without the images."""
     columns = (index.SHARD_COLUMNS if job.config.pack else {}) | index.RESULT_COLUMNS
     about = _ChunkMetadata(job.key, start, job.annotations.upright)

@@ -50,7 +50,7 @@ from ssdctl.data.dataset import (
 )
 from ssdctl.data.duplicates import ImageVersions, duplicate_warnings, find_duplicates
 from ssdctl.data.find_images import Resolved, resolve_images
-from ssdctl.data.image_check import CheckedImages, Job, check_files, check_images, verified
+from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
 from ssdctl.data.image_files import FingerprintColumns, changed_images, is_image
 from ssdctl.data.report import Outcome, SplitReport, refuse_dropped, refuse_empty
 from ssdctl.data.store import image_folder
@@ -213,7 +213,7 @@ def _prepare_split(
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
     names = annotations.file_names
     key = _chunks_key(annotations, config, force)
-    job = Job(split, key, annotations, folder, config)
+    job = ImageCheck(split, key, annotations, folder, config)
     images = None if force else _known_images(job, num_bytes)
     if images is None:
         check_files(job, num_bytes)
@@ -312,7 +312,7 @@ def _relative(path: Path, root: Path) -> str:
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
-def _known_images(job: Job, num_bytes: list[int | None]) -> CheckedImages | None:
+def _known_images(job: ImageCheck, num_bytes: list[int | None]) -> CheckedImages | None:
     """Return what the split's index knows of the same images.
 
     So changed labels do not pack images again. Packed images may

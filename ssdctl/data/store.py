@@ -212,7 +212,8 @@ def _image_spans(path: Path, mapped: mmap.mmap, num_rows: int) -> NDArray[np.int
     for chunk in table.column("image").chunks:
         _, offsets, data = chunk.buffers()
         starts = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
-        start = 0 if data is None else data.address - content.address
+        # Without a usable image there are no bytes, and no address.
+        start = data.address - content.address if data is not None and data.size else 0
         if data is not None and not 0 <= start <= content.size - data.size:
             raise index.damaged(path, "it is compressed")
         spans.append(start + np.stack([starts[:-1], starts[1:]], axis=1))

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdctl.data import TOML
 from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 STORE_NAME = "prepared"
-TOML = "dataset.toml"
 ANNOTATION_PATTERNS = ("*.toml", "*.yaml", "*.json", "annotations/*.json", "*/_annotations*.json")
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ssdctl.config import Config
+from ssdctl.data import TOML
 from ssdctl.data.annotations import SPLITS
 from ssdctl.data.dataset import find, labels_changed
 from ssdctl.data.index import Made, Metadata, index_path, read_made, read_metadata
 from ssdctl.data.store import image_folder
-from ssdctl.data.store_folder import TOML, dataset_folders
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor import ABSENT, OK, Check, Doctor, result
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import NotFound, RetryPolicy, length_of

@@ -15,7 +15,7 @@ from conftest import Result, run_cli
 from ssdctl.config import PrepareConfig
 from ssdctl.data.prepare import prepare
 from ssdctl.data.shapes import generate
-from ssdctl.launch import _run
+from ssdctl.launch import processes
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,9 @@ def test_another_command() -> None:
 
 def test_the_end_of_a_failed_ranks_log_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks inherit the terminal; this is what launch itself prints of them."""
-    monkeypatch.setattr(_run, "run", lambda plan, **_: _run.JobOutcome(7, ([1], "failed")))
+    monkeypatch.setattr(
+        processes, "run", lambda plan, **_: processes.JobOutcome(7, ([1], "failed"))
+    )
     log = Path("run/logs/rank-1.log")
     log.parent.mkdir(parents=True)
     log.write_text("--- rank 1, process 2\nlost \x1b]0;title\x07\x1b[2J\u202e\rerror: fake\n")

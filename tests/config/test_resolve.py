@@ -26,7 +26,7 @@ from ssdctl.config.resolve import (
 from ssdctl.config.settings import all_settings
 from ssdctl.download import pinned_files
 from ssdctl.errors import DiskError, UsageError
-from ssdctl.launch import mpirun
+from ssdctl.launch.engines import mpirun
 
 PRESETS = all_settings()["train.preset"].choices
 

@@ -53,7 +53,7 @@ from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile, read_manifest
 from ssdctl.evaluation.evaluate import read_detections
 from ssdctl.exporting.weights import export_weights
-from ssdctl.launch.mpirun import read_hosts
+from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.reader import read_run
@@ -478,6 +478,18 @@ TARGETS: dict[str, MakeTarget] = {
     "annotations: cvat": exported(exports.cvat_xml, "annotations.xml", *XML, b"<box ", b"<track "),
     "annotations: darknet": exported(exports.darknet, "data/parts.data", b"names = ", b"="),
     "annotations: tf-csv": exported(exports.tf_csv, "data/train_labels.csv", b",", b'"', b"nan"),
+    "annotations: retinanet-csv": exported(
+        exports.retinanet_csv, "train_annotations.csv", b",", b'"', b"nan", b",,,,,"
+    ),
+    "annotations: via-json": exported(
+        exports.via_json, "train/via_region_data.json", b"null", b"NaN", b"[]", b'"name"'
+    ),
+    "annotations: labelme-json": exported(
+        exports.labelme_json, "labels/0.json", b"null", b"NaN", b"[]", b'"circle"'
+    ),
+    "annotations: createml-json": exported(
+        exports.createml_json, "train/*.json", b"null", b"NaN", b"[]", b"-1e999"
+    ),
     "annotations: kitti": exported(exports.kitti, "training/label_2/*.txt", b" nan", b" -1"),
     "annotations: yolo": exported(exports.roboflow_yolo, "train/labels/*.txt", b"0 ", b" 0.5"),
     "annotations: data.yaml": exported(

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.sections import LaunchConfig
-from ssdctl.launch import LaunchPlan, LaunchRequest, Node, make_plan
+from ssdctl.launch.base import LaunchRequest, Node, load_engine, make_job
+from ssdctl.launch.engines.kubernetes import Kubernetes
+from ssdctl.launch.engines.mpirun import Mpirun
+from ssdctl.launch.engines.slurm import Slurm
+from ssdctl.launch.engines.torchrun import Torchrun
+from ssdctl.launch.job import Job
 
 # Valid arguments: any text without NUL and lone surrogates.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
@@ -21,17 +26,21 @@ IN_A_POD: list[Any] = ["--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/
 for _setting in ("image=a", "install=image", "volumes=claim:/runs"):
     IN_A_POD += ["--set", f"kubernetes.{_setting}"]
 FIELDS = {field.name for field in dataclasses.fields(LaunchRequest)}
+ENGINES: tuple[Any, ...] = (Torchrun, Mpirun, Slurm, Kubernetes)
+FACTS = {field.name for engine in ENGINES for field in dataclasses.fields(engine)}
 
 
-def plan_for(device: str, count: int, *command: str, node: Node = SMALL, **more: Any) -> LaunchPlan:
-    """Return the plan of a request; `more` are fields of it or of its config."""
+def plan_for(device: str, count: int, *command: str, node: Node = SMALL, **more: Any) -> Job:
+    """Return the job of a request; `more` are fields of it, of its config or of a launcher."""
+    engine: Any = load_engine(more.pop("launcher", DEVICE_TYPES[device].launcher))
+    own = {field.name for field in dataclasses.fields(engine)}
+    facts = {"port": 40000, **{name: more.pop(name) for name in FACTS & more.keys()}}
     given = {name: more.pop(name) for name in FIELDS & more.keys()}
-    given.setdefault("launcher", DEVICE_TYPES[device].launcher)
     request = LaunchRequest(
         device=device,
         count=count,
         command=command or ("train",),
         config=LaunchConfig(**more),
-        **{"python": sys.executable, "free_port": 40000, **given},
+        **{"python": sys.executable, **given},
     )
-    return make_plan(request, node)
+    return make_job(engine(**{n: v for n, v in facts.items() if n in own}), request, node)

@@ -22,9 +22,10 @@ from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, IN_A_POD, TEXT
 
+from ssdctl.config.batch_sections import KubernetesConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch import PLAIN, LaunchPlan
-from ssdctl.launch.kubernetes import Settings
+from ssdctl.launch.engines.kubernetes import PLAIN
+from ssdctl.launch.job import Job
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())
@@ -95,11 +96,11 @@ def checked(manifest: Any) -> Any:
     return given
 
 
-def plan_for(device: str, count: int, *command: str, **settings: Any) -> LaunchPlan:
+def plan_for(device: str, count: int, *command: str, **settings: Any) -> Job:
     launch = {name: settings.pop(name) for name in REQUESTED if name in settings}
     settings = {"image": "image:1", "install": "image", "volumes": ("runs:/runs",), **settings}
     launch |= {"launcher": "kubernetes", "run_folder": "/runs/first"}
-    return plans.plan_for(device, count, *command, table=Settings(**settings), **launch)
+    return plans.plan_for(device, count, *command, settings=KubernetesConfig(**settings), **launch)
 
 
 def manifest_for(*arguments: Any, **settings: Any) -> Any:

@@ -17,10 +17,11 @@ from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, SMALL
 
+from ssdctl.config.batch_sections import KubernetesConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch import Node, kubernetes, read_node
-from ssdctl.launch._tpus import choose_device
-from ssdctl.launch.mpirun import read_hosts
+from ssdctl.launch.base import Node, read_node
+from ssdctl.launch.engines._tpus import choose_device
+from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.runtime import hardware
 from ssdctl.runtime.hardware import TPU_VERSIONS
 from ssdctl.runtime.system import physical_cores
@@ -178,13 +179,13 @@ def test_ranks_are_bound_next_to_their_gpu(
 @pytest.mark.parametrize(
     ("settings", "warnings"),
     [
-        ({"is_planned": True}, ["--cores-per-node"]),
+        ({"is_written": True}, ["--cores-per-node"]),
         ({"open_mpi": None}, ["--cores-per-node"]),
         (TWO_HOSTS, ["--cores-per-node"]),
         ({**TWO_HOSTS, "own_names": ("a",)}, []),
         ({}, []),
-        ({"is_planned": True, "cores_per_node": 48}, []),
-        ({"is_planned": True, "bind_to": "none"}, []),
+        ({"is_written": True, "cores_per_node": 48}, []),
+        ({"is_written": True, "bind_to": "none"}, []),
         # Without a local mpirun: the host to start it on.
         ({**TWO_HOSTS, "open_mpi": None, "cores_per_node": 48}, ["start this on a"]),
         ({**TWO_HOSTS, "open_mpi": 5, "cores_per_node": 48}, []),
@@ -226,7 +227,7 @@ def test_chips_of_a_process(
     [("v3", "xla", 1), ("v2", "xla", 1), ("v4", "tpu", 4), ("v6e", "tpu", 4), ("v4", "xla", 4)],
 )
 def test_a_plan_for_another_host_with_tpus(version: str, device: str, processes: int) -> None:
-    plan = plan_for(device, 4, tpu_version=version, is_planned=True)
+    plan = plan_for(device, 4, tpu_version=version, is_written=True)
     assert (plan.num_ranks, plan.warnings) == (processes, ())
     assert plan.environment.get("PJRT_DEVICE") == ("TPU" if device == "xla" else None)
     assert ("ssdctl.distributed.tpu_torchrun" in plan.argv) == (device == "tpu")
@@ -305,8 +306,8 @@ def test_a_host_that_is_still_missing(device: str) -> None:
         ("tpu", 8, {"launcher": "mpirun"}, "--launcher mpirun"),
         ("tpu", 4, {"node": TPU_V3}, "--device xla"),
         ("tpu", 4, {"node": TPU_V4, "tpu_version": "v3"}, "TPU v4"),
-        ("tpu", 2, {"tpu_version": "v5e", "is_planned": True}, "1 or 4 or 8"),
-        ("cuda", 8, {"launcher": "kubernetes", "table": kubernetes.Settings()}, "kubernetes.image"),
+        ("tpu", 2, {"tpu_version": "v5e", "is_written": True}, "1 or 4 or 8"),
+        ("cuda", 8, {"launcher": "kubernetes", "settings": KubernetesConfig()}, "kubernetes.image"),
         ("hpu", 8, {"export_env": ("A;B",)}, "--export-env 'A;B'"),
         ("cuda", 8, {"rdzv_endpoint": "a:1"}, "--nodes"),
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "'-a:1'"),

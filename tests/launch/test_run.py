@@ -10,8 +10,9 @@ import pytest
 
 from ssdctl.distributed.rank_process import read_exits, start_rank_log
 from ssdctl.errors import DiskError, UsageError
-from ssdctl.launch import LaunchPlan, _run
+from ssdctl.launch import processes
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
+from ssdctl.launch.job import Job
 
 
 @pytest.mark.parametrize(
@@ -64,12 +65,12 @@ def test_the_rank_that_failed(arguments: Any, ranks: list[int] | None, words: st
 
 
 def test_a_launcher_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = LaunchPlan(("/nowhere/mpirun",), {}, "mpirun", 2)
+    plan = Job(("/nowhere/mpirun",), {}, "mpirun", 2)
     with pytest.raises(UsageError, match="/nowhere/mpirun"):
-        _run.run(plan)
+        processes.run(plan)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(DiskError, match="absent") as caught:
-        _run.run(plan)
+        processes.run(plan)
     assert "TMPDIR" in str(caught.value.hint)
 
 

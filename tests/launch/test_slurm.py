@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from launch import plans
 from launch.plans import ARGUMENTS
 
+from ssdctl.config.batch_sections import SlurmConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch import LaunchPlan
-from ssdctl.launch.slurm import Settings
+from ssdctl.launch.job import Job
 
 
-def plan_for(*arguments: Any, slurm: dict[str, Any] | None = None, **more: Any) -> LaunchPlan:
-    table = Settings(**(slurm or {}))
-    return plans.plan_for(*arguments, launcher="slurm", table=table, **more)
+def plan_for(*arguments: Any, slurm: dict[str, Any] | None = None, **more: Any) -> Job:
+    settings = SlurmConfig(**(slurm or {}))
+    return plans.plan_for(*arguments, launcher="slurm", settings=settings, **more)
 
 
-def directives(plan: LaunchPlan) -> list[str]:
+def directives(plan: Job) -> list[str]:
     """The options as sbatch reads them: up to the first line that is not a comment."""
     assert plan.text is not None
     head = plan.text.partition("\nset -u\n")[0]

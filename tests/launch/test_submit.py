@@ -18,9 +18,12 @@ from typing import Any
 import pytest
 from launch.plans import IN_A_POD
 
-from ssdctl import launch
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch import LaunchPlan, _pods, kubernetes, load_launcher, slurm
+from ssdctl.launch import client
+from ssdctl.launch.engines import _pods, kubernetes, slurm
+from ssdctl.launch.engines.kubernetes import Kubernetes
+from ssdctl.launch.engines.slurm import Slurm
+from ssdctl.launch.job import Job
 
 # Prints, call by call, what `answers.json` lists as [exit code, stdout, stderr]; the last one again.
 CLIENT = """#!{python}
@@ -38,9 +41,10 @@ sys.stdout.write(out)
 sys.stderr.write(err)
 sys.exit(code)
 """
-SLURM = LaunchPlan(slurm.ARGV, {}, "slurm", 2, text="#!/bin/sh\n")
+SLURM = Job(slurm.ARGV, {}, "slurm", 2, text="#!/bin/sh\n")
 MANIFEST = {"metadata": {"namespace": "me"}}
-KUBERNETES = LaunchPlan(kubernetes.ARGV, {}, "kubernetes", 2, text="", manifest=MANIFEST)
+KUBERNETES = Job(kubernetes.ARGV, {}, "kubernetes", 2, text="", manifest=MANIFEST)
+ENGINES = {"slurm": Slurm(), "kubernetes": Kubernetes()}
 MPI_JOB = "mpijob.kubeflow.org/mine"
 Answers = list[tuple[int, str, str]]
 SetAnswers = Callable[[Answers], None]
@@ -55,7 +59,7 @@ def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
         path.write_text(CLIENT.format(python=sys.executable, folder=str(tmp_path)))
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    for module in (launch, _pods, slurm):
+    for module in (client, _pods, slurm):
         monkeypatch.setattr(module, "POLL_S", 0.01)
 
     def setter(answers: Answers) -> None:
@@ -64,10 +68,10 @@ def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
     return setter
 
 
-def follow(job_id: str, plan: LaunchPlan = KUBERNETES) -> tuple[int, list[str]]:
+def follow(job_id: str, plan: Job = KUBERNETES) -> tuple[int, list[str]]:
     """Follow a job; return its exit code and its output."""
     output: list[str] = []
-    return load_launcher(plan.launcher).follow(job_id, plan, output.append), output
+    return ENGINES[plan.launcher].follow(job_id, plan, output.append), output
 
 
 def client_calls(folder: Path) -> list[list[str]]:
@@ -78,12 +82,12 @@ def test_submit_passes_the_script_and_returns_the_id(
     set_answers: SetAnswers, tmp_path: Path
 ) -> None:
     set_answers([(0, "4711;north\n", ""), (1, "", "sbatch: error: invalid account\n")])
-    assert slurm.submit(SLURM) == "4711"
+    assert Slurm().submit(SLURM) == "4711"
     assert (tmp_path / "given").read_text() == SLURM.text
-    assert slurm.cancel("4711", SLURM) == "scancel 4711"
-    assert kubernetes.cancel("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
+    assert Slurm().cancel("4711", SLURM) == "scancel 4711"
+    assert Kubernetes().cancel("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
     with pytest.raises(UsageError, match="sbatch: error: invalid account"):
-        slurm.submit(SLURM)
+        Slurm().submit(SLURM)
 
 
 def test_a_job_with_a_service(set_answers: SetAnswers, tmp_path: Path) -> None:
@@ -91,8 +95,8 @@ def test_a_job_with_a_service(set_answers: SetAnswers, tmp_path: Path) -> None:
     plan = dataclasses.replace(KUBERNETES, manifest={"items": [MANIFEST, MANIFEST]})
     set_answers([(0, "service/mine\njob.batch/mine\n", "")])
     name = "job.batch/mine"
-    assert kubernetes.submit(plan) == name
-    assert kubernetes.cancel(name, plan) == "kubectl delete service/mine job.batch/mine -n me"
+    assert Kubernetes().submit(plan) == name
+    assert Kubernetes().cancel(name, plan) == "kubectl delete service/mine job.batch/mine -n me"
     (tmp_path / "asked").unlink()
     set_answers([pods(), pods(("a-0", "Succeeded", 0)), (0, "", ""), status("Complete")])
     assert follow(name, plan)[0] == 0
@@ -137,7 +141,7 @@ def test_the_end_of_a_slurm_job(
     out.write_text("step 1\n")
     runs = job("RUNNING", "0:0", out)
     set_answers([job("PENDING", "0:0", tmp_path / "a\0b"), runs, runs, job(state, code, out)])
-    assert slurm.follow("1", SLURM, write) == expected
+    assert Slurm().follow("1", SLURM, write) == expected
     assert output == ["step 1\n", "step 2\n", "step 3\n"]
 
 
@@ -148,7 +152,7 @@ def test_a_controller_may_be_unavailable_for_a_while(
     set_answers([away, away, job("COMPLETED", "0:0", tmp_path / "none")])
     assert follow("1", SLURM) == (0, [])
     assert len(client_calls(tmp_path)) == 3
-    monkeypatch.setattr(launch, "UNREACHABLE_S", 0.05)
+    monkeypatch.setattr(client, "UNREACHABLE_S", 0.05)
     set_answers([away])
     with pytest.raises(DistributedError, match=r"scontrol.*slurm controller"):
         follow("1", SLURM)
@@ -162,7 +166,7 @@ def test_a_controller_may_be_unavailable_for_a_while(
     ],
 )
 def test_a_job_that_the_engine_no_longer_lists(
-    plan: LaunchPlan, job_id: str, words: str, set_answers: SetAnswers, tmp_path: Path
+    plan: Job, job_id: str, words: str, set_answers: SetAnswers, tmp_path: Path
 ) -> None:
     set_answers([(1, "", words)])
     with pytest.raises(DistributedError, match=re.escape(words)):
@@ -266,7 +270,7 @@ def test_a_worker_that_cannot_be_installed_ends_the_wait(
     output: list[str] = []
     caplog.set_level(logging.INFO, "ssdctl")
     with pytest.raises(DistributedError, match=r"w-0.*install-ssdctl") as end:
-        kubernetes.follow(MPI_JOB, KUBERNETES, output.append)
+        Kubernetes().follow(MPI_JOB, KUBERNETES, output.append)
     assert f"kubectl delete {MPI_JOB} -n me" in str(end.value.hint)
     assert caplog.messages == ["w-0: install-ssdctl failed with exit code 1"]
     assert output == ["no such wheel\n"]
@@ -313,12 +317,10 @@ def test_fields_that_kubectl_may_leave_out(set_answers: SetAnswers) -> None:
 
 @pytest.mark.parametrize("plan", [SLURM, KUBERNETES], ids=["slurm", "kubernetes"])
 @pytest.mark.parametrize("answer", ["", "--all", "\x1b]0;a\x07", "a b\n"])
-def test_an_engine_that_prints_no_id(
-    plan: LaunchPlan, answer: str, set_answers: SetAnswers
-) -> None:
+def test_an_engine_that_prints_no_id(plan: Job, answer: str, set_answers: SetAnswers) -> None:
     set_answers([(0, answer, "")])
     with pytest.raises(DistributedError) as caught:
-        load_launcher(plan.launcher).submit(plan)
+        ENGINES[plan.launcher].submit(plan)
     assert plan.argv[0] in str(caught.value)
     assert caught.value.hint
 

@@ -56,9 +56,9 @@ def test_a_run_folder_has_no_secrets_and_repeats_what_explains_the_result(run: R
 
 
 def test_the_logged_launch_command_has_no_secrets() -> None:
-    from ssdctl.launch import LaunchPlan
+    from ssdctl.launch.job import Job
 
-    plan = LaunchPlan(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
+    plan = Job(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
     assert "S3CRET" in plan.to_line()
     assert "S3CRET" not in plan.to_line(with_secrets=False)
     assert "N=1 torchrun ssdctl train" in plan.to_line(with_secrets=False)

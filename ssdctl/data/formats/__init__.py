@@ -4,7 +4,7 @@
 
 A format is a module with the functions of `Format`, and LOOKED_FOR, the names of its files for
 messages. An entry point of `ssdctl.datasets` adds one. This file also has what several formats
-share: numbers, lines, XML without document types, CSV files.
+share: numbers, lines, XML without document types, CSV and JSON files.
 """
 
 from __future__ import annotations
@@ -14,22 +14,35 @@ import csv
 import importlib
 import io
 import math
+import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from xml.etree import ElementTree
 
-from ssdctl.data.annotations import Annotations, LabeledBox, split_of
-from ssdctl.data.image_files import files_below
+import msgspec
+
+from ssdctl.data.annotations import (
+    Annotations,
+    LabeledBox,
+    LabeledImage,
+    from_images,
+    split_of,
+)
+from ssdctl.data.coco_json import decode, read_content
+from ssdctl.data.image_files import files_below, in_threads, size_or_none
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors, read_limited, read_text
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 
+T = TypeVar("T")
 ENTRY_POINTS = "ssdctl.datasets"
 MAX_XML_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
+MAX_JSON_FILES = 50  # of a folder, whose beginnings tell whether a format is theirs
+ENDS_BYTES = 1 << 16  # at both ends: an image in base64 may be between them
 COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
 ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 
@@ -175,9 +188,77 @@ def root_element(path: Path) -> str:
 
 def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     """Return a file, or the CSV files in a folder and two levels below, that have these columns."""
-    files = sorted(path / name for name in files_below(path, 2)) if path.is_dir() else [path]
-    files = [file for file in files if file.suffix.lower() == ".csv"]
-    return [file for file in files if set(columns) <= set(csv_header(file))]
+    return [f for f in _files_near(path, ".csv") if set(columns) <= set(csv_header(f))]
+
+
+def _files_near(path: Path, suffix: str) -> list[Path]:
+    """Return a file, or the files in a folder and two levels below, with this suffix."""
+    names = files_below(path, 2) if path.is_dir() else ()
+    files = [path / name for name in names if name.lower().endswith(suffix)]
+    return sorted(files) if path.is_dir() else [path] * (path.suffix.lower() == suffix)
+
+
+def json_files(path: Path, *words: bytes) -> list[Path]:
+    """Return a file, or the JSON files in a folder and two levels below, that have these words.
+
+    Of a folder with many, only the first are looked at.
+    """
+    return [file for file in _files_near(path, ".json")[:MAX_JSON_FILES] if _has(file, words)]
+
+
+def _has(path: Path, words: Sequence[bytes]) -> bool:
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        head = file.read(ENDS_BYTES)
+        file.seek(max(os.fstat(file.fileno()).st_size - ENDS_BYTES, len(head)))
+        ends = head + file.read(ENDS_BYTES)
+        return all(word in ends for word in words)
+    return False
+
+
+def read_json(path: Path, kind: type[T], format_name: str) -> T:
+    """Return the content of a JSON file as a type.
+
+    Raises:
+        DataError: It is not JSON, or not of this type.
+    """
+    try:
+        return decode(read_content(path), kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        problem = f"not in the format {format_name}: {error}".replace("`", "")
+        raise DataError(f"{path}: {problem}") from None
+
+
+def around(label: str, xs: Sequence[float], ys: Sequence[float]) -> LabeledBox:
+    """Return the box around points.
+
+    Raises:
+        ValueError: There are none, or not as many x as y, or one is not finite.
+    """
+    if len(xs) != len(ys) or not all(map(math.isfinite, (*xs, *ys))):
+        raise ValueError("not points")
+    left, top = min(xs), min(ys)
+    return LabeledBox(label, left, top, max(xs) - left, max(ys) - top)
+
+
+def from_upright_images(
+    root: Path,
+    splits: Mapping[str, Sequence[LabeledImage]],
+    classes: Sequence[str] | None,
+    origin: Path,
+    notes: Sequence[str],
+) -> dict[str, Annotations]:
+    """Return annotations of files that give no sizes, as `from_images` does.
+
+    The boxes fit images as labeling tools show them: turned by their EXIF orientation.
+    """
+
+    def sized(image: LabeledImage) -> LabeledImage:
+        width, height = size_or_none(root / image.file_name, upright=True)
+        return image._replace(width=width, height=height)
+
+    with_sizes = {split: in_threads(sized, images) for split, images in splits.items()}
+    annotations = from_images(with_sizes, classes, root, origin, notes)
+    return {split: part._replace(upright=True) for split, part in annotations.items()}
 
 
 def csv_header(path: Path) -> list[str]:

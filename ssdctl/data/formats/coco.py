@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config.resolve import read_toml
+from ssdctl.data import TOML
 from ssdctl.data.annotations import (
     SPLITS,
     UNLISTED,
@@ -47,7 +48,6 @@ from ssdctl.data.coco_json import (
 )
 from ssdctl.data.find_images import STANDARD
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_folders
-from ssdctl.data.store_folder import TOML
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
 

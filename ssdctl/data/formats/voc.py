@@ -222,7 +222,7 @@ def _find_images(
     wanted, others = list[Wanted](), list[Wanted]()
     named = Counter(content.image.file_name for content in contents)
     stems = {xml.path.stem for xml in xmls}
-    by_file = iter(by_label_files([xml.path for xml in xmls if xml.top is None]))
+    by_file = iter(by_label_files(finder, [xml.path for xml in xmls if xml.top is None]))
     for xml, (folder, image) in zip(xmls, contents, strict=True):
         name = PurePosixPath(image.file_name)
         if xml.top is None:

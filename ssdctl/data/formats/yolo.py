@@ -299,7 +299,7 @@ def _label_files(finder: ImageFinder, texts: list[PurePosixPath]) -> dict[str, P
     """Return the label file of each image that has one."""
     labels: dict[str, PurePosixPath] = {}
     conflicts = []
-    found = finder.find(by_label_files(texts), finder.root, may_share=True)
+    found = finder.find(by_label_files(finder, texts), finder.root, may_share=True)
     for text, item in zip(texts, found, strict=True):
         if item is None:
             continue

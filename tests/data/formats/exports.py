@@ -356,6 +356,124 @@ def cvat_xml(root: Path) -> Path:
     return root
 
 
+def retinanet_csv(root: Path) -> Path:
+    """keras-retinanet: no header, paths of another machine, empty fields, numbers of the classes."""
+    for split, start in (("train", 0), ("val", 10)):
+        lines = []
+        for sample in samples(start=start):
+            save(root / f"images/{sample.number}.jpg", sample)
+            path = f"/data/parts/images/{sample.number}.jpg"
+            boxes = [f"{x},{y},{x + w},{y + h},{NAMES[n]}" for n, x, y, w, h in sample.objects]
+            lines += [f"{path},{text}\n" for text in boxes or [",,,,"]]
+        write(root / f"{split}_annotations.csv", "".join(lines))
+    write(root / "classes.csv", "bolt,0\nnut,1\n")
+    return root
+
+
+def roboflow_retinanet_csv(root: Path) -> Path:
+    """Roboflow: a file without a header in the folder of each split."""
+    for split, start in (("train", 0), ("valid", 10)):
+        lines = []
+        for sample in samples(start=start):
+            save(root / split / f"{sample.number}.jpg", sample)
+            for n, x, y, w, h in sample.objects:
+                lines.append(f"{sample.number}.jpg,{x},{y},{x + w},{y + h},{NAMES[n]}\n")
+        write(root / split / "_annotations.csv", "".join(lines))
+    return root
+
+
+def _via_region(label: int, x: int, y: int, w: int, h: int) -> dict[str, Any]:
+    """A rectangle, or every second one as a polygon, as the VGG Image Annotator writes it."""
+    shape: dict[str, Any] = {"name": "rect", "x": x, "y": y, "width": w, "height": h}
+    if label:
+        xs, ys = [x, x + w, x + w, x], [y, y, y + h, y + h]
+        shape = {"name": "polygon", "all_points_x": xs, "all_points_y": ys}
+    attributes = {"type": NAMES[label], "occluded": {"yes": True}, "note": ""}
+    return {"shape_attributes": shape, "region_attributes": attributes}
+
+
+def _via_images(root: Path, folder: str, start: int = 0) -> dict[str, Any]:
+    images = {}
+    for sample in samples(start=start):
+        file = root / folder / f"{sample.number}.jpg"
+        save(file, sample)
+        size = file.stat().st_size
+        images[f"{file.name}{size}"] = {
+            "filename": file.name,
+            "size": size,
+            "regions": [_via_region(*o) for o in sample.objects],
+            "file_attributes": {},
+        }
+    return images
+
+
+def via_json(root: Path) -> Path:
+    """VIA 2, "Export Annotations (as json)", of each split."""
+    for split, start in (("train", 0), ("val", 10)):
+        write_json(root / split / "via_region_data.json", _via_images(root, split, start))
+    return root
+
+
+def via_project(root: Path) -> Path:
+    """VIA's project file; regions as a table, as VIA 1 had them."""
+    images = _via_images(root, "photos")
+    for image in images.values():
+        image["regions"] = {str(n): region for n, region in enumerate(image["regions"])}
+    attributes = {"region": {"type": {"type": "dropdown", "options": dict.fromkeys(NAMES, "")}}}
+    settings = {"project": {"name": "parts"}, "core": {"default_filepath": "C:\\photos\\"}}
+    project = {"_via_settings": settings, "_via_img_metadata": images}
+    write_json(root / "via_project.json", {**project, "_via_attributes": attributes})
+    return root
+
+
+def labelme_json(root: Path) -> Path:
+    """labelme: corners in any order, polygons, the image in base64, Windows' paths."""
+    for sample in samples():
+        name = f"{sample.number}.jpg"
+        save(root / "images" / name, sample)
+        shapes = []
+        for label, x, y, w, h in sample.objects:
+            corners, kind = [[x + w, y + h], [x, y]], "rectangle"
+            if label:
+                corners, kind = [[x, y], [x + w, y], [x + w, y + h], [x, y + h]], "polygon"
+            shape = {"label": NAMES[label], "points": corners, "group_id": None, "flags": {}}
+            shapes.append({**shape, "description": "", "shape_type": kind, "mask": None})
+        content = {"version": "5.5.0", "flags": {}, "shapes": shapes}
+        content |= {"imagePath": f"..\\images\\{name}", "imageData": "A" * 300_000}
+        content |= {"imageHeight": SIZE[1], "imageWidth": SIZE[0]}
+        write_json(root / f"labels/{sample.number}.json", content)
+    return root
+
+
+def _createml(root: Path, folder: str, file: str, keys: tuple[str, str], start: int) -> None:
+    entries = []
+    for sample in samples(start=start):
+        save(root / folder / f"{sample.number}.jpg", sample)
+        boxes = [
+            {
+                "label": NAMES[label],
+                "coordinates": {"x": x + w / 2, "y": y + h / 2, "width": w, "height": h},
+            }
+            for label, x, y, w, h in sample.objects
+        ]
+        entries.append({keys[0]: f"{sample.number}.jpg", keys[1]: boxes})
+    write_json(root / folder / file, entries)
+
+
+def createml_json(root: Path) -> Path:
+    """Roboflow, "Create ML JSON"."""
+    for split, start in (("train", 0), ("valid", 10), ("test", 20)):
+        keys = ("image", "annotations")
+        _createml(root, split, "_annotations.createml.json", keys, start)
+    return root
+
+
+def apple_createml_json(root: Path) -> Path:
+    """The names of the keys in Apple's documentation."""
+    _createml(root, ".", "annotations.json", ("imagefilename", "annotation"), 0)
+    return root
+
+
 EXPORTS: dict[str, tuple[Callable[[Path], Path], str, set[str]]] = {
     "cvat_coco": (cvat_coco, "coco", {"train"}),
     "roboflow_coco": (roboflow_coco, "coco", {"train", "val", "test"}),
@@ -368,6 +486,13 @@ EXPORTS: dict[str, tuple[Callable[[Path], Path], str, set[str]]] = {
     "darknet": (darknet, "yolo", {"train", "val"}),
     "tf_csv": (tf_csv, "tf-csv", {"train", "val"}),
     "roboflow_tf_csv": (roboflow_tf_csv, "tf-csv", {"train", "val"}),
+    "retinanet_csv": (retinanet_csv, "retinanet-csv", {"train", "val"}),
+    "roboflow_retinanet_csv": (roboflow_retinanet_csv, "retinanet-csv", {"train", "val"}),
+    "via_json": (via_json, "via-json", {"train", "val"}),
+    "via_project": (via_project, "via-json", {"train"}),
+    "labelme_json": (labelme_json, "labelme-json", {"train"}),
+    "createml_json": (createml_json, "createml-json", {"train", "val", "test"}),
+    "apple_createml_json": (apple_createml_json, "createml-json", {"train"}),
     "kitti": (kitti, "kitti", {"train"}),
     "open_images": (open_images, "openimages", {"train", "val"}),
     "cvat_xml": (cvat_xml, "cvat-xml", {"train"}),

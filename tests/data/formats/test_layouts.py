@@ -67,7 +67,8 @@ def test_every_export_is_recognized_and_prepared(name: str, tmp_path: Path, cli:
     for split, report in reports.items():
         samples = exports.samples(start={"train": 0, "val": 10, "test": 20}[split])
         num_boxes = sum(len(sample.objects) for sample in samples)
-        num_images = 5 if source == "tf-csv" else 6  # which does not list an image without boxes
+        lists_only_boxes = name in ("tf_csv", "roboflow_tf_csv", "roboflow_retinanet_csv")
+        num_images = 5 if lists_only_boxes else 6
         found = report["images"], report["boxes"], report["classes"]
         assert found == (num_images, num_boxes, 2)
     train = opened(data)
@@ -85,6 +86,23 @@ def test_every_export_is_recognized_and_prepared(name: str, tmp_path: Path, cli:
     assert json.loads(prepared(cli, data, "--json").out)["unchanged"] is True
     prepared(cli, data, "--from", source, "--no-pack", "--store", "other")
     assert {p for p in root.rglob("*") if p.is_file()} == before | new
+
+
+@pytest.mark.parametrize("name", exports.EXPORTS)
+def test_an_export_to_coco_has_the_same_images_and_boxes(name: str, tmp_path: Path) -> None:
+    data = exports.EXPORTS[name][0](tmp_path / "export")
+    splits = open_dataset(data, tmp_path / "store")
+    export_dataset(splits, tmp_path / "coco", "coco")
+    again = open_dataset(tmp_path / "coco", tmp_path / "again")
+    assert set(again) == set(splits)
+    for split, before in splits.items():
+        after = again[split]
+        assert [c.name for c in after.classes] == [c.name for c in before.classes]
+        assert np.array_equal(after.starts, before.starts)
+        assert np.array_equal(after.labels, before.labels)
+        np.testing.assert_allclose(after.boxes, before.boxes, atol=1e-5)
+        for row in range(len(before.image_ids)):
+            assert np.array_equal(after.decode(row), before.decode(row))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +184,10 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     ("files", "found", "hint"),
     [
         ({"a.zip": ""}, r"1 \.zip file such as a\.zip", "unpack"),
-        ({"a.json": '{"version": "5", "shapes": []}', "a.jpg": ""}, r"a\.json", "labelme2voc.py"),
+        ({"a.jpg": "", "p.vott": "{}"}, r"p\.vott", "vott_json"),
+        ({"t/wider_face_train_bbx_gt.txt": "a.jpg"}, r"wider_face", "datum convert -if wider_face"),
+        ({"s/img1/1.jpg": "", "s/gt/gt.txt": "1,1,2,2,3,3,1,1,1"}, r"gt\.txt", "mot_seq"),
+        ({"images/P1.png": "", "labelTxt/P1.txt": "imagesource:x"}, r"P1\.txt", "DOTA2COCO.py"),
         ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, r"labels/a\.txt", "labels/a.txt is YOLO"),
         (
             {"photos/a.jpg": "", "b.JPG": ""},

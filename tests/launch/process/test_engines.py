@@ -56,7 +56,7 @@ with recorded_exit():
 """
 DRIVER = """
 import sys
-import ssdctl.launch._run as module
+import ssdctl.launch.processes as module
 module.HANG_S = 3.0
 real = module.subprocess.Popen
 module.subprocess.Popen = lambda argv, **more: real(

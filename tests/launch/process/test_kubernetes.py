@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.launch import _pod_install
+from ssdctl.launch.engines import _pod_install
 
 PROGRAM = str(_pod_install.__file__)
 ENVIRONMENT = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}  # nothing is fetched

@@ -23,11 +23,11 @@ from ssdctl.distributed.rank_process import EXITS_VARIABLE, last_lines, read_exi
 # Runs a plan with the program of its argument as the launcher of two ranks, as `ssdctl launch` does.
 DRIVER = """
 import os, sys
-import ssdctl.launch._run as module
-from ssdctl.launch import LaunchPlan
+import ssdctl.launch.processes as module
+from ssdctl.launch.job import Job
 module.HANG_S = float(os.environ.get("HANG_S", module.HANG_S))
 argv = (sys.executable, "-c", sys.argv[1])
-plan = LaunchPlan(argv, {}, "torchrun", num_ranks=2)
+plan = Job(argv, {}, "torchrun", num_ranks=2)
 sys.exit(module.run(plan, stdout_to_stderr="AS_JSON" in os.environ).code)
 """
 # A launcher of two ranks in sessions of their own (as torchrun's are) that ignore SIGTERM.
@@ -200,35 +200,36 @@ def test_torchrun_does_not_log_the_signal_that_ends_it(tmp_path: Path) -> None:
 
 PLUGIN = """
 import sys
-from typing import Annotated
-from ssdctl.config.fields import Section, setting
-from ssdctl.launch import LaunchPlan
+from ssdctl.launch.base import Engine
+from ssdctl.launch.job import Job
 
-class Settings(Section, frozen=True):
-    word: Annotated[str, setting("A word")] = "plain"
+class Mine(Engine):
+    name = "mine"
 
-def require(): print("required")
+    def require(self): print("required")
 
-def plan(request, node):
-    program = "import os, sys; print(*sys.argv[1:]); sys.exit(int(os.environ['CODE']))"
-    argv = (sys.executable, "-c", program, request.table.word, *request.command)
-    return LaunchPlan(argv, {"CODE": "3"}, request.launcher, request.count)
+    def build_job(self, request, node):
+        program = "import os, sys; print(*sys.argv[1:]); sys.exit(int(os.environ['CODE']))"
+        argv = (sys.executable, "-c", program, request.environment["WORD"], *request.command)
+        return Job(argv, {"CODE": "3"}, self.name, request.count)
+
+ENGINE = Mine
 """
 
 
 def test_a_launcher_of_another_package(tmp_path: Path) -> None:
-    """`--help`, the config and `launch` find its module."""
+    """`--help` and `launch` find its module."""
     with pytest.MonkeyPatch.context() as patch:
         entries = "[ssdctl.launchers]\nmine = my_launcher\n"
         install_package(tmp_path, patch, "my_launcher", PLUGIN, entries)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    environment["WORD"] = "a b"
 
     def ssdctl(*words: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "ssdctl", *words]
         return subprocess.run(argv, env=environment, capture_output=True, text=True, cwd=tmp_path)
 
     assert "mine" in ssdctl("launch", "--help").stdout
-    assert "A word" in ssdctl("config", "schema").stdout
-    done = ssdctl("launch", "--cpus", "2", "--launcher", "mine", "--set", "mine.word=a b", "--bs=2")
+    done = ssdctl("launch", "--cpus", "2", "--launcher", "mine", "--bs=2")
     assert done.stdout.splitlines() == ["required", "a b train --bs=2 --device=cpu"]
     assert done.returncode == 3

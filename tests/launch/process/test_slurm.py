@@ -25,8 +25,9 @@ from conftest import TINY_RUN
 from helpers import records, wait_for
 from launch.plans import plan_for
 
+from ssdctl.config.batch_sections import SlurmConfig
 from ssdctl.distributed.ranks import free_port
-from ssdctl.launch.slurm import Settings, follow, submit
+from ssdctl.launch.engines.slurm import Slurm
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 SLURM_CONF = """
@@ -198,11 +199,11 @@ def test_a_dead_task_ends_the_job_and_is_named(
 ) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    settings = {"restarts": restarts, "nodes": nodes, "cores_per_node": 2, "table": Settings()}
+    settings = {"restarts": restarts, "nodes": nodes, "cores_per_node": 2, "table": SlurmConfig()}
     plan = plan_for("cpu", 2, "evaluate", launcher="slurm", **settings)
     plan = dataclasses.replace(plan, text=str(plan.text).replace("-m ssdctl evaluate", "-m probe"))
     output: list[str] = []
-    assert follow(submit(plan), plan, output.append) == code
+    assert Slurm().follow(Slurm().submit(plan), plan, output.append) == code
     assert "task 1: Killed" in "".join(output)
     assert len({path.read_text() for path in tmp_path.glob("node?")}) == nodes
     assert ("starting again" in "".join(output)) == (restarts == 1)

@@ -124,7 +124,7 @@ WITHOUT_AFFINITY = """
 import os, sys
 del os.sched_getaffinity
 from ssdctl.cli.main import main
-from ssdctl.launch import read_node
+from ssdctl.launch.base import read_node
 from ssdctl.runtime.system import usable_cores, usable_cpus
 assert len(usable_cpus()) == os.cpu_count()
 assert usable_cores() >= 1 and read_node().cores >= 1

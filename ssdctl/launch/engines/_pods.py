@@ -11,7 +11,9 @@ import msgspec
 
 from ssdctl.distributed.rank_process import PASSED_ON
 from ssdctl.errors import DistributedError, ExitCode
-from ssdctl.launch import POLL_S, LaunchPlan, Write, query
+from ssdctl.launch.base import Write
+from ssdctl.launch.client import POLL_S, query
+from ssdctl.launch.job import Job
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]  # an object of Kubernetes
@@ -19,46 +21,46 @@ INSTALLATIONS = 4  # starts of a worker's installation, about two minutes with t
 POD_0 = "batch.kubernetes.io/job-completion-index=0"
 
 
-def cancel(job: str, plan: LaunchPlan) -> str:
-    service = [f"service/{job.rpartition('/')[2]}"] if _is_indexed(plan) else []
-    return " ".join(["kubectl", "delete", *service, job, *_namespace(plan)])
+def cancel(job_id: str, job: Job) -> str:
+    service = [f"service/{job_id.rpartition('/')[2]}"] if _is_indexed(job) else []
+    return " ".join(["kubectl", "delete", *service, job_id, *_namespace(job)])
 
 
-def follow(job: str, plan: LaunchPlan, write: Write) -> int:
+def follow(job_id: str, job: Job, write: Write) -> int:
     """Write the output of the first rank until the job ends; return the job's exit code.
 
     Raises:
         DistributedError: kubectl no longer answers; or a worker cannot be installed, for which
             the operator would wait without end.
     """
-    return _Follower(job, plan, write).follow()
+    return _Follower(job_id, job, write).follow()
 
 
-def _is_indexed(plan: LaunchPlan) -> bool:
+def _is_indexed(job: Job) -> bool:
     """Return whether the manifest is a list of a Service and an Indexed Job."""
-    return plan.manifest is not None and "items" in plan.manifest
+    return job.manifest is not None and "items" in job.manifest
 
 
-def _namespace(plan: LaunchPlan) -> list[str]:
-    manifest = plan.manifest or {"metadata": {}}
-    job = manifest["items"][-1] if _is_indexed(plan) else manifest
-    return ["-n", job["metadata"]["namespace"]] if "namespace" in job["metadata"] else []
+def _namespace(job: Job) -> list[str]:
+    manifest = job.manifest or {"metadata": {}}
+    metadata = (manifest["items"][-1] if _is_indexed(job) else manifest)["metadata"]
+    return ["-n", metadata["namespace"]] if "namespace" in metadata else []
 
 
 class _Follower:
     """Copies the output of a job's first rank; reports each state of a pod once."""
 
-    def __init__(self, job: str, plan: LaunchPlan, write: Write) -> None:
-        self.job, self.write = job, write  # its kind and name, as kubectl prints them
-        self.cancel, self.namespace = cancel(job, plan), _namespace(plan)
-        name = job.rpartition("/")[2]
+    def __init__(self, job_id: str, job: Job, write: Write) -> None:
+        self.job_id, self.write = job_id, write  # its kind and name, as kubectl prints them
+        self.cancel, self.namespace = cancel(job_id, job), _namespace(job)
+        name = job_id.rpartition("/")[2]
         # The labels of the pod whose output is followed, and of those that it waits for.
         self.first, self.workers = f"job-name={name}", ""
-        if job.startswith("mpijob"):
+        if job_id.startswith("mpijob"):
             self.first = f"job-name={name}-launcher"
             role = "training.kubeflow.org/job-role=worker"
             self.workers = f"training.kubeflow.org/job-name={name},{role}"
-        elif _is_indexed(plan):
+        elif _is_indexed(job):
             self.workers, self.first = self.first, f"{self.first},{POD_0}"
         self.followed: set[str] = set()
         self.reported: dict[str, str] = {}
@@ -81,7 +83,7 @@ class _Follower:
                 if has_begun and name not in self.followed and name not in self.reported:
                     self.followed.add(name)
                     self._copy_log("--follow", name)
-            conditions = _status(self._get(self.job)).get("conditions") or []
+            conditions = _status(self._get(self.job_id)).get("conditions") or []
             ends = {c["type"] for c in conditions if c["status"] == "True"}
             if ends & {"Succeeded", "Complete"}:
                 return 0

@@ -1,4 +1,4 @@
-"""Run a plan without a shell; forward signals, and leave no process behind.
+"""Run a job without a shell; forward signals, and leave no process behind.
 
     ssdctl launch -> torchrun or mpirun -> ranks
 
@@ -30,8 +30,8 @@ from ssdctl.distributed.rank_process import (
     read_processes,
 )
 from ssdctl.errors import DiskError, ExitCode, UsageError
-from ssdctl.launch import LaunchPlan
 from ssdctl.launch.exit_codes import first_failure, job_exit_code
+from ssdctl.launch.job import Job
 from ssdctl.runtime.system import memory_kills
 
 TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.quiet_torchrun"
@@ -53,8 +53,8 @@ class JobOutcome(NamedTuple):
     failure: tuple[list[int], str] | None = None  # the ranks that failed first, and why
 
 
-def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
-    """Run a plan to its end (see exit_codes.py for its code).
+def run(job: Job, *, stdout_to_stderr: bool = False) -> JobOutcome:
+    """Run a job to its end (see exit_codes.py for its code).
 
     SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the job save and stop; a second SIGINT ends it.
     `stdout_to_stderr` redirects the job's output, so that stdout has only the caller's.
@@ -77,22 +77,22 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     old = {n: signal.signal(n, lambda number, _: received.append(number)) for n in signals}
     killed_before = memory_kills()
     try:
-        job = _Job(plan, folder, stdout=2 if stdout_to_stderr else None)
-        code, exits = job.wait(received), read_exits(folder)
-        num_ranks = plan.num_ranks if plan.nodes == 1 else None
-        is_out_of_memory = memory_kills() > killed_before
-        return JobOutcome(code, first_failure(code, exits, num_ranks, job.lost, is_out_of_memory))
+        running = _RunningJob(job, folder, stdout=2 if stdout_to_stderr else None)
+        code, exits = running.wait(received), read_exits(folder)
+        num_ranks = job.num_ranks if job.nodes == 1 else None
+        is_full = memory_kills() > killed_before
+        return JobOutcome(code, first_failure(code, exits, num_ranks, running.lost, is_full))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
-class _Job:
+class _RunningJob:
     """A running launcher and its ranks on this machine."""
 
-    def __init__(self, plan: LaunchPlan, folder: Path, stdout: int | None) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self, job: Job, folder: Path, stdout: int | None) -> None:
+        self.job, self.folder = job, folder
         self.seen: set[int] = set()  # ranks that have begun
         self.running: dict[int, int] = {}  # process ids, by rank
         self.files: dict[int, int] = {}  # files of those processes (`pidfd_open`), by rank
@@ -105,15 +105,15 @@ class _Job:
         sys.stdout.flush()
         try:
             self.launcher = subprocess.Popen(
-                [QUIET_TORCHRUN if word == TORCHRUN else word for word in plan.argv],
-                env={**environment, **plan.environment, **own},
+                [QUIET_TORCHRUN if word == TORCHRUN else word for word in job.argv],
+                env={**environment, **job.environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 start_new_session=True,  # a terminal's Ctrl-C must reach the ranks once
                 preexec_fn=die_with_parent,
             )
         except OSError as error:
-            raise UsageError(f"{plan.argv[0]}: {error.strerror}") from None
+            raise UsageError(f"{job.argv[0]}: {error.strerror}") from None
         launcher_file.write_text(str(self.launcher.pid))
 
     def wait(self, received: list[int]) -> int:
@@ -135,7 +135,7 @@ class _Job:
             return ExitCode.INTERRUPTED
         code = ExitCode.DISTRIBUTED if hung else self.launcher.returncode
         exits = list(read_exits(self.folder).values())
-        return job_exit_code(code, exits, self.plan.num_ranks, received[0] if is_early else None)
+        return job_exit_code(code, exits, self.job.num_ranks, received[0] if is_early else None)
 
     def _watch(self) -> None:
         """Wait for a moment; note the first rank that ends without an exit code.
@@ -173,7 +173,7 @@ class _Job:
         The ranks here are signaled themselves, because torchrun would print a traceback, and
         mpirun would kill them two seconds later. Before there are ranks the launcher is signaled.
         """
-        now, launchers_signal = time.monotonic(), self.plan.stop_signal
+        now, launchers_signal = time.monotonic(), self.job.stop_signal
         self.stopped_at = self.stopped_at or now
         self._find_ranks()
         for rank, pid in self.running.items() if launchers_signal is None else ():

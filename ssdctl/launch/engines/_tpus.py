@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from ssdctl.errors import UsageError
-from ssdctl.launch import LaunchRequest, Node
+from ssdctl.launch.base import LaunchRequest, Node
 from ssdctl.runtime.hardware import TPU_VERSIONS
 
 MODULE = "ssdctl.distributed.tpu_torchrun"  # starts the ranks of TorchTPU
@@ -85,7 +84,7 @@ def _possible_counts(request: LaunchRequest, node: Node) -> list[int]:
     return sorted({n for n in counts if not node.tpus or n <= node.tpus})
 
 
-def variables(request: LaunchRequest, node: Node) -> Mapping[str, str]:
+def variables(request: LaunchRequest, node: Node) -> dict[str, str]:
     """Return the variables of the ranks.
 
     torch_xla divides a host of v4 or newer into all of its chips or, by these variables, into

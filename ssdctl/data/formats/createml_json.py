@@ -1,0 +1,78 @@
+"""Read Create ML's JSON, as Roboflow, labelImg and Apple's tools write it.
+
+A list of images, each with its boxes: center, width and height in pixels. A word such as train or
+valid in the name of the file or its folder gives the split.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage
+from ssdctl.data.find_images import ImageFinder, located
+from ssdctl.data.formats import by_split, from_upright_images, json_files, read_json
+from ssdctl.data.image_files import dataset_folder
+from ssdctl.errors import DataError
+
+LOOKED_FOR = ("_annotations.createml.json",)
+WORDS = ((b'"image"', b'"annotations"'), (b'"imagefilename"', b'"annotation"'))
+
+
+class _Coordinates(msgspec.Struct):
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+class _Box(msgspec.Struct):
+    label: str | int
+    coordinates: _Coordinates
+
+
+class _Image(msgspec.Struct):
+    image: str = ""
+    imagefilename: str = ""  # in Apple's documentation
+    annotations: list[_Box] = []
+    annotation: list[_Box] = []
+
+
+def recognize(path: Path) -> Path | None:
+    return next(iter(_files(path)), None)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the JSON files that are a list of images; COCO's and its results are none."""
+    files = dict.fromkeys(file for words in WORDS for file in json_files(path, *words))
+    return [file for file in files if not json_files(file, b'"images"')]
+
+
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
+    """Return the splits of a folder, or of its JSON file; classes are sorted by name."""
+    root, notes, files = dataset_folder(path), list[str](), _files(path)
+    if not files:
+        raise DataError(f"{path}: no JSON file of Create ML (a list of images with annotations)")
+    images = {file: _images(file) for file in files}
+    chosen = by_split(root, files, images.__getitem__, notes)
+    splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
+    found = located(ImageFinder(root, image_dir=image_dir), splits)
+    return from_upright_images(root, found, None, files[0], notes)
+
+
+def _images(file: Path) -> dict[str, LabeledImage]:
+    images: dict[str, LabeledImage] = {}
+    for entry in read_json(file, list[_Image], "createml-json"):
+        name = entry.image or entry.imagefilename
+        if not name:
+            raise DataError(f"{file}: an image without a name")
+        image = images.setdefault(name, LabeledImage(name, 0, 0, []))
+        for box in (*entry.annotations, *entry.annotation):
+            x, y, width, height = values = msgspec.structs.astuple(box.coordinates)
+            if not all(map(math.isfinite, values)):
+                raise DataError(f"{file}: {name}: a box that is not finite")
+            left, top = x - width / 2, y - height / 2
+            image.boxes.append(LabeledBox(str(box.label), left, top, width, height))
+    return images

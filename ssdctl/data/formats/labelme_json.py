@@ -1,0 +1,116 @@
+"""Read LabelMe's JSON files: one per image, beside it or in a folder of its own.
+
+Rectangles are read, and polygons, masks and circles by their extent. Points and lines are counted
+and left out. A word such as train or val in the folder gives the split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from ssdctl.data.annotations import (
+    Annotations,
+    LabeledBox,
+    LabeledImage,
+    from_images,
+    place,
+    refuse,
+    split_of,
+)
+from ssdctl.data.find_images import ImageFinder, Wanted
+from ssdctl.data.formats import around, json_files, read_json
+from ssdctl.data.image_files import dataset_folder, files_below, in_threads
+from ssdctl.errors import DataError
+
+LOOKED_FOR = ("*.json of labelme",)
+WORDS = (b'"shapes"', b'"imagePath"')
+EXTENTS = ("rectangle", "polygon", "mask", "rotation")  # their points are at the edges
+
+
+class _Shape(msgspec.Struct):
+    label: str | int | None
+    points: list[tuple[float, float]]
+    shape_type: str | None = "polygon"  # absent in old files
+
+
+class _File(msgspec.Struct):
+    shapes: list[_Shape]
+    image_path: str = msgspec.field(name="imagePath")
+    height: int | None = msgspec.field(name="imageHeight", default=None)
+    width: int | None = msgspec.field(name="imageWidth", default=None)
+
+
+def recognize(path: Path) -> Path | None:
+    return next(iter(json_files(path, *WORDS)), None)
+
+
+def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
+    """Return the splits of a folder, or one file; classes are sorted by name."""
+    root, notes = dataset_folder(path), list[str]()
+    names = [path.name] if path.is_file() else sorted(files_below(path))
+    files = [n for n in names if n.lower().endswith(".json") and json_files(root / n, *WORDS)]
+    if not files:
+        raise DataError(f"{path}: no JSON file of labelme, with shapes and imagePath")
+    contents = in_threads(lambda name: read_json(root / name, _File, "labelme-json"), files)
+    counts: Counter[str] = Counter()
+    placed = place([split_of(PurePosixPath(f).parent.as_posix()) for f in files], files, notes)
+    splits: dict[str, list[LabeledImage]] = {}
+    found = _image_files(root, files, contents, image_dir)
+    for file, content, image, split in zip(files, contents, found, placed, strict=True):
+        if split is not None:
+            labeled = _labeled(root / file, content, image, counts)
+            splits.setdefault(split, []).append(labeled)
+    notes += [f"{kind}, left out: {count:,}" for kind, count in counts.items()]
+    return from_images(splits, None, root, path, notes)
+
+
+def _image_files(
+    root: Path, files: list[str], contents: list[_File], image_dir: str | None
+) -> list[str]:
+    """Return the image of each file: by the path in it, else by the name of the file."""
+    finder = ImageFinder(root, image_dir=image_dir)
+    wanted = []
+    for file, content in zip(files, contents, strict=True):
+        folder = PurePosixPath(file).parent.as_posix().removeprefix(".")
+        size = (content.width or 0, content.height or 0)
+        wanted.append(Wanted(content.image_path, folder, split_of(folder), size))
+    found = [item and item.file for item in finder.find(wanted, root)]
+    rest = [row for row, item in enumerate(found) if item is None]
+    by_name = [wanted[row]._replace(name=PurePosixPath(files[row]).stem) for row in rest]
+    taken = {item for item in found if item}
+    for row, item in zip(rest, finder.find(by_name, root, taken), strict=True):
+        found[row] = item and item.file
+    absent = [files[row] for row in rest if found[row] is None]
+    refuse(root, "images of labels are missing", absent, "copy the images into the folder")
+    return [item for item in found if item]
+
+
+def _labeled(path: Path, content: _File, image: str, counts: Counter[str]) -> LabeledImage:
+    boxes = []
+    for shape in content.shapes:
+        label = "" if shape.label is None else str(shape.label).strip()
+        try:
+            box = _box(label, shape)
+        except ValueError:
+            raise DataError(f"{path}: a {shape.shape_type} without its points") from None
+        if box is not None and label:
+            boxes.append(box)
+        else:
+            counts[f"{shape.shape_type} shapes" if box is None else "shapes without a label"] += 1
+    is_complete = len(boxes) == len(content.shapes)
+    size = content.width or 0, content.height or 0
+    return LabeledImage(image, *size, boxes, is_complete=is_complete)
+
+
+def _box(label: str, shape: _Shape) -> LabeledBox | None:
+    xs, ys = [x for x, _ in shape.points], [y for _, y in shape.points]
+    if (shape.shape_type or "polygon") in EXTENTS:
+        return around(label, xs, ys)
+    if shape.shape_type == "circle" and len(shape.points) == 2:
+        radius = math.dist(*shape.points)  # center, and a point of the edge
+        return around(label, [xs[0] - radius, xs[0] + radius], [ys[0] - radius, ys[0] + radius])
+    return None

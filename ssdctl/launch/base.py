@@ -1,0 +1,196 @@
+"""The request of a launch, the node that it is planned on, and the abstract launchers.
+
+A file in `engines/`, or the module of an entry point in the group `ssdctl.launchers`, names its
+subclass of `Engine` as `ENGINE`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from ssdctl.config.sections import LAUNCHERS, LaunchConfig
+from ssdctl.errors import UsageError
+from ssdctl.launch.job import Job
+from ssdctl.runtime.hardware import TpuType, find_hardware
+from ssdctl.runtime.packages import load_plugin
+from ssdctl.runtime.system import physical_cores, quota_cores, usable_cpus
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ssdctl.config import Config
+
+Write = Callable[[str], object]
+PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A launch as the user requested it."""
+
+    device: str  # cpu, cuda, hpu, tpu or xla
+    count: int  # devices of all nodes, one rank each
+    command: tuple[str, ...]  # what follows `python -m ssdctl`
+    config: LaunchConfig
+    python: str  # the interpreter that runs the ranks
+    environment: Mapping[str, str] = field(default_factory=dict)  # the caller's
+    variables: Mapping[str, str] = field(default_factory=dict)  # additional ones for the ranks
+    hosts: tuple[str, ...] = ()  # in the order of the host file
+    own_names: tuple[str, ...] = ()  # this machine's; what other machines use comes first
+    run_folder: str | None = None  # a training writes it
+    is_dry_run: bool = False  # only shown: what is missing is a warning, not an error
+    is_written: bool = False  # into a file, which may run on another machine
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.count // self.config.nodes
+
+    @property
+    def is_planned(self) -> bool:
+        """Return whether the job may be for another machine: it is not run now."""
+        return self.is_dry_run or self.is_written
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine. The hyper-threads of a core count once, if the topology is known."""
+
+    cores: int
+    sockets: int
+    has_topology: bool = True
+    has_numactl: bool = False  # the program that torchrun binds ranks with
+    tpus: int = 0  # chips; 0 also if the PCI bus cannot be read
+    tpu: TpuType | None = None  # their version
+    quota: int | None = None  # cores' time that the cgroups of this process grant, rounded up
+
+    @property
+    def local_cores(self) -> int:
+        """Return the cores whose time the ranks on this machine can use."""
+        return min(self.cores, self.quota or self.cores)
+
+
+def read_node() -> Node:
+    """Return the part of this machine that this process may use."""
+    cores, has_topology = physical_cores(usable_cpus())
+    sockets, tpus = {socket for socket, _ in cores}, find_hardware().tpus
+    return Node(
+        max(1, len(cores)),
+        max(1, len(sockets)),
+        has_topology,
+        has_numactl=shutil.which("numactl") is not None,
+        tpus=len(tpus),
+        tpu=tpus[0] if tpus else None,
+        quota=quota_cores(),
+    )
+
+
+class Engine(ABC):
+    """A program that starts the ranks of a job.
+
+    An instance has what only this launcher needs: its settings, and facts about this machine.
+    """
+
+    name: ClassVar[str]
+    runs_elsewhere: ClassVar[bool] = False  # its ranks cannot read this machine's files
+
+    @classmethod
+    def configure(cls, config: Config, request: LaunchRequest) -> Self:
+        """Return the launcher with its settings and what this machine says, such as a version."""
+        return cls()
+
+    @abstractmethod
+    def require(self) -> None:
+        """Raise UsageError with the remedy if this machine cannot run the launcher."""
+
+    @abstractmethod
+    def build_job(self, request: LaunchRequest, node: Node) -> Job:
+        """Return the job, without side effects; `make_job` calls it."""
+
+
+class BatchEngine(Engine):
+    """A launcher that queues jobs instead of running them."""
+
+    submit_command: ClassVar[str]  # submits a written file
+
+    @abstractmethod
+    def submit(self, job: Job) -> str:
+        """Submit a job; return its id."""
+
+    @abstractmethod
+    def follow(self, job_id: str, job: Job, write: Write) -> int:
+        """Write the output of a job until it ends; return its exit code."""
+
+    @abstractmethod
+    def cancel(self, job_id: str, job: Job) -> str:
+        """Return the command that ends a job."""
+
+
+def load_engine(name: str) -> type[Engine]:
+    """Return the class of a launcher.
+
+    Raises:
+        UsageError: There is no launcher of that name, or a plugin does not define one.
+    """
+    engine = getattr(load_plugin(*LAUNCHERS, name), "ENGINE", None)
+    if not (isinstance(engine, type) and issubclass(engine, Engine)):
+        raise UsageError(f"launcher {name}: the plugin has no ENGINE, a subclass of Engine")
+    return engine
+
+
+def make_job(engine: Engine, request: LaunchRequest, node: Node) -> Job:
+    """Return the job of a launch, without side effects."""
+    config, ranks = request.config, request.ranks_per_node
+    if request.count % config.nodes:
+        raise UsageError(
+            f"{request.count} devices do not divide by --nodes {config.nodes}",
+            hint="the count is that of all nodes together",
+        )
+    if config.devices_per_node is not None and config.devices_per_node < ranks:
+        raise UsageError(
+            f"{ranks} devices per node are requested, "
+            f"but --devices-per-node is {config.devices_per_node}"
+        )
+    for argument in (*request.command, *request.variables.values()):
+        check_text(argument)
+    return engine.build_job(request, node)
+
+
+def check_text(argument: str) -> None:
+    """Refuse an argument that no command line can contain."""
+    if "\0" in argument or any("\ud800" <= letter <= "\udfff" for letter in argument):
+        raise UsageError(f"argument {argument!r} is not UTF-8 text")
+
+
+def check_form(engine: str, name: str, value: str, form: str, max_length: int = 1 << 20) -> str:
+    """Return the value of a setting in the engine's table; refuse one without the form."""
+    if not re.fullmatch(form, value, re.ASCII | re.DOTALL) or len(value) > max_length:
+        raise UsageError(
+            f"{engine.lower()}.{name}: {value!r} is not a value that {engine} accepts there"
+        )
+    return value
+
+
+def require_program(program: str, hint: str) -> None:
+    if shutil.which(program) is None:
+        raise UsageError(f"{program} is not on PATH", hint=hint)
+
+
+def last_value(command: Sequence[str], option: str) -> str | None:
+    """Return the last value of an option in a command."""
+    value = None
+    for word, following in zip(command, [*command[1:], None], strict=True):
+        if word == option:
+            value = following
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def resume_setting(request: LaunchRequest, variables: Mapping[str, str]) -> str | None:
+    """Return the `--resume` of a launched training; None if it is not given."""
+    return last_value(request.command, "--resume") or variables.get("SSDCTL_TRAIN__RESUME")

@@ -1,0 +1,318 @@
+"""Build a Kubernetes manifest: Job, or MPIJob of the MPI operator, as data and as YAML.
+
+A Job of one pod runs `ssdctl launch` in it. On several nodes an Indexed Job runs it in each pod,
+and torchrun's ranks meet at pod 0, which a headless Service names.
+
+An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
+volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
+the operator writes, so a cluster runs the same command as one machine.
+ssdctl is installed by an init container (_pod_install.py), which keeps the image's torch. Workers
+count as ready when their sshd answers, and the launcher waits for that: no `sleep`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.errors import UsageError
+from ssdctl.launch.base import LaunchRequest, check_form
+from ssdctl.launch.engines.torchrun import RENDEZVOUS_PORT
+
+Manifest = dict[str, Any]
+Resources = dict[str, dict[str, str]]
+API_VERSIONS = {
+    "Job": "batch/v1",
+    "MPIJob": "kubeflow.org/v2beta1",
+}
+HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
+INSTALLED = "/opt/ssdctl"
+# Host keys are generated if the image has none; sshd requires the folder. The mounted key is a link
+# into a secret, which sshd's StrictModes refuses.
+# sshd gives its sessions none of the container's variables: those of a part of a node's cards.
+SSHD = (
+    "ssh-keygen -A && mkdir -p /run/sshd && exec /usr/sbin/sshd -De -o StrictModes=no "
+    '${HABANA_VISIBLE_MODULES:+-o "SetEnv=HABANA_VISIBLE_MODULES=$HABANA_VISIBLE_MODULES"}'
+)
+# A deleted worker signals its ranks to save, which stops those of all workers, and waits for them.
+WAIT_FOR_RANKS = (
+    "pkill -USR1 -f '[-]m ssdctl train'; "
+    "while pgrep -f '[-]m ssdctl' >/dev/null 2>&1; do sleep 1; done"
+)
+SAVE_S = 300  # maximum duration of a stop before Kubernetes kills the pod
+NO_SIDECAR = {"sidecar.istio.io/inject": "false"}  # it breaks MPI's connections
+WRONG_INPUT = [2, 3, 4, 5, 6, 7]  # exit codes that a restart cannot change
+LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+QUALIFIED = r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+DOTTED = rf"{LABEL}(\.{LABEL})*"
+WORD = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
+AMOUNT = r"\d+(\.\d+)?([numkMGTPE]|[KMGTPE]i)?"
+FORMS = {
+    "name": r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",  # pod names add a suffix, and have at most 63
+    "namespace": LABEL,
+    "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
+    **dict.fromkeys(("service_account", "pull_secret", "priority_class"), DOTTED),
+    "volumes": DOTTED,  # a claim
+    **dict.fromkeys(("labels", "node_selector"), f"{QUALIFIED}={WORD}"),
+    "annotations": f"{QUALIFIED}=.*",
+    **dict.fromkeys(("resources", "launcher_resources"), f"{QUALIFIED}={AMOUNT}"),
+    "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
+}
+
+
+@dataclass(frozen=True)
+class ManifestBuilder:
+    """Builds the manifest of one launch."""
+
+    request: LaunchRequest
+    settings: KubernetesConfig
+    patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
+
+    def build(self, job_name: str) -> Manifest:
+        """Return the manifest; for an Indexed Job, a list with its Service."""
+        config, kind = self.settings, self._kind()
+        name = checked("name", config.name or job_name)
+        metadata: Manifest = {
+            "name": name,
+            "labels": {"app": "ssdctl", **pairs("labels", config)},
+            **_given(annotations=pairs("annotations", config)),
+            **_given(namespace=checked("namespace", config.namespace)),
+        }
+        spec = (self._mpi_job if kind == "MPIJob" else self._job)(name)
+        # The fields that a user may add to a Job are in the runPolicy of an MPIJob.
+        patched = spec["runPolicy"] if kind == "MPIJob" else spec
+        patched.update(merge(patched, self.patch.get("job", {})))
+        job = {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec}
+        if kind != "Job" or self.request.config.nodes == 1:
+            return job
+        headless: Manifest = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": name},
+            "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
+        }
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
+        return {"apiVersion": "v1", "kind": "List", "items": [service, job]}
+
+    def _kind(self) -> str:
+        """Return the kind of job: only HPUs on several nodes need the MPI operator."""
+        config, is_hpu = self.settings, self.request.device == "hpu"
+        kind, needs_mpi = str(config.kind), is_hpu and self.request.config.nodes > 1
+        if kind == "auto":
+            return "MPIJob" if needs_mpi else "Job"
+        if needs_mpi and kind != "MPIJob":
+            raise UsageError(f"kubernetes.kind {kind}: HPUs on several nodes need an MPIJob")
+        if self.request.device in ("tpu", "xla") and kind == "MPIJob":
+            raise UsageError("kubernetes.kind MPIJob: TPU processes take their chips from torchrun")
+        return kind
+
+    def _job(self, name: str) -> Manifest:
+        restarts, nodes = self.request.config.restarts, self.request.config.nodes
+        # Commands such as a download need no more resources than a launcher.
+        has_devices = self.request.device != "cpu" or self.request.command[0] == "train"
+        pod_0 = f"{name}-0.{name}"
+        rendezvous = [f"--rdzv-endpoint={pod_0}:{RENDEZVOUS_PORT}"] if nodes > 1 else []
+        program = self._program(
+            "mpirun" if self.request.device == "hpu" else "torchrun", *rendezvous
+        )
+        template, spec = self._pod("main", program, has_devices=has_devices), Manifest()
+        template["spec"].setdefault("restartPolicy", "Never")
+        if nodes > 1:
+            template["spec"]["subdomain"] = name  # gives pod 0 its name
+            spec |= {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
+        spec["backoffLimit"] = restarts * nodes  # all pods fail with one
+        if restarts:
+            codes = {"containerName": "main", "operator": "In", "values": list(WRONG_INPUT)}
+            drained = [{"type": "DisruptionTarget", "status": "True"}]  # not counted as a crash
+            rules = [
+                {"action": "FailJob", "onExitCodes": codes},
+                {"action": "Ignore", "onPodConditions": drained},
+            ]
+            spec["podFailurePolicy"] = {"rules": rules}
+        return {**spec, "template": template}
+
+    def _mpi_job(self, name: str) -> Manifest:
+        config = self.request.config
+        arguments = [f"--hostfile={HOSTFILE}"]
+        if exported := [*config.export_env, *(e.partition("=")[0] for e in self.settings.env)]:
+            arguments += [f"--export-env={','.join(exported)}"]
+        program = self._program("mpirun", *arguments)
+        launcher = self._pod("launcher", program, has_devices=False)
+        worker = self._pod("worker", ["/bin/sh", "-c", SSHD], has_devices=True)
+        container = worker["spec"]["containers"][0]  # a patch may add others
+        container["ports"] = [{"containerPort": 22, "name": "ssh"}]
+        container["readinessProbe"] = {"tcpSocket": {"port": 22}, "periodSeconds": 2}
+        container["lifecycle"] = {
+            "preStop": {"exec": {"command": ["/bin/sh", "-c", WAIT_FOR_RANKS]}}
+        }
+        return {
+            "slotsPerWorker": self.request.ranks_per_node,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": config.restarts},
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
+                # The launcher waits for all workers: a failed installation must be retried.
+                "Worker": {
+                    "replicas": config.nodes,
+                    "restartPolicy": "OnFailure",
+                    "template": worker,
+                },
+            },
+        }
+
+    def _program(self, launcher: str, *options: str) -> list[str]:
+        """Return the command of a pod; for several ranks it is wrapped in `ssdctl launch`."""
+        config, table = self.request.config, self.settings
+        python = table.python if table.install == "image" else f"{INSTALLED}/bin/python"
+        start = [python, "-m", "ssdctl"]
+        command = [escape_k8s(word) for word in self.request.command]
+        if self.request.count == 1:
+            return [*start, *command]
+        count = f"{DEVICE_TYPES[self.request.device].count_option}={self.request.count}"
+        arguments = ["launch", count, f"--launcher={launcher}"]
+        if launcher == "mpirun":
+            # The launcher's number of cores is not that of the workers.
+            bind_to = config.bind_to if config.cores_per_node else "none"
+            arguments += [f"--rank-by={config.rank_by}", f"--bind-to={bind_to}"]
+        if config.nodes > 1:
+            arguments += [f"--nodes={config.nodes}"]
+        arguments += options
+        if config.cores_per_node:
+            arguments += [f"--cores-per-node={config.cores_per_node}"]
+        if config.devices_per_node:
+            arguments += [f"--devices-per-node={config.devices_per_node}"]
+        return [*start, *arguments, *(command[1:] if command[0] == "train" else ["--", *command])]
+
+    def _pod(self, name: str, command: list[str], *, has_devices: bool) -> Manifest:
+        """Return a pod template of one container; an init container installs ssdctl."""
+        config = self.settings
+        mounts, volumes = read_volumes(config.volumes)
+        installed = {"name": "ssdctl", "mountPath": INSTALLED}
+        environment = {**self.request.variables, **pairs("env", config)}
+        resources = self._resources(name, has_devices=has_devices)
+        container: Manifest = {
+            "name": name,
+            "image": checked("image", config.image),
+            "imagePullPolicy": config.pull_policy,
+            "command": command,
+            "env": [
+                {"name": key, "value": escape_k8s(value)} for key, value in environment.items()
+            ],
+            "resources": resources,
+            "volumeMounts": [*mounts],
+        }
+        spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S}
+        if has_devices and self.request.count > 1 and not config.host_ipc:
+            # The default of container runtimes, 64 MB, is too small for the ranks' collectives.
+            volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+            container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+        if config.install != "image":
+            volumes.append({"name": "ssdctl", "emptyDir": {}})
+            container["volumeMounts"].append(installed)
+            # Quotas and the Guaranteed class require CPU and memory for every container.
+            kept = {
+                bound: general
+                for bound, amounts in resources.items()
+                if (general := {n: v for n, v in amounts.items() if n in ("cpu", "memory")})
+            }
+            program = Path(__file__).with_name("_pod_install.py").read_text(encoding="utf-8")
+            words = [
+                config.python,
+                "-c",
+                *map(escape_k8s, (program, INSTALLED, config.install or "")),
+            ]
+            own = {"name": "install-ssdctl", "command": words, "resources": kept}
+            spec["initContainers"] = [{**container, **own, "volumeMounts": [*mounts, installed]}]
+        secret = checked("pull_secret", config.pull_secret)
+        device = DEVICE_TYPES[self.request.device].kubernetes_resource if has_devices else None
+        spec |= {"containers": [container], "volumes": volumes}
+        spec |= _given(
+            hostIPC=config.host_ipc and has_devices,
+            serviceAccountName=checked("service_account", config.service_account),
+            imagePullSecrets=secret and [{"name": secret}],
+            nodeSelector=pairs("node_selector", config),
+            # Clusters reserve their device nodes with a taint of that name.
+            tolerations=device and [{"key": device, "operator": "Exists"}],
+            priorityClassName=checked("priority_class", config.priority_class),
+        )
+        labels = {"app": "ssdctl", **NO_SIDECAR, **pairs("labels", config)}
+        annotations = {**NO_SIDECAR, **pairs("annotations", config)}
+        template = {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+        return dict(merge(template, {k: v for k, v in self.patch.items() if k != "job"}))
+
+    def _resources(self, container: str, *, has_devices: bool) -> Resources:
+        """Return limits and equal requests, as devices and huge pages require."""
+        amounts = pairs("resources" if has_devices else "launcher_resources", self.settings)
+        if has_devices and (device := DEVICE_TYPES[self.request.device].kubernetes_resource):
+            amounts = {device: str(self.request.ranks_per_node), **amounts}
+        requests, cpu = dict(amounts), amounts.get("cpu", "")
+        if container == "launcher" and re.fullmatch(r"\d+(\.\d+)?", cpu) and float(cpu) > 0.25:
+            # mpirun only waits; reserved cores might not fit on the nodes of the workers.
+            requests["cpu"] = "250m"
+        return {"limits": amounts, "requests": requests} if amounts else {}
+
+
+def _given(**fields: Any) -> Manifest:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value}
+
+
+def checked(name: str, value: str | None) -> str:
+    """Return the value of a setting, empty if it is not set; refuse what Kubernetes would."""
+    return "" if value is None else check_form("Kubernetes", name, value, FORMS[name], 4000)
+
+
+def pairs(name: str, config: Any) -> dict[str, str]:
+    """Return the `KEY=VALUE` entries of a setting as a dict."""
+    entries = getattr(config, name)
+    for entry in entries:
+        checked(name, entry)
+    return dict(entry.split("=", 1) for entry in entries)
+
+
+def escape_k8s(text: str) -> str:
+    """Escape text, because Kubernetes expands $(NAME) in commands and variables."""
+    return text.replace("$", "$$")
+
+
+def read_volumes(entries: Iterable[str]) -> tuple[list[Manifest], list[Manifest]]:
+    """Return the mounts and the volumes that `SOURCE:PATH[:ro]` entries name."""
+    mounts, volumes = list[Manifest](), list[Manifest]()
+    for number, entry in enumerate(entries):
+        source, path, mode = (*entry.split(":", 2), "", "")[:3]
+        is_clean = path.startswith("/") and path == posixpath.normpath(path) != "/"
+        if not is_clean or mode not in ("", "ro", "rw"):
+            raise UsageError(
+                f"kubernetes.volumes: {entry!r} is not of the form SOURCE:/PATH or SOURCE:/PATH:ro"
+            )
+        name = f"volume-{number}"
+        if source.startswith("/"):
+            volume: Manifest = {"hostPath": {"path": source, "type": "Directory"}}
+        else:
+            volume = {"persistentVolumeClaim": {"claimName": checked("volumes", source)}}
+        volumes.append({"name": name, **volume})
+        mounts.append({"name": name, "mountPath": path, **_given(readOnly=mode == "ro")})
+    return mounts, volumes
+
+
+def merge(base: Any, patch: Any) -> Any:
+    """Merge mappings and extend lists (entries of one `name` are merged); else return the patch."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return {**base, **{k: merge(base.get(k), value) for k, value in patch.items()}}
+    if not (isinstance(base, list) and isinstance(patch, list)):
+        return patch
+    merged = list(base)
+    for entry in patch:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        names = [e.get("name") if isinstance(e, dict) else None for e in merged]
+        if name is not None and name in names:
+            merged[names.index(name)] = merge(merged[names.index(name)], entry)
+        else:
+            merged.append(entry)
+    return merged

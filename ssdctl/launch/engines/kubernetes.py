@@ -1,0 +1,254 @@
+"""Kubernetes: the settings of a job and its pods, what a job lacks, and kubectl.
+
+_manifest.py builds the manifest, _pods.py cancels and follows the job.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.data.store_folder import DEFAULT_ROOTS
+from ssdctl.errors import UsageError
+from ssdctl.files import read_limited, unreadable
+from ssdctl.launch.base import (
+    BatchEngine,
+    LaunchRequest,
+    Node,
+    Write,
+    check_text,
+    last_value,
+    require_program,
+    resume_setting,
+)
+from ssdctl.launch.client import submit_text
+from ssdctl.launch.engines import _pods
+from ssdctl.launch.engines._manifest import ManifestBuilder, pairs, read_volumes
+from ssdctl.launch.job import Job
+from ssdctl.runtime.packages import OLDEST_TORCH
+
+if TYPE_CHECKING:
+    from ssdctl.config import Config
+
+ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
+TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
+PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # text to every reader of YAML
+PATCHED = ("metadata", "spec", "job")
+MAX_PATCH_BYTES = 1 << 20
+FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
+NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a name of something
+
+
+@dataclass(frozen=True)
+class Kubernetes(BatchEngine):
+    """kubectl, and a manifest for it."""
+
+    name = "kubernetes"
+    submit_command = "kubectl create -f"
+    runs_elsewhere = True
+    settings: KubernetesConfig = field(default_factory=KubernetesConfig)
+    patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
+    job_name: str = "ssdctl"  # a unique one
+    paths: Mapping[str, str] = field(default_factory=dict)  # a training's, by their options
+
+    @classmethod
+    def configure(cls, config: Config, request: LaunchRequest) -> Kubernetes:
+        """Read the content of `kubernetes.patch` and the paths of a training."""
+        settings = config.kubernetes
+        patch = {} if settings.patch is None else _patch(Path(settings.patch))
+        paths = {} if request.run_folder is None else _paths(config)
+        return cls(settings, patch, f"ssdctl-{uuid.uuid4().hex[:6]}", paths)
+
+    def require(self) -> None:
+        hint = "install kubectl and log in to the cluster; --write FILE writes the manifest"
+        require_program(ARGV[0], hint)
+
+    def build_job(self, request: LaunchRequest, node: Node) -> Job:
+        """Return the manifest, and its submission. What a job lacks is a warning in a dry run."""
+        settings = self.settings
+        for argument in (*settings.env, settings.install or ""):
+            check_text(argument)
+        resume = resume_setting(request, request.variables)
+        if request.config.restarts and resume not in (None, "auto"):
+            raise UsageError(
+                f"--resume {resume} and --restarts exclude each other in pods, since a restart "
+                "runs the same command",
+                hint="leave one of them out",
+            )
+        missing, warnings = list(self._missing(request)), list(self._warnings(request))
+        if missing and not request.is_dry_run:
+            raise missing[0]
+        if missing:
+            filled = {"image": settings.image or "IMAGE", "install": settings.install or "image"}
+            settings = msgspec.structs.replace(settings, **filled)
+        manifest = ManifestBuilder(request, settings, self.patch).build(self.job_name)
+        return Job(
+            ARGV,
+            {},
+            self.name,
+            request.count,
+            request.config.nodes,
+            text=to_yaml(manifest),
+            manifest=manifest,
+            warnings=(*(f"{error}; {error.hint}" for error in missing), *warnings),
+        )
+
+    def submit(self, job: Job) -> str:
+        return submit_text(job, "kubectl get jobs")  # such as mpijob.kubeflow.org/ssdctl-3f2a1c
+
+    def cancel(self, job_id: str, job: Job) -> str:
+        return _pods.cancel(job_id, job)
+
+    def follow(self, job_id: str, job: Job, write: Write) -> int:
+        return _pods.follow(job_id, job, write)
+
+    def _missing(self, request: LaunchRequest) -> Iterator[UsageError]:
+        """Yield an error for each thing without which pods cannot run or keep their results."""
+        config, command = self.settings, request.command
+        folders, writable = _mounted(config)
+        if config.image is None:
+            hint = "name the image of the pods, or give --cluster"
+            yield UsageError("kubernetes.image is not set", hint=hint)
+        if config.install is None:
+            hint = "a wheel on one of kubernetes.volumes, a requirement, or `image` if it has one"
+            text = "kubernetes.install is not set: ssdctl must be installed in the pods"
+            yield UsageError(text, hint=hint)
+
+        option = "--dest" if command[0] == "download" else "--out"
+        output = request.run_folder if command[0] == "train" else last_value(command, option)
+        is_printed = output is None and command[0] not in ("train", "download")  # as evaluate's
+        path = posixpath.normpath(output or ".")
+        if not is_printed and not _is_in(path, writable):
+            example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
+            more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
+            yield UsageError(
+                f"{option} {output or '(its default)'} is not on a persistent volume and would be "
+                "deleted with the pods",
+                hint=f"for example {option} {example}{more}",
+            )
+
+        paths = dict(self.paths)
+        if paths and config.install is not None:
+            paths["kubernetes.install"] = config.install
+        for option, path in paths.items():
+            is_name = option in NAMED and ("://" in path or not FILE.search(path))
+            # An image that has ssdctl may have the data too.
+            is_in_image = config.install == "image" and option != "--mllog"
+            needed = writable if option == "--mllog" else folders
+            if not is_name and not is_in_image and not _is_in(path, needed):
+                yield _not_mounted(option, path, needed)
+
+    def _warnings(self, request: LaunchRequest) -> Iterator[str]:
+        """Yield what the cluster may need in addition to the manifest."""
+        config = self.settings
+        torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
+        if torch and (int(torch[1]), int(torch[2])) < OLDEST_TORCH:
+            oldest = ".".join(map(str, OLDEST_TORCH))
+            yield (
+                f"the image has torch {torch[1]}.{torch[2]}, and ssdctl needs {oldest} or newer: "
+                "Intel Gaudi software 1.21 or newer"
+            )
+        is_bound = request.device == "hpu" and request.count > 1
+        if is_bound and request.config.cores_per_node is None:
+            yield "ranks are not bound to cores, whose number is unknown: give --cores-per-node"
+        missing = [label for label in TPU_LABELS if label not in pairs("node_selector", config)]
+        if request.device in ("tpu", "xla") and missing:
+            named = " and ".join(missing)
+            yield f"kubernetes.node_selector does not name {named}: GKE needs it to start TPU pods"
+        data, (folders, writable) = self.paths.get("--data", ""), _mounted(config)
+        is_read_only = _is_in(data, folders) and not _is_in(data, writable)
+        if is_read_only and "--store" not in self.paths:
+            yield (
+                f"{data} is on a read-only volume, and every job would index it again: prepare it "
+                "once on another volume (--store DIR)"
+            )
+
+
+ENGINE = Kubernetes
+
+
+def _paths(config: Config) -> dict[str, str]:
+    """Return the files and folders of a training, by their options."""
+    train, data = config.train, config.data
+    paths = {
+        "--mllog": train.mllog,
+        "--store": data.store,
+        "--data": None if train.fake_data else data.root or str(DEFAULT_ROOTS[-1]),
+        "--resume": None if train.resume in ("auto", "never") else train.resume,
+        "--init": train.init,
+        "--backbone-weights": config.model.weights,
+    }
+    return {option: path for option, path in paths.items() if path is not None}
+
+
+def _not_mounted(option: str, path: str, folders: list[str]) -> UsageError:
+    folder = path if option in ("--data", "--store") else posixpath.dirname(path)
+    folder, equals = posixpath.normpath(folder), "=" if option.startswith("kubernetes.") else " "
+    hints = []
+    if path.startswith("/") and folder.strip("/"):
+        hints.append(f"mount it by kubernetes.volumes=SOURCE:{folder}")
+    if folders:
+        hints.append(f"give its path in the pods: {option}{equals}{folders[0]}/...")
+    kind = "writable volume" if option == "--mllog" else "volume"
+    return UsageError(
+        f"{option}{equals}{path}: the pods have no {kind} there",
+        hint=", or ".join(hints) or "mount a volume: kubernetes.volumes=SOURCE:/work",
+    )
+
+
+def _mounted(config: KubernetesConfig) -> tuple[list[str], list[str]]:
+    """Return the folders at which volumes are mounted: all, and those that are writable."""
+    mounts, _ = read_volumes(config.volumes)
+    return [m["mountPath"] for m in mounts], [m["mountPath"] for m in mounts if "readOnly" not in m]
+
+
+def _is_in(path: str, folders: list[str]) -> bool:
+    return any(f"{posixpath.normpath(path)}/".startswith(f"{folder}/") for folder in folders)
+
+
+def _patch(path: Path) -> dict[str, Any]:
+    """Return the content of a patch: `metadata` and `spec` of the pods, `job`."""
+    import yaml
+
+    try:
+        patch = yaml.safe_load(read_limited(path, MAX_PATCH_BYTES))
+    except OSError as error:
+        raise unreadable(f"kubernetes.patch {path}", error, UsageError) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"kubernetes.patch {path}: is not YAML: {error}") from None
+    is_mapping = isinstance(patch, dict) and all(isinstance(n, dict) for n in patch.values())
+    if not is_mapping or not set(patch) <= set(PATCHED):
+        raise UsageError(
+            f"kubernetes.patch {path}: has other keys than {', '.join(PATCHED)}",
+            hint="spec and metadata are those of the pods, job is the spec of the job: "
+            "spec: {hostNetwork: true}",
+        )
+    return dict(patch)
+
+
+def to_yaml(document: Mapping[str, Any]) -> str:
+    """Return a document as YAML for 1.1 and 1.2 readers; text that resembles a number is quoted."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        lines = value.split("\n")
+        is_plain = value.isascii() and all(n.isprintable() and n == n.rstrip() for n in lines)
+        is_program = is_plain and len(lines) > 2 and lines[0] == lines[0].strip() != ""
+        style = None if PLAIN.fullmatch(value) else "|" if is_program else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    written = yaml.dump(document, Dumper=Dumper, sort_keys=False, width=100, allow_unicode=False)
+    return f"# Written by ssdctl launch.\n{written}"

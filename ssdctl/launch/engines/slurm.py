@@ -1,0 +1,239 @@
+"""Slurm: a batch script for sbatch, whose srun starts one task per device.
+
+Before the time limit Slurm sends the tasks SIGUSR1; they save and exit 75, the script queues the
+job again, and the next run resumes. Options are in `#SBATCH` lines, which no shell parses: so the
+form of each is checked. Arguments of the user are quoted in the script's body.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssdctl.config.batch_sections import SlurmConfig
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
+from ssdctl.errors import ExitCode, UsageError
+from ssdctl.launch.base import (
+    BatchEngine,
+    LaunchRequest,
+    Node,
+    Write,
+    check_form,
+    require_program,
+    resume_setting,
+)
+from ssdctl.launch.client import POLL_S, query, submit_text
+from ssdctl.launch.job import Job
+
+if TYPE_CHECKING:
+    from ssdctl.config import Config
+
+ARGV = ("sbatch", "--parsable")  # reads the script from its input
+WORD = r"[A-Za-z0-9_[][A-Za-z0-9_.,:@+&|()*=/%\[\]-]*"
+FORMS = {
+    "job_name": r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
+    "time": r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE",
+    "memory": r"\d+[KMGT]?",
+    "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
+    "srun_options": r"--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?",  # quoted, unlike sbatch's
+}
+# Options of the user that control hardware threads; Slurm refuses --hint together with them.
+THREAD_OPTIONS = {"--hint", "--threads-per-core", "--ntasks-per-core", "--cpu-bind"}
+ENDED = re.compile(
+    r"BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|LAUNCH_FAILED|NODE_FAIL|OUT_OF_MEMORY|"
+    r"PREEMPTED|REVOKED|TIMEOUT"
+)
+ASSUMED_CORES = (
+    "--cpus-per-task is based on this machine's cores, and the nodes may have another number: "
+    "give --cores-per-node N"
+)
+START_S = 60  # imports and first reads; a signal before that saves nothing
+FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+RESUME = "command+=(--resume=auto)"
+SCRIPT = """\
+#!/usr/bin/env bash
+{directives}
+# Written by ssdctl launch.
+set -u
+{exports}export MASTER_ADDR
+MASTER_ADDR={head}
+command=({command})
+{resume_after_requeue}restarts={restarts}
+exits=$PWD/.ssdctl-$SLURM_JOB_ID  # where each task leaves its exit code
+export {variable}=$exits
+while :; do
+  rm -rf -- "$exits" && mkdir -p -- "$exits"
+  MASTER_PORT=$({python} -c "{free_port}")
+  export MASTER_PORT
+  srun {options}--export=ALL --wait=0 --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
+  {python} -m ssdctl.launch.exit_codes "$exits" $? {count}
+  code=$?
+  rm -rf -- "$exits"
+  case $code in 1 | 8) ;; *) break ;; esac
+  [ $restarts -gt 0 ] || break
+  restarts=$((restarts - 1))
+  echo "starting again after exit code $code" >&2
+{resume}done
+{requeue}exit $code
+"""
+REQUEUE = """\
+if [ $code -eq 75 ]; then  # saved before the time limit: queue the job again
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+
+
+@dataclass(frozen=True)
+class Slurm(BatchEngine):
+    """sbatch, and srun in its script."""
+
+    name = "slurm"
+    submit_command = "sbatch"
+    settings: SlurmConfig = field(default_factory=SlurmConfig)
+
+    @classmethod
+    def configure(cls, config: Config, request: LaunchRequest) -> Slurm:
+        return cls(config.slurm)
+
+    def require(self) -> None:
+        require_program(
+            "sbatch",
+            "run this on a login node of the cluster; --write FILE writes the script for there",
+        )
+
+    def build_job(self, request: LaunchRequest, node: Node) -> Job:
+        """Return the script, and its submission."""
+        if request.device in ("tpu", "xla"):
+            raise UsageError(
+                "--launcher slurm does not support TPUs",
+                hint="omit --launcher: torchrun starts them",
+            )
+        ranks, config, slurm = request.ranks_per_node, request.config, self.settings
+        _check_time(slurm)
+        cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
+        environment = dict(request.variables)
+        if "OMP_NUM_THREADS" not in request.environment:
+            environment["OMP_NUM_THREADS"] = str(cores)
+        # A checkpoint that is named remains: the run's own come first if there are any.
+        resumes_auto = resume_setting(request, request.environment) in (None, "auto", "never")
+        is_auto = request.command[0] == "train" and resumes_auto
+        requeued = f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {RESUME}\n'
+        srun_options = [
+            shlex.quote(_checked("srun_options", option)) for option in slurm.srun_options
+        ]
+        text = SCRIPT.format(
+            directives="\n".join(
+                f"#SBATCH {option}" for option in self._directives(request, ranks, cores)
+            ),
+            exports="".join(f"export {k}={shlex.quote(v)}\n" for k, v in environment.items()),
+            head="127.0.0.1" if config.nodes == 1 else HEAD,
+            command=shlex.join((request.python, "-m", "ssdctl", *request.command)),
+            resume_after_requeue=requeued if is_auto else "",
+            restarts=config.restarts,
+            variable=EXITS_VARIABLE,
+            python=shlex.quote(request.python),
+            free_port=FREE_PORT,
+            options="".join(f"{option} " for option in srun_options),
+            cores=cores,
+            count=request.count,
+            resume=f"  {RESUME}\n" if is_auto else "",
+            requeue=REQUEUE if slurm.requeue else "",
+        )
+        warnings = (ASSUMED_CORES,) if config.cores_per_node is None else ()
+        return Job(ARGV, {}, self.name, request.count, config.nodes, text=text, warnings=warnings)
+
+    def _directives(self, request: LaunchRequest, ranks: int, cores: int) -> list[str]:
+        slurm = self.settings
+        default = DEVICE_TYPES[request.device].slurm_gres or "none"
+        gres = default if slurm.gres is None else slurm.gres
+        own = {option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)}
+        options = [
+            f"--job-name={_checked('job_name', slurm.job_name)}",
+            f"--nodes={request.config.nodes}",
+            f"--ntasks={request.count}",
+            f"--ntasks-per-node={ranks}",
+            f"--cpus-per-task={cores}",
+        ]
+        if not own & THREAD_OPTIONS:
+            # Without it --cpus-per-task counts hardware threads on nodes with SMT: half the cores.
+            options.append("--hint=nomultithread")
+        if gres != "none":
+            options.append(f"--gres={_checked('gres', gres)}:{ranks}")
+        for name in ("memory", "partition", "account", "qos", "constraint", "time"):
+            if (value := getattr(slurm, name)) is not None:
+                options.append(f"--{'mem' if name == 'memory' else name}={_checked(name, value)}")
+        options += [f"--signal=USR1@{slurm.signal_before}", "--open-mode=append"]
+        options.append("--requeue" if slurm.requeue else "--no-requeue")
+        return [*options, *(_checked("options", option) for option in slurm.options)]
+
+    def submit(self, job: Job) -> str:
+        return submit_text(job, "squeue --me").partition(";")[0]  # ID;CLUSTER
+
+    def cancel(self, job_id: str, job: Job) -> str:
+        return f"scancel {job_id}"
+
+    def follow(self, job_id: str, job: Job, write: Write) -> int:
+        """Write the job's output until it ends; return its exit code."""
+        position = 0
+        while True:
+            line = query("scontrol", "show", "job", "--oneliner", job_id).strip()
+            # NAME=VALUE fields, separated by blanks; values may contain blanks.
+            pairs = re.findall(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line)
+            fields = {"StdOut": "", "JobState": "", "ExitCode": "", **dict(pairs)}
+            position = _copy_new(Path(fields["StdOut"]), position, write)
+            state = fields["JobState"]
+            if ENDED.match(state):
+                break
+            time.sleep(POLL_S)
+        if state == "COMPLETED":
+            return 0
+        if state.startswith("CANCELLED"):
+            return ExitCode.INTERRUPTED
+        code = fields["ExitCode"].partition(":")[0]
+        is_own = state == "FAILED" and code in {str(int(own)) for own in PASSED_ON}
+        return int(code) if is_own else ExitCode.DISTRIBUTED
+
+
+ENGINE = Slurm
+
+
+def _check_time(slurm: SlurmConfig) -> None:
+    """Refuse a time limit that ends a job before it trains: it would be queued again and again."""
+    if slurm.time in (None, "UNLIMITED", "INFINITE") or not slurm.requeue:
+        return
+    # M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
+    days, dash, rest = _checked("time", slurm.time).rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts.insert(0, 0)  # no hours
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    limit = 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+    minimum = slurm.signal_before + START_S
+    if 0 < limit <= minimum:  # 0 is no limit
+        raise UsageError(
+            f"slurm.time: {slurm.time} is {limit} s, and slurm.signal_before stops the ranks "
+            f"{slurm.signal_before} s before its end: nothing would be trained",
+            hint=f"give at least {minimum // 60 + 1} minutes, or a smaller slurm.signal_before",
+        )
+
+
+def _checked(name: str, value: str) -> str:
+    return check_form("Slurm", name, value, FORMS.get(name, WORD))
+
+
+def _copy_new(path: Path, position: int, write: Write) -> int:
+    """Write the content of a file after `position` bytes; return the new position."""
+    # A NUL in the path is a ValueError.
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        file.seek(position)
+        if content := file.read():
+            write(content.decode(errors="replace"))
+            return position + len(content)
+    return position

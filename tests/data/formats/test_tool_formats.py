@@ -1,0 +1,154 @@
+"""RetinaNet's CSV, VIA's, LabelMe's and Create ML's JSON: their variants, and what is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.formats import exports
+
+from ssdctl.data.annotations import Annotations
+from ssdctl.data.check import check
+from ssdctl.data.dataset import find
+from ssdctl.errors import DataError
+
+BOX = [10.0, 20.0, 30.0, 15.0]  # left, top, width, height
+
+
+def read(root: Path, content: Any, file: str = "labels.json") -> dict[str, Annotations]:
+    """Return the splits of a folder with this file, and images a.png and b.png."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    exports.tree(root, {file: text, "a.png": None, "b.png": None})
+    return find(root)[1].read(root)
+
+
+def boxes_of(splits: dict[str, Annotations]) -> dict[str, list[tuple[str, list[float]]]]:
+    boxes = exports.boxes_of(splits)
+    return {name: [(label, box) for label, box, _ in found] for name, found in boxes.items()}
+
+
+def via(*regions: dict[str, Any]) -> dict[str, Any]:
+    return {"a.png1": {"filename": "a.png", "size": 1, "file_attributes": {}, "regions": regions}}
+
+
+def region(shape: dict[str, Any], **attributes: Any) -> dict[str, Any]:
+    return {"shape_attributes": shape, "region_attributes": attributes}
+
+
+def rect(
+    left: float = 10, top: float = 20, width: float = 30, height: float = 15
+) -> dict[str, Any]:
+    return {"name": "rect", "x": left, "y": top, "width": width, "height": height}
+
+
+def labelme(*shapes: dict[str, Any], path: str = "a.png") -> dict[str, Any]:
+    return {"shapes": shapes, "imagePath": path, "imageHeight": 50, "imageWidth": 100}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a.png,10,20,40,35,bolt\n",
+        "path,x1,y1,x2,y2,class\na.png,10,20,40,35,bolt\n",
+        "class,filename,xmin,xmax,ymin,ymax\nbolt,a.png,10,40,20,35\n",
+        'image,xmin,ymin,xmax,ymax,label\n"a.png",10.0,20.0,40.0,35.0,"bolt"\n',  # VoTT
+    ],
+)
+def test_a_csv_file_may_have_a_header_in_any_order(tmp_path: Path, text: str) -> None:
+    splits = read(tmp_path, text, "boxes.csv")
+    assert find(tmp_path)[0] == "retinanet-csv"
+    assert boxes_of(splits) == {"a.png": [("bolt", BOX)]}
+
+
+def test_an_empty_row_is_an_image_without_objects(tmp_path: Path) -> None:
+    splits = read(tmp_path, "a.png,10,20,40,35,bolt\nb.png,,,,,\n", "boxes.csv")
+    assert boxes_of(splits)["b.png"] == []
+    assert check(splits["train"]).is_empty.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("row", ["a.png,10,20,40,bolt", "a.png,10,20,,35,bolt", "a.png,1,2,3,4,"])
+def test_a_broken_row_is_named(tmp_path: Path, row: str) -> None:
+    with pytest.raises(DataError, match=r"boxes\.csv:2"):
+        read(tmp_path, f"a.png,10,20,40,35,bolt\n{row}\n", "boxes.csv")
+
+
+def test_a_file_of_class_numbers_gives_their_order(tmp_path: Path) -> None:
+    exports.tree(tmp_path, {"classes.csv": "nut,0\nbolt,1\n"})
+    splits = read(tmp_path, "a.png,10,20,40,35,bolt\n", "boxes.csv")
+    assert [c.name for c in splits["train"].classes] == ["nut", "bolt"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "name"),
+    [
+        ({"kind": "bolt"}, "bolt"),
+        ({"Class": "bolt", "note": "rusty"}, "bolt"),
+        ({"type": {"bolt": True, "nut": False}}, "bolt"),
+        ({}, "object"),
+    ],
+)
+def test_the_class_of_a_via_region(tmp_path: Path, attributes: Any, name: str) -> None:
+    splits = read(tmp_path, via(region(rect(), **attributes)))
+    assert boxes_of(splits) == {"a.png": [(name, BOX)]}
+
+
+def test_an_attribute_that_may_be_the_class_is_not_guessed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="color, form"):
+        read(tmp_path, via(region(rect(), color="red", form="round")))
+
+
+def test_the_shapes_of_via(tmp_path: Path) -> None:
+    circle = {"name": "circle", "cx": 50, "cy": 25, "r": 10}
+    ellipse = {"name": "ellipse", "cx": 50, "cy": 25, "rx": 20, "ry": 10, "theta": 0}
+    point = {"name": "point", "cx": 5, "cy": 5}
+    splits = read(tmp_path, via(*(region(s, name="nut") for s in (circle, ellipse, point))))
+    found = [("nut", [40.0, 15.0, 20.0, 20.0]), ("nut", [30.0, 15.0, 40.0, 20.0])]
+    assert boxes_of(splits) == {"a.png": found}
+    assert "point, left out: 1" in splits["train"].notes[0]
+
+
+def test_an_image_with_shapes_that_are_left_out_is_not_empty(tmp_path: Path) -> None:
+    line = {"label": "bolt", "points": [[1, 1], [9, 9]], "shape_type": "line"}
+    square = {"label": "bolt", "points": [[40, 35], [10, 20]], "shape_type": "rectangle"}
+    exports.tree(tmp_path, {"b.json": json.dumps(labelme(line, path="b.png"))})
+    splits = read(tmp_path, labelme(square), "a.json")
+    assert boxes_of(splits) == {"a.png": [("bolt", BOX)], "b.png": []}
+    assert not check(splits["train"]).is_empty.any()
+
+
+def test_a_circle_of_labelme(tmp_path: Path) -> None:
+    circle = {"label": "nut", "points": [[50, 25], [50, 35]], "shape_type": "circle"}
+    splits = read(tmp_path, labelme(circle), "a.json")
+    assert boxes_of(splits) == {"a.png": [("nut", [40.0, 15.0, 20.0, 20.0])]}
+
+
+def test_the_name_of_a_labelme_file_counts_if_its_image_was_renamed(tmp_path: Path) -> None:
+    shape = {"label": "nut", "points": [[10, 20], [40, 20], [40, 35]]}  # an old file
+    splits = read(tmp_path, labelme(shape, path="C:\\photos\\before.png"), "a.json")
+    assert boxes_of(splits) == {"a.png": [("nut", BOX)]}
+    with pytest.raises(DataError, match=r"c\.json"):
+        read(tmp_path, labelme(shape, path="c.png"), "c.json")
+
+
+def test_other_json_files_are_not_taken_for_create_mls(tmp_path: Path) -> None:
+    result = {"image_id": 1, "category_id": 1, "bbox": BOX, "score": 0.5}
+    exports.tree(tmp_path, {"results.json": json.dumps([result]), "package.json": '{"name": "a"}'})
+    box = {"label": "nut", "coordinates": {"x": 25, "y": 27.5, "width": 30, "height": 15}}
+    splits = read(tmp_path, [{"image": "a.png", "verified": False, "annotations": [box]}])
+    assert boxes_of(splits) == {"a.png": [("nut", BOX)]}
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [
+        ("createml-json", [{"image": "a.png", "annotations": [{"label": "nut"}]}]),
+        ("via-json", via(region({"name": "rect", "x": 1}, name="nut"))),
+        ("labelme-json", labelme({"label": "nut", "points": [[1]]})),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, source: str, content: Any) -> None:
+    with pytest.raises(DataError, match=r"labels\.json"):
+        read(tmp_path, content)
+    assert find(tmp_path)[0] == source

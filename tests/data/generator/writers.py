@@ -1,0 +1,522 @@
+"""Write a world in each format, from the format's own specification.
+
+Every function writes one layout of one format, in the variants that `world.flags` names; LAYOUTS
+says what each can express. Nothing here reads how ssdctl reads.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import posixpath
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from xml.sax.saxutils import escape, quoteattr
+
+import yaml
+from data.generator.worlds import Layout, Picture, Thing, Tree, World, paint
+
+Write = Callable[[World, Tree], None]
+WORDS = {"train": "train", "val": "valid", "test": "test"}  # Roboflow's
+SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def corners(thing: Thing) -> tuple[float, float, float, float]:
+    return thing.left, thing.top, thing.left + thing.width, thing.top + thing.height
+
+
+def table(rows: Iterable[Iterable[object]], **options: object) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n", **options).writerows(rows)
+    return buffer.getvalue()
+
+
+# COCO: https://cocodataset.org/#format-data
+
+
+def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = False) -> None:
+    """`images` is the folder of a split's images, `labels` its file; file names are relative."""
+    text = ""
+    ids = {name: 3 * n + 1 for n, name in enumerate(world.classes)}
+    for split in world.splits:
+        words = {"split": split, "word": WORDS[split]}
+        folder, file = images.format(**words), labels.format(**words)
+        entries, boxes = [], []
+        for n, picture in enumerate(world.of(split), 7):
+            path = tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
+            name = picture.name
+            if "from the root" in world.flags:
+                name = path
+            if "dot" in world.flags and n % 2:
+                name = f"./{name}"
+            if "backslashes" in world.flags:
+                name = name.replace("/", "\\")
+            size = {"width": picture.width, "height": picture.height}
+            entries.append({"id": n, "file_name": name, **size})
+            # A merged dataset has an entry for each object of an image.
+            if "listed twice" in world.flags and len(picture.things) > 1:
+                entries.append({"id": n + 500, "file_name": f"./{name}", **size})
+            for k, thing in enumerate(picture.things):
+                boxes.append(
+                    {
+                        "id": len(boxes) + 1,
+                        "image_id": n + 500 * (k > 0 and "listed twice" in world.flags),
+                        "category_id": ids[thing.name],
+                        "bbox": [thing.left, thing.top, thing.width, thing.height],
+                        "area": thing.width * thing.height,
+                        "iscrowd": int(thing.is_crowd),
+                        "segmentation": [],
+                    }
+                )
+        categories = [{"id": i, "name": name, "supercategory": "none"} for name, i in ids.items()]
+        content = {"images": entries, "annotations": boxes, "categories": categories}
+        tree.write(file, json.dumps(content))
+        text += (
+            f"[{split}]\nimages = {json.dumps(folder or '.')}\nannotations = {json.dumps(file)}\n"
+        )
+    if toml:
+        tree.write("dataset.toml", text)
+        if "data is the file" in world.flags:
+            tree.data = tree.root / "dataset.toml"
+
+
+# YOLO: https://docs.ultralytics.com/datasets/detect, https://github.com/AlexeyAB/darknet
+
+
+def yolo_label(picture: Picture, world: World) -> str:
+    lines = []
+    for thing in picture.things:
+        left, top, right, bottom = corners(thing)
+        values = [left, top, right, top, right, bottom, left, bottom]
+        if "polygons" not in world.flags:
+            values = [(left + right) / 2, (top + bottom) / 2, thing.width, thing.height]
+        sides = (picture.width, picture.height)
+        fractions = " ".join(f"{v / sides[n % 2]:.7f}" for n, v in enumerate(values))
+        lines.append(f"{world.classes.index(thing.name)} {fractions}\n")
+    return "".join(lines)
+
+
+def yolo(
+    world: World, tree: Tree, *, images: str, labels: str, names: str, lists: str = ""
+) -> None:
+    """`names` is the file of class names: a data.yaml, or a line for each."""
+    content: dict[str, object] = {}
+    for split in world.splits:
+        words = {"split": split, "word": WORDS[split]}
+        folder = images.format(**words)
+        paths = []
+        for picture in world.of(split):
+            path = tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
+            paths.append(f"./{path}")
+            if picture.things or "no empty files" not in world.flags:
+                stem = f"{picture.folder}/{picture.stem}".lstrip("/")
+                label = f"{labels.format(**words)}/{stem}.txt".lstrip("/")
+                tree.write(label, yolo_label(picture, world))
+        content[split] = folder or "."
+        if "stale" in world.flags:  # of another machine
+            content[split] = f"/home/me/parts/{folder}"
+        elif "above" in world.flags:
+            content[split] = f"../{folder.replace('val/', 'valid/')}"
+        if lists:
+            content[split] = lists.format(**words)
+            tree.write(lists.format(**words), "\n".join(paths) + "\n")
+    if not names.endswith(".yaml"):
+        for split in world.splits:
+            path = names.format(split=split, word=WORDS[split])
+            tree.write(path, "\n".join(world.classes) + "\n")
+        if lists:
+            lines = [f"{'valid' if k == 'val' else k} = {v}\n" for k, v in content.items()]
+            lines += [f"names = {names}\n", "backup = backup/\n"]
+            tree.write("obj.data", f"classes = {len(world.classes)}\n{''.join(lines)}")
+        return
+    content["names"] = list(world.classes)
+    if "table of names" in world.flags:
+        content |= {"path": ".", "names": dict(enumerate(world.classes))}
+    tree.write(names, yaml.safe_dump(content, allow_unicode=True, sort_keys=False))
+    if "data is the file" in world.flags:
+        tree.data = tree.root / names
+
+
+# Pascal VOC: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html
+
+
+def voc_xml(picture: Picture, folder: str, world: World) -> str:
+    objects = ""
+    for thing in picture.things:
+        left, top, right, bottom = corners(thing)
+        # Pixels count from 1, and the last one belongs to the box.
+        values = zip(SIDES, (left + 1, top + 1, right, bottom), strict=True)
+        box = "".join(f"<{side}>{value:g}</{side}>" for side, value in values)
+        objects += (
+            f"<object><name>{escape(thing.name)}</name><pose>Unspecified</pose>"
+            f"<difficult>{int(thing.is_crowd)}</difficult><bndbox>{box}</bndbox></object>"
+        )
+    file = f"{picture.stem}{picture.suffix}"
+    named = "" if "no folder" in world.flags else f"<folder>{escape(folder)}</folder>"
+    if "no filename" not in world.flags:
+        named += f"<filename>{escape(file)}</filename>"
+    return (
+        f"<annotation>{named}<size><width>{picture.width}</width><height>{picture.height}</height>"
+        f"<depth>3</depth></size><segmented>0</segmented>{objects}</annotation>"
+    )
+
+
+def voc(world: World, tree: Tree, *, images: str, labels: str, lists: str = "") -> None:
+    suffix = ".XML" if "upper case" in world.flags else ".xml"
+    for split in world.splits:
+        words = {"split": split, "word": WORDS[split]}
+        folder = images.format(**words)
+        stems = []
+        for picture in world.of(split):
+            tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
+            stems.append(f"{picture.folder}/{picture.stem}".lstrip("/"))
+            if picture.things or not (lists and "no empty files" in world.flags):
+                path = f"{labels.format(**words)}/{stems[-1]}{suffix}".lstrip("/")
+                top = folder.rpartition("/")[2]
+                tree.write(path, voc_xml(picture, f"{top}/{picture.folder}".strip("/"), world))
+        if lists:
+            tree.write(f"{lists}/{split}.txt", "".join(f"{stem}\n" for stem in stems))
+
+
+# CVAT for images 1.1: https://docs.cvat.ai/docs/manual/advanced/xml_format
+
+
+def cvat_shape(thing: Thing, world: World) -> str:
+    left, top, right, bottom = corners(thing)
+    x, y, rx, ry = (left + right) / 2, (top + bottom) / 2, thing.width / 2, thing.height / 2
+    head = f'label={quoteattr(thing.name)} source="manual" occluded="0" z_order="0"'
+    if "polygons" in world.flags:
+        points = f"{x:.3f},{top:.3f};{right:.3f},{y:.3f};{x:.3f},{bottom:.3f};{left:.3f},{y:.3f}"
+        return f'<polygon {head} points="{points}"></polygon>'
+    if "ellipses" in world.flags and "turned" not in world.flags:
+        return f'<ellipse {head} cx="{x}" cy="{y}" rx="{rx}" ry="{ry}"></ellipse>'
+    if "ellipses" in world.flags:  # a quarter turn: the radii swap
+        return f'<ellipse {head} cx="{x}" cy="{y}" rx="{ry}" ry="{rx}" rotation="90"></ellipse>'
+    if "turned" in world.flags:
+        left, top, right, bottom = x - ry, y - rx, x + ry, y + rx
+        head += ' rotation="270.0"'
+    return f'<box {head} xtl="{left}" ytl="{top}" xbr="{right}" ybr="{bottom}"></box>'
+
+
+def cvat_xml(world: World, tree: Tree) -> None:
+    images = []
+    for n, picture in enumerate(world.pictures):
+        folder = f"images/{picture.split}" if len(world.splits) > 1 else "images"
+        tree.image(f"{folder}/{picture.name}", picture)
+        shapes = "".join(cvat_shape(thing, world) for thing in picture.things)
+        subset = f' subset="{picture.split}"' if len(world.splits) > 1 else ""
+        images.append(
+            f"<image id={quoteattr(str(n))} name={quoteattr(picture.name)}{subset} "
+            f'width="{picture.width}" height="{picture.height}">{shapes}<tag label="t"/></image>'
+        )
+    labels = "".join(f"<label><name>{escape(name)}</name></label>" for name in world.classes)
+    tree.write(
+        "annotations.xml",
+        '<?xml version="1.0" encoding="utf-8"?>\n<annotations><version>1.1</version><meta><job>'
+        f"<labels>{labels}</labels></job></meta>{''.join(images)}</annotations>",
+    )
+    if "data is the file" in world.flags:
+        tree.data = tree.root / "annotations.xml"
+
+
+# Open Images: https://storage.googleapis.com/openimages/web/download_v7.html
+
+
+def openimages(world: World, tree: Tree) -> None:
+    quoting = csv.QUOTE_ALL if "quoted" in world.flags else csv.QUOTE_MINIMAL
+    header = "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsGroupOf"
+    mids = {name: f"/m/0{n}" for n, name in enumerate(world.classes)}
+    for split in world.splits:
+        word = {"val": "validation"}.get(split, split)
+        rows: list[Iterable[object]] = [header.split(",")]
+        for picture in world.of(split):
+            tree.image(f"{word}/{picture.name}", picture)
+            image_id = (
+                picture.name if "suffixes" in world.flags else picture.name.removesuffix(".jpg")
+            )
+            for thing in picture.things:
+                left, top, right, bottom = corners(thing)
+                x = (f"{v / picture.width:.8f}" for v in (left, right))
+                y = (f"{v / picture.height:.8f}" for v in (top, bottom))
+                group = int(thing.is_crowd)
+                rows.append([image_id, "x", mids[thing.name], 1, *x, *y, 0, group])
+        tree.write(
+            f"{split}-annotations-bbox.csv".replace("val-", "validation-"),
+            table(rows, quoting=quoting),
+        )
+    rows = [(mid, name) for name, mid in mids.items()]
+    tree.write("class-descriptions-boxable.csv", table(rows, quoting=quoting))
+
+
+# KITTI: the development kit of the object detection benchmark
+
+
+def kitti(world: World, tree: Tree, *, folder: str) -> None:
+    for split in world.splits:
+        base = folder.format(split=split, word=WORDS[split])
+        for picture in world.of(split):
+            tree.image(f"{base}/image_2/{picture.name}", picture)
+            lines = "DontCare -1 -1 -10 3.00 3.00 9.50 9.50 -1 -1 -1 -1000 -1000 -1000 -10\n"
+            for thing in picture.things:
+                box = " ".join(f"{value:.2f}" for value in corners(thing))
+                score = " 0.97" if "scores" in world.flags else ""
+                lines += (
+                    f"{thing.name} 0.00 0 -1.58 {box} 1.65 1.67 3.64 -0.65 1.71 46.7 -1.59{score}\n"
+                )
+            stem = f"{picture.folder}/{picture.stem}".lstrip("/")
+            tree.write(f"{base}/label_2/{stem}.txt", lines)
+
+
+# TensorFlow's tutorials: xml_to_csv.py; Roboflow's "Tensorflow Object Detection"
+
+
+def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
+    quoting = csv.QUOTE_ALL if "quoted" in world.flags else csv.QUOTE_MINIMAL
+    header = ["filename", "width", "height", "class", *SIDES]
+    everything: list[Iterable[object]] = [header]
+    for split in world.splits:
+        words = {"split": split, "word": WORDS[split]}
+        rows: list[Iterable[object]] = [header]
+        for picture in world.of(split):
+            path = tree.image(f"{images.format(**words)}/{picture.name}".lstrip("/"), picture)
+            name = path if "from the root" in world.flags else picture.name
+            for thing in picture.things:
+                rows.append((name, picture.width, picture.height, thing.name, *corners(thing)))
+        tree.write(labels.format(**words), table(rows, quoting=quoting))
+        everything += rows[1:]
+    names = [picture.name for picture in world.pictures]
+    if "all" in world.flags and len(world.splits) > 1 and len({*names}) == len(names):
+        tree.write(labels.format(split="all", word="all"), table(everything, quoting=quoting))
+
+
+# keras-retinanet's CSV files: https://github.com/fizyr/keras-retinanet#csv-datasets
+
+
+def retinanet_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
+    for split in world.splits:
+        words = {"split": split, "word": WORDS[split]}
+        rows: list[Iterable[object]] = []
+        if "header" in world.flags:
+            rows.append(("path", "x1", "y1", "x2", "y2", "class"))
+        for picture in world.of(split):
+            path = tree.image(f"{images.format(**words)}/{picture.name}".lstrip("/"), picture)
+            name = path if "from the root" in world.flags else picture.name
+            rows += [(name, *corners(thing), thing.name) for thing in picture.things]
+            if not picture.things:
+                rows.append((name, "", "", "", "", ""))
+        tree.write(labels.format(**words), table(rows))
+        names = [(name, n) for n, name in enumerate(world.classes)]
+        tree.write(
+            f"{labels.format(**words).rpartition('/')[0]}/classes.csv".lstrip("/"), table(names)
+        )
+
+
+# VGG Image Annotator: https://www.robots.ox.ac.uk/~vgg/software/via/docs/face_track_annotation.html
+
+
+def via_json(world: World, tree: Tree) -> None:
+    for split in world.splits:
+        entries = {}
+        for picture in world.of(split):
+            tree.image(f"{split}/{picture.name}", picture)
+            regions: list[object] = []
+            for thing in picture.things:
+                left, top, right, bottom = corners(thing)
+                shape = {"name": "rect", "x": left, "y": top}
+                shape |= {"width": thing.width, "height": thing.height}
+                if "polygons" in world.flags:
+                    xs, ys = [left, right, right, left], [top, top, bottom, bottom]
+                    shape = {"name": "polygon", "all_points_x": xs, "all_points_y": ys}
+                attributes = {"name": thing.name}
+                regions.append({"shape_attributes": shape, "region_attributes": attributes})
+            size = len(paint(picture))
+            entry = {"filename": picture.name, "size": size, "file_attributes": {}}
+            numbered = {str(n): region for n, region in enumerate(regions)}  # version 1
+            entry["regions"] = numbered if "version 1" in world.flags else regions
+            entries[f"{picture.name}{size}"] = entry
+        content = {"_via_settings": {}, "_via_img_metadata": entries, "_via_attributes": {}}
+        project = "project" in world.flags
+        tree.write(f"{split}/via_region_data.json", json.dumps(content if project else entries))
+
+
+# LabelMe: https://github.com/wkentaro/labelme
+
+
+def labelme_json(world: World, tree: Tree, *, images: str, labels: str) -> None:
+    for split in world.splits:
+        words = {"split": split, "word": WORDS[split]}
+        folder, base = images.format(**words), labels.format(**words)
+        for picture in world.of(split):
+            path = tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
+            shapes = []
+            for thing in picture.things:
+                left, top, right, bottom = corners(thing)
+                shape = {"label": thing.name, "group_id": None, "flags": {}}
+                points = [[right, bottom], [left, top]]  # drawn from any corner
+                if "polygons" in world.flags:
+                    points = [[left, top], [right, top], [(left + right) / 2, bottom]]
+                kind = "polygon" if "polygons" in world.flags else "rectangle"
+                shapes.append({**shape, "points": points, "shape_type": kind})
+            stem = f"{picture.folder}/{picture.stem}".lstrip("/")
+            label = f"{base}/{stem}.json".lstrip("/")
+            name = posixpath.relpath(path, posixpath.dirname(label) or ".")
+            content = {"version": "5.4.1", "flags": {}, "shapes": shapes, "imageData": None}
+            content["imagePath"] = name.replace("/", "\\") if "backslashes" in world.flags else name
+            size = {"imageHeight": picture.height, "imageWidth": picture.width}
+            tree.write(label, json.dumps({**content, **size}, ensure_ascii=False))
+
+
+# Create ML: https://developer.apple.com/documentation/createml/building-an-object-detector-data-source
+
+
+def createml_json(world: World, tree: Tree) -> None:
+    for split in world.splits:
+        word, entries = WORDS[split], []
+        for picture in world.of(split):
+            tree.image(f"{word}/{picture.name}", picture)
+            boxes = []
+            for thing in picture.things:
+                left, top, right, bottom = corners(thing)
+                center = {"x": (left + right) / 2, "y": (top + bottom) / 2}
+                size = {"width": thing.width, "height": thing.height}
+                boxes.append({"label": thing.name, "coordinates": {**center, **size}})
+            key = "imagefilename" if "old keys" in world.flags else "image"
+            many = "annotation" if "old keys" in world.flags else "annotations"
+            entries.append({key: picture.name, many: boxes})
+        tree.write(f"{word}/_annotations.createml.json", json.dumps(entries))
+
+
+_COCO = Layout(("from the root", "dot", "backslashes", "listed twice"), crowds=True, classes="all")
+_YOLO = Layout(("no empty files", "polygons", "table of names"), "upright", shun='"', classes="all")
+_VOC = Layout(("no folder", "no filename", "upper case"), crowds=True)
+_CSV = Layout(("quoted", "all"), empties=False)
+
+LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
+    "coco: 2017": (
+        _COCO, partial(coco, images="{split}2017", labels="annotations/instances_{split}2017.json")
+    ),
+    "coco: roboflow": (
+        _COCO, partial(coco, images="{word}", labels="{word}/_annotations.coco.json")
+    ),
+    "coco: images": (
+        _COCO, partial(coco, images="images/{split}", labels="annotations/instances_{split}.json")
+    ),
+    "coco: flat": (
+        _COCO._replace(splits=("train",)), partial(coco, images="images", labels="result.json")
+    ),
+    "coco: beside": (
+        _COCO._replace(splits=("train",), decoys=False),
+        partial(coco, images="", labels="labels.json"),
+    ),
+    "coco: toml": (
+        _COCO._replace(flags=("listed twice", "data is the file")),
+        partial(coco, images="{split} prepared", labels="j/{split}.json", toml=True),
+    ),
+    "yolo: ultralytics": (
+        _YOLO._replace(flags=(*_YOLO.flags, "stale", "data is the file")),
+        partial(yolo, images="images/{split}", labels="labels/{split}", names="data.yaml"),
+    ),
+    "yolo: roboflow": (
+        _YOLO._replace(flags=(*_YOLO.flags, "above")),
+        partial(yolo, images="{split}/images", labels="{split}/labels", names="data.yaml"),
+    ),
+    "yolo: lists": (
+        _YOLO._replace(shared=True),
+        partial(yolo, images="images", labels="labels", names="data.yaml", lists="{split}.txt"),
+    ),
+    "yolo: labelImg": (
+        _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
+        partial(yolo, images="images", labels="images", names="classes.txt"),
+    ),
+    "yolo: img": (
+        _YOLO._replace(flags=("polygons",), named=False, decoys=False, splits=("train",)),
+        partial(yolo, images="img", labels="labels", names="classes.txt"),
+    ),
+    "yolo: here": (
+        _YOLO._replace(splits=("train",), decoys=False),
+        partial(yolo, images="", labels="", names="data.yaml"),
+    ),
+    "yolo: classes of splits": (
+        _YOLO._replace(flags=("polygons",), named=False), partial(yolo, images="{split}/images", labels="{split}/labels",
+                       names="{split}/labels/classes.txt")
+    ),
+    "yolo: darknet": (
+        _YOLO._replace(flags=("no empty files",), shared=True),
+        partial(yolo, images="data/obj", labels="data/obj", names="data/obj.names",
+                lists="data/{split}.txt"),
+    ),
+    "voc: lists": (
+        _VOC._replace(flags=(*_VOC.flags, "no empty files"), shared=True),
+        partial(voc, images="JPEGImages", labels="Annotations", lists="ImageSets/Main"),
+    ),
+    "voc: labelme2voc": (
+        _VOC._replace(splits=("train",), folders=False),
+        partial(voc, images="JPEGImages", labels="Annotations"),
+    ),
+    "voc: pet": (
+        _VOC._replace(splits=("train",), folders=False),
+        partial(voc, images="images", labels="annotations/xmls"),
+    ),
+    "voc: odd": (
+        _VOC._replace(splits=("train",), folders=False),
+        partial(voc, images="b pictures", labels="c boxes"),
+    ),
+    "voc: beside": (_VOC._replace(named=False, folders=False), partial(voc, images="{word}", labels="{word}")),
+    "voc: demo": (
+        _VOC._replace(named=False, folders=False),
+        partial(voc, images="training_demo/images/{word}", labels="training_demo/images/{word}"),
+    ),
+    "voc: mirrored": (_VOC._replace(named=False), partial(voc, images="images/{split}", labels="annotations/{split}")),
+    "cvat-xml": (
+        Layout(("polygons", "ellipses", "turned", "data is the file"), classes="all"), cvat_xml
+    ),
+    "openimages": (
+        Layout(("quoted", "suffixes"), "stored", named=False, crowds=True, suffixes=(".jpg",)), openimages
+    ),
+    "kitti": (Layout(("scores",), "stored", named=False), partial(kitti, folder="{split}")),
+    "kitti: training": (
+        Layout(("scores",), "stored", named=False, splits=("train",)), partial(kitti, folder="training")
+    ),
+    "tf-csv: data": (
+        _CSV, partial(tf_csv, images="images/{split}", labels="data/{split}_labels.csv")
+    ),
+    "tf-csv: flat": (
+        _CSV._replace(splits=("train",)),
+        partial(tf_csv, images="images", labels="data/{split}_labels.csv"),
+    ),
+    "tf-csv: roboflow": (
+        _CSV._replace(flags=("quoted",), folders=False),
+        partial(tf_csv, images="{word}", labels="{word}/_annotations.csv"),
+    ),
+    "retinanet-csv": (
+        Layout(("header", "from the root"), "unturned"),
+        partial(retinanet_csv, images="{split}", labels="{split}.csv"),
+    ),
+    "retinanet-csv: roboflow": (
+        Layout(("header",), "unturned"),
+        partial(retinanet_csv, images="{word}", labels="{word}/_annotations.csv"),
+    ),
+    "via-json": (Layout(("polygons", "version 1", "project"), "unturned"), via_json),
+    "labelme-json": (
+        Layout(("polygons", "backslashes"), named=False),
+        partial(labelme_json, images="{split}", labels="{split}"),
+    ),
+    "labelme-json: apart": (
+        Layout(("polygons",), named=False),
+        partial(labelme_json, images="images/{split}", labels="labels/{split}"),
+    ),
+    "createml-json": (Layout((), "unturned"), createml_json),
+}  # fmt: skip
+
+
+def add_decoys(world: World, tree: Tree) -> None:
+    for folder in world.decoys:
+        for path, picture in list(tree.images.items()):
+            top, _, below = path.rpartition("images/") if "demo" in world.layout else ("", "", path)
+            place = f"{top}{folder}/{below.partition('/')[2] or below}"
+            for suffix in {picture.suffix, ".png"}:
+                target = f"{place.removesuffix(picture.suffix)}{suffix}"
+                if target not in tree.images:
+                    decoy = picture._replace(suffix=suffix, mode="RGB", turn=1)
+                    tree.write(target, paint(decoy, is_decoy=True, is_small=world.small_decoys))
