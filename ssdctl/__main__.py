@@ -69,7 +69,9 @@ def ignore_lost_messages() -> None:
 def run() -> None:
     open_missing_streams()
     ignore_lost_messages()
-    is_training = "train" in sys.argv[1:2]
+    # torch.distributed.launch puts --local-rank=N before the command
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    is_training = command == "train"
     if os.getpid() == 1 and not is_training:
         # The first process of a container ignores signals without a handler: it would hold its
         # device until it is killed. Commands that have their own handlers replace this one.
@@ -86,7 +88,7 @@ def run() -> None:
     from ssdctl.runtime.system import limit_threads, shorten_waiting
 
     shorten_waiting()
-    if "launch" not in sys.argv[1:2]:  # its ranks share the quota: they get their own numbers
+    if command != "launch":  # its ranks share the quota: they get their own numbers
         limit_threads()
 
     with recorded_exit() as exit_now:

@@ -23,6 +23,7 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
 from ssdctl.cli.command import app, click_root, exit_after
 from ssdctl.cli.console import STDOUT, Console
 from ssdctl.cli.help import command_line, is_completion
+from ssdctl.cli.option_aliases import check_local_rank, is_local_rank
 from ssdctl.errors import ExitCode
 
 # In the order of `ssdctl --help`.
@@ -93,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif arguments == ["version"]:
             arguments = ["--version"]
     try:
+        if arguments and is_local_rank(arguments[0]):
+            check_local_rank()
+            del arguments[0]
         command = next((a for a in arguments if not a.startswith("-")), "")
         code = click_root(command).main(args=arguments, prog_name="ssdctl", standalone_mode=False)
         raise SystemExit(code or 0)

@@ -9,13 +9,13 @@ refused with its replacement or the reason (exit 2).
 from __future__ import annotations
 
 import functools
-import re
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ssdctl.cli.corrections import Word, command_of, find_row, refuse, refused_options
 from ssdctl.cli.help import HelpCommand
-from ssdctl.config.fields import COUNTED_DEVICES
-from ssdctl.config.settings import Setting, all_settings, other_programs, select
+from ssdctl.config.settings import Setting, select
 from ssdctl.errors import UsageError
 
 # Aliases of options that are not settings: the first target that the command has.
@@ -24,18 +24,8 @@ COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, 
 # Options that an alias sets in addition to its own: TensorFlow's summaries are TensorBoard events.
 IMPLIED = {"--save-summary-steps": "--tensorboard"}
 POSITIONAL = "="
-PRECISIONS = ("bf16", "fp16", "fp32")
 CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept it as an option
 CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir")
-
-
-@functools.cache
-def refused_options() -> dict[str, dict[str, Any]]:
-    """Return the tables of other_programs.toml: `settings` (by path), `other`,
-    `launch_does` and `not_needed`."""
-    count = ", ".join(f"{device.count_option} N" for device in COUNTED_DEVICES)
-    other = {flag: text.format(count=count) for flag, text in other_programs()["other"].items()}
-    return {**other_programs(), "other": other}
 
 
 class AliasCommand(HelpCommand):
@@ -43,76 +33,81 @@ class AliasCommand(HelpCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # a shell's completion has the words so far
-            args = self.without_aliases(args)
+            args = self.without_aliases(args, ctx.command_path.partition(" ")[2])
         return super().parse_args(ctx, args)
 
-    def without_aliases(self, args: Sequence[str]) -> list[str]:
-        """Return the command line with every alias replaced by the option that it stands for."""
-        options: list[Any] = [p for p in self.params if p.param_type_name == "option"]
-        own = {flag: p for p in options for flag in (*p.opts, *p.secondary_opts)}
-        templates = self._templates(own)
+    def without_aliases(self, args: Sequence[str], name: str = "train") -> list[str]:
+        """Return the command line with every alias replaced by the option that it stands for.
+
+        Raises:
+            UsageError: Options of other programs or commands; or an option without a value.
+        """
+        words, templates = self.read_words(args), self.templates
+        refuse(name, self, words)
         checkpoints: list[str] = []
         rewritten: list[str] = []
-        rest = list(args)
-        while rest:
-            token = rest.pop(0)
-            if token == "--":
-                rewritten += [token, *rest]
-                break
-            flag, equals, value = _split(token, templates)
-            self._refuse_other_meaning(flag, value if equals else rest[0] if rest else "")
-            template, typed = templates.get(flag), token.partition("=")[0]
-            if template is None:
-                _refuse_removed(flag, typed, self.settings)
-                rewritten.append(token)
-            elif not template.endswith("="):
-                if equals:
-                    raise UsageError(f"{typed} does not take a value")
-                rewritten.append(template)
-            elif equals or rest:
-                value = value if equals else rest.pop(0)
-                if flag == "-d" and value in PRECISIONS:
-                    raise UsageError(f"-d is the dataset folder in ssdctl: use --{value}")
-                if template == POSITIONAL:
-                    checkpoints.append(value)
-                else:
-                    rewritten.append(template + value)
-            elif flag in own:
-                rewritten.append(token)
-                break  # it is refused when it is parsed
+        for word in words:
+            template = templates.get(word.flag, "")
+            if template == POSITIONAL:
+                checkpoints += word.values
+            elif template.endswith("=") and word.values:
+                rewritten.append(template + word.values[0])
             else:
-                raise UsageError(f"{typed} requires a value")
-            if not token or (template is not None and template.endswith("=") and not value):
-                raise UsageError(
-                    f"{typed or 'an argument'} is empty: give a value, or leave it out (in a "
-                    "script, perhaps a variable is not set)"
-                )
-            if IMPLIED.get(flag) in own:
-                rewritten.append(IMPLIED[flag])
+                is_flag = template and not template.endswith("=")
+                rewritten += [template] if is_flag else word.typed
+            if IMPLIED.get(word.flag) in templates:
+                rewritten.append(IMPLIED[word.flag])
         return [*checkpoints, *rewritten]
 
-    def _refuse_other_meaning(self, flag: str, value: str) -> None:
-        """Raise UsageError if the value shows that an option is meant as in another program."""
-        own = {flag for setting in self.settings for flag in setting.flags}
-        number = re.fullmatch(r"-v=?(\d+)", flag + value if flag == "-v" else flag)
-        if number and "--log-every" in own:
-            raise UsageError(
-                f"-v is --verbose in ssdctl and takes no value: use --log-every {number[1]} for "
-                "the -v of Habana's TensorFlow program"
-            )
-        if flag == "--profile" and flag in own and value.isdecimal():
-            raise UsageError(
-                f"--profile {value}: use --profile 50,53, the first and the last step to profile; "
-                "the trace is a file in RUN/profile, so a port is not needed"
-            )
+    def read_words(self, args: Sequence[str]) -> list[Word]:
+        """Return the arguments, and the options with their values.
 
-    def _templates(self, own: Mapping[str, Any]) -> dict[str, str]:
-        """Return what each option and alias stands for: `--flag`, or `--flag=` with a value."""
+        Raises:
+            UsageError: An option has no value, or one that it does not take; or a word is empty.
+        """
+        templates, rest, words = self.templates, list(args), list[Word]()
+        while rest:
+            token = rest.pop(0)
+            if is_local_rank(token):
+                check_local_rank()
+                continue
+            if token == "--":
+                words.append(Word((token, *rest)))
+                break
+            flag, equals, value = _split(token, templates)
+            following = value if equals else (rest or [""])[0]
+            row = find_row(flag, following, is_own=flag in templates)
+            launchs = {} if row or flag in templates else self._options_of_launch(flag)
+            if row is not None:
+                values = (value,) if equals else row.take(rest)
+                written = (token,) if equals else (token, *values)
+                words.append(Word(written, flag, values, row))
+            elif flag in (known := launchs or templates):
+                word = _read_option(token, flag, known[flag], (equals, value), rest)
+                words.append(word._replace(is_launchs=bool(launchs)))
+            else:
+                words.append(Word((token,), flag if token[:1] == "-" else ""))
+                if not token:
+                    raise _empty("an argument")
+        return words
+
+    def _options_of_launch(self, flag: str) -> Mapping[str, str]:
+        """Return the templates of `ssdctl launch` if only that command has the option."""
+        if not flag.startswith("--") or self.name == "launch":
+            return {}
+        known = command_of("launch").templates
+        is_launchs = flag in known and flag not in command_of("train").templates
+        return known if is_launchs else {}
+
+    @functools.cached_property
+    def templates(self) -> dict[str, str]:
+        """What each option and alias stands for: `--flag`, or `--flag=` with a value."""
+        options: list[Any] = [p for p in self.params if p.param_type_name == "option"]
+        own = {flag: p for p in options for flag in (*p.opts, *p.secondary_opts)}
         templates = {flag: flag if p.is_flag else f"{flag}=" for flag, p in own.items()}
         for setting in self.settings:
-            refused = refused_options()["settings"].get(setting.path, {})
             for alias in setting.aliases:
-                if alias not in refused:
+                if find_row(alias, "", is_own=False) is None:
                     templates.setdefault(*_template(setting, alias))
         if any(setting.path == "train.epochs" for setting in self.settings):
             for setting in select("evaluate.*"):  # training runs evaluations
@@ -126,6 +121,22 @@ class AliasCommand(HelpCommand):
             for name in CHECKPOINT_ALIASES:
                 templates.setdefault(name, POSITIONAL)
         return templates
+
+
+def is_local_rank(word: str) -> bool:
+    return word.replace("_", "-").startswith("--local-rank=")
+
+
+def check_local_rank() -> None:
+    """Check that a launcher gave `--local-rank=N`, which its variables repeat.
+
+    `python -m torch.distributed.launch -m ssdctl train` puts it before the command.
+    """
+    if not {"RANK", "LOCAL_RANK"} & {*os.environ}:
+        raise UsageError(
+            "--local-rank: launchers set it in the environment of each rank, as LOCAL_RANK",
+            hint="leave it out; ssdctl launch starts several ranks",
+        )
 
 
 def _template(setting: Setting, alias: str) -> tuple[str, str]:
@@ -143,26 +154,33 @@ def _split(token: str, templates: Mapping[str, str]) -> tuple[str, str, str]:
     if token.startswith("--"):
         flag, equals, value = token.partition("=")
         return flag.replace("_", "-"), equals, value
-    short, value = token[:2], token[2:]
-    if value and templates.get(short, "").endswith("=") and token not in refused_options()["other"]:
-        return short, "=", value.removeprefix("=")
+    short, value = token[:2], token[2:].removeprefix("=")
+    is_joined = templates.get(short, "").endswith("=") or find_row(short, value, is_own=True)
+    if value and is_joined and token not in refused_options():
+        return short, "=", value
     return token, "", ""
 
 
-def _refuse_removed(flag: str, typed: str, settings: Sequence[Setting]) -> None:
-    """Raise UsageError with the replacement if `flag` (with dashes) is another program's."""
-    flag = flag.partition("=")[0]
-    refused = refused_options()
-    for path, flags in refused["settings"].items():
-        if flag in flags:
-            setting = all_settings()[path]
-            where = "" if setting in settings else f" (an option of ssdctl {setting.section})"
-            raise UsageError(f"{typed} is not an option of ssdctl: use {flags[flag]}{where}")
-    if flag in refused["launch_does"] and any(s.section == "launch" for s in settings):
-        reason = refused["launch_does"][flag]
-        raise UsageError(f"{typed} is not needed: {reason}", hint="leave it out")
-    if flag in refused["other"]:
-        raise UsageError(f"{typed} is not an option of ssdctl: use {refused['other'][flag]}")
-    if flag in refused["not_needed"]:
-        reason = refused["not_needed"][flag]
-        raise UsageError(f"{typed} is not an option of ssdctl and not needed: {reason}")
+def _read_option(
+    token: str, flag: str, template: str, joined: tuple[str, str], rest: list[str]
+) -> Word:
+    typed, (equals, value) = token.partition("=")[0], joined
+    if not template.endswith("="):
+        if equals:
+            raise UsageError(f"{typed} does not take a value")
+        return Word((token,), flag)
+    if not equals and not rest:
+        if template == f"{flag}=":
+            return Word((token,), flag)  # refused when it is parsed
+        raise UsageError(f"{typed} requires a value")
+    value = value if equals else rest.pop(0)
+    if not value:
+        raise _empty(typed)
+    return Word((token,) if equals else (token, value), flag, (value,))
+
+
+def _empty(what: str) -> UsageError:
+    return UsageError(
+        f"{what} is empty: give a value, or leave it out (in a script, perhaps a variable is not "
+        "set)"
+    )

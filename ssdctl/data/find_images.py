@@ -280,9 +280,13 @@ class ImageFinder:
 
 
 def located(
-    finder: ImageFinder, splits: Mapping[str, tuple[Path, Sequence[LabeledImage]]]
+    finder: ImageFinder,
+    splits: Mapping[str, tuple[Path, Sequence[LabeledImage]]],
+    notes: list[str],
 ) -> dict[str, list[LabeledImage]]:
     """Return the images of each split, given with its label file, with the paths of their files.
+
+    Paths that are not those of the files are noted.
 
     Raises:
         DataError: An image is missing, or fits several files.
@@ -302,7 +306,14 @@ def located(
     missing = [entry.name for entry, item in zip(wanted, found, strict=True) if item is None]
     hint = "export with images, or copy them"
     refuse(labels, f"images that are not below {finder.root}", missing, hint)
-    files = iter(item.file for item in found if item)
+    items = [item for item in found if item]
+    other = [
+        (entry.name, item.file)
+        for entry, item in zip(wanted, items, strict=True)
+        if "/" in entry.name and not item.is_exact
+    ]
+    notes += [_note_on_names(len(other), *pair) for pair in other[:1]]
+    files = iter(item.file for item in items)
     return {
         split: [image._replace(file_name=next(files)) for image in part]
         for split, (_, part) in splits.items()
@@ -433,13 +444,16 @@ def _renamed(annotations: Annotations, files: Mapping[int, Found]) -> Annotation
     for row, found in files.items():
         names[row] = found.file.removeprefix(prefix)
     changed = [row for row in files if names[row] != old[row]]
-    notes = [
-        "file names that are not paths below the image folder, matched to the files there: "
-        f"{len(changed):,}, such as {old[row]!r} to {names[row]}"
-        for row in changed[:1]
-    ]
+    notes = [_note_on_names(len(changed), old[row], names[row]) for row in changed[:1]]
     folder = annotations.folder / prefix
     return annotations._replace(folder=folder, file_names=names, notes=[*annotations.notes, *notes])
+
+
+def _note_on_names(count: int, name: str, file: str) -> str:
+    return (
+        "file names that are not paths below the image folder, matched to the files there: "
+        f"{count:,}, such as {name!r} to {file}"
+    )
 
 
 def _plain(name: str) -> str:

@@ -121,7 +121,7 @@ def test_version_names_what_a_bug_report_needs(cli: Cli) -> None:
         ("export", "--format", "ssdctl export --help"),
         ("download --dest", "--dest", "--help"),
         ("push a hf://b/c --samples many", "--samples", "ssdctl push --help"),
-        ("train --loca-rank=3 -s 3", "-s", None),
+        ("train --loca-rank=3 --local", "--loca-rank", "ssdctl train --help"),
     ],
 )
 def test_a_mistyped_line_gets_one_error_and_a_hint(

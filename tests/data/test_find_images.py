@@ -11,7 +11,7 @@ import pytest
 from conftest import Cli
 from data.formats.exports import image_file, tree
 
-from ssdctl.data.annotations import Conversion, split_of
+from ssdctl.data.annotations import AUTOMATIC, Conversion, split_of
 from ssdctl.data.dataset import find, read_dataset
 from ssdctl.data.find_images import ImageFinder, Wanted, resolve_images
 from ssdctl.data.open_dataset import annotations_of
@@ -474,6 +474,45 @@ def test_a_file_that_is_listed_twice_is_in_one_part_of_a_division(tmp_path: Path
 )
 def test_the_innermost_word_is_the_split(path: str, split: str | None) -> None:
     assert split_of(path) == split
+
+
+def test_names_that_are_no_paths_are_noted(tmp_path: Path) -> None:
+    splits = read_dataset(
+        dataset(tmp_path, "pics/a.jpg", {"a.csv": csv("/home/me/a.jpg")}), AUTOMATIC
+    )
+    (note,) = splits["train"].notes
+    assert "'/home/me/a.jpg' to pics/a.jpg" in note
+
+
+def test_a_rotated_ellipse_is_smaller_than_the_box_around_it(tmp_path: Path) -> None:
+    ellipse = '<ellipse label="x" cx="50" cy="25" rx="20" ry="10" rotation="45"/>'
+    image = f'<image name="a.jpg" width="100" height="50">{ellipse}</image>'
+    dataset(tmp_path, "a.jpg", {"annotations.xml": f"<annotations>{image}</annotations>"})
+    (box,) = read_dataset(tmp_path, AUTOMATIC)["train"].boxes
+    assert box[2:].round(1).tolist() == [31.6, 31.6]
+
+
+def test_names_of_classes_with_commas_and_quotes(tmp_path: Path) -> None:
+    names = 'LabelName,DisplayName\n/m/x,"Fork, ""big"""\n'
+    labels = {"bbox.csv": openimages("a"), "class-descriptions.csv": names}
+    splits = read_dataset(dataset(tmp_path, "a.jpg", labels), AUTOMATIC)
+    assert [c.name for c in splits["train"].classes] == ['Fork, "big"']
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (f"traffic light {KITTI}", "traffic light"),
+        (f"car {KITTI} 0.93", "car"),
+        (f"type 2 {KITTI}", "type 2"),
+        (f"type 2 {KITTI} 0.93", "type 2"),
+    ],
+)
+def test_the_class_of_kitti_may_have_spaces(tmp_path: Path, line: str, name: str) -> None:
+    data = dataset(tmp_path, "image_2/0.png", {"label_2/0.txt": line})
+    train = read_dataset(data, AUTOMATIC)["train"]
+    assert [c.name for c in train.classes] == [name]
+    assert train.boxes.tolist() == [[5, 6, 20, 20]]
 
 
 def test_finding_images_is_fast(tmp_path: Path) -> None:

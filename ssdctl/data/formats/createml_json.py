@@ -58,7 +58,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     images = {file: _images(file) for file in files}
     chosen = by_split(root, files, images.__getitem__, notes)
     splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
-    found = located(ImageFinder(root, image_dir=image_dir), splits)
+    found = located(ImageFinder(root, image_dir=image_dir), splits, notes)
     return from_upright_images(root, found, None, files[0], notes)
 
 

@@ -75,7 +75,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         if split is not None:
             splits.setdefault(split, (file, []))[1].append(image)
     finder = ImageFinder(root, image_dir=image_dir)
-    return from_images(located(finder, splits), classes, root, file, notes)
+    return from_images(located(finder, splits, notes), classes, root, file, notes)
 
 
 def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:

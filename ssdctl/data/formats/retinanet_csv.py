@@ -73,7 +73,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
     used = {b.name for _, part in splits.values() for image in part for b in image.boxes}
     classes = _classes(root, used)
-    found = located(ImageFinder(root, image_dir=image_dir), splits)
+    found = located(ImageFinder(root, image_dir=image_dir), splits, notes)
     return from_upright_images(root, found, classes, files[0], notes)
 
 

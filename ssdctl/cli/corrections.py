@@ -1,0 +1,309 @@
+"""Refuse options of other programs and of `ssdctl launch`: one error with the corrected line.
+
+    error: 2 options are not those of ssdctl train:
+      --amp: use --bf16 (or --fp16, the type of NVIDIA's --amp, on GPUs only)
+      --nproc-per-node: use ssdctl launch --gpus 8 (with the number of devices)
+    corrected:
+      ssdctl launch --gpus 8 --data /coco --bf16
+
+The options and what replaces them are data: ssdctl/config/other_programs.toml.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.resolve import preset_overrides
+from ssdctl.config.settings import all_settings, other_programs
+from ssdctl.errors import UsageError
+from ssdctl.runtime.hardware import find_hardware
+
+if TYPE_CHECKING:
+    from ssdctl.cli.option_aliases import AliasCommand
+
+COUNTS = {device.count_option for device in DEVICE_TYPES.values()}
+TRAINING = ("train", "launch", "benchmark train")  # commands that take --preset
+DEFAULT_COUNT = 8  # devices of a node, if this machine has none
+THEIR_BATCH_SIZE = 32  # the default of the program with --batch-splits
+EXAMPLES = {"{,}": "E,E", "{+}": "E,E", "{k}": "15,55", "{chips}": "N", "{device}": "--gpus"}
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    metavar: str  # empty: takes no value; `E...`: any number of them
+    constant: str  # the row is for this value only
+    instead: str
+    remark: str
+
+    def is_meant(self, value: str, *, is_own: bool) -> bool:
+        """Return whether an option with this value is the one of the row."""
+        if self.constant:
+            return value == self.constant
+        return not is_own or (self.metavar == "N" and value.isdecimal())
+
+    def take(self, rest: list[str]) -> tuple[str, ...]:
+        """Remove the values of the option from the words after it."""
+        most = len(rest) if self.metavar.endswith("...") else bool(self.metavar or self.constant)
+        number = 0
+        while number < min(most, len(rest)) and not rest[number].startswith("-"):
+            number += 1
+        values = tuple(rest[:number])
+        del rest[:number]
+        return values
+
+    @property
+    def command(self) -> str:
+        """The command that the option stands for; empty if it is an option of the same one."""
+        words = self.instead.split()
+        names = [word for word in words if word[0] not in "-{|"]
+        return " ".join(names) if words and words[0] in names else ""
+
+
+@functools.cache
+def refused_options() -> dict[str, list[Row]]:
+    """Return the rows of each refused option; those for one value come first."""
+    rows: dict[str, list[Row]] = {}
+    for usage, (instead, remark) in other_programs()["refused"].items():
+        name, _, metavar = usage.partition(" ")
+        flag, _, constant = name.partition("=")
+        rows.setdefault(flag, []).append(Row(metavar, constant, instead, remark))
+    return rows
+
+
+def find_row(flag: str, value: str, *, is_own: bool) -> Row | None:
+    rows = refused_options().get(flag, ())
+    return next((row for row in rows if row.is_meant(value, is_own=is_own)), None)
+
+
+class Word(NamedTuple):
+    """An argument, or an option with its values."""
+
+    typed: tuple[str, ...]
+    flag: str = ""  # with dashes instead of underscores; empty: an argument
+    values: tuple[str, ...] = ()
+    row: Row | None = None  # why it is refused
+    is_launchs: bool = False  # an option that only `ssdctl launch` has
+
+    @property
+    def name(self) -> str:
+        return self.typed[0].partition("=")[0]
+
+
+def refuse(name: str, command: AliasCommand, words: Sequence[Word]) -> None:
+    """Raise UsageError with the corrected line if some words are not the command's.
+
+    Args:
+        name: The command: `train`, `benchmark train`.
+    """
+    line = _Line(name, command, words)
+    if texts := list(dict.fromkeys(line.refusals)):
+        problem = f"{len(texts)} options are not those of ssdctl {name}:"
+        problem = "\n  ".join([problem, *texts]) if len(texts) > 1 else texts[0]
+        raise UsageError(problem, command=shlex.join(["ssdctl", *line.tokens()]))
+
+
+class _Line:
+    """The corrected form of a command line."""
+
+    def __init__(self, name: str, command: AliasCommand, words: Sequence[Word]) -> None:
+        self.name, self.refusals = name, list[str]()
+        self.launch: list[str] = []  # options that become launch's
+        self.options: list[str] = []  # the other words
+        self.program = _program(words)
+        commands = [word.row.command for word in words if word.row]
+        self.target = next((c for c in commands if c not in ("", "launch")), name)
+        self.is_moved = self.target != name
+        self.command = command_of(self.target) if self.is_moved else command
+        self.templates = self.command.templates
+        self.given = dict(self._given(word) for word in words if word.flag and not word.row)
+        self.is_launched = "launch" in (name, *commands) or any(w.is_launchs for w in words)
+        self.splits = next((w.values for w in words if w.row and w.flag == "--batch-splits"), ())
+        for word in words:
+            self._add(word)
+        if self.refusals and self.target in TRAINING and "train.preset" not in self.given:
+            is_training = self.program and "--" not in self.options
+            self.options[:0] = ["--preset", self.program] if is_training else []
+
+    def tokens(self) -> list[str]:
+        """Return the words after `ssdctl`."""
+        if self.launch and not COUNTS & {*self.launch, *self.given}:
+            hardware, option = find_hardware(), self._count_option()
+            number = hardware.num_gaudi if option == "--hpus" else hardware.num_nvidia
+            self.launch[:0] = [option, str(number or DEFAULT_COUNT)]
+        if not self.launch or self.target == "launch":
+            return [*self.target.split(), *self.launch, *self.options]
+        rest = [] if self.target == "train" else ["--", *self.target.split()]
+        return ["launch", *self.launch, *rest, *self.options]
+
+    def _given(self, word: Word) -> tuple[str, tuple[str, ...]]:
+        """Return the setting of an option, and its value; that of an alias may be constant."""
+        constant = self.templates.get(word.flag, "").partition("=")[2]
+        return self._setting(word.flag), word.values or ((constant,) if constant else ())
+
+    def _count_option(self) -> str:
+        """Return the counting option of the device, the program, or else of this machine."""
+        (device,) = self.given.get("train.device", ("auto",))
+        if device in DEVICE_TYPES:
+            return DEVICE_TYPES[device].count_option
+        if self.program:
+            return str(other_programs()["programs"][self.program]["count"])
+        return "--hpus" if find_hardware().num_gaudi else "--gpus"
+
+    def _setting(self, flag: str) -> str:
+        """Return the setting of an option of the target; the option itself if it has none."""
+        option, _, value = self.templates.get(flag, flag).partition("=")
+        if option == "--set":
+            return value.partition("=")[0]
+        return next((s.path for s in self.command.settings if option in s.flags), option)
+
+    def _add(self, word: Word) -> None:
+        is_known = self.is_moved and word.flag in self.templates
+        setting = self._setting(word.flag) if word.values else ""
+        if word.row is not None and not is_known:
+            self._replace(word, word.row)
+        elif word.is_launchs:
+            self.launch += word.typed
+            self._refuse(word, ["ssdctl", "launch", *word.typed], "")
+        elif word.typed[0] == "--" and self.target == "launch":
+            self._add_launched(*word.typed[1:])
+        elif self.is_moved and word.flag and not is_known:
+            self._refuse(word, [], f"ssdctl {self.target} does not have it")
+        elif setting == "train.warmup" and (remark := self._misread_warmup(*word.values)):
+            self._write(word, ["--warmup", f"{word.values[0]}st"], remark)
+        elif setting == "train.device" and self.is_launched and self.target != "launch":
+            self._refuse(word, [], "ssdctl launch chooses the device")
+        elif setting == "train.batch_size" and self._splits() and word.values[0].isdecimal():
+            self.options += ["--bs", str(max(int(word.values[0]) // self._splits(), 1))]
+        else:
+            self.options += word.typed
+
+    def _add_launched(self, *rest: str) -> None:
+        """Add the command that `launch ... -- COMMAND` launches, corrected."""
+        self.options.append("--")
+        try:
+            command = command_of(rest[0])
+            words = command.read_words(rest[1:])
+        except (IndexError, KeyError, AttributeError, UsageError):  # refused when it is parsed
+            self.options += rest
+            return
+        line = _Line(rest[0], command, words)
+        self.refusals += line.refusals
+        self.launch += line.launch
+        self.options += [*line.target.split(), *line.options]
+
+    def _misread_warmup(self, value: str) -> str:
+        """Return why a warm-up without a unit is not taken as epochs, which end after a decay."""
+        if not value.isdecimal():
+            return ""
+        name = (*self.given.get("train.preset", ()), self.program)[0]
+        preset = all_settings()["train.preset"]
+        recipe = preset_overrides(name if name in preset.choices else preset.default)
+        given = {key: ",".join(values).split(",")[0] for key, values in self.given.items()}
+        ends = {override.path: override.value for override in recipe}
+        ends["train.decay_epochs"] = ends["train.decay_epochs"][0]
+        decay, last = (
+            _number((ends | given)[f"train.{name}"]) for name in ("decay_epochs", "epochs")
+        )
+        if int(value) <= min(decay, last):
+            return ""
+        is_possible = f"; {value} epochs, --warmup {value}ep, end after a decay"
+        return "iterations, as in NVIDIA's program" + is_possible * (int(value) <= last)
+
+    def _splits(self) -> int:
+        return int(self.splits[0]) if self.splits and self.splits[0].isdecimal() else 0
+
+    def _replace(self, word: Word, row: Row) -> None:
+        options = [self._fill(text.split(), word, row) for text in row.instead.split("|")]
+        instead = next((o for o in options if not o or o[0] in self.templates), options[-1])
+        if row.command == "launch":
+            if not COUNTS & {*self.launch, *self.given}:
+                self.launch += instead[1:] if self._has_values(word, row) else []
+            self._refuse(word, ["ssdctl", *instead], row.remark)
+        elif row.command == self.name:
+            self._refuse(word, [], row.remark)
+        elif row.command:
+            self.options += instead[len(row.command.split()) :]
+            self._refuse(word, ["ssdctl", *instead], row.remark)
+        else:
+            self._write(word, instead if self._has_values(word, row) else [], row.remark, instead)
+
+    def _write(
+        self, word: Word, words: Sequence[str], remark: str, shown: Sequence[str] = ()
+    ) -> None:
+        """Add words that replace an option, unless the target lacks them or they are given."""
+        setting = self._setting(words[0]) if words else ""
+        is_known = not words or words[0] in self.templates or words[0][0] != "-"
+        if setting == "train.device" and self.is_launched:
+            words = shown = ()
+        elif words and is_known and (word.row is None or setting not in self.given):
+            self.given[setting] = tuple(words[1:])
+            self.options += words
+            if setting == "train.accumulate" and "train.batch_size" not in self.given:
+                self.options += ["--bs", str(max(THEIR_BATCH_SIZE // max(self._splits(), 1), 1))]
+        if not is_known:
+            remark = f"an option of ssdctl train{'; ' * bool(remark)}{remark}"
+        self._refuse(word, words or shown, remark)
+
+    def _refuse(self, word: Word, instead: Sequence[str], remark: str) -> None:
+        use = f"use {' '.join(instead)}" if instead else "leave it out"
+        self.refusals.append(f"{word.name}: {use}{f' ({remark})' if remark else ''}")
+
+    def _has_values(self, word: Word, row: Row) -> bool:
+        is_number = row.metavar in ("N", "E...")
+        values = word.values or (() if row.metavar else ("",))
+        return bool(values) and all(_number(value) >= 0 for value in values if is_number)
+
+    def _fill(self, words: Sequence[str], word: Word, row: Row) -> list[str]:
+        """Return the words of a row with the values of the option in their places."""
+        fields = {**EXAMPLES, "{}": row.metavar.rstrip("."), "{devices}": "N"}
+        if word.values and self._has_values(word, row):
+            values, number = word.values, _number(word.values[0])
+            fields = {
+                "{}": values[0],
+                "{,}": ",".join(values),
+                "{+}": ",".join(f"{_number(value) + 1:g}" for value in values),
+                "{device}": self._count_option(),
+                "{devices}": values[0],
+                "{chips}": f"{max(number + 1, 2) // 2:.0f}",
+                "{k}": f"{15 + 1.5 * number:g},{55 + 5.5 * number:g}",
+            }
+        filled = []
+        for text in " ".join(words).replace("{count}", "{device} {devices}").split():
+            for field, value in fields.items():
+                text = text.replace(field, value)
+            filled.append(text)
+        return filled
+
+
+def _number(value: object) -> float:
+    """Return a finite number, -1 if the value is none."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return -1
+    return number if 0 <= number < 1e9 else -1
+
+
+def _program(words: Sequence[Word]) -> str:
+    """Return the preset of the program whose options a command line has; empty if unknown."""
+    programs = {name: {*p["options"]} for name, p in other_programs()["programs"].items()}
+    known = {word.flag for word in words} & set[str]().union(*programs.values())
+    names = [name for name, options in programs.items() if known and known <= options]
+    return names[0] if len(names) == 1 else ""
+
+
+def command_of(name: str) -> AliasCommand:
+    """Return a command: `train`, `benchmark train`."""
+    from ssdctl.cli.command import click_root  # late: it imports this module
+
+    command: Any = click_root(name.split()[0])
+    for part in name.split():
+        command = command.commands[part]
+    command.read_words  # noqa: B018 - a group has none
+    found: AliasCommand = command
+    return found
