@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion, Labels
+from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion
 from ssdctl.data.check import Objects
 from ssdctl.data.duplicates import Duplicates
 from ssdctl.data.image_files import FingerprintColumns
@@ -69,18 +69,13 @@ class Made(msgspec.Struct, frozen=True):
 
     format: str  # coco, voc, ...
     conversion: Conversion
-    labels: Labels
+    sources: str  # the file of the store that lists the files they were read from
     splits: list[str]
     version: str  # ssdctl's
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal[5]
-    classes: list[ClassName]
-    images: str  # their folder, relative to the dataset folder if it is below it
-    origin: str  # the file or folder of the labels, for messages
-    made: Made
-    duplicates: list[Duplicates]  # images that an earlier split has, too
     packed: bool  # else the images are read from the dataset folder
     shards: list[Shard]
     shrink: int | None = None
@@ -88,6 +83,11 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     verified: Verified = msgspec.field(default="no", name="strictly_verified")
     key: str  # identifies the index, and the report on its images
     upright: bool | msgspec.UnsetType = msgspec.UNSET  # see `Annotations`; absent: nothing to turn
+    classes: list[ClassName]
+    images: str  # their folder, relative to the dataset folder if it is below it
+    origin: str  # the file or folder of the labels, for messages
+    made: Made
+    duplicates: list[Duplicates]  # images that an earlier split has, too
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -96,17 +96,7 @@ def index_path(folder: Path, split: str) -> Path:
 
 def read_metadata(folder: Path, split: str) -> Metadata | None:
     """Return the metadata of a split's index; None if there is none that this version reads."""
-    return _read_metadata(index_path(folder, split))
-
-
-def require_metadata(path: Path) -> Metadata:
-    metadata = _read_metadata(path)
-    if metadata is None:
-        raise DataError(f"{path}: no index; run ssdctl prepare")
-    return metadata
-
-
-def _read_metadata(path: Path) -> Metadata | None:
+    path = index_path(folder, split)
     try:
         if not path.is_file():
             return None
@@ -115,6 +105,13 @@ def _read_metadata(path: Path) -> Metadata | None:
         return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
     except (*READ_ERRORS, *DECODE_ERRORS):
         return None
+
+
+def require_metadata(path: Path) -> Metadata:
+    metadata = read_metadata(path.parent, path.stem.removeprefix("index-"))
+    if metadata is None:
+        raise DataError(f"{path}: no index; run ssdctl prepare")
+    return metadata
 
 
 def read_made(folder: Path) -> Made | None:
@@ -214,8 +211,8 @@ def remove_unused(folder: Path, splits: Collection[str]) -> None:
     used = {index_path(folder, split).name for split in splits}
     for split in splits:
         if (metadata := read_metadata(folder, split)) is not None:
-            used.update(shard.file for shard in metadata.shards)
-    for pattern in ("index-*.arrow", "images-*.arrow", ".checked-*.arrow"):
+            used |= {metadata.made.sources, *(shard.file for shard in metadata.shards)}
+    for pattern in ("index-*.arrow", "sources-*.arrow", "images-*.arrow", ".checked-*.arrow"):
         for path in folder.glob(pattern):
             if path.name not in used:
                 path.unlink(missing_ok=True)
