@@ -18,8 +18,8 @@ from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
 from ssdctl.config.settings import all_settings
-from ssdctl.data.dataset import is_prepared
 from ssdctl.data.open_dataset import DatasetSize, count_images
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import Ranks, own_names
 from ssdctl.errors import DataError, UsageError

@@ -163,13 +163,6 @@ class Conversion(msgspec.Struct, frozen=True):
 AUTOMATIC = Conversion()
 
 
-class Labels(msgspec.Struct, frozen=True):
-    """A version of the files that contain a dataset's labels."""
-
-    state: str  # hash of their names, sizes and times; empty if there are none
-    content: str = ""  # hash of their content, if they are few; empty: not known
-
-
 def root_folder(root: Path) -> Path:
     """Return the dataset folder, or the folder of the dataset's file."""
     return root.parent if root.is_file() else root

@@ -19,9 +19,10 @@ from markupsafe import Markup
 from PIL import Image
 
 from ssdctl._version import __version__
-from ssdctl.data.dataset import is_prepared, require_split
+from ssdctl.data.dataset import require_split
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis

@@ -1,22 +1,18 @@
-"""Datasets are divided and reduced to some classes; stores of earlier versions are taken over."""
+"""Datasets are divided and reduced to some classes."""
 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import pyarrow as pa
 import pytest
 from data.formats import exports
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data import image_check
 from ssdctl.data.annotations import (
     Annotations,
     Conversion,
@@ -28,10 +24,9 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.formats import coco
-from ssdctl.data.index import METADATA_KEY, read_made
+from ssdctl.data.index import read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
 
 INDEX_ONLY = PrepareConfig(pack=False)
@@ -134,51 +129,3 @@ def test_any_division(names: list[str], share: float) -> None:
         assert part.file_names
         assert [part.file_names[row] for row in part.rows] == part.file_names
         assert set(part.image_ids) == {whole.image_ids[names.index(n)] for n in part.file_names}
-
-
-def as_version_3(store: Path) -> None:
-    """Rewrite the indexes of a store as the version before wrote them."""
-    for path in store.glob("index-*.arrow"):
-        with pa.OSFile(str(path)) as file:
-            table = pa.ipc.open_file(file).read_all()
-        metadata = json.loads(table.schema.metadata[METADATA_KEY])
-        kept = {k: metadata[k] for k in ("classes", "key", "packed", "shards", "shrink")}
-        kept |= {"encoding": metadata["encoding"], "format": 3}
-        kept["fingerprint"] = {"bytes": 1, "modified_ns": 1, "sha256": "0"}
-        table = table.drop_columns(["areas", "is_trained"])
-        table = table.replace_schema_metadata({METADATA_KEY: msgspec.json.encode(kept)})
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-
-
-def content(split: Split) -> list[Any]:
-    return [split.boxes.tolist(), split.labels.tolist(), split.read(1), split.usable.tolist()]
-
-
-@pytest.mark.parametrize("has_images", [True, False])
-def test_a_packed_store_of_the_version_before_is_taken_over(
-    undivided: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    has_images: bool,
-) -> None:
-    caplog.set_level(logging.INFO)
-    store, config = tmp_path / "store", PrepareConfig(shrink=310)
-    (undivided / "train2017/000000000001.jpg").write_bytes(b"no image")
-    first = prepare(undivided, store, config)
-    before = content(open_dataset(undivided, store)["train"])
-    shards = {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")}
-    as_version_3(store)
-    if not has_images:
-        shutil.rmtree(undivided / "train2017")
-    checked: list[Path] = []
-    monkeypatch.setattr(image_check, "check_image", lambda path, *_: checked.append(path))
-    caplog.clear()
-    assert content(open_dataset(undivided, store)["train"]) == before
-    assert sum("earlier version" in message for message in caplog.messages) == 1
-    assert not checked  # no image is read or packed again
-    assert {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")} == shards
-    again = prepare(undivided, store, config)
-    assert again.unchanged or not has_images
-    assert again.splits[0].findings == first.splits[0].findings

@@ -496,7 +496,7 @@ def test_dropping_over_5_percent_is_refused_with_the_reasons(
     exports.cvat_coco(tmp_path)
     with exports.edited(tmp_path / "annotations/instances_default.json") as content:
         break_it(content)
-    for command in (("prepare",), ("train", "--out", "run", *TRAIN.split())):
+    for command in (("train", "--out", "run", *TRAIN.split()), ("prepare",)):
         error = refused(cli, *command, "--data", tmp_path)
         assert reason in error
         assert "--allow-dropped" in error
