@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import newest_run
-from ssdctl.errors import DataError, NetworkError, SsdctlError, UsageError
+from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
     free_name,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ssdctl.inference.results import Detection
 
 MAX_NAMED = 3  # failed images in the error
+# Errors of one image: the others are done. If they differ, the first kind here is the exit code.
+IMAGE_FAILURES = (NetworkError, DiskError, DataError)
 
 
 @command(
@@ -172,7 +174,7 @@ def _predict(
     for found, target in itertools.zip_longest(shown, targets):
         result = found.result
         if isinstance(result, SsdctlError):
-            if not isinstance(result, DataError | NetworkError):
+            if not isinstance(result, IMAGE_FAILURES):
                 raise result
             console.warning(str(result))
             failures.append((printable_line(found.item.label), result))
@@ -197,9 +199,9 @@ def _predict(
     total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
     console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
     if failures:
-        is_network = any(isinstance(error, NetworkError) for _, error in failures)
+        kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
         names = listed([name for name, _ in failures], MAX_NAMED)
-        raise (NetworkError if is_network else DataError)(
+        raise kind(
             f"failed images ({len(failures)} of {len(sources)}): {names}",
             hint="the warnings name the reasons",
         )
