@@ -191,20 +191,19 @@ def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     return [f for f in _files_near(path, ".csv") if set(columns) <= set(csv_header(f))]
 
 
-def _files_near(path: Path, suffix: str, max_depth: int | None = 2) -> list[Path]:
-    """Return a file, or the files in a folder and some levels below, with this suffix."""
-    names = files_below(path, max_depth) if path.is_dir() else ()
+def _files_near(path: Path, suffix: str) -> list[Path]:
+    """Return a file, or the files in a folder and two levels below, with this suffix."""
+    names = files_below(path, 2) if path.is_dir() else ()
     files = [path / name for name in names if name.lower().endswith(suffix)]
     return sorted(files) if path.is_dir() else [path] * (path.suffix.lower() == suffix)
 
 
-def json_files(path: Path, *words: bytes, max_depth: int | None = 2) -> list[Path]:
-    """Return a file, or the JSON files in a folder and some levels below, that have these words.
+def json_files(path: Path, *words: bytes) -> list[Path]:
+    """Return a file, or the JSON files in a folder and two levels below, that have these words.
 
     Of a folder with many, only the first are looked at.
     """
-    files = _files_near(path, ".json", max_depth)[:MAX_JSON_FILES]
-    return [file for file in files if _has(file, words)]
+    return [file for file in _files_near(path, ".json")[:MAX_JSON_FILES] if _has(file, words)]
 
 
 def _has(path: Path, words: Sequence[bytes]) -> bool:

@@ -45,7 +45,7 @@ class _File(msgspec.Struct):
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(json_files(path, *WORDS, max_depth=None)), None)
+    return next(iter(json_files(path, *WORDS)), None)
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:

@@ -1,8 +1,9 @@
 """Read the CSV files of keras-retinanet and its ports: `path,x1,y1,x2,y2,class`, in pixels from 0.
 
 There is a row per box, and a row with empty fields for an image without objects. A header is
-optional; it may name the columns in another order. A word such as train in the name of the file or
-its folder gives the split.
+optional; it may name the columns in another order. A file of class names and numbers, such as
+`classes.csv`, gives the order of the classes. A word such as train in the name of the file or its
+folder gives the split.
 """
 
 from __future__ import annotations
@@ -63,15 +64,17 @@ def _is_row(row: Sequence[str]) -> bool:
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
-    """Return the splits of a folder, or of its CSV file; classes are sorted by name."""
+    """Return the splits of a folder, or of its CSV file."""
     root, notes, files = dataset_folder(path), list[str](), _files(path)
     if not files:
         raise DataError(f"{path}: no CSV file with rows of {','.join(ORDER)}")
     images = {file: _images(file) for file in files}
     chosen = by_split(root, files, images.__getitem__, notes)
     splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
+    used = {b.name for _, part in splits.values() for image in part for b in image.boxes}
+    classes = _classes(root, used)
     found = located(ImageFinder(root, image_dir=image_dir), splits, notes)
-    return from_upright_images(root, found, None, files[0], notes)
+    return from_upright_images(root, found, classes, files[0], notes)
 
 
 def _images(file: Path) -> dict[str, LabeledImage]:
@@ -92,3 +95,15 @@ def _images(file: Path) -> dict[str, LabeledImage]:
             raise DataError(f"{location}: a row without {'a class' if name else 'an image'}")
         images.setdefault(name, LabeledImage(name, 0, 0, [])).boxes.extend(boxes)
     return images
+
+
+def _classes(root: Path, used: set[str]) -> list[str] | None:
+    """Return the names of a file of names and numbers from 0 that has all used ones."""
+    for file in csv_files(root):
+        if len(csv_header(file)) != 2:
+            continue
+        rows = [row for _, row in csv_rows(file, MAX_BYTES) if len(row) == 2 and row[1].isdigit()]
+        names = [name for name, _ in sorted(rows, key=lambda row: int(row[1]))]
+        if used and used <= set(names) and len(set(names)) == len(names):
+            return names
+    return None
