@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import newest_run
-from ssdctl.errors import DataError, NetworkError, SsdctlError, UsageError
+from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
     free_name,
@@ -24,7 +24,6 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.safe_text import listed, printable_line
 from ssdctl.runtime.system import tune_process, usable_cores
 
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from ssdctl.inference.results import Detection
 
 MAX_NAMED = 3  # failed images in the error
+# Errors of one image: the others are done. If they differ, the first kind here is the exit code.
+IMAGE_FAILURES = (NetworkError, DiskError, DataError)
 
 
 @command(
@@ -115,7 +116,6 @@ def predict(
 
 
 def _load(call: Call, checkpoint: str) -> ImageDetector:
-    check_memory_limit()
     tune_process()
     from ssdctl.inference.predict import load_detector
 
@@ -172,7 +172,7 @@ def _predict(
     for found, target in itertools.zip_longest(shown, targets):
         result = found.result
         if isinstance(result, SsdctlError):
-            if not isinstance(result, DataError | NetworkError):
+            if not isinstance(result, IMAGE_FAILURES):
                 raise result
             console.warning(str(result))
             failures.append((printable_line(found.item.label), result))
@@ -197,9 +197,9 @@ def _predict(
     total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
     console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
     if failures:
-        is_network = any(isinstance(error, NetworkError) for _, error in failures)
+        kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
         names = listed([name for name, _ in failures], MAX_NAMED)
-        raise (NetworkError if is_network else DataError)(
+        raise kind(
             f"failed images ({len(failures)} of {len(sources)}): {names}",
             hint="the warnings name the reasons",
         )

@@ -26,6 +26,7 @@ SAMPLE_S = 0.1  # between two positions that are kept
 EVALUATION_COST = 0.4  # an image's, in trained ones: the first estimate; measured on two cores
 SLOWER = 1.7  # times the first pace: worth telling
 STARVED = 0.2  # fraction of the time spent waiting for images: worth telling
+EPOCH_LINES_S = 1.0  # the shortest time between two lines about epochs
 BAR_COLUMNS = (8, 40)  # fewest and most
 
 
@@ -188,6 +189,7 @@ class RunDisplay:
         self._has_steps = has_steps or not is_live
         self._ap: float | None = None  # the last evaluation's
         self._best_ap: float | None = None
+        self._epoch_shown_at = -EPOCH_LINES_S
         self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -204,12 +206,23 @@ class RunDisplay:
         elif kind == "eval":
             self._show_evaluation(record)
         elif kind == "epoch":
-            self._write(_epoch(record), "")
+            self._show_epoch(record)
         elif kind == "train":
             self._progress.last = record
             if self._has_steps:
                 left = self._progress.time_left()
                 self._write(_step(record) + (f"  {left} left" if left else ""), "")
+
+    def _show_epoch(self, record: Record) -> None:
+        if time.monotonic() - self._epoch_shown_at < EPOCH_LINES_S:
+            return
+        self._epoch_shown_at = time.monotonic()
+        loss = f", loss {self._progress.last['loss']:.3f}" if self._progress.last else ""
+        self._write(
+            f"step {record['step']:,}  epoch {int(record['epoch'])} done in "
+            f"{duration(record['duration_s'])}, {record['images_per_second']:.1f} img/s{loss}",
+            "",
+        )
 
     def _begin(self, start: Record) -> None:
         self._progress, self._best_ap = RunProgress(start), start["best_ap"]
@@ -244,13 +257,6 @@ def _step(record: Record) -> str:
     return (
         f"step {record['step']:,}  {record['epoch']:.2f} ep  {losses}{record['loss_class']:.3f})  "
         f"lr {record['lr']:.2e}  {record['images_per_second']:.1f} img/s{wait}"
-    )
-
-
-def _epoch(record: Record) -> str:
-    return (
-        f"step {record['step']:,}  epoch {record['epoch']:.2f} done in "
-        f"{duration(record['duration_s'])}, {record['images_per_second']:.1f} img/s"
     )
 
 

@@ -37,7 +37,6 @@ from ssdctl.device import Device, open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.collectives import open_on_all_ranks, process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks
-from ssdctl.download.fetch import cached_detector
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.locate import locate_checkpoint, resolve_source
@@ -204,7 +203,7 @@ def _new_model(
 
 
 def planned_network(resolved: Resolved) -> Network | None:
-    """Return the network of `--init`, or of the run to resume, if it is on this machine.
+    """Return the network of `--init`, or of the run to resume; None for a model of the Hub.
 
     Raises:
         UsageError, IntegrityError: There is no such file or name, or it is damaged.
@@ -214,8 +213,9 @@ def planned_network(resolved: Resolved) -> Network | None:
         return None
     if not run_dir(config).step_checkpoints():
         source = resolve_source(str(config.train.init))
-        is_cached = isinstance(source, DetectorSource) and cached_detector(source) is not None
-        if not is_cached and not isinstance(source, Path):
+        if isinstance(source, DetectorSource):
+            return Network(source.backbone, source.extra_norm)
+        if not isinstance(source, Path):
             return None
     return _network_of(config, _init_reader(config))
 

@@ -139,3 +139,14 @@ def test_a_display_without_a_terminal_writes_lines(is_verbose: bool) -> None:
     assert [style for _, style in lines[-4:]] == ["", "green", "bold", ""]
     assert [text.split()[1] for text, _ in lines[-4:]] == ["7", "8", "9", "10"]
     assert [text for text, _ in lines[:-4]] == ["a rule"] * is_verbose
+
+
+def test_short_epochs_do_not_flood_the_terminal() -> None:
+    lines: list[str] = []
+    display = RunDisplay(lambda _: None, lambda text, _: lines.append(text), is_live=True)
+    display.show(START | {"step": 0, "total_steps": 0})
+    for n in range(1, 100):
+        record = {"step": n, "epoch": 1.1 * n, "images_per_second": 4.0, "duration_s": 0.01}
+        display.show({"kind": "epoch", **record})
+    assert len(lines) == 1
+    assert "epoch 1 done" in lines[0]

@@ -31,7 +31,7 @@ from ssdctl.data.annotations import (
     split_of,
 )
 from ssdctl.data.coco_json import decode, read_content
-from ssdctl.data.image_files import dataset_folder, files_below, in_threads, size_or_none
+from ssdctl.data.image_files import files_below, in_threads, size_or_none
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors, read_limited, read_text
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
@@ -67,10 +67,7 @@ class Format(Protocol):
 
 
 class _Plugin(NamedTuple):
-    """A format of another package: a module with both functions, or a function.
-
-    The function returns the images of each split, and the names of the classes.
-    """
+    """A format of another package."""
 
     name: str
     plugin: Any
@@ -84,15 +81,10 @@ class _Plugin(NamedTuple):
         if image_dir is not None:
             raise UsageError(f"--image-dir: --from {self.name} finds the images itself")
         with self._errors(path):
-            result = getattr(self.plugin, "read", self.plugin)(path)
-            if isinstance(result, dict):
-                return result
-            splits, classes = result
-            used = {b.name for images in splits.values() for image in images for b in image.boxes}
-            if unlisted := used - set(classes):
-                problem = f"--from {self.name} does not list the class {min(unlisted)!r}"
-                raise DataError(f"{path}: {problem}")
-            return from_images(splits, classes, dataset_folder(path), path)
+            splits: dict[str, Annotations] = self.plugin.read(path)
+            if not (isinstance(splits, dict) and {*map(type, splits.values())} <= {Annotations}):
+                raise TypeError("read() did not return Annotations by split")
+            return splits
 
     @contextlib.contextmanager
     def _errors(self, path: Path) -> Iterator[None]:
