@@ -38,6 +38,7 @@ from ssdctl.data.image_files import (
     IMAGE_SUFFIXES,
     file_sizes,
     files_below,
+    in_threads,
     is_image,
     size_or_none,
 )
@@ -472,7 +473,7 @@ def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved
     if not unsized:
         return annotations, num_bytes
     sizes, notes = sizes.copy(), [*annotations.notes]
-    sizes[unsized] = [size_or_none(folder / names[row]) for row in unsized]
+    sizes[unsized] = in_threads(lambda row: size_or_none(folder / names[row]), unsized)
     if num_sized := int(sizes[unsized].all(axis=1).sum()):
         notes.append(f"images without width and height, taken from the files: {num_sized:,}")
     sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason

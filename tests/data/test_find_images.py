@@ -193,6 +193,16 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco("a.png b.png")},
         {"train": "images/a.png images/b.png"},
     ),
+    "an exact path beside a longer one, CSV": (
+        "a.jpg sub/a.jpg",
+        {"train.csv": csv("a.jpg sub/a.jpg")},
+        {"train": "a.jpg sub/a.jpg"},
+    ),
+    "the first images are in one folder": (
+        " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png",
+        {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z.png")},
+        {"train": " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png"},
+    ),
     "the first images are missing": (
         "photos/z1.png photos/z2.png",
         {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z1.png z2.png")},
@@ -300,8 +310,12 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_images_that_labels_mean(tmp_path: Path, name: str) -> None:
     images, labels, expected = CASES[name]
-    found = used(dataset(tmp_path / "data", images, labels))
-    assert found == {split: files(text) for split, text in expected.items()}
+    root = dataset(tmp_path / "data", images, labels)
+    assert used(root) == {split: files(text) for split, text in expected.items()}
+    if YOLO in labels.values():
+        num_boxes = sum(len(split.boxes) for split in read_dataset(root, AUTOMATIC).values())
+        is_missing = name == "YOLO, a label of a missing image"
+        assert num_boxes == sum(text == YOLO for text in labels.values()) - is_missing
 
 
 REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {

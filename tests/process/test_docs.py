@@ -107,6 +107,7 @@ def test_own_images_of_the_readme(
     (tmp_path / "new-images").rename(tmp_path / "new")
     monkeypatch.setenv("SSDCTL_MODEL__WEIGHTS", "none")
     monkeypatch.setenv("SSDCTL_TRAIN__STEPS", "2")
+    monkeypatch.setenv("SSDCTL_TRAIN__LR", "1e-5")  # from random weights
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own images")[2]
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line[:7] == "ssdctl "]
     assert len(lines) == 4
