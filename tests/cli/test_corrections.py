@@ -189,3 +189,36 @@ def test_a_launchers_local_rank_is_ignored_only_under_a_launcher(
 def test_a_folder_of_data_is_no_correction(cli: Cli, tmp_path: Path) -> None:
     result = cli("train", "--amp", "--data", tmp_path / "it's here", "--dry-run")
     assert corrected(result)[1:4] == ["--bf16", "--data", str(tmp_path / "it's here")]
+
+
+def test_zero_means_never(cli: Cli) -> None:
+    options = "--preset mlperf-r34 --val-interval 0 --log-interval 0 --profile 0,0"
+    shown = json.loads(cli("config", "show", "--json", *options.split()).out)
+    values = [shown[f"train.{key}"]["value"] for key in ("eval_every", "log_every", "profile")]
+    assert values == [None, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("-e 64.5", "--steps N"),
+        ("--device cpu --execution lazy", "lazy execution"),
+        ("--hpu-lazy-mode", "lazy execution"),
+        ("--device xla --execution compile", "--execution lazy"),
+        ("--set train.warmup=50", "--warmup 50st"),
+        ("--warmup 60", "--warmup 60ep"),
+        ("--backbone-weights nowhere/resnet34.pth", "no such file"),
+        ("--backbone-weights model.ckpt-28152.index", "no such file"),
+        ("--backbone-weights there.ckpt-1.index", "TensorFlow"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(cli: Cli, options: str, named: str) -> None:
+    Path("there.ckpt-1.index").touch()
+    result = cli("train", *options.split(), "--dry-run")
+    assert (result.code, result.out, named in result.err) == (2, "", True), result.err
+
+
+def test_a_warmup_with_its_unit_may_end_after_a_decay(cli: Cli) -> None:
+    for warmup in ("50ep", "50st"):
+        result = cli("train", "--preset", "nvidia-r50", "--warmup", warmup, "--dry-run")
+        assert result.code == 0, result.err
