@@ -498,6 +498,13 @@ def test_names_that_are_no_paths_are_noted(tmp_path: Path) -> None:
     assert "'/home/me/a.jpg' to pics/a.jpg" in note
 
 
+def test_another_word_than_in_data_yaml_is_noted(tmp_path: Path) -> None:
+    data = dataset(tmp_path, *CASES["data.yaml with another word"][:2])
+    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
+    assert "../valid" in note
+    assert "val is used" in note
+
+
 def test_a_rotated_ellipse_is_smaller_than_the_box_around_it(tmp_path: Path) -> None:
     ellipse = '<ellipse label="x" cx="50" cy="25" rx="20" ry="10" rotation="45"/>'
     image = f'<image name="a.jpg" width="100" height="50">{ellipse}</image>'

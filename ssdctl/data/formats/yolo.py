@@ -226,7 +226,10 @@ def _named_images(
         if found is None:
             problem = f"{origin}: {split}: {text} is not below {finder.root}, or has no images"
             if split == "train":
-                hint = "correct the path, or give the folder that has images and labels as --data"
+                hint = (
+                    "correct the path; or delete train, val and test from the file: the folders of "
+                    "the images are then the splits"
+                )
                 raise DataError(problem, hint=hint)
             notes.append(f"{problem}: there is no split {split}")
             continue
@@ -234,7 +237,8 @@ def _named_images(
         if other != parts:
             problem = f"{origin}: {entry} and {split}: {text} are both {found or '.'}"
             raise DataError(problem, hint="correct the paths, which are relative to this file")
-        if parts and found.rpartition("/")[2] != parts[-1] and found not in text:
+        own = parts_of(found)
+        if own and [*before, *parts][-len(own) :] != own:
             notes.append(f"{origin.name}: {split}: {text} does not exist: {found} is used")
         files += _images_of(finder, found, split)
     return {split: sorted(set(files)) for split, files in named.items()}
