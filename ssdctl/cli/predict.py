@@ -24,7 +24,6 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.safe_text import listed, printable_line
 from ssdctl.runtime.system import tune_process, usable_cores
 
@@ -117,7 +116,6 @@ def predict(
 
 
 def _load(call: Call, checkpoint: str) -> ImageDetector:
-    check_memory_limit()
     tune_process()
     from ssdctl.inference.predict import load_detector
 

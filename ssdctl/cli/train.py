@@ -17,7 +17,6 @@ from ssdctl.errors import DataError, SsdctlError, Stopped
 from ssdctl.runs.display import RunDisplay, duration
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.runtime import signals
-from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.safe_text import counted
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
@@ -61,7 +60,6 @@ def train(
     if dry_run:
         _show_plan(call)
         return
-    check_memory_limit()
     signals.install()  # not yet installed if another command, such as demo, runs this one
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         tune_process()

@@ -92,7 +92,6 @@ def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path:
 
 def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     own = '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
-    own += '[made]\nsource = "coco"\n'  # version 0.1 wrote it; ignored
     (undivided / "dataset.toml").write_text(own)
     with pytest.raises(UsageError, match=r"dataset\.toml exists"):
         read_dataset(undivided, Conversion("voc"))

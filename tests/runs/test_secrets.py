@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Cli
 
 from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, to_snapshot_toml
 from ssdctl.config.resolve import Override, of_call, read_toml, resolve
@@ -54,18 +53,6 @@ def test_a_run_folder_has_no_secrets_and_repeats_what_explains_the_result(run: R
     compared = {s.path for s in all_settings().values() if s.is_compared}
     assert compared <= set(settings)
     assert settings["train.lr"] == 0.5
-
-
-def test_a_report_of_an_older_run_has_no_secrets(run: RunDir, cli: Cli, tmp_path: Path) -> None:
-    text = run.config.read_text()
-    text += f'\n[kubernetes]\nenv = ["A=S3CRET"]\n\n[download]\nmirror = "{MIRROR}"\n'
-    run.config.write_text(text)
-    run.environment.write_text('{"command": ["ssdctl", "--set=kubernetes.env=A=S3CRET"]}')
-    out = tmp_path / "report.html"
-    assert cli("report", run.path, "--out", out).code == 0
-    page = out.read_text()
-    assert "S3CRET" not in page
-    assert "lr = 0.5" in page
 
 
 def test_the_logged_launch_command_has_no_secrets() -> None:

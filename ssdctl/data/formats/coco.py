@@ -51,7 +51,6 @@ from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_fo
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
 
-MADE = "made"  # a table that version 0.1 added when it wrote the file itself
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
 TABLES = (b'"images"', b'"annotations"', b'"categories"')
 RENUMBERED = "duplicate annotation id, renumbered"
@@ -249,8 +248,6 @@ def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
     try:
         for key, value, location in read_toml(path):
             split, _, name = key.partition(".")
-            if split == MADE:
-                continue
             if split not in SPLITS or name not in SplitFiles._fields:
                 hint = f"a dataset.toml has {tables}"
                 raise DataError(f"{location}: unknown key {key!r}", hint=hint)
