@@ -416,7 +416,8 @@ def _searched(
     rows: list[tuple[str, int]] = []
     for split, images in splits.items():
         folder, sizes = label_folder(images.origin, root), images.sizes.tolist()
-        word = split_of(f"{folder}/{images.origin.name}")
+        is_below = images.origin.is_relative_to(root)
+        word = split_of(f"{folder}/{images.origin.name}") if is_below else None
         for row, name in enumerate(images.file_names):
             slashes = name.replace("\\", "/")
             if is_plain_name(slashes) or TOOL_FOLDERS.intersection(slashes.split("/")):

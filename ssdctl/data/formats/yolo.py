@@ -97,8 +97,9 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         # Only images that are named count, and those of other splits.
         files = set(itertools.chain(*named.values()))
         others = (f for f in finder.files if split_of(f.rpartition("/")[0]) not in (None, *named))
-        elsewhere = {*finder.by_stem}
-        finder = ImageFinder(root, FOLDERS, image_dir, files=files.union(others))
+        files = files.union(others)
+        elsewhere = {PurePosixPath(file).stem for file in finder.files if file not in files}
+        finder = ImageFinder(root, FOLDERS, image_dir, files=files)
     texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
     texts = [text for text in texts if not _is_list(root, text)]
     labels = _label_files(finder, [text for text in texts if text.stem in finder.by_stem])
