@@ -118,6 +118,7 @@ def test_voyagers_line_needs_no_correction() -> None:
         ("train --batch-splits 4 -b 128", "train --preset mlperf-r34 --accumulate 4 --bs 32"),
         ("train --evaluation 21 31 --checkpoint a.pt", "train --eval-at 22,32 --init a.pt"),
         ("train --amp --fp32 --no-cuda", "train --fp32 --device cpu"),
+        ("train --nproc_per_node 8 --nnodes 2", "launch --gpus 16 --nnodes 2"),
         ("train --num_cores=8 --no-cuda", "launch --tpus 4 --preset nvidia-r50"),
         ("train --warmup 50", "train --warmup 50st"),
     ],
@@ -169,8 +170,10 @@ def test_a_corrected_line_is_accepted(words: list[list[str]]) -> None:
         line.insert(1, "--dry-run")
     again = run_cli(*line, *(["--help"] if line[0] == "benchmark" else []))
     is_accepted = again.code in (0, ExitCode.DATA, ExitCode.INTEGRITY)
-    # files that do not exist; evaluate and predict without a checkpoint or an image
-    is_accepted |= any(t in again.err for t in ("a/b", "missing argument", "no run named"))
+    # numbers that do not fit, files that do not exist; evaluate and predict without a checkpoint or an image
+    is_accepted |= any(
+        t in again.err for t in ("a/b", "missing argument", "no run named", "divide")
+    )
     assert is_accepted, (line, again.err)
 
 
@@ -222,3 +225,11 @@ def test_a_warmup_with_its_unit_may_end_after_a_decay(cli: Cli) -> None:
     for warmup in ("50ep", "50st"):
         result = cli("train", "--preset", "nvidia-r50", "--warmup", warmup, "--dry-run")
         assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize("foreign", ["--num_cores=8", "-n 8", "-np 8", "--nproc-per-node 8"])
+def test_a_count_that_is_given_is_not_proposed(cli: Cli, foreign: str) -> None:
+    result = cli("launch", "--tpus", 4, *foreign.split())
+    problem, _, corrected = result.err.partition("corrected:")
+    assert (result.code, "--tpus" in problem, "--gpus" in problem) == (2, False, False)
+    assert "--tpus 4" in corrected
