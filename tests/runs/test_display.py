@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
-from rich.console import Console
+from tqdm import tqdm
 
 from ssdctl.runs.display import FIRST_STEPS, RunDisplay, RunProgress
 
@@ -29,10 +28,10 @@ class Run:
             self.progress.move(step, is_evaluating=is_evaluating)
 
     def line(self, columns: int = 80) -> str:
-        console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
-        with console.capture() as capture:
-            console.print(self.progress.line(columns))
-        return capture.get()
+        bar_format = self.progress.bar_format(columns)
+        return tqdm.format_meter(
+            self.progress.step, START["total_steps"], 1.0, ncols=columns, bar_format=bar_format
+        )
 
 
 def test_the_time_left_is_known_after_three_steps_and_runs_with_the_clock() -> None:

@@ -191,19 +191,20 @@ def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     return [f for f in _files_near(path, ".csv") if set(columns) <= set(csv_header(f))]
 
 
-def _files_near(path: Path, suffix: str) -> list[Path]:
-    """Return a file, or the files in a folder and two levels below, with this suffix."""
-    names = files_below(path, 2) if path.is_dir() else ()
+def _files_near(path: Path, suffix: str, depth: int = 2) -> list[Path]:
+    """Return a file, or the files in a folder and in folders below, with this suffix."""
+    names = files_below(path, depth) if path.is_dir() else ()
     files = [path / name for name in names if name.lower().endswith(suffix)]
     return sorted(files) if path.is_dir() else [path] * (path.suffix.lower() == suffix)
 
 
-def json_files(path: Path, *words: bytes) -> list[Path]:
-    """Return a file, or the JSON files in a folder and two levels below, that have these words.
+def json_files(path: Path, *words: bytes, depth: int = 2) -> list[Path]:
+    """Return a file, or the JSON files in a folder and below, that have these words.
 
     Of a folder with many, only the first are looked at.
     """
-    return [file for file in _files_near(path, ".json")[:MAX_JSON_FILES] if _has(file, words)]
+    files = _files_near(path, ".json", depth)[:MAX_JSON_FILES]
+    return [file for file in files if _has(file, words)]
 
 
 def _has(path: Path, words: Sequence[bytes]) -> bool:

@@ -100,6 +100,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         elsewhere = {*finder.by_stem}
         finder = ImageFinder(root, FOLDERS, image_dir, files=files.union(others))
     texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
+    texts = [text for text in texts if not _is_list(root, text)]
     labels = _label_files(finder, [text for text in texts if text.stem in finder.by_stem])
     by_split = _with_unnamed(finder, labels, named, notes)
     notes += _unused_labels(root, texts, set(labels.values()), elsewhere)
@@ -112,6 +113,14 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     # Trainers that use this format show images upright, so the boxes fit that view.
     annotations = from_images(splits, names, root, origin, notes)
     return {split: a._replace(upright=True) for split, a in annotations.items()}
+
+
+def _is_list(root: Path, text: PurePosixPath) -> bool:
+    """Return whether `train.txt` lists images; it may as well be the labels of a `train.jpg`."""
+    if split_of(text.stem) is None:
+        return False
+    line = next((line for _, line in read_lines(root / text, MAX_LIST_BYTES)), "")
+    return is_image(PurePosixPath(line.strip()))
 
 
 def _has_labels(root: Path) -> bool:

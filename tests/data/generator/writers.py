@@ -490,11 +490,11 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(tf_csv, images="{word}", labels="{word}/_annotations.csv"),
     ),
     "retinanet-csv": (
-        Layout(("header", "from the root"), "unturned"),
+        Layout(("header", "from the root"), "unturned", classes="all"),
         partial(retinanet_csv, images="{split}", labels="{split}.csv"),
     ),
     "retinanet-csv: roboflow": (
-        Layout(("header",), "unturned"),
+        Layout(("header",), "unturned", classes="all"),
         partial(retinanet_csv, images="{word}", labels="{word}/_annotations.csv"),
     ),
     "via-json": (Layout(("polygons", "version 1", "project"), "unturned"), via_json),
