@@ -27,9 +27,9 @@ from ssdctl.data.annotations import (
     SPLITS,
     Annotations,
     Conversion,
-    divided,
     with_classes,
 )
+from ssdctl.data.divide import divided
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.formats import Format, built_in, coco, load, names
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
@@ -156,11 +156,12 @@ def read_and_convert(
         first = next(iter(splits))
         note = f"validation images were added: --split {conversion.split} is not used any more"
         splits[first] = splits[first]._replace(notes=[*splits[first].notes, note])
-        conversion = msgspec.structs.replace(conversion, split=None)
+        conversion = msgspec.structs.replace(conversion, split=None, group=None)
     elif conversion.split is not None:
         # An entry that is listed twice must not be in both parts.
         splits = {split: images for split, (images, _) in resolve_images(splits).items()}
-        train, val = divided(require_split(splits, "train", root), conversion.split)
+        whole = require_split(splits, "train", root)
+        train, val = divided(whole, conversion.split, conversion.group)
         splits = {**splits, "train": train, "val": val}
     return {s: splits[s] for s in SPLITS if s in splits}, conversion
 

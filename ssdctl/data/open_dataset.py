@@ -58,7 +58,14 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
-    conversion = Conversion(source, options.split, options.classes, options.image_dir)
+    if options.group is not None and options.split is None:
+        raise UsageError(
+            f"--group {options.group} without --split",
+            hint="add the share to train on: --split 0.9",
+        )
+    conversion = Conversion(
+        source, options.split, options.classes, options.image_dir, options.group
+    )
     last, is_remembered = _last(root, folder), not conversion
     if is_remembered and last:
         log.info("using the options of the last time: %s; other options replace them", last)

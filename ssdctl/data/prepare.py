@@ -46,6 +46,7 @@ from ssdctl.data.check import (
     duplicate_names,
 )
 from ssdctl.data.dataset import find, read_and_convert, require_same_classes
+from ssdctl.data.divide import series_warning
 from ssdctl.data.duplicates import ImageVersions, duplicate_warnings, find_duplicates
 from ssdctl.data.find_images import Resolved, resolve_images
 from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
@@ -189,8 +190,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
         _refuse_to_replace(store)
     prepared: dict[str, _PreparedSplit] = {}
     for split in splits:
-        resolved = dataset.splits.pop(split)  # frees its objects
-        prepared[split] = _prepare_split(store, split, resolved, known[split], prepared)
+        prepared[split] = _prepare_split(store, split, dataset, known[split], prepared)
     made = index.Made(
         dataset.format,
         dataset.conversion,
@@ -293,15 +293,19 @@ def _refuse_to_replace(store: _Store) -> NoReturn:
 def _prepare_split(
     store: _Store,
     split: str,
-    resolved: Resolved,
+    dataset: _Dataset,
     known: CheckedImages | None,
     earlier: Mapping[str, _PreparedSplit],
 ) -> _PreparedSplit:
     """Check the labels and images of a split; `known` images are not checked again."""
-    annotations, num_bytes = resolved
+    annotations, num_bytes = dataset.splits.pop(split)  # frees its objects at the end
     objects, is_empty, findings, warnings = check(annotations)
     if not earlier:  # all splits have the same classes
         warnings = warnings + duplicate_names(annotations.classes)
+    if split == "val" and dataset.conversion.split and not dataset.conversion.group:
+        names = [c.name for c in annotations.classes]
+        train_names = earlier["train"].annotations.file_names
+        warnings = warnings + series_warning(train_names, annotations.file_names, names)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Result
 from data.formats import exports
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,16 +21,16 @@ from ssdctl.data.annotations import (
     Conversion,
     LabeledBox,
     LabeledImage,
-    divided,
     from_images,
     with_classes,
 )
 from ssdctl.data.dataset import read_dataset
+from ssdctl.data.divide import divided, series_warning
 from ssdctl.data.formats import coco
 from ssdctl.data.index import read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.errors import UsageError
+from ssdctl.errors import DataError, UsageError
 
 INDEX_ONLY = PrepareConfig(pack=False)
 
@@ -128,3 +131,75 @@ def test_any_division(names: list[str], share: float) -> None:
         assert part.file_names
         assert [part.file_names[row] for row in part.rows] == part.file_names
         assert set(part.image_ids) == {whole.image_ids[names.index(n)] for n in part.file_names}
+
+
+FRAMES = [f"clip{clip}_{frame:04d}.jpg" for clip in range(8) for frame in range(10)]
+
+
+def annotations_of(names: list[str]) -> Annotations:
+    images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
+    return from_images({"train": images}, ["x"], Path(), Path("labels"))["train"]
+
+
+def test_the_frames_of_a_video_stay_together() -> None:
+    whole = annotations_of([*FRAMES, "other.jpg"])
+    train, val = divided(whole, 0.75, r"clip(\d)_")
+    clips = [{name.partition("_")[0] for name in part.file_names} for part in (train, val)]
+    assert not clips[0] & clips[1]
+    assert len(val.file_names) in (20, 21)
+
+
+@pytest.mark.parametrize("group", ["(", "nothing"])
+def test_a_group_that_is_no_expression_or_matches_nothing_is_refused(group: str) -> None:
+    with pytest.raises(UsageError, match="--group"):
+        divided(annotations_of(FRAMES), 0.9, group)
+    with pytest.raises(DataError, match="'clip'"):
+        divided(annotations_of(FRAMES), 0.9, "clip")
+
+
+ROBOFLOW = [f"p{n}_jpg.rf.{n * 7 + c:032x}.jpg" for n in range(20) for c in range(3)]
+FOLDERS = [f"video {clip}/{frame}.png" for clip in range(4) for frame in range(9)]
+
+
+@pytest.mark.parametrize("names", [FRAMES, ROBOFLOW, FOLDERS])
+def test_the_warning_about_frames_has_an_expression_that_works(names: list[str]) -> None:
+    whole = annotations_of(names)
+    (warning,) = series_warning(*(part.file_names for part in divided(whole, 0.8)), ["x"])
+    (group,) = shlex.split(warning.partition("--group ")[2])
+    parts = [part.file_names for part in divided(whole, 0.8, group)]
+    assert all(parts)
+    assert not series_warning(*parts, ["x"])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"{n:012d}.jpg" for n in range(50)],  # COCO
+        [f"BloodImage_{n:05d}.jpg" for n in range(50)],
+        [f"{fruit}_{n}.jpg" for fruit in ("apple", "banana", "orange", "x") for n in range(20)],
+        [f"{word}.jpg" for word in "abcdefghijklmnop"],
+    ],
+)
+def test_numbered_images_are_not_frames(names: list[str]) -> None:
+    parts = (part.file_names for part in divided(annotations_of(names), 0.8))
+    assert not series_warning(*parts, ["Apple", "banana", "Orange"])
+
+
+def test_prepare_warns_about_frames_and_takes_the_group(
+    tmp_path: Path, cli: Callable[..., Result]
+) -> None:
+    exports.roboflow_yolo(tmp_path)
+    shutil.rmtree(tmp_path / "valid")
+    (tmp_path / "data.yaml").write_text("names: [bolt, nut]\n")
+    for number, path in enumerate(sorted((tmp_path / "train/images").iterdir())):
+        label = tmp_path / "train/labels" / f"{path.stem}.txt"
+        stem = f"v{number // 2}_{number % 2}"
+        path.rename(path.with_stem(stem))
+        label.rename(label.with_stem(stem))
+    data = ("prepare", "--data", tmp_path, "--no-pack")
+    result = cli(*data, "--split", 0.5)
+    assert result.code == 0, result.err
+    assert ("--group" in result.err) == ("series" in result.err)
+    result = cli(*data, "--split", 0.5, "--group", r"v(\d)")
+    assert result.code == 0, result.err
+    assert cli(*data, "--group", "x").code == 2

@@ -133,6 +133,11 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z.png")},
         {"train": " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png"},
     ),
+    "COCO's own folders, names from the dataset folder": (
+        "train2017/val/0.png train2017/val/1.png",
+        {"annotations/instances_train2017.json": coco("train2017/val/0.png train2017/val/1.png")},
+        {"train": "train2017/val/0.png train2017/val/1.png"},
+    ),
     "the first images are missing": (
         "photos/z1.png photos/z2.png",
         {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z1.png z2.png")},
@@ -142,6 +147,14 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         "images/a.jpg images/b.jpg",
         {"labels.csv": csv("a.jpg"), "test_labels.csv": csv("b.jpg")},
         {"train": "images/a.jpg", "val": "images/b.jpg"},
+    ),
+    "data.yaml with another word": (
+        "train/a.jpg val/b.jpg",
+        {
+            "data.yaml": "names: [x]\ntrain: ../train\nval: ../valid",
+            "train/a.txt": YOLO, "val/b.txt": YOLO,
+        },
+        {"train": "train/a.jpg", "val": "val/b.jpg"},
     ),
     "YOLO, two split words": (
         "training_demo/images/train/a.jpg training_demo/images/test/b.jpg",
@@ -342,6 +355,21 @@ def test_names_that_are_no_paths_are_noted(tmp_path: Path) -> None:
     )
     (note,) = splits["train"].notes
     assert "'/home/me/a.jpg' to pics/a.jpg" in note
+
+
+def test_the_label_of_a_missing_image_is_named(tmp_path: Path) -> None:
+    yaml = "names: [x]\ntrain: images/train\n"
+    labels = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}
+    data = dataset(tmp_path, "images/train/cam1/0.png", {"data.yaml": yaml, **labels})
+    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
+    assert "labels/train/0.txt" in note
+
+
+def test_another_word_than_in_data_yaml_is_noted(tmp_path: Path) -> None:
+    data = dataset(tmp_path, *CASES["data.yaml with another word"][:2])
+    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
+    assert "../valid" in note
+    assert "val is used" in note
 
 
 @pytest.mark.parametrize(

@@ -237,8 +237,8 @@ def own_splits(root: Path) -> dict[str, SplitFiles]:
         annotations = root / "annotations" / f"instances_{split}2017.json"
         if annotations.is_file():
             folders = root / f"{split}2017", root / "images" / f"{split}2017"
-            images = [folder for folder in folders if folder.is_dir()] or folders
-            splits[split] = SplitFiles(images[:1], annotations)
+            images = [folder for folder in folders if folder.is_dir()][:1]
+            splits[split] = SplitFiles([*images, root] if images else folders[:1], annotations)
     return splits
 
 
