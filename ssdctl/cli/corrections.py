@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 COUNTS = {device.count_option for device in DEVICE_TYPES.values()}
 TRAINING = ("train", "launch", "benchmark train")  # commands that take --preset
 DEFAULT_COUNT = 8  # devices of a node, if this machine has none
+COUNTED = "the devices are counted already; a chip of TPU v2 or v3 has two cores"
 THEIR_BATCH_SIZE = 32  # the default of the program with --batch-splits
 EXAMPLES = {"{,}": "E,E", "{+}": "E,E", "{k}": "15,55", "{chips}": "N", "{device}": "--gpus"}
 
@@ -221,8 +222,10 @@ class _Line:
         options = [self._fill(text.split(), word, row) for text in row.instead.split("|")]
         instead = next((o for o in options if not o or o[0] in self.templates), options[-1])
         if row.command == "launch":
-            if not COUNTS & {*self.launch, *self.given}:
-                self.launch += instead[1:] if self._has_values(word, row) else []
+            if COUNTS & {*self.launch, *self.given} and COUNTS & {*instead}:
+                self._refuse(word, [], COUNTED)
+                return
+            self.launch += instead[1:] if self._has_values(word, row) else []
             self._refuse(word, ["ssdctl", *instead], row.remark)
         elif row.command == self.name:
             self._refuse(word, [], row.remark)
