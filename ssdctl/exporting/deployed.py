@@ -36,8 +36,8 @@ from ssdctl.errors import DataError, IntegrityError
 from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
 from ssdctl.inference.image_detector import open_image, resized
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
+from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import ModelConstants, find_backbone
-from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores
 
 TOLERANCE = 1e-3  # scores, and boxes in fractions of the image

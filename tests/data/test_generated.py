@@ -35,7 +35,7 @@ from ssdctl.data.report import Outcome
 from ssdctl.data.store import Split, open_splits
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, SsdctlError
-from ssdctl.input import LoaderConfig
+from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 
 COLOR_DISTANCE = 42  # half of that between two colors
