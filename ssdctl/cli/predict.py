@@ -29,8 +29,8 @@ from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.inference.image_detector import ImageDetector
-    from ssdctl.inference.locate import ImageSource
     from ssdctl.inference.results import Detection
+    from ssdctl.inference.sources import ImageSource
 
 MAX_NAMED = 3  # failed images in the error
 # Errors of one image: the others are done. If they differ, the first kind here is the exit code.
@@ -89,7 +89,7 @@ def predict(
     Results are counted, drawn (--out), or saved for labeling tools (--save); -v prints the boxes.
     An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
     """
-    from ssdctl.inference.locate import find_sources, looks_like_image, split_videos
+    from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
     settings = call.config.predict
     if settings.save is not None and out is None:
@@ -207,7 +207,7 @@ def _predict(
 
 def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
     """Check before the network is loaded that all videos exist and that the options fit."""
-    from ssdctl.inference.locate import is_camera
+    from ssdctl.inference.sources import is_camera
 
     if save not in (None, "json"):
         raise UsageError(
@@ -257,9 +257,9 @@ def _predict_video(
     Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames. The frames
     before a damaged one are written.
     """
-    from ssdctl.inference.locate import is_camera
     from ssdctl.inference.results import counted
     from ssdctl.inference.save import image_record
+    from ssdctl.inference.sources import is_camera
     from ssdctl.inference.video import VideoWriter, open_video, predict_frames
 
     settings, live = call.config.predict, is_camera(name)
