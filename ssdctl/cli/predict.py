@@ -194,7 +194,7 @@ def _predict(
     written += [writer.close()] if writer is not None else []
     if console.as_json:
         console.result(records)
-    total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
+    total = f"{counted(len(sources) - len(failures), 'image')}, {counted(objects, 'object')}"
     console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
     if failures:
         kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
@@ -300,10 +300,6 @@ def _predict_video(
         call.console.info(f"{name}: {count} frames{written}")
     if failure is not None:
         raise failure
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def _text(about: str, detections: Iterable[Detection]) -> str:
