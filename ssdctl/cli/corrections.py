@@ -14,16 +14,14 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from ssdctl.cli.app import click_root
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.resolve import preset_overrides
-from ssdctl.config.settings import all_settings, other_programs
+from ssdctl.config.settings import Setting, all_settings, other_programs
 from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import find_hardware
-
-if TYPE_CHECKING:
-    from ssdctl.cli.option_aliases import AliasCommand
 
 COUNTS = {device.count_option for device in DEVICE_TYPES.values()}
 TRAINING = ("train", "launch", "benchmark train")  # commands that take --preset
@@ -95,7 +93,18 @@ class Word(NamedTuple):
         return self.typed[0].partition("=")[0]
 
 
-def refuse(name: str, command: AliasCommand, words: Sequence[Word]) -> None:
+class CommandWithAliases(Protocol):
+    """A command whose words can be corrected: `AliasCommand`."""
+
+    settings: Sequence[Setting]
+
+    @property
+    def templates(self) -> dict[str, str]: ...
+
+    def read_words(self, args: Sequence[str]) -> list[Word]: ...
+
+
+def refuse(name: str, command: CommandWithAliases, words: Sequence[Word]) -> None:
     """Raise UsageError with the corrected line if some words are not the command's.
 
     Args:
@@ -111,7 +120,7 @@ def refuse(name: str, command: AliasCommand, words: Sequence[Word]) -> None:
 class _Line:
     """The corrected form of a command line."""
 
-    def __init__(self, name: str, command: AliasCommand, words: Sequence[Word]) -> None:
+    def __init__(self, name: str, command: CommandWithAliases, words: Sequence[Word]) -> None:
         self.name, self.refusals = name, list[str]()
         self.launch: list[str] = []  # options that become launch's
         self.options: list[str] = []  # the other words
@@ -300,13 +309,11 @@ def _program(words: Sequence[Word]) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def command_of(name: str) -> AliasCommand:
+def command_of(name: str) -> CommandWithAliases:
     """Return a command: `train`, `benchmark train`."""
-    from ssdctl.cli.command import click_root  # late: it imports this module
-
     command: Any = click_root(name.split()[0])
     for part in name.split():
         command = command.commands[part]
     command.read_words  # noqa: B018 - a group has none
-    found: AliasCommand = command
+    found: CommandWithAliases = command
     return found

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import typer
 
-from ssdctl.cli.command import Call, click_root
+from ssdctl.cli.app import click_root
+from ssdctl.cli.command import Call
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.fields import DEVICE_TYPES
