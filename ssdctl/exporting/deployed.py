@@ -29,7 +29,7 @@ from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_network
 from ssdctl.data import shapes
-from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
@@ -230,7 +230,7 @@ def _readable_images(
         try:
             splits = open_splits(root, store)
         except DataError:
-            read = annotations_of(root, store)
+            read = annotations_with_images(root, store)
             own = next(read[name] for name in names if name in read)
             sources: Iterator[Any] = (own.folder / name for name in sorted(own.file_names))
         else:

@@ -14,7 +14,7 @@ from data.formats.exports import image_file, tree
 from ssdctl.data.annotations import AUTOMATIC, split_of
 from ssdctl.data.dataset import find, read_dataset
 from ssdctl.data.find_images import ImageFinder, Wanted, resolve_images
-from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.open_dataset import annotations_of, annotations_with_images
 from ssdctl.errors import DataError
 
 SIZE = (100, 50)
@@ -363,6 +363,13 @@ def test_the_label_of_a_missing_image_is_named(tmp_path: Path) -> None:
     data = dataset(tmp_path, "images/train/cam1/0.png", {"data.yaml": yaml, **labels})
     (note,) = read_dataset(data, AUTOMATIC)["train"].notes
     assert "labels/train/0.txt" in note
+
+
+def test_images_of_a_dataset_without_a_store_are_found(tmp_path: Path) -> None:
+    data = dataset(tmp_path, "pics/a.jpg", {"a.json": coco("a.jpg")})
+    train = annotations_with_images(data, data / "prepared")["train"]
+    assert train.folder / train.file_names[0] == data / "pics/a.jpg"
+    assert not (data / "prepared").exists()
 
 
 def test_another_word_than_in_data_yaml_is_noted(tmp_path: Path) -> None:

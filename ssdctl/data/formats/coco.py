@@ -35,6 +35,7 @@ from ssdctl.data.annotations import (
     ClassName,
     Finding,
     SplitFiles,
+    one_image_per_file,
     refuse,
     split_of,
 )
@@ -160,7 +161,7 @@ def _columns(
     names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
     note = f"category {names} is the supercategory of others and has no boxes: not a class"
     sizes = [(image.width or 0, image.height or 0) for image in tables.images]
-    return Annotations(
+    annotations = Annotations(
         folder=Path(os.path.commonpath(files.images)),
         origin=path,
         image_ids=image_ids,
@@ -177,6 +178,7 @@ def _columns(
         notes=[note] if left_out else [],
         image_folders=files.images,
     )
+    return one_image_per_file(annotations)
 
 
 def _unique_ids(
