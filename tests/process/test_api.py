@@ -176,7 +176,7 @@ def test_a_stepped_run_is_the_run_of_the_command(
     assert len(losses[0]) == 4
     with pytest.raises(UsageError, match="closed"):
         trainer.run()
-    with pytest.raises(UsageError, match="batch_size"):
+    with pytest.raises(TypeError, match="bs"):
         ssdctl.Trainer(shapes, bs=4)  # type: ignore[call-arg]
     with ssdctl.Trainer(shapes, out="left", **common) as left:
         steps = iter(left)
