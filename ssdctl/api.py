@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ssdctl.config.call import ConfigLike, PathLike, override_of, overrides_of, resolve_call
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.run import Run
 from ssdctl.runs.layout import RunDir
+from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
 if TYPE_CHECKING:

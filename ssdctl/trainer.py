@@ -15,8 +15,8 @@ from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.distributed import collectives
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.run import Run
 from ssdctl.runs.display import RunDisplay
+from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import can_redraw, progress_bar, without_progress
 from ssdctl.training import setup

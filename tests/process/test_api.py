@@ -248,3 +248,11 @@ def test_networks_of_checkpoints(checkpoint: Path, tiny_run: Path) -> None:
         torch.hub.load(*repository, checkpoint=str(checkpoint), num_classes=4, **local)
     with pytest.raises(UsageError, match="no-such-detector"):
         ssdctl.SSD300.from_checkpoint("no-such-detector")
+
+
+def test_a_network_is_read_wherever_its_class_is_imported_from(checkpoint: Path) -> None:
+    code = "import sys; from ssdctl.model.ssd300 import SSD300; SSD300.from_checkpoint(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, checkpoint], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
