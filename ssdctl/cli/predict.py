@@ -24,13 +24,13 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.safe_text import listed, printable_line
+from ssdctl.runtime.safe_text import counted, listed, printable_line
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.inference.image_detector import ImageDetector
-    from ssdctl.inference.locate import ImageSource
     from ssdctl.inference.results import Detection
+    from ssdctl.inference.sources import ImageSource
 
 MAX_NAMED = 3  # failed images in the error
 # Errors of one image: the others are done. If they differ, the first kind here is the exit code.
@@ -89,7 +89,7 @@ def predict(
     Results are counted, drawn (--out), or saved for labeling tools (--save); -v prints the boxes.
     An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
     """
-    from ssdctl.inference.locate import find_sources, looks_like_image, split_videos
+    from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
     settings = call.config.predict
     if settings.save is not None and out is None:
@@ -151,7 +151,7 @@ def _predict(
 ) -> None:
     """Print, draw and save the detections; an image that cannot be read fails only at the end."""
     from ssdctl.inference.image_detector import PreparedImage, detect_ahead, open_image
-    from ssdctl.inference.results import counted
+    from ssdctl.inference.results import count_text
     from ssdctl.inference.save import WRITERS, image_record
 
     settings, console = call.config.predict, call.console
@@ -181,7 +181,7 @@ def _predict(
         if console.as_json:
             records.append(image_record(found.item.name, result))
         else:
-            about = f"{found.item.label}  {counted(result)}  ({1000 * found.seconds:.0f} ms)"
+            about = f"{found.item.label}  {count_text(result)}  ({1000 * found.seconds:.0f} ms)"
             console.result(None, _text(about, result if console.verbose else ()))
         if target is not None:
             if isinstance(result.image, io.BytesIO):
@@ -194,7 +194,7 @@ def _predict(
     written += [writer.close()] if writer is not None else []
     if console.as_json:
         console.result(records)
-    total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
+    total = f"{counted(len(sources) - len(failures), 'image')}, {counted(objects, 'object')}"
     console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
     if failures:
         kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
@@ -207,7 +207,7 @@ def _predict(
 
 def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
     """Check before the network is loaded that all videos exist and that the options fit."""
-    from ssdctl.inference.locate import is_camera
+    from ssdctl.inference.sources import is_camera
 
     if save not in (None, "json"):
         raise UsageError(
@@ -257,9 +257,9 @@ def _predict_video(
     Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames. The frames
     before a damaged one are written.
     """
-    from ssdctl.inference.locate import is_camera
-    from ssdctl.inference.results import counted
+    from ssdctl.inference.results import count_text
     from ssdctl.inference.save import image_record
+    from ssdctl.inference.sources import is_camera
     from ssdctl.inference.video import VideoWriter, open_video, predict_frames
 
     settings, live = call.config.predict, is_camera(name)
@@ -287,7 +287,7 @@ def _predict_video(
                 if lines is not None:
                     lines.write(json.dumps(record).encode() + b"\n")
                 if call.console.as_json or found:
-                    line = f"{name} {frame.time_s:.2f} s  {counted(found)}"
+                    line = f"{name} {frame.time_s:.2f} s  {count_text(found)}"
                     call.console.result(record, printable_line(line))
                 if writer is not None:
                     writer.add(frame, found)
@@ -300,10 +300,6 @@ def _predict_video(
         call.console.info(f"{name}: {count} frames{written}")
     if failure is not None:
         raise failure
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def _text(about: str, detections: Iterable[Detection]) -> str:

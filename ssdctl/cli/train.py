@@ -121,9 +121,9 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
 
 
 def _show_plan(call: Call) -> None:
+    from ssdctl.checkpoint.locate import check_weight_sources
     from ssdctl.data.coco_json import COCO_NUM_CLASSES
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
-    from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
     from ssdctl.training.run import finalize, settings_of_run
 
@@ -136,6 +136,7 @@ def _show_plan(call: Call) -> None:
 
         network = planned_network(call.resolved)
     device = _device(call.config.train.device)
+    device.choose_execution(call.config.train.execution)
     is_chosen = call.config.train.device != "auto"
     is_any = not is_chosen and call.resolved.is_chosen("train.precision")  # also of another machine
     run = finalize(

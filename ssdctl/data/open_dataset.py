@@ -185,6 +185,14 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
     return DatasetSize(trainable, int(checked.is_empty.sum()), num_val, names)
 
 
+def annotations_with_images(root: Path, folder: Path) -> dict[str, Annotations]:
+    """Return the same as `annotations_of`, with the paths of the image files."""
+    annotations = annotations_of(root, folder)
+    if is_prepared(root, folder):
+        return annotations
+    return {split: found for split, (found, _) in resolve_images(annotations).items()}
+
+
 def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     """Return the annotations of a dataset: the index's if it is prepared, else the files'.
 

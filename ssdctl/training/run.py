@@ -21,7 +21,7 @@ from ssdctl.config.resolve import Kind, Settled, Source, resolve
 from ssdctl.config.settings import SettledConfig
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.input import num_background
+from ssdctl.input.batch import num_background
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.training.schedule import (
     TrainSchedule,
@@ -118,6 +118,8 @@ def finalize(
             device, or one image for batch norm; the warm-up is longer than the run; --background
             without an image for it.
     """
+    if resolved.is_chosen("train.warmup"):
+        check_warmup(resolved.config.train)
     out = run_dir(resolved.config).path
     notices = []
     if device is not None:

@@ -25,7 +25,7 @@ from ssdctl.config.render import to_snapshot_toml
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError
 from ssdctl.files import write_text
-from ssdctl.input import BadImage, Batch
+from ssdctl.input.batch import BadImage, Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment, open_run

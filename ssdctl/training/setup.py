@@ -28,6 +28,7 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.locate import locate_checkpoint, resolve_source
 from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
@@ -39,9 +40,9 @@ from ssdctl.distributed.collectives import open_on_all_ranks, process_group, wai
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
-from ssdctl.inference.locate import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
-from ssdctl.model.pretrained import check_hash_of_name, fetch_weights, weights_of
+from ssdctl.input.open import check_pipeline
+from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
 from ssdctl.runs.layout import exclusive_run, run_dir
 from ssdctl.runs.metrics import Record
@@ -60,7 +61,6 @@ from ssdctl.training.run import (
     finalize,
     settings_of_run,
 )
-from ssdctl.training.step_input import check_pipeline
 from ssdctl.training.trackers import find_trackers
 from ssdctl.training.trainer import Trainer
 
@@ -305,7 +305,7 @@ def load_first_weights(opened: OpenedRun, init: InitReader) -> None:
         return
     if Path(name).is_file():
         path = Path(name)
-        check_hash_of_name(path)
+        check_file(path)
     else:
         if opened.ranks.is_main:
             _fetch_weights(name, config)

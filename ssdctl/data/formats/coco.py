@@ -35,6 +35,7 @@ from ssdctl.data.annotations import (
     ClassName,
     Finding,
     SplitFiles,
+    one_image_per_file,
     refuse,
     split_of,
 )
@@ -160,7 +161,7 @@ def _columns(
     names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
     note = f"category {names} is the supercategory of others and has no boxes: not a class"
     sizes = [(image.width or 0, image.height or 0) for image in tables.images]
-    return Annotations(
+    annotations = Annotations(
         folder=Path(os.path.commonpath(files.images)),
         origin=path,
         image_ids=image_ids,
@@ -177,6 +178,7 @@ def _columns(
         notes=[note] if left_out else [],
         image_folders=files.images,
     )
+    return one_image_per_file(annotations)
 
 
 def _unique_ids(
@@ -237,8 +239,8 @@ def own_splits(root: Path) -> dict[str, SplitFiles]:
         annotations = root / "annotations" / f"instances_{split}2017.json"
         if annotations.is_file():
             folders = root / f"{split}2017", root / "images" / f"{split}2017"
-            images = [folder for folder in folders if folder.is_dir()] or folders
-            splits[split] = SplitFiles(images[:1], annotations)
+            images = [folder for folder in folders if folder.is_dir()][:1]
+            splits[split] = SplitFiles([*images, root] if images else folders[:1], annotations)
     return splits
 
 
