@@ -77,6 +77,9 @@ def evaluate_files(
     device = open_device(resolved.config.evaluate.device, ranks.local_rank)
     with process_group(ranks, device):
         for file in files:
+            if len(files) > 1 and broadcast(not file.exists(), ranks):
+                log.warning("%s: skipped, training has deleted it (--keep)", file)
+                continue
             evaluation = evaluate_checkpoint(
                 file,
                 resolved.config,
