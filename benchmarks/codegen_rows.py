@@ -19,9 +19,9 @@ from torch import nn
 
 from ssdctl.boxes import Matcher
 from ssdctl.device import inductor
+from ssdctl.input.normalize import Normalize
 from ssdctl.model import fused
 from ssdctl.model.loss import MultiboxLoss
-from ssdctl.model.normalize import Normalize
 from ssdctl.model.ssd300 import SSD300
 
 

@@ -47,10 +47,10 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
-from ssdctl.input import LoaderConfig
+from ssdctl.input.batch import LoaderConfig
+from ssdctl.input.open import open_input
 from ssdctl.model.backbones import RESNET
 from ssdctl.runtime.system import tune_process
-from ssdctl.training.step_input import open_input
 
 BATCH, WIDTH, HEIGHT = 32, 640, 480
 MIN_IOUS = (None, 0.1, 0.3, 0.5, 0.7, 0.9, 0.0)

@@ -41,7 +41,7 @@ def lap(name):
 begun = time.perf_counter()
 from pathlib import Path
 from ssdctl.data.open_dataset import open_dataset
-from ssdctl.input import LoaderConfig
+from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 lap("imports")
 root, step = Path(sys.argv[1]), int(sys.argv[2])

@@ -27,7 +27,7 @@ from torch import distributed, multiprocessing
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.input import LoaderConfig
+from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 from ssdctl.runtime.system import tune_process
 

@@ -38,10 +38,10 @@ from torch import Tensor, nn
 
 from ssdctl.boxes import Matcher, box_cxcywh_to_ltrb, default_boxes_cxcywh, encode
 from ssdctl.device.cpu import Cpu
+from ssdctl.input.normalize import Normalize
 from ssdctl.model import fused
 from ssdctl.model.backbones import RESNET
 from ssdctl.model.loss import MultiboxLoss
-from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.step import LossModule

@@ -7,20 +7,8 @@ from typing import Any
 from ssdctl._version import __version__
 from ssdctl.cli.help import EXAMPLES
 from ssdctl.cli.main import click_root
+from ssdctl.errors import ExitCode
 
-EXIT_CODES = {
-    0: "success",
-    1: "a bug",
-    2: "wrong usage or configuration, or a device or tool is missing",
-    3: "bad data",
-    4: "network",
-    5: "integrity: a checksum or a checkpoint is wrong",
-    6: "disk",
-    7: "NaN or infinity",
-    8: "a rank failed or was lost",
-    75: "stopped by a signal, state saved; run the same command again to continue",
-    130: "killed by a second Ctrl-C",
-}
 ENVIRONMENT = {
     "SSDCTL_SECTION__KEY": "any setting, for example SSDCTL_TRAIN__BATCH_SIZE=64; "
     "`ssdctl config show` lists all keys. It overrides config files; the command line overrides "
@@ -77,7 +65,7 @@ def _page(path: str, command: Any) -> str:
         commands = [line.removeprefix("$ ") for line in examples.splitlines()]
         lines += [".SH EXAMPLES", ".nf", *map(_roff, commands), ".fi"]
     if name == "ssdctl":
-        lines += _definitions("EXIT STATUS", {str(code): t for code, t in EXIT_CODES.items()})
+        lines += _definitions("EXIT STATUS", {str(code): code.meaning for code in ExitCode})
         lines += _definitions("ENVIRONMENT", ENVIRONMENT) + _definitions("FILES", FILES)
     else:
         lines += [".SH SEE ALSO", ".BR ssdctl (1)"]

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ssdctl.config.settings import Config
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Detection, Result
+    from ssdctl.input.dataset import Dataset
     from ssdctl.model.loss import MultiboxLoss
     from ssdctl.model.ssd300 import SSD300
     from ssdctl.run import Run
     from ssdctl.runs.evaluation import Evaluation
-    from ssdctl.torch_dataset import Dataset
     from ssdctl.trainer import Trainer
 
 __all__ = [
@@ -59,14 +59,14 @@ __all__ = [
 # The module of each name that is imported when it is used; functions are in `ssdctl.api`.
 _MODULES = {
     "Config": "ssdctl.config.settings",
-    "Dataset": "ssdctl.torch_dataset",
+    "Dataset": "ssdctl.input.dataset",
     "Detection": "ssdctl.inference.results",
     "Evaluation": "ssdctl.runs.evaluation",
     "MultiboxLoss": "ssdctl.model.loss",
     "Predictor": "ssdctl.inference.predict",
     "Result": "ssdctl.inference.results",
     "Run": "ssdctl.run",
-    "SSD300": "ssdctl.inference.predict",  # sets SSD300.open_checkpoint
+    "SSD300": "ssdctl.model.ssd300",
     "Trainer": "ssdctl.trainer",
 }
 

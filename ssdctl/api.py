@@ -258,9 +258,9 @@ def evaluate(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
     resolved = resolve_call(config, overrides_of("evaluate", locals()))
+    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
-    from ssdctl.inference.locate import locate_checkpoint
 
     path = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     (evaluation,) = evaluate_files(

@@ -13,19 +13,27 @@ from typing import Any
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of every command. Batch systems and scripts rely on them."""
+    """The exit codes of every command and their meaning. Scripts and batch systems rely on them."""
 
-    OK = 0
-    BUG = 1  # an unexpected exception
-    USAGE = 2  # an option, a config, a device or a missing tool
-    DATA = 3  # annotations, images, a dataset folder
-    NETWORK = 4
-    INTEGRITY = 5  # a hash, an archive, a checkpoint
-    DISK = 6  # no space, no permission
-    NON_FINITE = 7  # a NaN or infinite loss, gradient or output
-    DISTRIBUTED = 8  # a rank died, hung or disagreed
-    STOPPED = 75  # by a signal; everything is saved, the same command continues
-    INTERRUPTED = 130  # by a second signal; nothing more was saved
+    meaning: str
+
+    OK = 0, "success"
+    BUG = 1, "a bug in ssdctl"
+    USAGE = 2, "wrong option or config, or a device or tool is missing"
+    DATA = 3, "bad annotations, images or dataset folder"
+    NETWORK = 4, "network"
+    INTEGRITY = 5, "a checksum, an archive or a checkpoint is wrong, or has other classes"
+    DISK = 6, "a file cannot be read or written"
+    NON_FINITE = 7, "NaN or infinite loss, gradient or output"
+    DISTRIBUTED = 8, "a rank failed or was lost"
+    STOPPED = 75, "stopped by a signal, progress saved; run the same command again to continue"
+    INTERRUPTED = 130, "stopped by Ctrl-C (by the second one where the first saves progress)"
+
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
 
     def __str__(self) -> str:
         return str(self.value)

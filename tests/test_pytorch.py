@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 import ssdctl
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import DataError, UsageError
+from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import RESNET
-from ssdctl.model.normalize import Normalize
 
 
 @pytest.fixture(scope="module")

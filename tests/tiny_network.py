@@ -13,7 +13,7 @@ from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override, of_call
 from ssdctl.device import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.input import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.training.step import TrainStep, build_step
 
 NUM_CLASSES = 4

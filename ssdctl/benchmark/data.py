@@ -23,14 +23,14 @@ from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.store import Split
 from ssdctl.device import Device, inductor, open_device
-from ssdctl.input import Batch, LoaderConfig, trim_padding
+from ssdctl.input.batch import Batch, LoaderConfig, trim_padding
 from ssdctl.input.loader import TrainLoader, crop_edges, decode_sample
+from ssdctl.input.normalize import Normalize
+from ssdctl.input.open import open_input
 from ssdctl.model import fused
 from ssdctl.model.backbones import RESNET
 from ssdctl.model.loss import Targets
-from ssdctl.model.normalize import Normalize
 from ssdctl.runtime.system import usable_cores
-from ssdctl.training.step_input import open_input
 
 log = logging.getLogger(__name__)
 Measurements = dict[str, float | int | str]

@@ -22,15 +22,15 @@ from ssdctl.device import Device, open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.collectives import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.input import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.input.fake import random_batch
+from ssdctl.input.open import copy_ahead
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.system import usable_cores
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.run import SettledRun, finalize
 from ssdctl.training.step import TrainStep, build_step
-from ssdctl.training.step_input import copy_ahead
 
 log = logging.getLogger(__name__)
 COCO_OUTPUTS = COCO_NUM_CLASSES + 1

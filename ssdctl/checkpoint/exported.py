@@ -111,8 +111,7 @@ def read_onnx(path: Path) -> Checkpoint:
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise IntegrityError(
             f"{path}: its metadata (metadata_props) does not describe an SSD300: {error!s:.300}",
-            hint="`ssdctl export CKPT --format onnx` writes it; ONNX files of other programs and "
-            "of earlier versions of ssdctl cannot be read",
+            hint="`ssdctl export CKPT --format onnx` writes it; other ONNX files cannot be read",
         ) from None
     return Checkpoint(
         path=path,

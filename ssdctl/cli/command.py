@@ -24,6 +24,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
+from ssdctl.cli.app import app, without_options
 from ssdctl.cli.console import Console
 from ssdctl.cli.help import (
     COMMON,
@@ -52,19 +53,6 @@ from ssdctl.runtime.safe_text import printable, redact_urls
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
 LONGEST_METAVAR = 24
-
-
-app = typer.Typer(
-    name="ssdctl",
-    cls=HelpGroup,
-    help="Train an object detector on your own images, or SSD300 on COCO across a cluster.",
-    epilog="New here? Run `ssdctl demo`. `ssdctl COMMAND -h` shows the most important options of a "
-    "command, `ssdctl help COMMAND` all of them.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 class Call(NamedTuple):
@@ -149,7 +137,7 @@ def command(
 
         run.__name__ = function.__name__
         _set_signature(run, [])
-        _without_options.append((name if group is app else group.info.name, add_options))
+        without_options.append((name if group is app else group.info.name, add_options))
         group.command(
             name,
             cls=Command,
@@ -167,22 +155,6 @@ def command(
 def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
-
-
-# Commands without options so far: (command or group, function that adds them). Creating the
-# hundreds of options would take half of the time of `ssdctl --help`, which shows none of them.
-_without_options: list[tuple[str | None, Callable[[], None]]] = []
-
-
-def click_root(command: str | None = None) -> typer.core.TyperGroup:
-    """Return the click command of `app`; only this command or group gets its options, if given."""
-    for entry in list(_without_options):
-        if command in (None, entry[0]):
-            entry[1]()
-            _without_options.remove(entry)
-    root = typer.main.get_command(app)
-    assert isinstance(root, typer.core.TyperGroup)
-    return root
 
 
 @contextlib.contextmanager

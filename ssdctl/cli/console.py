@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ssdctl.errors import DiskError, Interrupted, Stopped
 from ssdctl.files import disk_errors
-from ssdctl.runtime.progress import progress_bar
+from ssdctl.runtime.progress import above_bars, progress_bar
 from ssdctl.runtime.safe_text import printable, printable_line, printable_message, redact_urls
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Console(logging.Handler):
 
     def _write(self, text: str, stream: IO[str], end: str = "\n") -> None:
         try:
-            with disk_errors(STDOUT, "writing"):
+            with disk_errors(STDOUT, "writing"), above_bars(stream):
                 print(_encodable(text, stream), file=stream, end=end, flush=True)
         except (DiskError, BrokenPipeError):
             if stream is sys.stdout:

@@ -14,20 +14,19 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from ssdctl.cli.app import click_root
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.resolve import preset_overrides
-from ssdctl.config.settings import all_settings, other_programs
+from ssdctl.config.settings import Setting, all_settings, other_programs
 from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import find_hardware
-
-if TYPE_CHECKING:
-    from ssdctl.cli.option_aliases import AliasCommand
 
 COUNTS = {device.count_option for device in DEVICE_TYPES.values()}
 TRAINING = ("train", "launch", "benchmark train")  # commands that take --preset
 DEFAULT_COUNT = 8  # devices of a node, if this machine has none
+COUNTED = "the devices are counted already; a chip of TPU v2 or v3 has two cores"
 THEIR_BATCH_SIZE = 32  # the default of the program with --batch-splits
 EXAMPLES = {"{,}": "E,E", "{+}": "E,E", "{k}": "15,55", "{chips}": "N", "{device}": "--gpus"}
 
@@ -94,7 +93,18 @@ class Word(NamedTuple):
         return self.typed[0].partition("=")[0]
 
 
-def refuse(name: str, command: AliasCommand, words: Sequence[Word]) -> None:
+class CommandWithAliases(Protocol):
+    """A command whose words can be corrected: `AliasCommand`."""
+
+    settings: Sequence[Setting]
+
+    @property
+    def templates(self) -> dict[str, str]: ...
+
+    def read_words(self, args: Sequence[str]) -> list[Word]: ...
+
+
+def refuse(name: str, command: CommandWithAliases, words: Sequence[Word]) -> None:
     """Raise UsageError with the corrected line if some words are not the command's.
 
     Args:
@@ -110,7 +120,7 @@ def refuse(name: str, command: AliasCommand, words: Sequence[Word]) -> None:
 class _Line:
     """The corrected form of a command line."""
 
-    def __init__(self, name: str, command: AliasCommand, words: Sequence[Word]) -> None:
+    def __init__(self, name: str, command: CommandWithAliases, words: Sequence[Word]) -> None:
         self.name, self.refusals = name, list[str]()
         self.launch: list[str] = []  # options that become launch's
         self.options: list[str] = []  # the other words
@@ -221,8 +231,10 @@ class _Line:
         options = [self._fill(text.split(), word, row) for text in row.instead.split("|")]
         instead = next((o for o in options if not o or o[0] in self.templates), options[-1])
         if row.command == "launch":
-            if not COUNTS & {*self.launch, *self.given}:
-                self.launch += instead[1:] if self._has_values(word, row) else []
+            if COUNTS & {*self.launch, *self.given} and COUNTS & {*instead}:
+                self._refuse(word, [], COUNTED)
+                return
+            self.launch += instead[1:] if self._has_values(word, row) else []
             self._refuse(word, ["ssdctl", *instead], row.remark)
         elif row.command == self.name:
             self._refuse(word, [], row.remark)
@@ -297,13 +309,11 @@ def _program(words: Sequence[Word]) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def command_of(name: str) -> AliasCommand:
+def command_of(name: str) -> CommandWithAliases:
     """Return a command: `train`, `benchmark train`."""
-    from ssdctl.cli.command import click_root  # late: it imports this module
-
     command: Any = click_root(name.split()[0])
     for part in name.split():
         command = command.commands[part]
     command.read_words  # noqa: B018 - a group has none
-    found: AliasCommand = command
+    found: CommandWithAliases = command
     return found

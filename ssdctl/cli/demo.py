@@ -15,7 +15,8 @@ from typing import Annotated
 
 from typer import Option
 
-from ssdctl.cli.command import Call, click_root, command
+from ssdctl.cli.app import click_root
+from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import painted
 from ssdctl.config import Resolved
 from ssdctl.errors import ExitCode

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -17,12 +18,10 @@ from ssdctl.cli.command import Call, command, stoppable
 from ssdctl.cli.console import Console, is_encodable
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import free_bytes, refuse_url
-from ssdctl.runtime.progress import byte_bar
+from ssdctl.runtime.progress import progress_bar
 from ssdctl.runtime.safe_text import listed, printable_line
 
 if TYPE_CHECKING:
-    from rich.progress import Task
-
     from ssdctl.download.http import RetryPolicy
     from ssdctl.download.pinned_files import PinnedFile
     from ssdctl.model.pretrained import Weights
@@ -243,7 +242,7 @@ def fetch_weights(
         command = f"ssdctl train --data DIR --backbone-weights {name}"
     else:
         if cached_detector(detector, dest) is None:  # no checksum yet: its contents are checked
-            from ssdctl.inference.locate import trust_first_use
+            from ssdctl.checkpoint.locate import trust_first_use
 
             trust_first_use(name, path)
         data |= {"sha256": sha256_of(path, path.name), "trust": detector.trust}
@@ -333,40 +332,41 @@ def fetching(
     Raises:
         Stopped: A signal was received. The downloaded bytes are kept.
     """
-    bar = byte_bar()
-    bar.add_task("")
-    (task,) = bar.tasks
-    shown, next_line = "", 0.0
+    bar: Any = None
+    shown, start, first, next_line = "", 0.0, 0, 0.0
 
     def show(label: str, done: int, total: int) -> None:
-        nonlocal shown, next_line
-        is_new, shown, now = label != shown, label, bar.get_time()
-        if is_new:
-            is_counted = label in names and len(names) > 1
-            count = f" ({names.index(label) + 1} of {len(names)})" if is_counted else ""
-            bar.reset(task.id, description=printable_line(label) + count, total=total)
-        # The first bytes after a reset, those of an earlier attempt, do not count for the rate.
-        bar.update(task.id, completed=done)
+        nonlocal bar, shown, start, first, next_line
+        is_new, now = label != shown, monotonic()
+        if is_new:  # the first bytes, those of an earlier attempt, do not count for the rate
+            shown, start, first = label, now, done
+        is_counted = label in names and len(names) > 1
+        count = f" ({names.index(label) + 1} of {len(names)})" if is_counted else ""
+        text = printable_line(label) + count
         if console.live:
-            bar.start()
+            if is_new:
+                if bar is not None:
+                    bar.close()
+                bar = progress_bar(label=text, unit="B", unit_scale=True, total=total, initial=done)
+            bar.update(done - bar.n)
         elif is_new or now >= next_line:
-            console.info(_line(task))
+            rate = (done - first) / max(now - start, 1e-9)
+            console.info(_line(text, done, total, rate))
             next_line = now + LINE_INTERVAL_S
 
     with stoppable("the downloaded bytes are kept"):
         try:
             yield show
         finally:
-            if console.live:
-                bar.stop()
+            if bar is not None:
+                bar.close()
 
 
-def _line(task: Task) -> str:
-    total = task.total or 0
-    text = f"{task.description}: {task.completed / 1e6:,.1f} of {total / 1e6:,.1f} MB"
-    if task.speed:
-        left = datetime.timedelta(seconds=task.time_remaining or 0)
-        text += f", {task.speed / 1e6:.1f} MB/s, {left} left"
+def _line(text: str, done: int, total: int, rate: float) -> str:
+    text = f"{text}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+    if rate > 0:
+        left = datetime.timedelta(seconds=round((total - done) / rate))
+        text += f", {rate / 1e6:.1f} MB/s, {left} left"
     return text
 
 

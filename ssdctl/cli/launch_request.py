@@ -11,15 +11,16 @@ from pathlib import Path
 
 import typer
 
-from ssdctl.cli.command import Call, click_root
+from ssdctl.cli.app import click_root
+from ssdctl.cli.command import Call
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import Kind, Resolved, parse_assignment
 from ssdctl.config.settings import all_settings
-from ssdctl.data.dataset import is_prepared
 from ssdctl.data.open_dataset import DatasetSize, count_images
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import Ranks, own_names
 from ssdctl.errors import DataError, UsageError

@@ -20,7 +20,8 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
     results,
     train,
 )
-from ssdctl.cli.command import app, click_root, exit_after
+from ssdctl.cli.app import app, click_root
+from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import STDOUT, Console
 from ssdctl.cli.help import command_line, is_completion
 from ssdctl.cli.option_aliases import check_local_rank, is_local_rank

@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.results import newest_run
-from ssdctl.errors import DataError, NetworkError, SsdctlError, UsageError
+from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
     free_name,
@@ -24,16 +24,17 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.safe_text import listed, printable_line
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.inference.image_detector import ImageDetector
-    from ssdctl.inference.locate import ImageSource
     from ssdctl.inference.results import Detection
+    from ssdctl.inference.sources import ImageSource
 
 MAX_NAMED = 3  # failed images in the error
+# Errors of one image: the others are done. If they differ, the first kind here is the exit code.
+IMAGE_FAILURES = (NetworkError, DiskError, DataError)
 
 
 @command(
@@ -88,7 +89,7 @@ def predict(
     Results are counted, drawn (--out), or saved for labeling tools (--save); -v prints the boxes.
     An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
     """
-    from ssdctl.inference.locate import find_sources, looks_like_image, split_videos
+    from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
     settings = call.config.predict
     if settings.save is not None and out is None:
@@ -115,7 +116,6 @@ def predict(
 
 
 def _load(call: Call, checkpoint: str) -> ImageDetector:
-    check_memory_limit()
     tune_process()
     from ssdctl.inference.predict import load_detector
 
@@ -172,7 +172,7 @@ def _predict(
     for found, target in itertools.zip_longest(shown, targets):
         result = found.result
         if isinstance(result, SsdctlError):
-            if not isinstance(result, DataError | NetworkError):
+            if not isinstance(result, IMAGE_FAILURES):
                 raise result
             console.warning(str(result))
             failures.append((printable_line(found.item.label), result))
@@ -197,9 +197,9 @@ def _predict(
     total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
     console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
     if failures:
-        is_network = any(isinstance(error, NetworkError) for _, error in failures)
+        kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
         names = listed([name for name, _ in failures], MAX_NAMED)
-        raise (NetworkError if is_network else DataError)(
+        raise kind(
             f"failed images ({len(failures)} of {len(sources)}): {names}",
             hint="the warnings name the reasons",
         )
@@ -207,7 +207,7 @@ def _predict(
 
 def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
     """Check before the network is loaded that all videos exist and that the options fit."""
-    from ssdctl.inference.locate import is_camera
+    from ssdctl.inference.sources import is_camera
 
     if save not in (None, "json"):
         raise UsageError(
@@ -257,9 +257,9 @@ def _predict_video(
     Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames. The frames
     before a damaged one are written.
     """
-    from ssdctl.inference.locate import is_camera
     from ssdctl.inference.results import counted
     from ssdctl.inference.save import image_record
+    from ssdctl.inference.sources import is_camera
     from ssdctl.inference.video import VideoWriter, open_video, predict_frames
 
     settings, live = call.config.predict, is_camera(name)

@@ -15,7 +15,6 @@ from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
 from ssdctl.runs.layout import RUNS, RunDir
-from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def evaluate(
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.inference.locate import is_model_folder, locate_checkpoint
+    from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
 
     what = what or newest_run(call.console)
     is_run = Path(what).is_dir() and not is_model_folder(Path(what))
@@ -184,7 +183,6 @@ def evaluate(
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
     """Score all files; the list is empty on ranks other than the main one."""
-    check_memory_limit()
     from ssdctl.evaluation.evaluate import evaluate_files
 
     tune_process()

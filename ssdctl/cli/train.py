@@ -17,7 +17,6 @@ from ssdctl.errors import DataError, SsdctlError, Stopped
 from ssdctl.runs.display import RunDisplay, duration
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.runtime import signals
-from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.safe_text import counted
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
@@ -61,7 +60,6 @@ def train(
     if dry_run:
         _show_plan(call)
         return
-    check_memory_limit()
     signals.install()  # not yet installed if another command, such as demo, runs this one
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         tune_process()
@@ -123,9 +121,9 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
 
 
 def _show_plan(call: Call) -> None:
+    from ssdctl.checkpoint.locate import check_weight_sources
     from ssdctl.data.coco_json import COCO_NUM_CLASSES
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
-    from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
     from ssdctl.training.run import finalize, settings_of_run
 

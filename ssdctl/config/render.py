@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,17 +33,6 @@ def snapshot(config: Config) -> dict[str, Any]:
 def to_snapshot_toml(resolved: Resolved) -> str:
     """Return `snapshot` as a file that `--config` reads back, with sources."""
     return _tables(resolved, _with_source, snapshot(resolved.config))
-
-
-def redact_toml(text: str) -> str:
-    """Reduce a run's config file, which may be older than `snapshot`, to what may be shared."""
-    lines, is_kept = [], True
-    for line in text.splitlines():
-        if header := re.match(r"\s*\[+\s*\"?([\w-]+)", line):
-            is_kept = header[1] in SNAPSHOT_SECTIONS
-        if is_kept:
-            lines.append(redact_urls(line))
-    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def to_template_toml(resolved: Resolved) -> str:

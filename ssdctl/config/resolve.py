@@ -23,7 +23,6 @@ import msgspec
 from ssdctl import files
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.settings import (
-    SPLIT_KEYS,
     Config,
     Setting,
     SettledConfig,
@@ -139,7 +138,6 @@ def resolve(
         *_from_environment(os.environ if environment is None else environment),
         *overrides,
     ]
-    layers = [o._replace(path=p) for o in layers for p in SPLIT_KEYS.get(o.path, (o.path,))]
     checked = [_checked(o) for o in layers]
     chosen = {o.path: o.value for o in checked}  # the last one counts
     recipe = preset_overrides(chosen.get("train.preset", all_settings()["train.preset"].default))

@@ -112,6 +112,10 @@ class PrepareConfig(Section, frozen=True):
             "Fraction of images for training; the rest is for validation", metavar="FRACTION"
         ),
     ] = None
+    group: Annotated[
+        str | None,
+        _conversion("Keep names with equal matches in one part of --split", metavar="REGEX"),
+    ] = None
     classes: Annotated[
         tuple[str, ...],
         _conversion("Keep only these classes [default: all]", metavar="A,B"),

@@ -10,7 +10,7 @@ import functools
 import shlex
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -219,15 +219,6 @@ def all_settings() -> dict[str, Setting]:
         for section in msgspec.structs.fields(Config)
         for field in msgspec.structs.fields(section.type)
     }
-
-
-# Keys of earlier versions that were split into two settings: still read from files and checkpoints.
-SPLIT_KEYS = {"train.decay_bias_and_norm": ("train.decay_bias", "train.decay_norm")}
-
-
-def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a checkpoint, by path, with their current keys."""
-    return {key: v for path, v in values.items() for key in SPLIT_KEYS.get(path, (path,))}
 
 
 @functools.cache

@@ -10,11 +10,9 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import itertools
 import json
 import logging
-import os
 import re
 import shlex
 from collections import Counter
@@ -28,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.errors import DataError, UsageError
-from ssdctl.runtime.safe_text import counted, listed
+from ssdctl.runtime.safe_text import listed
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
@@ -148,6 +146,7 @@ class Conversion(msgspec.Struct, frozen=True):
     split: float | None = None  # share of the images to train on
     classes: tuple[str, ...] = ()  # to keep; none: all
     image_dir: str | None = None  # of the images, below the dataset folder; None: find them
+    group: str | None = None  # regular expression; names with equal matches stay in one split
 
     def __bool__(self) -> bool:
         return self != AUTOMATIC
@@ -156,18 +155,12 @@ class Conversion(msgspec.Struct, frozen=True):
         has_comma = any("," in name for name in self.classes)
         classes = json.dumps(self.classes) if has_comma else ",".join(self.classes)
         options = {"from": self.source, "split": self.split, "classes": classes}
+        options["group"] = self.group
         options["image-dir"] = self.image_dir
         return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in options.items() if v)
 
 
 AUTOMATIC = Conversion()
-
-
-class Labels(msgspec.Struct, frozen=True):
-    """A version of the files that contain a dataset's labels."""
-
-    state: str  # hash of their names, sizes and times; empty if there are none
-    content: str = ""  # hash of their content, if they are few; empty: not known
 
 
 def root_folder(root: Path) -> Path:
@@ -313,23 +306,6 @@ def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations
         classes=[c for c in annotations.classes if c.name in chosen],
         labels=new_labels[annotations.labels],
     )
-
-
-def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annotations]:
-    """Divide a split: `share` of the images to train on, the others to validate.
-
-    Only an image's name decides where it goes: the same files are divided the same way everywhere,
-    and a few more images move few others.
-    """
-    names = annotations.file_names
-    if len(names) < 2:
-        images = counted(len(names), "image")
-        raise DataError(f"{annotations.origin}: {images} cannot be divided by --split")
-    order = sorted(range(len(names)), key=lambda r: hashlib.sha256(os.fsencode(names[r])).digest())
-    num_train = min(max(round(share * len(names)), 1), len(names) - 1)
-    is_train = np.zeros(len(names), np.bool_)
-    is_train[order[:num_train]] = True
-    return annotations.with_images(is_train), annotations.with_images(~is_train)._replace(notes=())
 
 
 def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> list[int] | None:

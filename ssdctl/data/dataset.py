@@ -1,4 +1,4 @@
-"""Find the annotations of a dataset, read them, and notice when their files change.
+"""Find the annotations of a dataset and read them.
 
     splits = read_dataset(root, Conversion(split=0.9))
     splits["train"]                                 # Annotations
@@ -9,10 +9,8 @@ Nothing is written.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
-import os
 import re
 import shlex
 from collections import Counter
@@ -20,28 +18,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ssdctl.data import TOML, index
+import msgspec
+
+from ssdctl.data import TOML
 from ssdctl.data.annotations import (
     MAX_NAMED,
     SPLIT_WORDS,
     SPLITS,
     Annotations,
     Conversion,
-    Labels,
-    divided,
-    root_folder,
     with_classes,
 )
+from ssdctl.data.divide import divided
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.formats import Format, built_in, coco, load, names
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
 from ssdctl.errors import DataError, SsdctlError, UsageError
-from ssdctl.files import open_regular, read_errors
 from ssdctl.runtime.safe_text import counted
 
-LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".json", ".yaml", ".yml", ".names", ".data")
-MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
-HASHED_BYTES = 4 << 20
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
 MAX_FILES = 20_000  # that are searched for what a folder has
@@ -133,22 +127,43 @@ def _refuse_format_beside_toml(root: Path, name: str | None) -> None:
 
 
 def read_dataset(
-    root: Path, conversion: Conversion, module: Format | None = None
+    root: Path,
+    conversion: Conversion,
+    module: Format | None = None,
+    *,
+    is_remembered: bool = False,
 ) -> dict[str, Annotations]:
-    """Read the splits of a dataset, in the order of SPLITS; `module` is the format if known."""
+    """Read the splits of a dataset, in the order of SPLITS; see `read_and_convert`."""
+    return read_and_convert(root, conversion, module, is_remembered=is_remembered)[0]
+
+
+def read_and_convert(
+    root: Path, conversion: Conversion, module: Format | None = None, *, is_remembered: bool
+) -> tuple[dict[str, Annotations], Conversion]:
+    """Read the splits of a dataset; return also the conversion that was applied.
+
+    `module` is the format if known. `is_remembered`: the conversion is the last one, so its --split
+    does not apply to a dataset that has validation images by now.
+    """
     module, folder = module or find(root, conversion.source)[1], conversion.image_dir
     read = module.read(root, _image_dir(root, folder)) if folder else module.read(root)
     splits = _with_images(root, read)
     if conversion.classes:
         splits = {s: with_classes(whole, conversion.classes) for s, whole in splits.items()}
-    if conversion.split is not None:
-        if "val" in splits:
+    if conversion.split is not None and "val" in splits:
+        if not is_remembered:
             raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
+        first = next(iter(splits))
+        note = f"validation images were added: --split {conversion.split} is not used any more"
+        splits[first] = splits[first]._replace(notes=[*splits[first].notes, note])
+        conversion = msgspec.structs.replace(conversion, split=None, group=None)
+    elif conversion.split is not None:
         # An entry that is listed twice must not be in both parts.
         splits = {split: images for split, (images, _) in resolve_images(splits).items()}
-        train, val = divided(require_split(splits, "train", root), conversion.split)
+        whole = require_split(splits, "train", root)
+        train, val = divided(whole, conversion.split, conversion.group)
         splits = {**splits, "train": train, "val": val}
-    return {s: splits[s] for s in SPLITS if s in splits}
+    return {s: splits[s] for s in SPLITS if s in splits}, conversion
 
 
 def _image_dir(root: Path, folder: str) -> str:
@@ -187,61 +202,6 @@ def require_same_classes(root: Path, splits: Mapping[str, Annotations]) -> None:
                 f"{first} {classes[0]}; {split} {classes[1]}",
                 hint="give the annotation files of all splits the same list of categories",
             )
-
-
-def label_version(root: Path, format_name: str, *, content: bool = False) -> Labels:
-    """Return the version of a dataset's label files."""
-    folder = root_folder(root).absolute()
-    if format_name != "coco":
-        names = [n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES]
-        return Labels(_state(folder, sorted(names)))
-    paths = [files.annotations for files in coco.splits_of(root).values()]
-    if (root / TOML).is_file():
-        paths.insert(0, root / TOML)
-    names = [os.path.relpath(path.absolute(), folder) for path in paths]
-    return Labels(_state(folder, names), _hash(paths) if content else "")
-
-
-def labels_changed(root: Path, made: index.Made) -> bool:
-    """Return whether label files changed since they were read; not if all are gone, or unknown."""
-    state, content = made.labels.state, made.labels.content
-    try:
-        _refuse_format_beside_toml(root, made.conversion.source)
-        if state and label_version(root, made.format).state not in ("", state):
-            current = label_version(root, made.format, content=bool(content))
-            return not content or current.content != content
-    except SsdctlError:  # reported when they are read again
-        return True
-    except OSError:  # the dataset's folder cannot be read: its store is used as it is
-        pass
-    return False
-
-
-def is_prepared(root: Path, folder: Path) -> bool:
-    """Return whether the store has every split of the dataset, with its current annotations.
-
-    Changed labels of a format that has a file per image do not count: `open_dataset` warns of them.
-    """
-    made = index.read_made(folder)
-    return made is not None and not (made.labels.content and labels_changed(root, made))
-
-
-def _state(folder: Path, names: list[str]) -> str:
-    digest = hashlib.sha256(os.fsencode("\n".join(names)))
-    for name in names[:MAX_COMPARED]:
-        with contextlib.suppress(OSError):
-            status = (folder / name).stat()
-            digest.update(b"%d %d\n" % (status.st_size, status.st_mtime_ns))
-    return digest.hexdigest() if names else ""
-
-
-def _hash(paths: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with read_errors(path), open_regular(path) as file:
-            while chunk := file.read(HASHED_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()
 
 
 def datasets_in(folder: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -35,10 +36,10 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.image_files import (
     ANNOTATION_FOLDERS,
-    IMAGE_SUFFIXES,
     file_sizes,
     files_below,
-    is_image,
+    in_threads,
+    is_image_name,
     size_or_none,
 )
 from ssdctl.errors import DataError
@@ -97,8 +98,12 @@ class ImageFinder:
         self.root, self.standard = root, [name.lower() for name in standard]
         self.image_dir = parts_of(image_dir or "")
         found = files_below(root) if files is None else files
-        paths = ((file, file.split("/")) for file in found if is_image(PurePosixPath(file)))
-        self.files = {f: p for f, p in paths if p[: len(self.image_dir)] == self.image_dir}
+        paths = ((file, file.split("/")) for file in found)
+        self.files = {
+            file: parts
+            for file, parts in paths
+            if is_image_name(parts[-1]) and parts[: len(self.image_dir)] == self.image_dir
+        }
         if image_dir and not self.files:
             raise DataError(f"--image-dir {image_dir}: no images below {root / image_dir}")
         self.by_name: dict[str, list[str]] = {}
@@ -199,8 +204,7 @@ class ImageFinder:
 
     def _options(self, entry: Wanted, name: str) -> list[_Option]:
         names = name.split("/")
-        stem, _, suffix = names[-1].rpartition(".")
-        has_suffix = bool(stem) and f".{suffix.lower()}" in IMAGE_SUFFIXES
+        stem, has_suffix = names[-1].rpartition(".")[0], is_image_name(names[-1])
         files = self.by_name.get(names[-1], [])
         if entry.any_suffix or not has_suffix:
             files = [*files, *self.by_stem.get(stem if has_suffix else names[-1], ())]
@@ -211,9 +215,9 @@ class ImageFinder:
         self, entry: Wanted, names: list[str], has_suffix: bool, file: str
     ) -> _Option | None:
         """Return a file with the evidence for it; None if it is in the folder of another split."""
-        parts, labels = self.files[file], parts_of(entry.labels)
+        parts, labels = self.files[file], _folders(entry.labels)
         base_name = parts[-1] if has_suffix else parts[-1].rpartition(".")[0]
-        expected = [*parts_of(entry.folder), *names]
+        expected = [*_folders(entry.folder), *names]
         tail = 0
         if base_name == names[-1]:
             tail = 1 + _num_equal(reversed(expected[:-1]), reversed(parts[:-1]))
@@ -361,6 +365,9 @@ def parts_of(path: str) -> list[str]:
     return [part for part in path.split("/") if part not in ("", ".", "..")]
 
 
+_folders = lru_cache(parts_of)  # of labels: the same for many images
+
+
 def _num_equal(first: Iterable[str], second: Iterable[str]) -> int:
     """Return how many elements at the start of both are equal."""
     count = 0
@@ -409,7 +416,8 @@ def _searched(
     rows: list[tuple[str, int]] = []
     for split, images in splits.items():
         folder, sizes = label_folder(images.origin, root), images.sizes.tolist()
-        word = split_of(f"{folder}/{images.origin.name}")
+        is_below = images.origin.is_relative_to(root)
+        word = split_of(f"{folder}/{images.origin.name}") if is_below else None
         for row, name in enumerate(images.file_names):
             slashes = name.replace("\\", "/")
             if is_plain_name(slashes) or TOOL_FOLDERS.intersection(slashes.split("/")):
@@ -472,7 +480,7 @@ def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved
     if not unsized:
         return annotations, num_bytes
     sizes, notes = sizes.copy(), [*annotations.notes]
-    sizes[unsized] = [size_or_none(folder / names[row]) for row in unsized]
+    sizes[unsized] = in_threads(lambda row: size_or_none(folder / names[row]), unsized)
     if num_sized := int(sizes[unsized].all(axis=1).sum()):
         notes.append(f"images without width and height, taken from the files: {num_sized:,}")
     sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason

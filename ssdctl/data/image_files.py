@@ -39,8 +39,13 @@ class FingerprintColumns(NamedTuple):
 
 
 def is_image(path: Path | PurePosixPath) -> bool:
-    """Return whether a file has the name of an image; `._a.jpg` is metadata of macOS."""
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("._")
+    return is_image_name(path.name)
+
+
+def is_image_name(name: str) -> bool:
+    """Return whether a base name is the name of an image; `._a.jpg` is metadata of macOS."""
+    stem, dot, suffix = name.rpartition(".")
+    return bool(stem) and dot + suffix.lower() in IMAGE_SUFFIXES and not name.startswith("._")
 
 
 def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:

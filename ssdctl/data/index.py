@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion, Labels
+from ssdctl.data.annotations import SPLITS, Annotations, ClassName, Conversion
 from ssdctl.data.check import Objects
 from ssdctl.data.duplicates import Duplicates
 from ssdctl.data.image_files import FingerprintColumns
@@ -57,7 +57,6 @@ TRUTH_COLUMNS: Types = {
 
 # What reading a damaged file raises; other errors of Arrow are ValueErrors.
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError)
-T = TypeVar("T")
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -65,10 +64,18 @@ class Shard(msgspec.Struct, frozen=True):
     rows: int
 
 
-class Packing(msgspec.Struct, frozen=True, kw_only=True):
-    """How the images of a split are stored: what indexes of earlier versions have, too."""
+class Made(msgspec.Struct, frozen=True):
+    """How the annotations of all splits of a store were read."""
 
-    format: int
+    format: str  # coco, voc, ...
+    conversion: Conversion
+    sources: str  # the file of the store that lists the files they were read from
+    splits: list[str]
+    version: str  # ssdctl's
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    format: Literal[5]
     packed: bool  # else the images are read from the dataset folder
     shards: list[Shard]
     shrink: int | None = None
@@ -76,20 +83,6 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     verified: Verified = msgspec.field(default="no", name="strictly_verified")
     key: str  # identifies the index, and the report on its images
     upright: bool | msgspec.UnsetType = msgspec.UNSET  # see `Annotations`; absent: nothing to turn
-
-
-class Made(msgspec.Struct, frozen=True):
-    """How the annotations of all splits of a store were read."""
-
-    format: str  # coco, voc, ...
-    conversion: Conversion
-    labels: Labels
-    splits: list[str]
-    version: str  # ssdctl's
-
-
-class Metadata(Packing, frozen=True, kw_only=True):
-    format: Literal[5]
     classes: list[ClassName]
     images: str  # their folder, relative to the dataset folder if it is below it
     origin: str  # the file or folder of the labels, for messages
@@ -103,36 +96,22 @@ def index_path(folder: Path, split: str) -> Path:
 
 def read_metadata(folder: Path, split: str) -> Metadata | None:
     """Return the metadata of a split's index; None if there is none that this version reads."""
-    return _decode_metadata(index_path(folder, split), Metadata)
-
-
-def require_metadata(path: Path) -> Metadata:
-    metadata = _decode_metadata(path, Metadata)
-    if metadata is None:
-        raise DataError(f"{path}: no index; run ssdctl prepare")
-    return metadata
-
-
-def read_packing(folder: Path, split: str) -> Packing | None:
-    """Return how a split's images are stored, by the index of this or an earlier version."""
-    return _decode_metadata(index_path(folder, split), Packing)
-
-
-def earlier_packing(folder: Path) -> Packing | None:
-    """Return how a store of an earlier version has its images; None if there is no such store."""
-    found = [p for split in SPLITS if (p := read_packing(folder, split)) is not None]
-    return found[0] if found and all(p.format < 5 for p in found) else None
-
-
-def _decode_metadata(path: Path, kind: type[T]) -> T | None:
+    path = index_path(folder, split)
     try:
         if not path.is_file():
             return None
         with pa.OSFile(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
-        return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=kind)
+        return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
     except (*READ_ERRORS, *DECODE_ERRORS):
         return None
+
+
+def require_metadata(path: Path) -> Metadata:
+    metadata = read_metadata(path.parent, path.stem.removeprefix("index-"))
+    if metadata is None:
+        raise DataError(f"{path}: no index; run ssdctl prepare")
+    return metadata
 
 
 def read_made(folder: Path) -> Made | None:
@@ -165,7 +144,7 @@ def read_annotations(index: Path) -> Annotations:
 
 
 class IndexedImages(NamedTuple):
-    """The images of a split, as an index of this or an earlier version lists them."""
+    """The images of a split, as its index lists them."""
 
     ids: NDArray[np.int64]
     names: list[str]
@@ -232,8 +211,8 @@ def remove_unused(folder: Path, splits: Collection[str]) -> None:
     used = {index_path(folder, split).name for split in splits}
     for split in splits:
         if (metadata := read_metadata(folder, split)) is not None:
-            used.update(shard.file for shard in metadata.shards)
-    for pattern in ("index-*.arrow", "images-*.arrow", ".checked-*.arrow"):
+            used |= {metadata.made.sources, *(shard.file for shard in metadata.shards)}
+    for pattern in ("index-*.arrow", "sources-*.arrow", "images-*.arrow", ".checked-*.arrow"):
         for path in folder.glob(pattern):
             if path.name not in used:
                 path.unlink(missing_ok=True)

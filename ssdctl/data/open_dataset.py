@@ -9,29 +9,28 @@ from typing import NamedTuple
 import msgspec
 
 from ssdctl.config import Config, PrepareConfig
-from ssdctl.data import index
+from ssdctl.data import TOML, index
 from ssdctl.data.annotations import (
     AUTOMATIC,
     MAX_NAMED,
     SPLITS,
     Annotations,
     Conversion,
-    root_folder,
 )
 from ssdctl.data.check import check
-from ssdctl.data.dataset import (
-    is_prepared,
-    labels_changed,
-    read_dataset,
-    require_root,
-    require_split,
-)
+from ssdctl.data.dataset import read_dataset, require_root, require_split
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
 from ssdctl.data.prepare import prepare
 from ssdctl.data.report import Outcome
+from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
-from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
+from ssdctl.data.store_folder import (
+    STORE_NAME,
+    dataset_folders,
+    is_cached_store,
+    require_dataset,
+)
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress, without_progress
@@ -59,73 +58,89 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
     source = None if options.source == "auto" else options.source
-    conversion = Conversion(source, options.split, options.classes, options.image_dir)
-    if not conversion and (conversion := _last_conversion(folder)):
-        log.info("using the options of the last time: %s; other options replace them", conversion)
-    elif conversion and conversion.source is None:
-        last = _last_conversion(folder)
+    if options.group is not None and options.split is None:
+        raise UsageError(
+            f"--group {options.group} without --split",
+            hint="add the share to train on: --split 0.9",
+        )
+    conversion = Conversion(
+        source, options.split, options.classes, options.image_dir, options.group
+    )
+    last, is_remembered = _last(root, folder), not conversion
+    if is_remembered and last:
+        log.info("using the options of the last time: %s; other options replace them", last)
+    if is_remembered:
+        conversion = last
+    elif conversion.source is None:
         conversion = msgspec.structs.replace(conversion, source=last.source)
-    return prepare(root, folder, options, conversion, force=force, progress=progress)
+    return prepare(
+        root,
+        folder,
+        options,
+        conversion,
+        force=force,
+        is_remembered=is_remembered,
+        progress=progress,
+    )
 
 
-def _last_conversion(folder: Path) -> Conversion:
-    made = index.read_made(folder)
-    return AUTOMATIC if made is None else made.conversion
+def _last(root: Path, folder: Path) -> Conversion:
+    """Return how the dataset was read the last time.
+
+    A store in the dataset folder counts as well if the folder cannot be written.
+    """
+    made = index.read_made(folder) or index.read_made(root / STORE_NAME)
+    if made is None:
+        return AUTOMATIC
+    if (root / TOML).is_file():  # it takes precedence over the other formats
+        return msgspec.structs.replace(made.conversion, source=None)
+    return made.conversion
 
 
 def open_dataset(
     root: Path, folder: Path, *, progress: Progress = without_progress
 ) -> dict[str, Split]:
-    """Return the dataset's splits, ready to read; one that was never prepared is indexed first.
+    """Return the dataset's splits, ready to read.
+
+    One that was never prepared is indexed first. If its labels changed, they are indexed again, but
+    packed images are never replaced.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
     """
     require_root(root)
-    if not is_prepared(root, folder):
-        _prepare_again(root, folder, progress)
-        return open_splits(root, folder)
-    if is_cached_store(folder):
+    made = index.read_made(folder)
+    if made is not None and (changed := changes(root, folder, made)):
+        log.warning("%s changed since it was prepared: %s", root, "; ".join(changed))
+        log.info("indexing %s again, as `ssdctl prepare --data %s` does", root, root)
+    elif made is None:
+        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
+    elif is_cached_store(folder):
         log.info("%s cannot be written: its index is in %s", root, folder)
-    _warn_of_changed_labels(root, folder)
+    if made is None or changed:
+        _index(root, folder, progress)
+        return open_splits(root, folder)
     splits = open_splits(root, folder)
     for split in splits:
         _refuse_changed(root, folder, split)
     return splits
 
 
-def _prepare_again(root: Path, folder: Path, progress: Progress) -> None:
-    """Prepare a dataset that has no store, or one that is out of date or of an earlier version."""
-    if (first := index.earlier_packing(folder)) is not None:
-        log.info("%s was prepared by an earlier version: writing its index again", root)
-        config = PrepareConfig(
-            pack=first.packed,
-            shrink=first.shrink,
-            encoding=first.encoding,
-            verify_images=first.verified != "no",
-            keep_damaged=first.verified == "damaged kept",
-        )
-    else:
-        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
-        config = PrepareConfig(pack=False)
-    outcome = prepare(root, folder, config, _last_conversion(folder), progress=progress)
+def _index(root: Path, folder: Path, progress: Progress) -> None:
+    outcome = prepare(
+        root,
+        folder,
+        PrepareConfig(pack=False),
+        _last(root, folder),
+        is_remembered=True,
+        keep_images=True,
+        progress=progress,
+    )
     for report in outcome.splits:
         for kind, count in report.counts().items():
             log.info("  %s: %d x %s", report.split, count, kind)
         for warning in (*report.notes, *report.warnings):
             log.info("  %s: %s", report.split, warning)
-
-
-def _warn_of_changed_labels(root: Path, folder: Path) -> None:
-    made = index.read_made(folder)
-    # If the content is known, it was compared when the index was chosen.
-    if made is not None and not made.labels.content and labels_changed(root, made):
-        log.warning(
-            "labels in %s changed, or were copied, since they were read, and are used as read: "
-            "`ssdctl prepare --data %s` reads them",
-            root_folder(root),
-            root,
-        )
 
 
 def _refuse_changed(root: Path, folder: Path, split: str) -> None:
@@ -154,13 +169,12 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
     """Return how many images and which classes a run would train on; nothing is written."""
     require_root(root)
     if is_prepared(root, folder):
-        _warn_of_changed_labels(root, folder)
         splits = open_splits(root, folder)
         train = require_split(splits, "train", root)
         num_val = len(splits["val"].image_ids) if "val" in splits else 0
         names = [c.name for c in train.classes]
         return DatasetSize(len(train.trainable), len(train.background), num_val, names)
-    unprepared = read_dataset(root, _last_conversion(folder))
+    unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
     annotations = require_split(unprepared, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
         annotations = resolve_images(unprepared)["train"][0]
@@ -171,6 +185,14 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
     return DatasetSize(trainable, int(checked.is_empty.sum()), num_val, names)
 
 
+def annotations_with_images(root: Path, folder: Path) -> dict[str, Annotations]:
+    """Return the same as `annotations_of`, with the paths of the image files."""
+    annotations = annotations_of(root, folder)
+    if is_prepared(root, folder):
+        return annotations
+    return {split: found for split, (found, _) in resolve_images(annotations).items()}
+
+
 def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     """Return the annotations of a dataset: the index's if it is prepared, else the files'.
 
@@ -178,7 +200,7 @@ def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
     """
     require_root(root)
     if not is_prepared(root, folder):
-        return read_dataset(root, _last_conversion(folder))
+        return read_dataset(root, _last(root, folder), is_remembered=True)
     return {
         split: index.read_annotations(index.index_path(folder, split))._replace(
             folder=image_folder(root, metadata)

@@ -3,7 +3,7 @@
     outcome = prepare(root, store, PrepareConfig(shrink=400))
 
 Every annotation and every image's header is checked; what cannot be trained on is dropped and
-listed in the store's report.json. A split's index is written last, so a killed run leaves the old
+listed in the store's report.json. The indexes are written last, so a killed run leaves the old
 store or none; the next start continues with what is finished (image_check.py).
 A second `prepare` of the same folder waits for the first.
 """
@@ -13,8 +13,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -38,21 +41,26 @@ from ssdctl.data.check import (
     NO_BOXES_LEFT,
     NO_OBJECTS,
     NOTED_IMAGE,
+    Objects,
     check,
     duplicate_names,
 )
-from ssdctl.data.dataset import (
-    find,
-    label_version,
-    labels_changed,
-    read_dataset,
-    require_same_classes,
-)
+from ssdctl.data.dataset import find, read_and_convert, require_same_classes
+from ssdctl.data.divide import series_warning
 from ssdctl.data.duplicates import ImageVersions, duplicate_warnings, find_duplicates
 from ssdctl.data.find_images import Resolved, resolve_images
 from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
 from ssdctl.data.image_files import FingerprintColumns, changed_images, is_image
 from ssdctl.data.report import Outcome, SplitReport, refuse_dropped, refuse_empty
+from ssdctl.data.sources import (
+    Sources,
+    changes,
+    contents_of,
+    label_files,
+    unlisted_images,
+    versions_of,
+    write_sources,
+)
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.data.summary import count_classes, object_sizes, summary_warnings
@@ -73,6 +81,7 @@ log = logging.getLogger(__name__)
 REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
 PACKED = PrepareConfig()
+PACKED_IMAGES = "images-*.arrow"
 CHUNKS_FORMAT = 4  # the files in which an interrupted check continues
 
 
@@ -83,15 +92,22 @@ def prepare(
     conversion: Conversion = AUTOMATIC,
     *,
     force: bool = False,
+    is_remembered: bool = False,
+    keep_images: bool = False,
     progress: Progress = without_progress,
 ) -> Outcome:
     """Write the store of the dataset in `root` to `folder`, unless it is up to date.
 
-    `force` writes it again even if nothing changed. `progress` wraps the iteration over images
-    (`total=`, `label=`, `unit=`).
+    Args:
+        force: Write it again even if nothing changed.
+        is_remembered: The conversion is the last one, not the user's choice for this call.
+        keep_images: Write only indexes if the store has packed images, whose options replace the
+            config's.
+        progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
 
     Raises:
-        DataError: The dataset is invalid; the message says where.
+        DataError: The dataset is invalid; the message says where. Or with `keep_images`, other
+            images than the packed ones are needed.
         DiskError: The store cannot be written.
     """
     if is_cached_store(folder):
@@ -105,35 +121,90 @@ def prepare(
         config = msgspec.structs.replace(config, shrink=None, encoding="jpeg")
     if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
         return outcome  # without the lock: the folder may be read-only
-    resolved, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
-    _make_store_dir(folder)
+    dataset = _read(root, folder, conversion, is_remembered=is_remembered)
+    _make_store_dir(folder)  # not earlier: nothing may be wrong
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
+        if keep_images:
+            config = _config_of(folder) or config
         if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
             return outcome
-        remove_stale_temporaries(folder)
-        images: dict[str, ImageVersions] = {}
-        reports = [
-            _prepare_split(split, resolved, root, folder, config, made, images, force, progress)
-            for split in made.splits
-        ]
-        outcome = Outcome(str(root), str(folder), config.pack, False, reports)
-        write_bytes(folder / REPORT, msgspec.json.format(msgspec.json.encode(outcome)))
-        index.remove_unused(folder, made.splits)
-    return outcome
+        return _write(_Store(root, folder, config, force, keep_images, progress), dataset)
 
 
-def _read(root: Path, conversion: Conversion) -> tuple[dict[str, Resolved], index.Made]:
-    """Read a dataset, and the version of its label files; find its images."""
+class _Dataset(NamedTuple):
+    """A dataset as its files describe it."""
+
+    format: str
+    conversion: Conversion
+    splits: dict[str, Resolved]
+    sources: Sources
+
+
+class _Store(NamedTuple):
+    """The store that is written, and how; see `prepare`."""
+
+    root: Path
+    folder: Path
+    config: PrepareConfig
+    force: bool
+    keep_images: bool
+    progress: Progress
+
+
+class _PreparedSplit(NamedTuple):
+    annotations: Annotations  # without the objects
+    objects: Objects
+    is_empty: NDArray[np.bool_]
+    images: CheckedImages
+    versions: ImageVersions
+    report: SplitReport
+
+
+def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bool) -> _Dataset:
+    """Read a dataset, find its images, and record the versions of its files."""
     name, module = find(root, conversion.source)
-    labels = label_version(root, name, content=True)
-    splits = read_dataset(root, conversion, module)
-    if label_version(root, name).state != labels.state:
-        raise DataError(f"{root}: labels changed while they were read", hint="run it again")
+    base, files = root_folder(root), label_files(root, name, folder)
+    versions, contents = versions_of(base, files), contents_of(base, files)
+    splits, conversion = read_and_convert(root, conversion, module, is_remembered=is_remembered)
     require_same_classes(root, splits)
-    made = index.Made(name, conversion, labels, list(splits), __version__)
     resolved = resolve_images(splits)
+    if label_files(root, name, folder) != files or versions_of(base, files) != versions:
+        raise DataError(f"{root}: labels changed while they were read", hint="run it again")
+    listed: dict[str, tuple[Path, set[str]]] = {}
+    for images, _ in resolved.values():
+        images_dir = listed.setdefault(_relative(images.folder, root), (images.folder, set()))
+        images_dir[1].update(images.file_names)
+    num_bytes, modified_ns = np.array(versions, np.int64).reshape(-1, 2).T
+    unlisted = unlisted_images(listed, folder)
+    sources = Sources(files, num_bytes, modified_ns, np.array(contents, np.int64), unlisted)
     _note_unlisted(resolved)
-    return resolved, made
+    return _Dataset(name, conversion, resolved, sources)
+
+
+def _write(store: _Store, dataset: _Dataset) -> Outcome:
+    """Check all splits, then write their indexes: if one is refused, the old store remains."""
+    folder, splits = store.folder, list(dataset.splits)
+    remove_stale_temporaries(folder)
+    known = {s: _known_images(store, s, *dataset.splits[s]) for s in splits}
+    if store.keep_images and None in known.values() and any(folder.glob(PACKED_IMAGES)):
+        _refuse_to_replace(store)
+    prepared: dict[str, _PreparedSplit] = {}
+    for split in splits:
+        prepared[split] = _prepare_split(store, split, dataset, known[split], prepared)
+    made = index.Made(
+        dataset.format,
+        dataset.conversion,
+        write_sources(folder, dataset.sources),
+        splits,
+        __version__,
+    )
+    for result in prepared.values():
+        _write_index(store, made, result)
+    reports = [result.report for result in prepared.values()]
+    outcome = Outcome(str(store.root), str(folder), store.config.pack, False, reports)
+    write_bytes(folder / REPORT, msgspec.json.format(msgspec.json.encode(outcome)))
+    index.remove_unused(folder, splits)
+    return outcome
 
 
 def _make_store_dir(folder: Path) -> None:
@@ -160,7 +231,7 @@ def _unchanged_outcome(
     outcome, made = _read_report(folder), index.read_made(folder)
     if outcome is None or made is None or made.conversion != conversion:
         return None
-    if labels_changed(root, made):
+    if changes(root, folder, made):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split in made.splits:
@@ -179,100 +250,130 @@ def _unchanged_outcome(
     return msgspec.structs.replace(outcome, root=str(root), store=str(folder), unchanged=True)
 
 
-def _fits(packing: index.Packing, folder: Path, config: PrepareConfig) -> bool:
+def _fits(metadata: index.Metadata, folder: Path, config: PrepareConfig) -> bool:
     """Return whether the images of a split are stored as the options say, and are there."""
-    packed = (packing.packed, packing.shrink, packing.encoding)
+    packed = (metadata.packed, metadata.shrink, metadata.encoding)
     if packed != (config.pack, config.shrink, config.encoding):
         return False
-    if config.verify_images and packing.verified != verified(config):
+    if config.verify_images and metadata.verified != verified(config):
         return False
-    return all((folder / shard.file).is_file() for shard in packing.shards)
+    return all((folder / shard.file).is_file() for shard in metadata.shards)
+
+
+def _config_of(folder: Path) -> PrepareConfig | None:
+    """Return the options with which a store has its images; None if there is no complete store."""
+    made = index.read_made(folder)
+    first = None if made is None else index.read_metadata(folder, made.splits[0])
+    if first is None:
+        return None
+    return PrepareConfig(
+        pack=first.packed,
+        shrink=first.shrink,
+        encoding=first.encoding,
+        verify_images=first.verified != "no",
+        keep_damaged=first.verified == "damaged kept",
+    )
+
+
+def _refuse_to_replace(store: _Store) -> NoReturn:
+    root, folder, config = store.root, store.folder, store.config
+    command = ["ssdctl", "prepare", "--data", str(root)]
+    command += [] if folder == root / "prepared" else ["--store", str(folder)]
+    command += [] if config.shrink is None else ["--shrink", str(config.shrink)]
+    command += [] if config.encoding == "jpeg" else ["--encoding", config.encoding]
+    made = index.read_made(folder)
+    problem = "its packed images are not those of the dataset any more"
+    if made is None:
+        problem = "its packed images have no index, as after an interrupted prepare"
+    raise DataError(
+        f"{folder}: {problem}", hint=f"only prepare replaces them: {shlex.join(command)}"
+    )
 
 
 def _prepare_split(
+    store: _Store,
     split: str,
-    resolved: dict[str, Resolved],
-    root: Path,
-    folder: Path,
-    config: PrepareConfig,
-    made: index.Made,
-    earlier: dict[str, ImageVersions],
-    force: bool,
-    progress: Progress,
-) -> SplitReport:
-    """Check a split, which is taken from `resolved` to free its memory, and write its index.
-
-    Its images are compared with those of `earlier` splits and added to them.
-    """
-    annotations, num_bytes = resolved.pop(split)
+    dataset: _Dataset,
+    known: CheckedImages | None,
+    earlier: Mapping[str, _PreparedSplit],
+) -> _PreparedSplit:
+    """Check the labels and images of a split; `known` images are not checked again."""
+    annotations, num_bytes = dataset.splits.pop(split)  # frees its objects at the end
     objects, is_empty, findings, warnings = check(annotations)
-    if split == made.splits[0]:  # all splits have the same classes
+    if not earlier:  # all splits have the same classes
         warnings = warnings + duplicate_names(annotations.classes)
+    if split == "val" and dataset.conversion.split and not dataset.conversion.group:
+        names = [c.name for c in annotations.classes]
+        train_names = earlier["train"].annotations.file_names
+        warnings = warnings + series_warning(train_names, annotations.file_names, names)
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
-    names = annotations.file_names
-    key = _chunks_key(annotations, config, force)
-    job = ImageCheck(split, key, annotations, folder, config)
-    images = None if force else _known_images(job, num_bytes)
-    if images is None:
-        check_files(job, num_bytes)
-        old = index.read_metadata(folder, split)
-        if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:
-            index.index_path(folder, split).unlink()  # its shards are about to change
-        images = check_images(job, progress)
-    versions = ImageVersions(annotations.folder, names, images.fingerprints)
-    duplicates = find_duplicates(versions, earlier)
-    earlier[split] = versions
-    counts = objects.num_trained()
-    background = images.is_usable & is_empty
-    left_out = images.is_usable & ~is_empty & (counts == 0)
+    images = known or _check_images(store, split, annotations, num_bytes)
+    versions = ImageVersions(annotations.folder, annotations.file_names, images.fingerprints)
+    duplicates = find_duplicates(versions, {s: p.versions for s, p in earlier.items()})
+    counts, is_usable = objects.num_trained(), images.is_usable
+    background, left_out = is_usable & is_empty, is_usable & ~is_empty & (counts == 0)
     findings += images.findings
     findings += _without_boxes(split, annotations, background, left_out, findings)
-    per_class = count_classes(annotations.classes, objects, images.is_usable)
-    sizes = object_sizes(objects)
+    per_class, sizes = count_classes(annotations.classes, objects, is_usable), object_sizes(objects)
     report = SplitReport(
         split=split,
-        images=len(names),
-        boxes=int(counts[images.is_usable].sum()),
+        images=len(counts),
+        boxes=int(counts[is_usable].sum()),
         classes=len(annotations.classes),
-        trainable=int((images.is_usable & (counts > 0)).sum()),
+        trainable=int((is_usable & (counts > 0)).sum()),
         background=int(background.sum()),
         findings=findings,
-        key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
+        key=hashlib.sha256(f"{split}{annotations.folder}{time.time_ns()}".encode()).hexdigest(),
         per_class=per_class,
         object_sizes=sizes,
         duplicates=duplicates,
         warnings=[
             *warnings,
             *images.warnings(),
-            *duplicate_warnings(split, len(names), duplicates),
-            *summary_warnings(split, int(images.is_usable.sum()), per_class, sizes),
+            *duplicate_warnings(split, len(counts), duplicates),
+            *summary_warnings(split, int(is_usable.sum()), per_class, sizes),
         ],
         notes=[*annotations.notes],
     )
     refuse_empty(report, annotations.origin)
-    if not config.allow_dropped:
+    if not store.config.allow_dropped:
         refuse_dropped(report, annotations.origin, num_boxes)
+    return _PreparedSplit(annotations, objects, is_empty, images, versions, report)
+
+
+def _check_images(
+    store: _Store, split: str, annotations: Annotations, num_bytes: list[int | None]
+) -> CheckedImages:
+    folder, key = store.folder, _chunks_key(annotations, store.config, store.force)
+    job = ImageCheck(split, key, annotations, folder, store.config)
+    check_files(job, num_bytes)
+    old = index.read_metadata(folder, split)
+    if old is not None and job.chunk_name(0) in [shard.file for shard in old.shards]:
+        index.index_path(folder, split).unlink()  # its shards are about to change
+    return check_images(job, store.progress)
+
+
+def _write_index(store: _Store, made: index.Made, prepared: _PreparedSplit) -> None:
+    annotations, objects, is_empty, images, _, report = prepared
     metadata = index.Metadata(
         format=5,
-        packed=config.pack,
+        packed=store.config.pack,
         shards=images.shards,
-        shrink=config.shrink,
-        encoding=config.encoding,
-        verified=verified(config),
+        shrink=store.config.shrink,
+        encoding=store.config.encoding,
+        verified=verified(store.config),
         key=report.key,
         upright=(annotations.upright and images.have_orientation) or msgspec.UNSET,
         classes=annotations.classes,
-        images=_relative(annotations.folder, root),
+        images=_relative(annotations.folder, store.root),
         origin=str(annotations.origin),
         made=made,
-        duplicates=duplicates,
+        duplicates=report.duplicates,
     )
-    path = index.index_path(folder, split)
-    usable, fingerprints = images.is_usable, images.fingerprints
-    index.write_index(path, annotations, objects, usable, is_empty, fingerprints, metadata)
-    return report
+    path, usable = index.index_path(store.folder, report.split), images.is_usable
+    index.write_index(path, annotations, objects, usable, is_empty, images.fingerprints, metadata)
 
 
 def _without_boxes(
@@ -312,26 +413,28 @@ def _relative(path: Path, root: Path) -> str:
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
-def _known_images(job: ImageCheck, num_bytes: list[int | None]) -> CheckedImages | None:
-    """Return what the split's index, of this or an earlier version, knows of the same images.
+def _known_images(
+    store: _Store, split: str, images: Annotations, num_bytes: list[int | None]
+) -> CheckedImages | None:
+    """Return what the split's index knows of the same images, so that new labels pack none again.
 
-    So neither changed labels nor a new version of the index pack images again. Packed images may
-    have been deleted; those that exist must be unchanged.
+    Packed images may have been deleted; those that exist must be unchanged.
     """
-    packing, outcome = index.read_packing(job.target, job.split), _read_report(job.target)
-    if packing is None or outcome is None or not _fits(packing, job.target, job.config):
+    folder = store.folder
+    metadata, outcome = index.read_metadata(folder, split), _read_report(folder)
+    if store.force or metadata is None or outcome is None:
         return None
-    reports = [r for r in outcome.splits if r.split == job.split and r.key == packing.key]
-    if not reports or packing.verified != verified(job.config):
+    reports = [r for r in outcome.splits if r.split == split and r.key == metadata.key]
+    is_verified = metadata.verified == verified(store.config)
+    if not (reports and is_verified and _fits(metadata, folder, store.config)):
         return None
     try:
-        known = index.read_images(job.target, job.split)
+        known = index.read_images(folder, split)
     except DataError:
         return None  # damaged
-    images = job.annotations
     if known.names != images.file_names or not np.array_equal(known.sizes, images.sizes):
         return None
-    there = [row for row, size in enumerate(num_bytes) if size is not None or not packing.packed]
+    there = [row for row, size in enumerate(num_bytes) if size is not None or not metadata.packed]
     recorded = FingerprintColumns(*(column[there] for column in known.fingerprints))
     if changed_images(images.folder, [known.names[row] for row in there], recorded):
         return None
@@ -341,8 +444,8 @@ def _known_images(job: ImageCheck, num_bytes: list[int | None]) -> CheckedImages
         for finding in reports[0].findings
         if finding.kind in (DROPPED_IMAGE, NOTED_IMAGE)
     ]
-    checked = CheckedImages(known.is_usable, known.fingerprints, findings, packing.shards)
-    is_same = bool(packing.upright) == images.upright or not checked.have_orientation
+    checked = CheckedImages(known.is_usable, known.fingerprints, findings, metadata.shards)
+    is_same = bool(metadata.upright) == images.upright or not checked.have_orientation
     return checked if is_same else None
 
 

@@ -1,13 +1,12 @@
 """Choose the dataset folder and its store: `prepared/` in that folder, or a cache folder.
 
 A dataset folder that cannot be written, as one that many users share, gets its index in the user's
-cache folder, under a name made of the dataset's path and annotation files. Each user has their
+cache folder, under a name made of the dataset's path. Each user has their
 own cache; processes of one user are kept apart by the store's lock.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 STORE_NAME = "prepared"
-ANNOTATION_PATTERNS = ("*.toml", "*.yaml", "*.json", "annotations/*.json", "*/_annotations*.json")
 
 
 def default_root() -> Path:
@@ -79,7 +77,7 @@ def default_store(root: Path) -> Path:
     folder = root.with_name(f"{root.name}.{STORE_NAME}") if is_file else root / STORE_NAME
     if not root.exists() or _is_writable(folder if folder.exists() else folder.parent):
         return folder
-    from ssdctl.data.dataset import is_prepared
+    from ssdctl.data.sources import is_prepared
 
     if folder.exists() and is_prepared(root, folder):
         return folder
@@ -105,12 +103,5 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _key(root: Path) -> str:
-    """Return hex digits that identify a dataset by its path and its annotation files."""
-    digest = hashlib.sha256(os.fsencode(root.resolve()))
-    files = {path for pattern in ANNOTATION_PATTERNS for path in root.glob(pattern)}
-    for path in sorted({root} if root.is_file() else files):
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            name = os.fsencode(path.name if path == root else path.relative_to(root))
-            digest.update(b"\0%s\0%d %d" % (name, status.st_size, status.st_mtime_ns))
-    return digest.hexdigest()[:16]
+    """Return hex digits that identify a dataset by its path."""
+    return hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]

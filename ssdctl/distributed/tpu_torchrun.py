@@ -44,7 +44,8 @@ def run() -> None:
     try:
         set_variables(sys.argv[1:])
     except (ImportError, ValueError, RuntimeError) as error:
-        print(f"error: TorchTPU: {error}", file=sys.stderr)  # noqa: T201
+        hint = "pip install torch_tpu" if isinstance(error, ImportError) else "ssdctl doctor"
+        print(f"error: TorchTPU: {error}\nhint: {hint}", file=sys.stderr)  # noqa: T201
         sys.exit(ExitCode.USAGE)
     quiet_torchrun.run()
 

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 from ssdctl.config import Config
 from ssdctl.data import TOML
 from ssdctl.data.annotations import SPLITS
-from ssdctl.data.dataset import find, labels_changed
+from ssdctl.data.dataset import find
 from ssdctl.data.index import Made, Metadata, index_path, read_made, read_metadata
+from ssdctl.data.sources import changes
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor import ABSENT, OK, Check, Doctor, result
@@ -85,8 +86,8 @@ def _store(root: Path, folder: Path, made: Made | None, metadata: list[Metadata]
         return result("store", f"{folder}: {state}", again)
     if not all((folder / shard.file).is_file() for m in metadata for shard in m.shards):
         return result("store", f"{folder}: incomplete (a shard is missing)", again)
-    if labels_changed(root, made):
-        return result("store", f"{folder}: stale (its labels changed since)", again)
+    if changed := changes(root, folder, made):
+        return result("store", f"{folder}: stale ({'; '.join(changed)})", again)
     packed = ", packed" if any(m.packed for m in metadata) else ""
     return result("store", f"{folder}: prepared{packed}")
 

@@ -5,23 +5,18 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
-from xml.etree import ElementTree as Xml
 
-from ssdctl.doctor import DRIVER_S, IMPORT_S, OK, Check, Doctor, ProgramOutput, absent, result
+from ssdctl.doctor import DRIVER_S, IMPORT_S, OK, Check, Doctor, absent, result
 from ssdctl.runtime import hardware
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.system import read_table, read_text
-from ssdctl.runtime.threads import run_in_daemon_thread
 
 CPU_REMEDY = "--device cpu trains without it"
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)
 # The oldest driver for a torch of this CUDA, by NVIDIA's notes on minor-version compatibility.
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-USED_BY_OTHERS = 0.05  # fraction of a GPU's memory
-XID = re.compile(r"NVRM: Xid \(PCI:[^)]*\): \d+")
 BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
 IMAGE = "run in the vendor's PyTorch image for Gaudi: its torch and bridge match"
 GAUDI2 = re.compile(r"HL-2[2-9]")  # HL-225 and similar; HL-20x is the first Gaudi, HL-3xx the third
@@ -52,21 +47,13 @@ def check_cpu(doctor: Doctor) -> Iterator[Check]:
 
 def check_gpus(doctor: Doctor) -> Iterator[Check]:
     """Query NVIDIA's driver while torch is being imported, then check what torch detects."""
-    smi, state = doctor.run(["nvidia-smi", "-q", "-x"], DRIVER_S), Xml.Element("none")
-    if not smi.problem:
-        try:
-            state = Xml.fromstring(smi.out)
-        except Xml.ParseError as error:
-            smi = ProgramOutput("", str(error))
-    driver, torch = state.findtext("driver_version", ""), doctor.torch.result()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    smi = doctor.run(query, DRIVER_S)
+    drivers = [] if smi.problem else smi.out.split()  # one per GPU
+    driver, torch = drivers[0] if drivers else "", doctor.torch.result()
     facts = torch.facts()
     if facts.get("gpus"):
         yield from _usable_gpus(facts, driver)
-        yield from _gpu_states(state.findall("gpu"))
-        if found := Counter(XID.findall(doctor.run(["dmesg"], DRIVER_S).out)):
-            detail = ", ".join(f"{text} ({count} times)" for text, count in found.items())
-            remedy = "docs.nvidia.com/deploy/xid-errors says what each code means"
-            yield result("cuda xid", detail, remedy)
         return
     is_wanted = doctor.config.train.device == "cuda"
     reason = facts.get("gpu_problem") or "torch could not be queried"
@@ -79,7 +66,7 @@ def check_gpus(doctor: Doctor) -> Iterator[Check]:
         yield absent("cuda", detail, CPU_REMEDY, is_wanted=is_wanted)
         return
     # A card that torch cannot use: `--device auto` would silently train on the CPU.
-    num_gpus = num_gpus or len(state.findall("gpu"))
+    num_gpus = num_gpus or len(drivers)
     detail = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
     detail += f", not usable by torch: {reason}; "
     detail += f"driver {driver}" if driver else f"nvidia-smi: {smi.problem}"
@@ -128,49 +115,10 @@ def _usable_gpus(facts: dict[str, Any], driver: str) -> Iterator[Check]:
         yield result("cuda compile", not_compiled[0], remedy)
 
 
-def _gpu_states(gpus: Sequence[Xml.Element]) -> Iterator[Check]:
-    """Yield what is wrong with the GPUs by NVIDIA's driver: memory, partitions, NVSwitch."""
-    wrong: dict[tuple[str, str], list[str]] = {}
-    for number, gpu in enumerate(gpus):
-        for what, remedy, note in _gpu_problems(gpu):
-            wrong.setdefault((what, remedy), []).append(f"{number}{note}")
-    for (what, remedy), numbers in wrong.items():
-        yield result("cuda state", f"GPU {', '.join(numbers)}: {what}", remedy)
-    if gpus and not wrong:
-        yield result("cuda state", "no ECC error, nothing else uses them")
-
-
-def _gpu_problems(gpu: Xml.Element) -> Iterator[tuple[str, str, str]]:
-    """Yield each problem of a GPU, its remedy, and a note to the GPU's number."""
-
-    def says(path: str) -> str:
-        return (gpu.findtext(path) or "").strip()
-
-    counts = [e.text or "" for e in gpu.iterfind("ecc_errors/volatile/*") if "uncorrect" in e.tag]
-    if any(count.isdigit() and int(count) for count in counts):
-        remedy = "reset the card (nvidia-smi -r) or reboot; replace it if they come again"
-        yield "uncorrectable ECC errors", remedy, ""
-    waiting = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement")
-    if "Yes" in map(says, waiting):
-        yield "rows wait to be remapped", "reset the card (nvidia-smi -r) or reboot", ""
-    if says("remapped_rows/remapped_row_failure") == "Yes":
-        yield "remapping of rows failed", "the card's memory is worn out: have it replaced", ""
-    if says("mig_mode/current_mig") == "Enabled":
-        yield "partitioned (MIG)", "a rank takes one partition: nvidia-smi -mig 0 joins them", ""
-    if (fabric := says("fabric/state")) not in ("", "N/A", "Completed"):
-        remedy = "NCCL cannot start: check the service nvidia-fabricmanager and its version"
-        yield f"NVSwitch fabric {fabric}", remedy, ""
-    texts = [says(f"fb_memory_usage/{name}").removesuffix(" MiB") for name in ("used", "total")]
-    used, total = (int(text) if text.isdigit() else 0 for text in texts)
-    if total and used / total > USED_BY_OTHERS:
-        remedy = "nvidia-smi lists the programs; --bs auto fits what is left"
-        yield "memory used by other programs", remedy, f" ({used:,} MiB)"
-
-
 def check_gaudi(doctor: Doctor) -> Iterator[Check]:
     """Query hl-smi, then import the bridge in a subprocess."""
-    smi = doctor.run(["hl-smi", "-Q", "name,driver_version,bus_id", "-f", "csv,noheader"], DRIVER_S)
-    lines = [line.split(",") for line in smi.out.splitlines() if line.count(",") == 2]
+    smi = doctor.run(["hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"], DRIVER_S)
+    lines = [line.split(",") for line in smi.out.splitlines() if line.count(",") == 1]
     cards = [[field.strip() for field in line] for line in lines if not smi.problem]
     problem = "" if cards else f"hl-smi: {smi.problem or 'it lists no card'}"
     num_cards, device = len(cards) or doctor.hardware.num_gaudi, doctor.config.train.device
@@ -178,7 +126,7 @@ def check_gaudi(doctor: Doctor) -> Iterator[Check]:
     driver = cards[0][1] if cards else read_text(hardware.SYS / "module/habanalabs/version")
     has_bridge = importlib.util.find_spec(BRIDGE) is not None
     bridge = (package_version(BRIDGE_PACKAGE) or "unknown") if has_bridge else "absent"
-    names = Counter(name for name, *_ in cards) or {"Gaudi": num_cards}
+    names = Counter(name for name, _ in cards) or {"Gaudi": num_cards}
     detail = ", ".join(f"{number} x {name}" for name, number in names.items())
     detail += f", driver {driver or 'unknown'}, bridge {bridge}"
     if not num_cards and not has_bridge:
@@ -205,7 +153,6 @@ def check_gaudi(doctor: Doctor) -> Iterator[Check]:
             detail = f"{size} a device; Gaudi2 is faster at multiples of 24"
             yield Check("hpu batch", OK, detail, hint)
     if num_cards:
-        yield from _ports(doctor, [address for *_, address in cards])
         yield from _numa_map()
     yield _huge_pages(num_cards)
 
@@ -220,25 +167,6 @@ def _releases(detail: str, driver: str, bridge: str, problem: str) -> Check:
         remedy = "hl-smi comes with the vendor's driver; in a container, mount it or use its image"
         return result("hpu", f"{detail}; {problem}", remedy)
     return result("hpu", detail)
-
-
-def _ports(doctor: Doctor, addresses: list[str]) -> Iterator[Check]:
-    """Check the links between the cards, which all-reduces of several cards use."""
-    commands = [["hl-smi", "-n", "link", "-i", address] for address in addresses]
-    futures = [run_in_daemon_thread(partial(doctor.run, argv, DRIVER_S)) for argv in commands]
-    down, num_ports = [], 0
-    for address, future in zip(addresses, futures, strict=True):
-        states = re.findall(r"port\s+(\d+)\s*:\s*(UP|DOWN)", future.result().out, re.IGNORECASE)
-        num_ports += len(states)
-        if ports := [port for port, state in states if state.upper() == "DOWN"]:
-            down.append(f"{address} port {', '.join(ports)}")
-    if down:
-        remedy = (
-            "needed for several cards: see dmesg, reload the driver; unused external ones are fine"
-        )
-        yield result("hpu ports", f"down: {'; '.join(down)}", remedy)
-    elif num_ports:
-        yield result("hpu ports", f"{num_ports} up")
 
 
 def _numa_map() -> Iterator[Check]:

@@ -23,7 +23,7 @@ from ssdctl.doctor import Check, Doctor, absent, result
 from ssdctl.runtime import hardware, system
 from ssdctl.runtime.hardware import Hardware
 from ssdctl.runtime.packages import dali_extra, package_version
-from ssdctl.runtime.system import UNLIMITED, read_text
+from ssdctl.runtime.system import UNLIMITED
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
@@ -166,20 +166,12 @@ def _extras(
 
 
 def check_machine(doctor: Doctor) -> Iterator[Check]:
-    """Yield the results for cores, memory, limits of this process, and InfiniBand."""
+    """Yield the results for cores, memory and limits of this process."""
     yield _cores()
     yield _memory()
     yield _shared_memory(doctor.hardware)
     yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], doctor.hardware)
     yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    ports = {
-        f"{port.parts[-3]}:{port.name}": read_text(port / "state").partition(": ")[2] or "unknown"
-        for port in sorted((hardware.SYS / "class/infiniband").glob("*/ports/*"))
-    }
-    if ports:
-        remedy = "several nodes would use TCP: check cables and the subnet manager (ibstat)"
-        detail = ", ".join(f"{name} {state}" for name, state in ports.items())
-        yield result("infiniband", detail, None if "ACTIVE" in ports.values() else remedy)
 
 
 def _cores() -> Check:

@@ -89,6 +89,8 @@ class DetectorSource(NamedTuple):
     name: str  # what the user types
     file: PinnedFile  # an empty `sha256` if the publisher gives none
     network: str
+    backbone: str
+    extra_norm: str
     ap: float | None  # on COCO val2017 as published; None if the publisher gives none for this file
     license: str  # the weights', as their publisher states it
     page: str  # where the publisher describes it
@@ -112,6 +114,8 @@ DETECTORS = (
         "ssd300-vgg16-coco",
         torchvision_weights("ssd300_vgg16_coco-b556d3b4"),
         network="SSD300, VGG16",
+        backbone="vgg16",
+        extra_norm="none",
         ap=0.251,
         license="BSD-3-Clause",
         page="https://docs.pytorch.org/vision/stable/models/ssd.html",
@@ -125,6 +129,8 @@ DETECTORS = (
             "",
         ),
         network="SSD300 v1.1, ResNet-50",
+        backbone="resnet50",
+        extra_norm="batch",
         ap=None,
         license="see its page",
         page="https://catalog.ngc.nvidia.com/orgs/nvidia/models/ssd_pyt_ckpt_amp",

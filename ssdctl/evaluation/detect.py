@@ -21,7 +21,7 @@ from ssdctl.distributed.collectives import run_and_gather
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.input import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model import fused
 from ssdctl.model.backbones import constants_of_model

@@ -21,9 +21,10 @@ from ssdctl.config import Config, DataConfig, Resolved
 from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
-from ssdctl.data.dataset import is_prepared, require_split
-from ssdctl.data.index import earlier_packing
+from ssdctl.data.dataset import require_split
+from ssdctl.data.index import read_made
 from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, UsageError
@@ -293,10 +294,11 @@ def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> Da
     if root.exists():
         # A checkpoint is an untrusted file: only the user chooses folders that are written to.
         is_chosen = (root, folder) == fallback
-        if not (is_chosen or is_prepared(root, folder) or earlier_packing(folder)):
+        if not (is_chosen or is_prepared(root, folder)):
+            state = "has no store" if read_made(folder) is None else "changed since it was prepared"
             raise DataError(
-                f"{checkpoint.path} was trained on {root}, which has no store in {folder} any more",
-                hint=f"--data {root} prepares it again",
+                f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
+                hint=f"ssdctl prepare --data {root}, or evaluate with --data {root}",
             )
         return trained_on(checkpoint)
     text = "the dataset of %s (%s) does not exist any more: using %s"

@@ -12,7 +12,6 @@ from ssdctl.config import Resolved
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import UsageError
 from ssdctl.files import remove_stale_temporaries
-from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -61,12 +60,11 @@ def export_checkpoint(
         if request.format == "openvino":  # it reads NAME.xml and NAME.bin
             raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
         log.warning("%s: ssdctl and other programs may not recognize it", problem)
-    from ssdctl.inference.locate import locate_checkpoint
+    from ssdctl.checkpoint.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     if request.out.exists() and request.out.samefile(source):
         raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
-    check_memory_limit()
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.evaluate import choose_data
     from ssdctl.exporting import graphs, int8, weights

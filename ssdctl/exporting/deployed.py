@@ -29,15 +29,15 @@ from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_network
 from ssdctl.data import shapes
-from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
 from ssdctl.inference.image_detector import open_image, resized
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
+from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import ModelConstants, find_backbone
-from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores
 
 TOLERANCE = 1e-3  # scores, and boxes in fractions of the image
@@ -230,7 +230,7 @@ def _readable_images(
         try:
             splits = open_splits(root, store)
         except DataError:
-            read = annotations_of(root, store)
+            read = annotations_with_images(root, store)
             own = next(read[name] for name in names if name in read)
             sources: Iterator[Any] = (own.folder / name for name in sorted(own.file_names))
         else:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.device import Device
 from ssdctl.errors import NonFiniteError, UsageError
+from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import constants_of_model
-from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import ImageDetections, detect
 from ssdctl.runtime.threads import map_ahead
 

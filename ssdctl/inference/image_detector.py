@@ -32,8 +32,8 @@ from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.inference.locate import source_of
 from ssdctl.inference.results import Result
+from ssdctl.inference.sources import source_of
 from ssdctl.model.postprocess import ImageDetections
 from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.threads import map_ahead

@@ -17,7 +17,8 @@ from PIL import Image
 
 from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint import file as checkpoint_file
-from ssdctl.checkpoint.file import load_checkpoint, read_model
+from ssdctl.checkpoint.file import read_model
+from ssdctl.checkpoint.locate import locate_checkpoint
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.device import Device, open_device
@@ -31,9 +32,9 @@ from ssdctl.inference.image_detector import (
     detect_ahead,
     open_image,
 )
-from ssdctl.inference.locate import locate_checkpoint, source_of
 from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.results import Result
+from ssdctl.inference.sources import source_of
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runtime.system import usable_cores
 
@@ -171,17 +172,6 @@ def load_detector(
     if isinstance(backend, Detector) and isinstance(backend.model, SSD300):
         backend.model.class_names = [c.name for c in classes]
     return ImageDetector(backend, classes, settings), f"ssd300-{read.architecture.backbone}"
-
-
-def load_network(checkpoint: str | os.PathLike[str]) -> SSD300:
-    """Return a checkpoint's network: `SSD300.from_checkpoint`."""
-    read = load_checkpoint(locate_checkpoint(checkpoint))
-    model = checkpoint_file.load_network(read).eval()
-    model.class_names = [c.name for c in class_names(read)]
-    return model
-
-
-SSD300.open_checkpoint = staticmethod(load_network)
 
 
 def class_names(checkpoint: Checkpoint) -> list[ClassName]:

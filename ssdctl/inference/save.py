@@ -31,8 +31,8 @@ from ssdctl.data.coco_json import coco_document
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
-from ssdctl.inference.locate import ImageSource
 from ssdctl.inference.results import Result
+from ssdctl.inference.sources import ImageSource
 
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file below its document root
 

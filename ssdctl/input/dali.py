@@ -26,7 +26,7 @@ from ssdctl.data.image_decode import ImageError, encode, plain_jpeg_size
 from ssdctl.data.store import Split
 from ssdctl.device import Decoder
 from ssdctl.errors import DataError, DiskError
-from ssdctl.input import Batch, LoaderConfig
+from ssdctl.input.batch import Batch, LoaderConfig
 from ssdctl.input.loader import BATCHES_AHEAD, TrainLoader, as_batch
 from ssdctl.input.sampler import Samples
 

@@ -12,7 +12,7 @@ from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import ImageFiles, Split
-from ssdctl.input import Batch, LoaderConfig
+from ssdctl.input.batch import Batch, LoaderConfig
 
 COCO_MOST_BOXES = 93  # on one image
 COCO_MEAN_BOXES = 7

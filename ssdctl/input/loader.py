@@ -27,7 +27,7 @@ from ssdctl.data.image_decode import ImageError, Pixels, thread_buffer
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.device import pageable_buffer
 from ssdctl.errors import DataError, DiskError
-from ssdctl.input import BadImage, Batch, LoaderConfig
+from ssdctl.input.batch import BadImage, Batch, LoaderConfig
 from ssdctl.input.sampler import Samples, SampleStream, draw_samples, whole_samples
 from ssdctl.runtime.threads import take_ahead
 

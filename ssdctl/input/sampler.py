@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.store import Split
-from ssdctl.input import LoaderConfig
 from ssdctl.input.augmentations import Boxes, Keys, View, hashed, load, whole
+from ssdctl.input.batch import LoaderConfig
 
 # Separate these random numbers from those of augmentations.
 ORDER_STREAM, BACKGROUND_STREAM = 1, 6

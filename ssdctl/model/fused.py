@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes import Matcher, pairwise_iou
+from ssdctl.input.normalize import Normalize
 from ssdctl.model.loss import MultiboxLoss
-from ssdctl.model.normalize import Normalize
 from ssdctl.model.ssd300 import SSD300
 
 ALIGNMENT = 64  # tensor cores need a multiple of 8 channels, cuDNN's fastest kernels of 64

@@ -6,8 +6,9 @@ Shapes: B batch, C classes with background, N = 8732 default boxes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,9 +86,6 @@ class SSD300(nn.Module):
     def predict(self, level: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         return self.box_heads[level](feature), self.class_heads[level](feature)
 
-    # For `from_checkpoint`; ssdctl.inference.predict, which is above this module, sets it.
-    open_checkpoint: ClassVar[Callable[[str | os.PathLike[str]], SSD300]]
-
     @classmethod
     def from_checkpoint(cls, checkpoint: str | os.PathLike[str]) -> SSD300:
         """Return the network of a checkpoint with its weights, on the CPU, in evaluation mode.
@@ -101,8 +99,9 @@ class SSD300(nn.Module):
             ssdctl.errors.NetworkError: The detector cannot be fetched.
             ssdctl.errors.IntegrityError: The file is damaged, or not a checkpoint.
         """
-        with hints_in_messages():
-            return cls.open_checkpoint(checkpoint)
+        # The public function of the package: layers above this one read files.
+        model: SSD300 = sys.modules["ssdctl"].load(checkpoint, device="cpu").model
+        return model
 
     def loss(
         self, images: Images, targets: Sequence[Target], *, background_negatives: int = 0

@@ -19,9 +19,10 @@ from markupsafe import Markup
 from PIL import Image
 
 from ssdctl._version import __version__
-from ssdctl.data.dataset import is_prepared, require_split
+from ssdctl.data.dataset import require_split
 from ssdctl.data.image_decode import Pixels, decode
-from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.open_dataset import annotations_with_images
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
@@ -256,7 +257,7 @@ def _reader(evaluation: Evaluation) -> Reader:
     """
     about = evaluation.about
     root, store = Path(about.data), Path(about.store)
-    annotations = require_split(annotations_of(root, store), about.split, root)
+    annotations = require_split(annotations_with_images(root, store), about.split, root)
     split = open_split(root, store, about.split) if is_prepared(root, store) else None
     rows = {int(image_id): row for row, image_id in enumerate(annotations.image_ids)}
 

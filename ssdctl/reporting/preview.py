@@ -24,10 +24,10 @@ from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write
 from ssdctl.inference.drawing import draw, label_font
-from ssdctl.input import LoaderConfig
+from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
+from ssdctl.input.normalize import Normalize
 from ssdctl.input.sampler import SampleStream
-from ssdctl.model.normalize import Normalize
 
 ROWS = 4
 EPOCHS = 3

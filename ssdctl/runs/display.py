@@ -8,16 +8,14 @@ the first step, and `position` (`step`, `is_evaluating`) after every step and be
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ssdctl.runs.metrics import Record
-from ssdctl.runtime.progress import live_line
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from ssdctl.runtime.progress import progress_bar
 
 FIRST_STEPS = 3  # before the time left is known; the first step also allocates
 WINDOW_S = 20.0  # the pace is that of the last seconds
@@ -26,7 +24,8 @@ SAMPLE_S = 0.1  # between two positions that are kept
 EVALUATION_COST = 0.4  # an image's, in trained ones: the first estimate; measured on two cores
 SLOWER = 1.7  # times the first pace: worth telling
 STARVED = 0.2  # fraction of the time spent waiting for images: worth telling
-BAR_COLUMNS = (8, 40)  # fewest and most
+FEWEST_BAR_COLUMNS = 10
+EPOCH_LINES_S = 1.0  # the shortest time between two lines about epochs
 
 
 class RunProgress:
@@ -117,49 +116,36 @@ class RunProgress:
         hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
         return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
-    def line(self, columns: int) -> RenderableType:
-        """Return the current line: position, bar, epochs, time left, loss, rate, memory.
+    def bar_format(self, columns: int) -> str:
+        """Return tqdm's format of the line: position, bar, epochs, time left, loss, rate, memory.
 
         Args:
             columns: Of the terminal; the last facts are left out if they do not fit.
         """
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        total = self._start["total_steps"]
-        texts = [(f"step {self._step:,}/{total:,}", "bold"), *self._facts()]
-        fewest, most = BAR_COLUMNS
-
-        def left() -> int:
-            return columns - sum(len(text) + 2 for text, _ in texts)
-
-        while left() < fewest and len(texts) > 1:
+        texts = [f"step {self._step:,}/{self._start['total_steps']:,}", *self._facts()]
+        while columns < FEWEST_BAR_COLUMNS + sum(len(text) + 2 for text in texts) and texts[1:]:
             texts.pop()
-        position, *facts = (Text(text, style=style, no_wrap=True) for text, style in texts)
-        bar = ProgressBar(
-            total=max(total, 1), completed=self._step, width=max(min(left(), most), 1)
-        )
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_row(position, bar, *facts)
-        return grid
+        return "  ".join([f"{texts[0]} |{{bar}}|", *texts[1:]])
 
-    def _facts(self) -> list[tuple[str, str]]:
-        """Return the texts after the bar, each with its style."""
+    @property
+    def step(self) -> int:
+        return int(self._step)
+
+    def _facts(self) -> list[str]:
         epoch = self._step * self._start["global_batch_size"] / max(self._start["images"], 1)
         left = self.time_left()
-        facts = [(f"{epoch:.2f} ep", ""), (f"{left} left" if left else "first step...", "bold")]
+        facts = [f"{epoch:.2f} ep", f"{left} left" if left else "first step..."]
         if self._evaluation_began is not None:
-            return [*facts, (f"evaluating {self._start['evaluation_images']:,} images", "cyan")]
+            return [*facts, f"evaluating {self._start['evaluation_images']:,} images"]
         if not (last := self.last):
             return facts
         facts += [
-            (f"loss {last['loss']:.2f}", "cyan"),
-            (f"{last['images_per_second']:,.1f} img/s", ""),
-            (f"{last['memory_bytes'] / 1e9:.1f} GB", ""),
+            f"loss {last['loss']:.2f}",
+            f"{last['images_per_second']:,.1f} img/s",
+            f"{last['memory_bytes'] / 1e9:.1f} GB",
         ]
         if last["data_wait"] >= STARVED:
-            facts.append((f"data wait {last['data_wait']:.0%}", "yellow"))
+            facts.append(f"data wait {last['data_wait']:.0%}")
         return facts
 
 
@@ -188,7 +174,9 @@ class RunDisplay:
         self._has_steps = has_steps or not is_live
         self._ap: float | None = None  # the last evaluation's
         self._best_ap: float | None = None
+        self._epoch_shown_at = -EPOCH_LINES_S
         self._stack = contextlib.ExitStack()
+        self._bar: Any = None
 
     def close(self) -> None:
         self._stack.close()
@@ -199,17 +187,29 @@ class RunDisplay:
             self._begin(record)
         elif kind == "position":
             self._progress.move(record["step"], is_evaluating=record["is_evaluating"])
+            self._redraw(at_once=record["is_evaluating"])
             if not record["is_evaluating"] and (notice := self._progress.notice()):
                 self._write(notice, "")
         elif kind == "eval":
             self._show_evaluation(record)
         elif kind == "epoch":
-            self._write(_epoch(record), "")
+            self._show_epoch(record)
         elif kind == "train":
             self._progress.last = record
             if self._has_steps:
                 left = self._progress.time_left()
                 self._write(_step(record) + (f"  {left} left" if left else ""), "")
+
+    def _show_epoch(self, record: Record) -> None:
+        if time.monotonic() - self._epoch_shown_at < EPOCH_LINES_S:
+            return
+        self._epoch_shown_at = time.monotonic()
+        loss = f", loss {self._progress.last['loss']:.3f}" if self._progress.last else ""
+        self._write(
+            f"step {record['step']:,}  epoch {int(record['epoch'])} done in "
+            f"{duration(record['duration_s'])}, {record['images_per_second']:.1f} img/s{loss}",
+            "",
+        )
 
     def _begin(self, start: Record) -> None:
         self._progress, self._best_ap = RunProgress(start), start["best_ap"]
@@ -217,7 +217,22 @@ class RunDisplay:
         if self._is_verbose and start["details"]:
             self._write(start["details"], "")
         if self._is_live and start["step"] < start["total_steps"]:
-            self._stack.enter_context(live_line(self._progress.line))
+            total, step = start["total_steps"], start["step"]
+            bar = progress_bar(
+                total=total,
+                initial=step,
+                miniters=1,  # the time between two redraws counts, not the number of steps
+                bar_format=self._progress.bar_format(shutil.get_terminal_size().columns),
+            )
+            self._bar = self._stack.enter_context(bar)
+
+    def _redraw(self, *, at_once: bool) -> None:
+        if self._bar is None:
+            return
+        self._bar.bar_format = self._progress.bar_format(shutil.get_terminal_size().columns)
+        self._bar.update(self._progress.step - self._bar.n)
+        if at_once:
+            self._bar.refresh()
 
     def _show_evaluation(self, record: Record) -> None:
         position, ap, before = f"step {record['step']:,}", record["AP"], self._ap
@@ -244,13 +259,6 @@ def _step(record: Record) -> str:
     return (
         f"step {record['step']:,}  {record['epoch']:.2f} ep  {losses}{record['loss_class']:.3f})  "
         f"lr {record['lr']:.2e}  {record['images_per_second']:.1f} img/s{wait}"
-    )
-
-
-def _epoch(record: Record) -> str:
-    return (
-        f"step {record['step']:,}  epoch {record['epoch']:.2f} done in "
-        f"{duration(record['duration_s'])}, {record['images_per_second']:.1f} img/s"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ssdctl.config.render import SNAPSHOT_SECTIONS, redact_toml
+from ssdctl.config.render import SNAPSHOT_SECTIONS
 from ssdctl.config.resolve import MAX_FILE_BYTES, read_toml
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import DECODE_ERRORS, read_limited
@@ -122,7 +122,7 @@ def read_run(path: Path) -> RunData:
             raise UsageError(f"{path}: not a run folder (it has no {run.metrics.name})", hint=hint)
         return data
     try:
-        config = redact_toml(read_limited(run.config, MAX_FILE_BYTES).decode())
+        config = read_limited(run.config, MAX_FILE_BYTES).decode()
         settings = {
             key: redact_urls(value) if isinstance(value, str) else value
             for key, value, _ in read_toml(run.config)

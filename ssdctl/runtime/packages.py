@@ -9,8 +9,6 @@ import inspect
 import os
 import re
 import resource
-import subprocess
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -24,11 +22,6 @@ from ssdctl.runtime.system import UNLIMITED
 OLDEST_TORCH = (2, 6)  # the last that first-generation Gaudi cards have
 NEWEST_CUDA = 13
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
-# Loads the libraries and starts the threads of a training step.
-TRIAL = (
-    "import torch; images = torch.ones(2, 3, 300, 300)\n"
-    "torch.nn.Conv2d(3, 64, 7)(images).sum().backward()"
-)
 OUT_OF_MEMORY = re.compile(
     r"allocate memory|allocation|failed to map|MemoryError|start new thread|"
     r"Resource temporarily unavailable|could not create a primitive",
@@ -121,21 +114,6 @@ def library_error(error: BaseException | None) -> UsageError | None:
     return UsageError(
         f"{package or 'a package'} cannot be loaded: {match[1]}: {match[2]}", hint=hint
     )
-
-
-def check_memory_limit() -> None:
-    """Raise UsageError if torch cannot be loaded and compute within `ulimit -v`.
-
-    Call it before torch is loaded: a child process tries, because where an allocation fails, the
-    libraries of torch end the process by a signal or `abort`, without a message.
-    """
-    too_low = _memory_limit()
-    if too_low is None or "torch" in sys.modules:
-        return
-    done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, check=False)
-    words = done.stderr.decode(errors="replace")
-    if done.returncode < 0 or (done.returncode > 0 and OUT_OF_MEMORY.search(words)):
-        raise too_low
 
 
 def memory_limit_error(error: BaseException) -> UsageError | None:

@@ -12,7 +12,7 @@ from ssdctl.checkpoint.file import load_checkpoint, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Kind
-from ssdctl.config.settings import all_settings, with_current_keys
+from ssdctl.config.settings import all_settings
 from ssdctl.data.annotations import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
@@ -170,16 +170,12 @@ def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
 
 
 def _changed_settings(opened: OpenedRun, checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the values that the checkpoint was trained with, of the settings that differ.
-
-    A setting that its version did not have was at its default; one of the recipe, which has none,
-    counts as unchanged.
-    """
+    """Return the values that the checkpoint was trained with, of the settings that differ."""
     now = values(opened.run.config)
-    before, changed = with_current_keys(checkpoint.config), {}
+    before, changed = checkpoint.config, dict[str, object]()
     for path, setting in all_settings().items():
         if setting.is_compared:
-            saved = before.get(path, now[path] if setting.is_recipe else setting.default)
+            saved = before.get(path, now[path])
             if _plain(saved) != _plain(now[path]):
                 changed[path] = saved
     return changed

@@ -21,7 +21,7 @@ from ssdctl.config.resolve import Kind, Settled, Source, resolve
 from ssdctl.config.settings import SettledConfig
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.input import num_background
+from ssdctl.input.batch import num_background
 from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.training.schedule import (

@@ -25,7 +25,7 @@ from ssdctl.config.render import to_snapshot_toml
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError
 from ssdctl.files import write_text
-from ssdctl.input import BadImage, Batch
+from ssdctl.input.batch import BadImage, Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir, evaluation_of
 from ssdctl.runs.metrics import MetricsFile, Record, describe, environment, open_run
@@ -128,7 +128,7 @@ class RunLog:
         self._opened, self._emit = opened, emit
         self._folder = RunDir(opened.run.out)
         self.throughput = ThroughputMeter(plan.global_batch_size)
-        self._epochs_ended = plan.epochs_ended(start_step)
+        self._epochs_ended = int(plan.epoch(start_step))
         self._epoch_began = time.monotonic(), 0.0, 0  # with seconds and images of training
         self._max_bad_images = max(MIN_LIMIT, int(LIMIT_FRACTION * plan.images))
         self._new_bad_images: dict[int, BadImage] = {}  # on this rank, by image id
@@ -273,7 +273,7 @@ class RunLog:
 
     def epoch(self, step: int) -> None:
         """Record an epoch if it ended with this step; the first after a resume began there."""
-        ended, meter = self._opened.run.plan.epochs_ended(step), self.throughput
+        ended, meter = int(self._opened.run.plan.epoch(step)), self.throughput
         if ended == self._epochs_ended:
             return
         now = time.monotonic(), meter.training_s, meter.images
@@ -309,7 +309,7 @@ class RunLog:
     def rewind(self, step: int) -> None:
         self.record("rewind", step)
         self._read_bad_images()
-        self._epochs_ended = self._opened.run.plan.epochs_ended(step)
+        self._epochs_ended = int(self._opened.run.plan.epoch(step))
 
     def close(self, step: int, *, is_success: bool) -> None:
         """Close the observers, which takes a limited time. A second call does nothing."""

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.errors import UsageError
-from ssdctl.input import num_background
+from ssdctl.input.batch import num_background
 from ssdctl.model.backbones import find_backbone
 
 if TYPE_CHECKING:

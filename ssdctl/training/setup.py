@@ -28,6 +28,7 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.locate import locate_checkpoint, resolve_source
 from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
@@ -37,11 +38,10 @@ from ssdctl.device import Device, open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.collectives import open_on_all_ranks, process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks
-from ssdctl.download.fetch import cached_detector
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
-from ssdctl.inference.locate import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
+from ssdctl.input.open import check_pipeline
 from ssdctl.model.pretrained import check_hash_of_name, fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
 from ssdctl.runs.layout import exclusive_run, run_dir
@@ -61,7 +61,6 @@ from ssdctl.training.run import (
     finalize,
     settings_of_run,
 )
-from ssdctl.training.step_input import check_pipeline
 from ssdctl.training.trackers import find_trackers
 from ssdctl.training.trainer import Trainer
 
@@ -205,7 +204,7 @@ def _new_model(
 
 
 def planned_network(resolved: Resolved) -> Network | None:
-    """Return the network of `--init`, or of the run to resume, if it is on this machine.
+    """Return the network of `--init`, or of the run to resume; None for a model of the Hub.
 
     Raises:
         UsageError, IntegrityError: There is no such file or name, or it is damaged.
@@ -215,8 +214,9 @@ def planned_network(resolved: Resolved) -> Network | None:
         return None
     if not run_dir(config).step_checkpoints():
         source = resolve_source(str(config.train.init))
-        is_cached = isinstance(source, DetectorSource) and cached_detector(source) is not None
-        if not is_cached and not isinstance(source, Path):
+        if isinstance(source, DetectorSource):
+            return Network(source.backbone, source.extra_norm)
+        if not isinstance(source, Path):
             return None
     return _network_of(config, _init_reader(config))
 

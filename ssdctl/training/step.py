@@ -22,9 +22,9 @@ from ssdctl.device import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import NonFiniteError
+from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
-from ssdctl.model.normalize import Normalize
 from ssdctl.training.optimizer import (
     GuardedUpdate,
     LossScale,
@@ -37,7 +37,7 @@ from ssdctl.training.optimizer import (
 
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig
-    from ssdctl.input import Batch
+    from ssdctl.input.batch import Batch
 
 MAX_CONSECUTIVE = 20  # bad steps, which end every run
 MAX_ROLLBACKS = 10

@@ -20,7 +20,7 @@ from ssdctl.checkpoint import FORMAT
 from ssdctl.config.render import snapshot
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError, Stopped
-from ssdctl.input import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
 from ssdctl.training.evaluator import Evaluator

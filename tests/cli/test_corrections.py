@@ -189,3 +189,11 @@ def test_a_launchers_local_rank_is_ignored_only_under_a_launcher(
 def test_a_folder_of_data_is_no_correction(cli: Cli, tmp_path: Path) -> None:
     result = cli("train", "--amp", "--data", tmp_path / "it's here", "--dry-run")
     assert corrected(result)[1:4] == ["--bf16", "--data", str(tmp_path / "it's here")]
+
+
+@pytest.mark.parametrize("foreign", ["--num_cores=8", "-n 8", "-np 8", "--nproc-per-node 8"])
+def test_a_count_that_is_given_is_not_proposed(cli: Cli, foreign: str) -> None:
+    result = cli("launch", "--tpus", 4, *foreign.split())
+    problem, _, corrected = result.err.partition("corrected:")
+    assert (result.code, "--tpus" in problem, "--gpus" in problem) == (2, False, False)
+    assert "--tpus 4" in corrected

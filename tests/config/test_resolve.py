@@ -23,7 +23,7 @@ from ssdctl.config.resolve import (
     read_toml,
     resolve,
 )
-from ssdctl.config.settings import all_settings, with_current_keys
+from ssdctl.config.settings import all_settings
 from ssdctl.download import pinned_files
 from ssdctl.errors import DiskError, UsageError
 from ssdctl.launch.engines import mpirun
@@ -285,11 +285,6 @@ def test_schema_has_every_key_and_refuses_others() -> None:
         table = schema["$defs"][definition.rpartition("/")[2]]
         assert table["properties"][name]["description"]
         assert table["additionalProperties"] is False
-
-
-def test_a_checkpoint_may_have_the_key_that_two_settings_replaced() -> None:
-    old = with_current_keys({"train.decay_bias_and_norm": True, "train.lr": 1.0})
-    assert old == {"train.decay_bias": True, "train.decay_norm": True, "train.lr": 1.0}
 
 
 def test_an_evaluation_interval_replaces_the_evaluation_epochs_of_a_preset() -> None:

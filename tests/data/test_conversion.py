@@ -1,38 +1,36 @@
-"""Datasets are divided and reduced to some classes; stores of earlier versions are taken over."""
+"""Datasets are divided and reduced to some classes."""
 
 from __future__ import annotations
 
 import json
-import logging
+import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import pyarrow as pa
 import pytest
+from conftest import Result
 from data.formats import exports
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data import image_check
 from ssdctl.data.annotations import (
     Annotations,
     Conversion,
     LabeledBox,
     LabeledImage,
-    divided,
     from_images,
     with_classes,
 )
 from ssdctl.data.dataset import read_dataset
+from ssdctl.data.divide import divided, series_warning
 from ssdctl.data.formats import coco
-from ssdctl.data.index import METADATA_KEY, read_made
+from ssdctl.data.index import read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.data.store import Split
-from ssdctl.errors import UsageError
+from ssdctl.errors import DataError, UsageError
 
 INDEX_ONLY = PrepareConfig(pack=False)
 
@@ -97,7 +95,6 @@ def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path:
 
 def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     own = '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
-    own += '[made]\nsource = "coco"\n'  # version 0.1 wrote it; ignored
     (undivided / "dataset.toml").write_text(own)
     with pytest.raises(UsageError, match=r"dataset\.toml exists"):
         read_dataset(undivided, Conversion("voc"))
@@ -136,49 +133,73 @@ def test_any_division(names: list[str], share: float) -> None:
         assert set(part.image_ids) == {whole.image_ids[names.index(n)] for n in part.file_names}
 
 
-def as_version_3(store: Path) -> None:
-    """Rewrite the indexes of a store as the version before wrote them."""
-    for path in store.glob("index-*.arrow"):
-        with pa.OSFile(str(path)) as file:
-            table = pa.ipc.open_file(file).read_all()
-        metadata = json.loads(table.schema.metadata[METADATA_KEY])
-        kept = {k: metadata[k] for k in ("classes", "key", "packed", "shards", "shrink")}
-        kept |= {"encoding": metadata["encoding"], "format": 3}
-        kept["fingerprint"] = {"bytes": 1, "modified_ns": 1, "sha256": "0"}
-        table = table.drop_columns(["areas", "is_trained"])
-        table = table.replace_schema_metadata({METADATA_KEY: msgspec.json.encode(kept)})
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+FRAMES = [f"clip{clip}_{frame:04d}.jpg" for clip in range(8) for frame in range(10)]
 
 
-def content(split: Split) -> list[Any]:
-    return [split.boxes.tolist(), split.labels.tolist(), split.read(1), split.usable.tolist()]
+def annotations_of(names: list[str]) -> Annotations:
+    images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
+    return from_images({"train": images}, ["x"], Path(), Path("labels"))["train"]
 
 
-@pytest.mark.parametrize("has_images", [True, False])
-def test_a_packed_store_of_the_version_before_is_taken_over(
-    undivided: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    has_images: bool,
+def test_the_frames_of_a_video_stay_together() -> None:
+    whole = annotations_of([*FRAMES, "other.jpg"])
+    train, val = divided(whole, 0.75, r"clip(\d)_")
+    clips = [{name.partition("_")[0] for name in part.file_names} for part in (train, val)]
+    assert not clips[0] & clips[1]
+    assert len(val.file_names) in (20, 21)
+
+
+@pytest.mark.parametrize("group", ["(", "nothing"])
+def test_a_group_that_is_no_expression_or_matches_nothing_is_refused(group: str) -> None:
+    with pytest.raises(UsageError, match="--group"):
+        divided(annotations_of(FRAMES), 0.9, group)
+    with pytest.raises(DataError, match="'clip'"):
+        divided(annotations_of(FRAMES), 0.9, "clip")
+
+
+ROBOFLOW = [f"p{n}_jpg.rf.{n * 7 + c:032x}.jpg" for n in range(20) for c in range(3)]
+FOLDERS = [f"video {clip}/{frame}.png" for clip in range(4) for frame in range(9)]
+
+
+@pytest.mark.parametrize("names", [FRAMES, ROBOFLOW, FOLDERS])
+def test_the_warning_about_frames_has_an_expression_that_works(names: list[str]) -> None:
+    whole = annotations_of(names)
+    (warning,) = series_warning(*(part.file_names for part in divided(whole, 0.8)), ["x"])
+    (group,) = shlex.split(warning.partition("--group ")[2])
+    parts = [part.file_names for part in divided(whole, 0.8, group)]
+    assert all(parts)
+    assert not series_warning(*parts, ["x"])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"{n:012d}.jpg" for n in range(50)],  # COCO
+        [f"BloodImage_{n:05d}.jpg" for n in range(50)],
+        [f"{fruit}_{n}.jpg" for fruit in ("apple", "banana", "orange", "x") for n in range(20)],
+        [f"{word}.jpg" for word in "abcdefghijklmnop"],
+    ],
+)
+def test_numbered_images_are_not_frames(names: list[str]) -> None:
+    parts = (part.file_names for part in divided(annotations_of(names), 0.8))
+    assert not series_warning(*parts, ["Apple", "banana", "Orange"])
+
+
+def test_prepare_warns_about_frames_and_takes_the_group(
+    tmp_path: Path, cli: Callable[..., Result]
 ) -> None:
-    caplog.set_level(logging.INFO)
-    store, config = tmp_path / "store", PrepareConfig(shrink=310)
-    (undivided / "train2017/000000000001.jpg").write_bytes(b"no image")
-    first = prepare(undivided, store, config)
-    before = content(open_dataset(undivided, store)["train"])
-    shards = {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")}
-    as_version_3(store)
-    if not has_images:
-        shutil.rmtree(undivided / "train2017")
-    checked: list[Path] = []
-    monkeypatch.setattr(image_check, "check_image", lambda path, *_: checked.append(path))
-    caplog.clear()
-    assert content(open_dataset(undivided, store)["train"]) == before
-    assert sum("earlier version" in message for message in caplog.messages) == 1
-    assert not checked  # no image is read or packed again
-    assert {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")} == shards
-    again = prepare(undivided, store, config)
-    assert again.unchanged or not has_images
-    assert again.splits[0].findings == first.splits[0].findings
+    exports.roboflow_yolo(tmp_path)
+    shutil.rmtree(tmp_path / "valid")
+    (tmp_path / "data.yaml").write_text("names: [bolt, nut]\n")
+    for number, path in enumerate(sorted((tmp_path / "train/images").iterdir())):
+        label = tmp_path / "train/labels" / f"{path.stem}.txt"
+        stem = f"v{number // 2}_{number % 2}"
+        path.rename(path.with_stem(stem))
+        label.rename(label.with_stem(stem))
+    data = ("prepare", "--data", tmp_path, "--no-pack")
+    result = cli(*data, "--split", 0.5)
+    assert result.code == 0, result.err
+    assert ("--group" in result.err) == ("series" in result.err)
+    result = cli(*data, "--split", 0.5, "--group", r"v(\d)")
+    assert result.code == 0, result.err
+    assert cli(*data, "--group", "x").code == 2

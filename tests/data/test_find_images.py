@@ -11,10 +11,10 @@ import pytest
 from conftest import Cli
 from data.formats.exports import image_file, tree
 
-from ssdctl.data.annotations import AUTOMATIC, Conversion, split_of
+from ssdctl.data.annotations import AUTOMATIC, split_of
 from ssdctl.data.dataset import find, read_dataset
 from ssdctl.data.find_images import ImageFinder, Wanted, resolve_images
-from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.open_dataset import annotations_of, annotations_with_images
 from ssdctl.errors import DataError
 
 SIZE = (100, 50)
@@ -88,26 +88,6 @@ def files(text: str) -> list[str | None]:
 
 CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     # a name: images, labels, and the images of each split; "-": missing
-    "labelme2voc": (
-        "JPEGImages/a.jpg SegmentationClassVisualization/a.jpg AnnotationsVisualization/a.jpg",
-        {"Annotations/a.xml": voc("a.jpg")},
-        {"train": "JPEGImages/a.jpg"},
-    ),
-    "Oxford-IIIT Pet": (
-        "images/a.jpg annotations/trimaps/a.png",
-        {"annotations/xmls/a.xml": voc("OXIIIT/a.jpg")},
-        {"train": "images/a.jpg"},
-    ),
-    "drawn results": (
-        "images/a.jpg detections/a.jpg",
-        {"annots/a.xml": voc("a.jpg")},
-        {"train": "images/a.jpg"},
-    ),
-    "folder of VOC decides": (
-        "photos/a.jpg drawn/a.jpg",
-        {"annots/a.xml": voc("photos/a.jpg")},
-        {"train": "photos/a.jpg"},
-    ),
     "VOC per class": (
         "cat/JPEGImages/1.jpg dog/JPEGImages/1.jpg",
         {"cat/Annotations/1.xml": voc(), "dog/Annotations/1.xml": voc()},
@@ -118,54 +98,10 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"v1/annots/1.xml": voc(), "v2/annots/1.xml": voc()},
         {"train": "v1/frames/1.jpg v2/frames/1.jpg"},
     ),
-    "two split words, VOC": (
-        "training_demo/images/train/a.jpg training_demo/images/valid/b.jpg "
-        "training_demo/images/test/c.jpg",
-        {
-            "training_demo/images/train/a.xml": voc("a.jpg"),
-            "training_demo/images/valid/b.xml": voc("b.jpg"),
-            "training_demo/images/test/c.xml": voc("c.jpg"),
-        },
-        {
-            "train": "training_demo/images/train/a.jpg",
-            "val": "training_demo/images/valid/b.jpg",
-            "test": "training_demo/images/test/c.jpg",
-        },
-    ),
     "neither train nor val, VOC": (
         "train/a.jpg val/b.jpg old/c.jpg",
         {f"{name}.xml": voc() for name in ("train/a", "val/b", "old/c")},
         {"train": "train/a.jpg", "val": "val/b.jpg"},
-    ),
-    "upper case": (
-        "images/a.jpg",
-        {"Annotations/a.XML": voc("a.jpg")},
-        {"train": "images/a.jpg"},
-    ),
-    "an image of a list without XML": (
-        "JPEGImages/a.jpg JPEGImages/#b.jpg",
-        {"Annotations/a.xml": voc(), "ImageSets/Main/train.txt": "#comment\na\n#b"},
-        {"train": "JPEGImages/a.jpg JPEGImages/#b.jpg"},
-    ),
-    "a missing camera, COCO": (
-        "cam1/0.png cam1/1.png",
-        {"a.json": coco("cam1/0.png cam1/1.png cam2/0.png")},
-        {"train": "cam1/0.png cam1/1.png -"},
-    ),
-    "a missing camera in other order, COCO": (
-        "cam1/0.png",
-        {"a.json": coco("cam2/0.png cam1/0.png")},
-        {"train": "- cam1/0.png"},
-    ),
-    "a missing split, COCO": (
-        "images/train/0.png images/train/1.png",
-        {"annotations/train.json": coco("0.png 1.png"), "annotations/val.json": coco("0.png 1.png")},
-        {"train": "images/train/0.png images/train/1.png", "val": "- -"},
-    ),
-    "a missing split, Roboflow": (
-        "train/0.png",
-        {f"{split}/_annotations.coco.json": coco("0.png") for split in ("train", "valid")},
-        {"train": "train/0.png", "val": "-"},
     ),
     "validation images below the training images": (
         "0.png val/0.png",
@@ -177,12 +113,6 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco("a.jpg sub/a.jpg")},
         {"train": "a.jpg sub/a.jpg"},
     ),
-    "only the exact path": ("a.jpg sub/a.jpg", {"a.json": coco("a.jpg")}, {"train": "a.jpg"}),
-    "one file under two names": (
-        "a.png images/b.png",
-        {"a.json": coco("a.png ./a.png b.png images/b.png")},
-        {"train": "a.png images/b.png"},
-    ),
     "two files of one name, of which both are listed": (
         "a.png images/a.png images/b.png images/c.png",
         {"a.json": coco("a.png images/a.png b.png c.png")},
@@ -193,65 +123,38 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco("a.png b.png")},
         {"train": "images/a.png images/b.png"},
     ),
+    "an exact path beside a longer one, CSV": (
+        "a.jpg sub/a.jpg",
+        {"train.csv": csv("a.jpg sub/a.jpg")},
+        {"train": "a.jpg sub/a.jpg"},
+    ),
+    "the first images are in one folder": (
+        " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png",
+        {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z.png")},
+        {"train": " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png"},
+    ),
+    "COCO's own folders, names from the dataset folder": (
+        "train2017/val/0.png train2017/val/1.png",
+        {"annotations/instances_train2017.json": coco("train2017/val/0.png train2017/val/1.png")},
+        {"train": "train2017/val/0.png train2017/val/1.png"},
+    ),
     "the first images are missing": (
         "photos/z1.png photos/z2.png",
         {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z1.png z2.png")},
         {"train": " - " * 25 + "photos/z1.png photos/z2.png"},
-    ),
-    "a folder that ends in prepared": (
-        "unprepared/a.png",
-        {"a.json": coco("a.png")},
-        {"train": "unprepared/a.png"},
-    ),
-    "CSV beside another copy": (
-        "images/train/a.jpg images/test/b.jpg old/a.jpg",
-        {"data/train_labels.csv": csv("a.jpg"), "data/test_labels.csv": csv("b.jpg")},
-        {"train": "images/train/a.jpg", "val": "images/test/b.jpg"},
-    ),
-    "CSV of all": (
-        "images/a.jpg images/b.jpg",
-        {
-            "data/all_labels.csv": csv("a.jpg b.jpg"),
-            "data/train_labels.csv": csv("a.jpg"),
-            "data/test_labels.csv": csv("b.jpg"),
-        },
-        {"train": "images/a.jpg", "val": "images/b.jpg"},
     ),
     "CSV of the rest": (
         "images/a.jpg images/b.jpg",
         {"labels.csv": csv("a.jpg"), "test_labels.csv": csv("b.jpg")},
         {"train": "images/a.jpg", "val": "images/b.jpg"},
     ),
-    "CSV with quotes": (
-        "images/a,b.jpg images/c.jpg",
+    "data.yaml with another word": (
+        "train/a.jpg val/b.jpg",
         {
-            "train.csv": '"filename","width","height","class","xmin","ymin","xmax","ymax"\n'
-            '"a,b.jpg",100,50,"say ""x""",1,1,9,9\nc.jpg,100,50,y,1,1,9,9\n'
+            "data.yaml": "names: [x]\ntrain: ../train\nval: ../valid",
+            "train/a.txt": YOLO, "val/b.txt": YOLO,
         },
-        {"train": "images/a,b.jpg images/c.jpg"},
-    ),
-    "CVAT": (
-        "images/train/a.png images/test/a.png",
-        {"annotations.xml": cvat("Train:a.png Test:a.png")},
-        {"train": "images/train/a.png", "val": "images/test/a.png"},
-    ),
-    "YOLO in folders of any name": (
-        "img/a.jpg img/b.jpg",
-        {"classes.txt": "x", "labels/a.txt": YOLO},
-        {"train": "img/a.jpg img/b.jpg"},
-    ),
-    "YOLO beside images in a folder called images": (
-        "images/a.jpg drawn/a.jpg",
-        {"images/classes.txt": "x", "classes.txt": "x", "images/a.txt": YOLO},
-        {"train": "images/a.jpg"},
-    ),
-    "YOLO, classes per split": (
-        "train/images/a.jpg valid/images/b.jpg",
-        {
-            **{f"{split}/labels/classes.txt": "x" for split in ("train", "valid")},
-            "train/labels/a.txt": YOLO, "valid/labels/b.txt": YOLO,
-        },
-        {"train": "train/images/a.jpg", "val": "valid/images/b.jpg"},
+        {"train": "train/a.jpg", "val": "val/b.jpg"},
     ),
     "YOLO, two split words": (
         "training_demo/images/train/a.jpg training_demo/images/test/b.jpg",
@@ -268,40 +171,18 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         | {"labels/day2/b.txt": YOLO},
         {"train": "images/day1/a.jpg images/day1/b.jpg images/day2/b.jpg"},
     ),
-    "data.yaml with another word": (
-        "train/a.jpg val/b.jpg",
-        {
-            "data.yaml": "names: [x]\ntrain: ../train\nval: ../valid",
-            "train/a.txt": YOLO, "val/b.txt": YOLO,
-        },
-        {"train": "train/a.jpg", "val": "val/b.jpg"},
-    ),
-    "data.yaml of this folder": (
-        "a.jpg",
-        {"data.yaml": "names: [x]\ntrain: .", "a.txt": YOLO},
-        {"train": "a.jpg"},
-    ),
-    "KITTI in folders": (
-        "training/image_2/a/0.png training/image_2/b/0.png",
-        {f"training/label_2/{folder}/0.txt": f"traffic light {KITTI}" for folder in "ab"},
-        {"train": "training/image_2/a/0.png training/image_2/b/0.png"},
-    ),
-    "Open Images": (
-        "train/0a.jpg train/s/0b.png train/c.jpg validation/0a.jpg",
-        {
-            "train-annotations-bbox.csv": openimages("0a.jpg s/0b"),
-            "validation-annotations-bbox.csv": openimages("0a"),
-        },
-        {"train": "train/0a.jpg train/s/0b.png train/c.jpg", "val": "validation/0a.jpg"},
-    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_images_that_labels_mean(tmp_path: Path, name: str) -> None:
     images, labels, expected = CASES[name]
-    found = used(dataset(tmp_path / "data", images, labels))
-    assert found == {split: files(text) for split, text in expected.items()}
+    root = dataset(tmp_path / "data", images, labels)
+    assert used(root) == {split: files(text) for split, text in expected.items()}
+    if YOLO in labels.values():
+        num_boxes = sum(len(split.boxes) for split in read_dataset(root, AUTOMATIC).values())
+        is_missing = name == "YOLO, a label of a missing image"
+        assert num_boxes == sum(text == YOLO for text in labels.values()) - is_missing
 
 
 REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
@@ -452,14 +333,6 @@ def test_a_class_with_a_comma_can_be_kept(tmp_path: Path, cli: Cli) -> None:
     assert arguments[1] in cli("prepare", "--data", data).err  # the options of the last time
 
 
-def test_a_file_that_is_listed_twice_is_in_one_part_of_a_division(tmp_path: Path) -> None:
-    names = " ".join(f"{n}.png ./{n}.png" for n in range(8))
-    data = dataset(tmp_path, " ".join(f"{n}.png" for n in range(8)), {"a.json": coco(names)})
-    parts = read_dataset(data, Conversion(split=0.5))
-    assert len({*parts["train"].file_names, *parts["val"].file_names}) == 8
-    assert len(parts["train"].file_names) == len(parts["val"].file_names) == 4
-
-
 @pytest.mark.parametrize(
     ("path", "split"),
     [
@@ -484,19 +357,26 @@ def test_names_that_are_no_paths_are_noted(tmp_path: Path) -> None:
     assert "'/home/me/a.jpg' to pics/a.jpg" in note
 
 
-def test_a_rotated_ellipse_is_smaller_than_the_box_around_it(tmp_path: Path) -> None:
-    ellipse = '<ellipse label="x" cx="50" cy="25" rx="20" ry="10" rotation="45"/>'
-    image = f'<image name="a.jpg" width="100" height="50">{ellipse}</image>'
-    dataset(tmp_path, "a.jpg", {"annotations.xml": f"<annotations>{image}</annotations>"})
-    (box,) = read_dataset(tmp_path, AUTOMATIC)["train"].boxes
-    assert box[2:].round(1).tolist() == [31.6, 31.6]
+def test_the_label_of_a_missing_image_is_named(tmp_path: Path) -> None:
+    yaml = "names: [x]\ntrain: images/train\n"
+    labels = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}
+    data = dataset(tmp_path, "images/train/cam1/0.png", {"data.yaml": yaml, **labels})
+    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
+    assert "labels/train/0.txt" in note
 
 
-def test_names_of_classes_with_commas_and_quotes(tmp_path: Path) -> None:
-    names = 'LabelName,DisplayName\n/m/x,"Fork, ""big"""\n'
-    labels = {"bbox.csv": openimages("a"), "class-descriptions.csv": names}
-    splits = read_dataset(dataset(tmp_path, "a.jpg", labels), AUTOMATIC)
-    assert [c.name for c in splits["train"].classes] == ['Fork, "big"']
+def test_images_of_a_dataset_without_a_store_are_found(tmp_path: Path) -> None:
+    data = dataset(tmp_path, "pics/a.jpg", {"a.json": coco("a.jpg")})
+    train = annotations_with_images(data, data / "prepared")["train"]
+    assert train.folder / train.file_names[0] == data / "pics/a.jpg"
+    assert not (data / "prepared").exists()
+
+
+def test_another_word_than_in_data_yaml_is_noted(tmp_path: Path) -> None:
+    data = dataset(tmp_path, *CASES["data.yaml with another word"][:2])
+    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
+    assert "../valid" in note
+    assert "val is used" in note
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,13 @@ from ssdctl.config import PrepareConfig
 from ssdctl.data import image_check
 from ssdctl.data.annotations import AUTOMATIC
 from ssdctl.data.check import NO_BOXES_LEFT, NO_OBJECTS
-from ssdctl.data.dataset import is_prepared, read_dataset
+from ssdctl.data.dataset import read_dataset
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.image_check import DAMAGED
 from ssdctl.data.index import read_annotations, read_metadata
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
+from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import Split, open_split
 from ssdctl.errors import DataError, DiskError
 
@@ -148,7 +149,7 @@ def test_a_store_is_used_if_the_labels_cannot_be_read(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ssdctl.data.dataset.label_version", refuse)
+    monkeypatch.setattr("ssdctl.data.sources.label_files", refuse)
     assert is_prepared(dataset, store)
 
 
@@ -278,8 +279,8 @@ def test_other_options_write_it_again_without_remains(dataset: Path, store: Path
         assert prepare(dataset, store, config).unchanged
         assert pa.ipc.open_file(str(store / "index-train.arrow")).read_all().num_rows == 24
         assert len(list(store.glob("images-*"))) == (2 if config.pack else 0)
-    assert sorted(p.name for p in store.iterdir()) == [
-        ".lock", "index-train.arrow", "index-val.arrow", "report.json",
+    assert sorted(p.name.partition("-")[0] for p in store.iterdir()) == [
+        ".lock", "index", "index", "report.json", "sources",
     ]  # fmt: skip
     assert prepare(dataset, store, INDEX_ONLY).unchanged  # counts as verified from then on
 

@@ -15,8 +15,8 @@ from conftest import TINY_RUN, Result
 from tiny_network import batch, build_training, everything, losses
 
 from ssdctl.device import Device, open_device
+from ssdctl.input.open import copy_ahead
 from ssdctl.training.state import is_adamw, load_optimizer
-from ssdctl.training.step_input import copy_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own imports warn
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

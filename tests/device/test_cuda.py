@@ -14,8 +14,8 @@ from tiny_network import batch, build_training
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.device import Device, open_device
-from ssdctl.input import Batch, LoaderConfig
-from ssdctl.training.step_input import copy_ahead, open_input
+from ssdctl.input.batch import Batch, LoaderConfig
+from ssdctl.input.open import copy_ahead, open_input
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),

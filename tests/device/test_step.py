@@ -18,12 +18,12 @@ from ssdctl.device.cpu import Cpu
 from ssdctl.device.inductor import resolve_execution
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
+from ssdctl.input.open import copy_ahead
 from ssdctl.model.distributed_norm import DistributedBatchNorm2d
 from ssdctl.runtime import system
 from ssdctl.training.optimizer import INITIAL_SCALE, LossScale
 from ssdctl.training.setup import with_sync_bn
 from ssdctl.training.step import NonFiniteGuard
-from ssdctl.training.step_input import copy_ahead
 
 CPU = open_device("cpu")
 # What makes the host wait for the device: reading a value, or shapes that depend on one.

@@ -96,7 +96,7 @@ sys.path.insert(0, sys.argv[1])
 import tiny_network as tiny
 import torch_xla
 from ssdctl.device import open_device
-from ssdctl.training.step_input import copy_ahead
+from ssdctl.input.open import copy_ahead
 
 xla = open_device("xla")
 _, _, step = tiny.build_training(xla)

@@ -14,7 +14,7 @@ from evaluation.judge import Row, detections, pycocotools_figures, read_truth, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.data.annotations import Conversion, Labels, SplitFiles
+from ssdctl.data.annotations import Conversion, SplitFiles
 from ssdctl.data.check import check
 from ssdctl.data.formats import coco
 from ssdctl.data.image_files import FingerprintColumns
@@ -76,7 +76,7 @@ def index_of(path: Path) -> Path:
     part = coco.read_files({"val": SplitFiles([path.parent], path)})["val"]
     count = len(part.file_names)
     usable, versions = np.ones(count, np.bool_), FingerprintColumns(*np.zeros((3, count), np.int64))
-    made = Made("coco", Conversion(), Labels(""), ["val"], "")
+    made = Made("coco", Conversion(), "", ["val"], "")
     metadata = Metadata(
         format=5,
         packed=False,

@@ -501,7 +501,7 @@ TARGETS: dict[str, MakeTarget] = {
     ),
     "annotations: dataset.toml": exported(
         *(with_dataset_toml, "dataset.toml"),
-        *(b"[made]", b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]"),
+        *(b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]"),
     ),
     "annotations: results": results,
     "store": prepared_store,

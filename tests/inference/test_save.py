@@ -17,9 +17,9 @@ from ssdctl.config.sections import SaveFormat
 from ssdctl.data.annotations import ClassName, Conversion
 from ssdctl.data.dataset import read_dataset
 from ssdctl.errors import UsageError
-from ssdctl.inference.locate import ImageSource, source_of
 from ssdctl.inference.results import Result
 from ssdctl.inference.save import WRITERS
+from ssdctl.inference.sources import ImageSource, source_of
 
 SIZE = (200, 100)
 BUS = 'no: "bus" \U0001f68c'

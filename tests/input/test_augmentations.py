@@ -22,7 +22,6 @@ from ssdctl.config.resolve import ASSIGNMENT, Override, resolve
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
-from ssdctl.input import LoaderConfig
 from ssdctl.input.augmentations import (
     STREAMS,
     Boxes,
@@ -34,6 +33,7 @@ from ssdctl.input.augmentations import (
     uniform,
     whole,
 )
+from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import FILL_RGB, TrainLoader, resize, resize_crop
 
 WHOLE = [0.0, 0.0, 1.0, 1.0]

@@ -25,11 +25,11 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, DiskError
-from ssdctl.input import Batch, LoaderConfig
+from ssdctl.input.batch import Batch, LoaderConfig
 from ssdctl.input.fake import fake_split
 from ssdctl.input.loader import TrainLoader, evaluation_batches
+from ssdctl.input.open import open_input
 from ssdctl.input.sampler import SampleStream
-from ssdctl.training.step_input import open_input
 
 PLAN = LoaderConfig(seed=4, batch_size=5, threads=2, max_boxes=12)
 HAS_DALI = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
-from rich.console import Console
+from tqdm import tqdm
 
 from ssdctl.runs.display import FIRST_STEPS, RunDisplay, RunProgress
 
@@ -29,10 +28,10 @@ class Run:
             self.progress.move(step, is_evaluating=is_evaluating)
 
     def line(self, columns: int = 80) -> str:
-        console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
-        with console.capture() as capture:
-            console.print(self.progress.line(columns))
-        return capture.get()
+        bar_format = self.progress.bar_format(columns)
+        return tqdm.format_meter(
+            self.progress.step, START["total_steps"], 1.0, ncols=columns, bar_format=bar_format
+        )
 
 
 def test_the_time_left_is_known_after_three_steps_and_runs_with_the_clock() -> None:
@@ -139,3 +138,14 @@ def test_a_display_without_a_terminal_writes_lines(is_verbose: bool) -> None:
     assert [style for _, style in lines[-4:]] == ["", "green", "bold", ""]
     assert [text.split()[1] for text, _ in lines[-4:]] == ["7", "8", "9", "10"]
     assert [text for text, _ in lines[:-4]] == ["a rule"] * is_verbose
+
+
+def test_short_epochs_do_not_flood_the_terminal() -> None:
+    lines: list[str] = []
+    display = RunDisplay(lambda _: None, lambda text, _: lines.append(text), is_live=True)
+    display.show(START | {"step": 0, "total_steps": 0})
+    for n in range(1, 100):
+        record = {"step": n, "epoch": 1.1 * n, "images_per_second": 4.0, "duration_s": 0.01}
+        display.show({"kind": "epoch", **record})
+    assert len(lines) == 1
+    assert "epoch 1 done" in lines[0]

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Cli
 
 from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, to_snapshot_toml
 from ssdctl.config.resolve import Override, of_call, read_toml, resolve
 from ssdctl.config.settings import all_settings
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import environment, open_run
+from ssdctl.runs.metrics import describe, environment, open_run
 from ssdctl.runs.reader import read_run
 
 MIRROR = "https://bob:S3CRET@host/coco?X-Amz-Signature=S3CRET"
@@ -34,7 +33,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(sys, "argv", COMMAND)
     run = RunDir(tmp_path / "run")
     config = to_snapshot_toml(resolve(overrides=SECRETS))
-    metrics = open_run(run, config, environment("cpu", 1), 0)
+    describe(run, config, environment("cpu", 1))
+    metrics = open_run(run, 0)
     metrics.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "started"})
     return run
 
@@ -54,18 +54,6 @@ def test_a_run_folder_has_no_secrets_and_repeats_what_explains_the_result(run: R
     compared = {s.path for s in all_settings().values() if s.is_compared}
     assert compared <= set(settings)
     assert settings["train.lr"] == 0.5
-
-
-def test_a_report_of_an_older_run_has_no_secrets(run: RunDir, cli: Cli, tmp_path: Path) -> None:
-    text = run.config.read_text()
-    text += f'\n[kubernetes]\nenv = ["A=S3CRET"]\n\n[download]\nmirror = "{MIRROR}"\n'
-    run.config.write_text(text)
-    run.environment.write_text('{"command": ["ssdctl", "--set=kubernetes.env=A=S3CRET"]}')
-    out = tmp_path / "report.html"
-    assert cli("report", run.path, "--out", out).code == 0
-    page = out.read_text()
-    assert "S3CRET" not in page
-    assert "lr = 0.5" in page
 
 
 def test_the_logged_launch_command_has_no_secrets() -> None:

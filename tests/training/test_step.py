@@ -14,7 +14,7 @@ from tiny_network import batch, config, everything
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
-from ssdctl.input import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import RunDir
 from ssdctl.training.evaluator import EarlyStopping

@@ -31,7 +31,7 @@ from ssdctl.data.annotations import (
     split_of,
 )
 from ssdctl.data.coco_json import decode, read_content
-from ssdctl.data.image_files import dataset_folder, files_below, in_threads, size_or_none
+from ssdctl.data.image_files import files_below, in_threads, size_or_none
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors, read_limited, read_text
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
@@ -67,10 +67,7 @@ class Format(Protocol):
 
 
 class _Plugin(NamedTuple):
-    """A format of another package: a module with both functions, or a function.
-
-    The function returns the images of each split, and the names of the classes.
-    """
+    """A format of another package."""
 
     name: str
     plugin: Any
@@ -84,15 +81,10 @@ class _Plugin(NamedTuple):
         if image_dir is not None:
             raise UsageError(f"--image-dir: --from {self.name} finds the images itself")
         with self._errors(path):
-            result = getattr(self.plugin, "read", self.plugin)(path)
-            if isinstance(result, dict):
-                return result
-            splits, classes = result
-            used = {b.name for images in splits.values() for image in images for b in image.boxes}
-            if unlisted := used - set(classes):
-                problem = f"--from {self.name} does not list the class {min(unlisted)!r}"
-                raise DataError(f"{path}: {problem}")
-            return from_images(splits, classes, dataset_folder(path), path)
+            splits: dict[str, Annotations] = self.plugin.read(path)
+            if not (isinstance(splits, dict) and {*map(type, splits.values())} <= {Annotations}):
+                raise TypeError("read() did not return Annotations by split")
+            return splits
 
     @contextlib.contextmanager
     def _errors(self, path: Path) -> Iterator[None]:
@@ -199,19 +191,20 @@ def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
     return [f for f in _files_near(path, ".csv") if set(columns) <= set(csv_header(f))]
 
 
-def _files_near(path: Path, suffix: str) -> list[Path]:
-    """Return a file, or the files in a folder and two levels below, with this suffix."""
-    names = files_below(path, 2) if path.is_dir() else ()
+def _files_near(path: Path, suffix: str, depth: int = 2) -> list[Path]:
+    """Return a file, or the files in a folder and in folders below, with this suffix."""
+    names = files_below(path, depth) if path.is_dir() else ()
     files = [path / name for name in names if name.lower().endswith(suffix)]
     return sorted(files) if path.is_dir() else [path] * (path.suffix.lower() == suffix)
 
 
-def json_files(path: Path, *words: bytes) -> list[Path]:
-    """Return a file, or the JSON files in a folder and two levels below, that have these words.
+def json_files(path: Path, *words: bytes, depth: int = 2) -> list[Path]:
+    """Return a file, or the JSON files in a folder and below, that have these words.
 
     Of a folder with many, only the first are looked at.
     """
-    return [file for file in _files_near(path, ".json")[:MAX_JSON_FILES] if _has(file, words)]
+    files = _files_near(path, ".json", depth)[:MAX_JSON_FILES]
+    return [file for file in files if _has(file, words)]
 
 
 def _has(path: Path, words: Sequence[bytes]) -> bool:

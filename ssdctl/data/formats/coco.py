@@ -35,6 +35,7 @@ from ssdctl.data.annotations import (
     ClassName,
     Finding,
     SplitFiles,
+    one_image_per_file,
     refuse,
     split_of,
 )
@@ -51,7 +52,6 @@ from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, split_fo
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, safe_join
 
-MADE = "made"  # a table that version 0.1 added when it wrote the file itself
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
 TABLES = (b'"images"', b'"annotations"', b'"categories"')
 RENUMBERED = "duplicate annotation id, renumbered"
@@ -161,7 +161,7 @@ def _columns(
     names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
     note = f"category {names} is the supercategory of others and has no boxes: not a class"
     sizes = [(image.width or 0, image.height or 0) for image in tables.images]
-    return Annotations(
+    annotations = Annotations(
         folder=Path(os.path.commonpath(files.images)),
         origin=path,
         image_ids=image_ids,
@@ -178,6 +178,7 @@ def _columns(
         notes=[note] if left_out else [],
         image_folders=files.images,
     )
+    return one_image_per_file(annotations)
 
 
 def _unique_ids(
@@ -238,8 +239,8 @@ def own_splits(root: Path) -> dict[str, SplitFiles]:
         annotations = root / "annotations" / f"instances_{split}2017.json"
         if annotations.is_file():
             folders = root / f"{split}2017", root / "images" / f"{split}2017"
-            images = [folder for folder in folders if folder.is_dir()] or folders
-            splits[split] = SplitFiles(images[:1], annotations)
+            images = [folder for folder in folders if folder.is_dir()][:1]
+            splits[split] = SplitFiles([*images, root] if images else folders[:1], annotations)
     return splits
 
 
@@ -249,8 +250,6 @@ def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
     try:
         for key, value, location in read_toml(path):
             split, _, name = key.partition(".")
-            if split == MADE:
-                continue
             if split not in SPLITS or name not in SplitFiles._fields:
                 hint = f"a dataset.toml has {tables}"
                 raise DataError(f"{location}: unknown key {key!r}", hint=hint)

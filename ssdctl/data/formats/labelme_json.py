@@ -28,6 +28,7 @@ from ssdctl.errors import DataError
 
 LOOKED_FOR = ("*.json of labelme",)
 WORDS = (b'"shapes"', b'"imagePath"')
+MAX_DEPTH = 5  # folders above the first file, as in labels/train/day 1/camera 1
 EXTENTS = ("rectangle", "polygon", "mask", "rotation")  # their points are at the edges
 
 
@@ -45,7 +46,7 @@ class _File(msgspec.Struct):
 
 
 def recognize(path: Path) -> Path | None:
-    return next(iter(json_files(path, *WORDS)), None)
+    return next(iter(json_files(path, *WORDS, depth=MAX_DEPTH)), None)
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:

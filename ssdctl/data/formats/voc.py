@@ -29,7 +29,6 @@ from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, by_label_files
 from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
 from ssdctl.data.image_files import (
     files_below,
-    header_size,
     in_threads,
     is_image,
 )
@@ -101,36 +100,44 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
             hint=_images_above(path, xmls[0])
             or "copy the images there: an image has the name of its XML file",
         )
-    used: dict[str, int] = {}  # row by image
-    repeated, conflicts, kept = list[_Xml](), list[str](), list[int]()
-    for row, (xml, image) in enumerate(zip(xmls, found, strict=True)):
-        first = row if image is None else used.setdefault(image, row)
-        if first == row or xml.is_listed:
-            kept += [] if image is None else [row]
-        elif contents[row].image.boxes == contents[first].image.boxes:
-            repeated.append(xml)  # a copy of the labels in another folder
-        else:
-            conflicts.append(f"{xmls[first].path} and {xml.path} ({image})")
     refuse(path, "images of annotations are missing", absent)
-    hint = "remove one of the folders of labels, or give the other one: --data DIR"
-    refuse(path, "different XML files of one image", conflicts, hint)
-    if repeated:
-        number = f"{len(repeated):,}, such as {repeated[0].path}"
-        notes.append(f"XML files of images that have another one, left out: {number}")
-    images = [found[row] or "" for row in kept]
+    rows = _without_copies(path, xmls, contents, found, notes)
+    images = [found[row] or "" for row in rows]
     words = [
         xmls[row].split or split_of(image.rpartition("/")[0])
-        for row, image in zip(kept, images, strict=True)
+        for row, image in zip(rows, images, strict=True)
     ]
     splits: dict[str, list[LabeledImage]] = {}
-    for row, image, split in zip(kept, images, place(words, images, notes), strict=True):
+    for row, image, split in zip(rows, images, place(words, images, notes), strict=True):
         if split is not None:
-            labeled = contents[row].image._replace(file_name=image)
-            if labeled.width <= 0 or labeled.height <= 0:  # some tools write no size
-                width, height = header_size(path / image)
-                labeled = labeled._replace(width=width, height=height)
-            splits.setdefault(split, []).append(labeled)
+            splits.setdefault(split, []).append(contents[row].image._replace(file_name=image))
     return from_images(splits, None, path, path, notes)
+
+
+def _without_copies(
+    root: Path,
+    xmls: list[_Xml],
+    contents: list[_Content],
+    images: list[str | None],
+    notes: list[str],
+) -> list[int]:
+    """Return the rows of all XML files but copies in other folders; refuse different ones."""
+    first: dict[str | None, int] = {}
+    rows, copies, different = list[int](), list[str](), list[str]()
+    for row, (xml, image) in enumerate(zip(xmls, images, strict=True)):
+        other = first.setdefault(image, row)
+        if other == row or xml.is_listed:
+            rows.append(row)
+        elif contents[row].image.boxes == contents[other].image.boxes:
+            copies.append(str(xml.path))
+        else:
+            different.append(f"{xmls[other].path} and {xml.path} ({image})")
+    hint = "remove one of the folders of labels, or give the other one: --data DIR"
+    refuse(root, "different XML files of one image", different, hint)
+    if copies:
+        number = f"{len(copies):,}, such as {copies[0]}"
+        notes.append(f"XML files of images that have another one, left out: {number}")
+    return rows
 
 
 def _find_xmls(root: Path, files: list[str]) -> _Xmls:
@@ -265,8 +272,8 @@ def _read(root: Path, xml: _Xml) -> _Content:
         return _Content("", LabeledImage("", 0, 0, []))
     tree = read_xml(path)
     width, height = (
-        whole_number(tree.findtext(f"size/{side}", "").strip() or "0", f"{path}: size/{side}")
-        for side in ("width", "height")
+        max(0, whole_number(tree.findtext(f"size/{s}", "").strip() or "0", f"{path}: size/{s}"))
+        for s in ("width", "height")
     )
     boxes = [_box(item, path, n) for n, item in enumerate(tree.findall("object"), 1)]
     folder, named = (

@@ -97,9 +97,11 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         # Only images that are named count, and those of other splits.
         files = set(itertools.chain(*named.values()))
         others = (f for f in finder.files if split_of(f.rpartition("/")[0]) not in (None, *named))
-        elsewhere = {*finder.by_stem}
-        finder = ImageFinder(root, FOLDERS, image_dir, files=files.union(others))
+        files = files.union(others)
+        elsewhere = {PurePosixPath(file).stem for file in finder.files if file not in files}
+        finder = ImageFinder(root, FOLDERS, image_dir, files=files)
     texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
+    texts = [text for text in texts if not _is_list(root, text)]
     labels = _label_files(finder, [text for text in texts if text.stem in finder.by_stem])
     by_split = _with_unnamed(finder, labels, named, notes)
     notes += _unused_labels(root, texts, set(labels.values()), elsewhere)
@@ -112,6 +114,14 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     # Trainers that use this format show images upright, so the boxes fit that view.
     annotations = from_images(splits, names, root, origin, notes)
     return {split: a._replace(upright=True) for split, a in annotations.items()}
+
+
+def _is_list(root: Path, text: PurePosixPath) -> bool:
+    """Return whether `train.txt` lists images; it may as well be the labels of a `train.jpg`."""
+    if split_of(text.stem) is None:
+        return False
+    line = next((line for _, line in read_lines(root / text, MAX_LIST_BYTES)), "")
+    return is_image(PurePosixPath(line.strip()))
 
 
 def _has_labels(root: Path) -> bool:
@@ -226,7 +236,10 @@ def _named_images(
         if found is None:
             problem = f"{origin}: {split}: {text} is not below {finder.root}, or has no images"
             if split == "train":
-                hint = "correct the path, or give the folder that has images and labels as --data"
+                hint = (
+                    "correct the path; or delete train, val and test from the file: the folders of "
+                    "the images are then the splits"
+                )
                 raise DataError(problem, hint=hint)
             notes.append(f"{problem}: there is no split {split}")
             continue
@@ -234,7 +247,8 @@ def _named_images(
         if other != parts:
             problem = f"{origin}: {entry} and {split}: {text} are both {found or '.'}"
             raise DataError(problem, hint="correct the paths, which are relative to this file")
-        if parts and found.rpartition("/")[2] != parts[-1] and found not in text:
+        own = parts_of(found)
+        if own and [*before, *parts][-len(own) :] != own:
             notes.append(f"{origin.name}: {split}: {text} does not exist: {found} is used")
         files += _images_of(finder, found, split)
     return {split: sorted(set(files)) for split, files in named.items()}

@@ -2,7 +2,7 @@
 
 A file has two functions. `draw(keys, boxes, sizes)` returns random parameters of a batch of images,
 `apply(view, params)` what the network sees of these images then. Neither sees pixels: the loader
-cuts and mirrors them while it decodes, and the device maps the colors (ssdctl/model/normalize.py).
+cuts and mirrors them while it decodes, and the device maps the colors (ssdctl/input/normalize.py).
 The functions run in the order of the list. Other packages add modules with these two functions as
 entry points `ssdctl.augmentations`. Shapes: B batch, G boxes (padded).
 
@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ssdctl.config.fields import AUGMENTATIONS, augmentation_names
 from ssdctl.errors import UsageError
-from ssdctl.input import LoaderConfig
+from ssdctl.input.batch import LoaderConfig
 from ssdctl.runtime.packages import load_plugin
 
 Floats = NDArray[np.float64]
@@ -80,7 +80,7 @@ class View(NamedTuple):
     boxes: Boxes  # in fractions of rect
     sizes: NDArray[np.int32]  # B x 2, width and height of rect in pixels
     flip: NDArray[np.bool_]  # B: mirrored left to right
-    jitter: NDArray[np.float32] | None = None  # B x 4: see ssdctl.model.normalize
+    jitter: NDArray[np.float32] | None = None  # B x 4: see ssdctl.input.normalize
 
     def part(self, rect: Floats, boxes: Boxes) -> View:
         """Return the view of (B, 4) rectangles, in fractions of this one, with their boxes."""

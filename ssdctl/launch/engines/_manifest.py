@@ -193,42 +193,18 @@ class ManifestBuilder:
         """Return a pod template of one container; an init container installs ssdctl."""
         config = self.settings
         mounts, volumes = read_volumes(config.volumes)
-        installed = {"name": "ssdctl", "mountPath": INSTALLED}
-        environment = {**self.request.variables, **pairs("env", config)}
-        resources = self._resources(name, has_devices=has_devices)
-        container: Manifest = {
-            "name": name,
-            "image": checked("image", config.image),
-            "imagePullPolicy": config.pull_policy,
-            "command": command,
-            "env": [
-                {"name": key, "value": escape_k8s(value)} for key, value in environment.items()
-            ],
-            "resources": resources,
-            "volumeMounts": [*mounts],
-        }
+        container = self._container(name, command, has_devices=has_devices)
         spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S}
         if has_devices and self.request.count > 1 and not config.host_ipc:
             # The default of container runtimes, 64 MB, is too small for the ranks' collectives.
             volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
             container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
         if config.install != "image":
+            installed = {"name": "ssdctl", "mountPath": INSTALLED}
             volumes.append({"name": "ssdctl", "emptyDir": {}})
             container["volumeMounts"].append(installed)
-            # Quotas and the Guaranteed class require CPU and memory for every container.
-            kept = {
-                bound: general
-                for bound, amounts in resources.items()
-                if (general := {n: v for n, v in amounts.items() if n in ("cpu", "memory")})
-            }
-            program = Path(__file__).with_name("_pod_install.py").read_text(encoding="utf-8")
-            words = [
-                config.python,
-                "-c",
-                *map(escape_k8s, (program, INSTALLED, config.install or "")),
-            ]
-            own = {"name": "install-ssdctl", "command": words, "resources": kept}
-            spec["initContainers"] = [{**container, **own, "volumeMounts": [*mounts, installed]}]
+            installer = {"volumeMounts": [*mounts, installed], **self._installer(container)}
+            spec["initContainers"] = [{**container, **installer}]
         secret = checked("pull_secret", config.pull_secret)
         device = DEVICE_TYPES[self.request.device].kubernetes_resource if has_devices else None
         spec |= {"containers": [container], "volumes": volumes}
@@ -245,6 +221,33 @@ class ManifestBuilder:
         annotations = {**NO_SIDECAR, **pairs("annotations", config)}
         template = {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
         return dict(merge(template, {k: v for k, v in self.patch.items() if k != "job"}))
+
+    def _container(self, name: str, command: list[str], *, has_devices: bool) -> Manifest:
+        config = self.settings
+        environment = {**self.request.variables, **pairs("env", config)}
+        return {
+            "name": name,
+            "image": checked("image", config.image),
+            "imagePullPolicy": config.pull_policy,
+            "command": command,
+            "env": [{"name": key, "value": escape_k8s(v)} for key, v in environment.items()],
+            "resources": self._resources(name, has_devices=has_devices),
+            "volumeMounts": read_volumes(config.volumes)[0],
+        }
+
+    def _installer(self, container: Manifest) -> Manifest:
+        """Return the fields in which the init container differs from the container."""
+        config = self.settings
+        # Quotas and the Guaranteed class require CPU and memory for every container.
+        kept = {
+            bound: general
+            for bound, amounts in container["resources"].items()
+            if (general := {n: v for n, v in amounts.items() if n in ("cpu", "memory")})
+        }
+        program = Path(__file__).with_name("_pod_install.py").read_text(encoding="utf-8")
+        words = map(escape_k8s, (program, INSTALLED, config.install or ""))
+        command = [config.python, "-c", *words]
+        return {"name": "install-ssdctl", "command": command, "resources": kept}
 
     def _resources(self, container: str, *, has_devices: bool) -> Resources:
         """Return limits and equal requests, as devices and huge pages require."""

@@ -21,7 +21,7 @@ FILE = """\
 [train]
 bs = 16
 warmup = 3
-decay_bias_and_norm = true
+decay_bias = true
 decay_epochs = [10, 20.5]
 
 [model]

@@ -88,23 +88,6 @@ def test_every_export_is_recognized_and_prepared(name: str, tmp_path: Path, cli:
     assert {p for p in root.rglob("*") if p.is_file()} == before | new
 
 
-@pytest.mark.parametrize("name", exports.EXPORTS)
-def test_an_export_to_coco_has_the_same_images_and_boxes(name: str, tmp_path: Path) -> None:
-    data = exports.EXPORTS[name][0](tmp_path / "export")
-    splits = open_dataset(data, tmp_path / "store")
-    export_dataset(splits, tmp_path / "coco", "coco")
-    again = open_dataset(tmp_path / "coco", tmp_path / "again")
-    assert set(again) == set(splits)
-    for split, before in splits.items():
-        after = again[split]
-        assert [c.name for c in after.classes] == [c.name for c in before.classes]
-        assert np.array_equal(after.starts, before.starts)
-        assert np.array_equal(after.labels, before.labels)
-        np.testing.assert_allclose(after.boxes, before.boxes, atol=1e-5)
-        for row in range(len(before.image_ids)):
-            assert np.array_equal(after.decode(row), before.decode(row))
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -371,16 +354,6 @@ def test_broken_lines_of_tables(
         read(tmp_path)
 
 
-def test_the_folder_of_the_split_decides_between_images_of_one_name(tmp_path: Path) -> None:
-    table = (
-        "filename, width, height, class, xmin, ymin, xmax, ymax\na.jpg, 100, 50, x, 1, 1, 9, 9\n"
-    )
-    images = {"train/a.jpg": None, "test/a.jpg": None}
-    splits = read(exports.tree(tmp_path, {**images, "train.csv": table, "test.csv": table}))
-    assert splits["train"].file_names == ["train/a.jpg"]
-    assert splits["val"].file_names == ["test/a.jpg"]
-
-
 def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
     path = exports.tf_csv(tmp_path) / "data/train_labels.csv"
     path.write_text(path.read_text().replace("bolt", "", 1))
@@ -496,7 +469,7 @@ def test_dropping_over_5_percent_is_refused_with_the_reasons(
     exports.cvat_coco(tmp_path)
     with exports.edited(tmp_path / "annotations/instances_default.json") as content:
         break_it(content)
-    for command in (("prepare",), ("train", "--out", "run", *TRAIN.split())):
+    for command in (("train", "--out", "run", *TRAIN.split()), ("prepare",)):
         error = refused(cli, *command, "--data", tmp_path)
         assert reason in error
         assert "--allow-dropped" in error

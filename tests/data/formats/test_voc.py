@@ -11,6 +11,7 @@ from data.formats.exports import boxes_of, tree
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.dataset import find
+from ssdctl.data.find_images import resolve_images
 from ssdctl.data.formats.voc import read
 from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError
@@ -108,7 +109,7 @@ def test_a_devkit_of_two_years(tmp_path: Path) -> None:
 def test_a_size_is_a_whole_number_or_absent(tmp_path: Path, side: str, width: int) -> None:
     voc(tmp_path, {"a": CAT.replace(">100<", f">{side}<")})
     if width:
-        assert read(tmp_path)["train"].sizes.tolist() == [[width, 50]]
+        assert resolve_images(read(tmp_path))["train"][0].sizes.tolist() == [[width, 50]]
     else:
         with pytest.raises(DataError, match=r"a\.xml: size/width"):
             read(tmp_path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -191,8 +192,14 @@ def cvat_shape(thing: Thing, world: World) -> str:
         return f'<polygon {head} points="{points}"></polygon>'
     if "ellipses" in world.flags and "turned" not in world.flags:
         return f'<ellipse {head} cx="{x}" cy="{y}" rx="{rx}" ry="{ry}"></ellipse>'
-    if "ellipses" in world.flags:  # a quarter turn: the radii swap
-        return f'<ellipse {head} cx="{x}" cy="{y}" rx="{ry}" ry="{rx}" rotation="90"></ellipse>'
+    if "ellipses" in world.flags:  # turned by 10 degrees, and as wide and high as the box
+        cosine, sine = math.cos(math.radians(10)) ** 2, math.sin(math.radians(10)) ** 2
+        first, second = (
+            math.sqrt((cosine * a * a - sine * b * b) / (cosine - sine))
+            for a, b in ((rx, ry), (ry, rx))
+        )
+        radii = f'rx="{first:.6f}" ry="{second:.6f}"'
+        return f'<ellipse {head} cx="{x}" cy="{y}" {radii} rotation="10.0"></ellipse>'
     if "turned" in world.flags:
         left, top, right, bottom = x - ry, y - rx, x + ry, y + rx
         head += ' rotation="270.0"'
@@ -490,11 +497,11 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(tf_csv, images="{word}", labels="{word}/_annotations.csv"),
     ),
     "retinanet-csv": (
-        Layout(("header", "from the root"), "unturned"),
+        Layout(("header", "from the root"), "unturned", classes="all"),
         partial(retinanet_csv, images="{split}", labels="{split}.csv"),
     ),
     "retinanet-csv: roboflow": (
-        Layout(("header",), "unturned"),
+        Layout(("header",), "unturned", classes="all"),
         partial(retinanet_csv, images="{word}", labels="{word}/_annotations.csv"),
     ),
     "via-json": (Layout(("polygons", "version 1", "project"), "unturned"), via_json),

@@ -22,7 +22,7 @@ from ssdctl.device import Module
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import UsageError
-from ssdctl.input import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.training import memory
 from ssdctl.training.memory import (

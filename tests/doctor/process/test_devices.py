@@ -22,35 +22,21 @@ if ['ssdctl.doctor.probes', 'torch'] == sys.orig_argv[4:6]:
     torch.cuda.get_device_properties = lambda index: types.SimpleNamespace(
         name='Test GPU', total_memory=80 * 2**30, major=8, minor=6)
 """
-# What `nvidia-smi -q -x` says of each card, as far as it is used.
-CARD = """<gpu><mig_mode><current_mig>{mig}</current_mig></mig_mode>
-<fabric><state>{fabric}</state></fabric>
-<fb_memory_usage><total>80000 MiB</total><used>{used} MiB</used></fb_memory_usage>
-<ecc_errors><volatile><sram_uncorrectable_parity>0</sram_uncorrectable_parity>
-<dram_uncorrectable>{ecc}</dram_uncorrectable></volatile></ecc_errors>
-<remapped_rows><remapped_row_pending>{pending}</remapped_row_pending>
-<remapped_row_failure>{failure}</remapped_row_failure></remapped_rows></gpu>"""
-HEALTHY = {"mig": "Disabled", "fabric": "N/A", "used": "4000", "ecc": "0", "pending": "No",
-           "failure": "No"}  # fmt: skip
 GPU = {"name": "Test", "memory_bytes": 2**34, "capability": [9, 0], "has_kernels": True}
 
 
-def nvidia_smi(machine: Machine, *cards: dict[str, str], driver: str = "580.65.06") -> None:
-    text = "".join(CARD.format(**HEALTHY | card) for card in cards)
-    document = f"<log><driver_version>{driver}</driver_version>{text}</log>"
-    machine.put(machine.bin / "answer.xml", document)
-    machine.program("nvidia-smi", f"[ \"$*\" = '-q -x' ] && exec /bin/cat {machine.bin}/answer.xml")
+def nvidia_smi(machine: Machine, *drivers: str) -> None:
+    machine.program("nvidia-smi", "; ".join(f"echo {driver}" for driver in drivers))
 
 
 @pytest.mark.slow(in_ci=True)
 def test_gpus_as_torch_sees_them(machine: Machine) -> None:
-    nvidia_smi(machine, {}, {})
+    nvidia_smi(machine, "580.65.06", "580.65.06")
     machine.put(machine.modules / "sitecustomize.py", GPUS)
     checks = machine.doctor()
     expected = "2 x Test GPU (80 GiB, compute 8.6); torch's CUDA 13.0, driver 580.65.06"
     expect(checks["cuda"], "ok", expected)
     expect(checks["cuda precision"], "ok", "fp32, fp16 and bf16")
-    expect(checks["cuda state"], "ok")
 
 
 def test_old_gpus_and_a_cpu_without_compiler_or_bf16(machine: Machine) -> None:
@@ -69,28 +55,10 @@ def test_old_gpus_and_a_cpu_without_compiler_or_bf16(machine: Machine) -> None:
         expect(checks["cpu compile"], "warn", "no C++ compiler", "g++")
 
 
-def test_the_state_of_gpus(machine: Machine) -> None:
-    machine.torch_says(gpus=[GPU, GPU])
-    for wrong, *parts in (
-        ({"ecc": "3"}, "GPU 1: uncorrectable ECC", "reset"),
-        ({"pending": "Yes"}, "GPU 1: rows", "reset"),
-        ({"failure": "Yes"}, "GPU 1: remapping", "replaced"),
-        ({"mig": "Enabled"}, "GPU 1: partitioned (MIG)", "-mig 0"),
-        ({"fabric": "In Progress"}, "GPU 1: NVSwitch fabric In Progress", "nvidia-fabricmanager"),
-        ({"used": "40000"}, "GPU 1 (40,000 MiB): memory", "nvidia-smi"),
-    ):
-        nvidia_smi(machine, {}, wrong)
-        machine.expect("cuda state", "warn", *parts)
-
-
-def test_errors_in_the_kernels_log_and_an_old_driver(machine: Machine) -> None:
-    nvidia_smi(machine, {}, driver="525.60.13")
-    line = "[12.3] NVRM: Xid (PCI:0000:07:00): 79, pid=1, GPU has fallen off the bus."
-    machine.program("dmesg", f"echo '{line}'; echo '{line}'")
+def test_an_old_driver(machine: Machine) -> None:
+    nvidia_smi(machine, "525.60.13")
     machine.torch_says(gpus=[GPU], cuda_build="12.8")
-    checks = machine.doctor()
-    expect(checks["cuda"], "ok")
-    expect(checks["cuda xid"], "warn", "Xid (PCI:0000:07:00): 79 (2 times)")
+    machine.expect("cuda", "ok")
     machine.torch_says(gpus=[GPU], cuda_build="13.0")
     machine.expect("cuda", "warn", "driver 580.65")
 
@@ -120,12 +88,7 @@ def gaudi(machine: Machine, *, name: str, driver: str) -> None:
         machine.put(accelerator / "numa_node", str(number))
         machine.put(accelerator / "module_id", str(1 - number))
         machine.put(machine.sys / f"devices/system/node/node{number}/cpulist", f"{number}-{number}")
-    down = "DOWN" if name == "HL-205" else "UP"
-    machine.program(
-        "hl-smi",
-        f"[ $1 = -n ] && {{ echo 'port 0: UP'; echo 'port 11:   {down}'; exit; }}\n"
-        f"echo '{name}, {driver}, 0000:00:00.0'; echo '{name}, {driver}, 0000:01:00.0'",
-    )
+    machine.program("hl-smi", f"echo '{name}, {driver}'; echo '{name}, {driver}'")
     shutil.copytree(STANDIN / "habana_frameworks", machine.packages / "habana_frameworks")
     machine.package("habana-torch-plugin", "1.22.1.6")
     machine.use_packages()
@@ -137,7 +100,6 @@ def test_gaudi(machine: Machine) -> None:
     checks = machine.doctor("--set", "train.batch_size=48")
     expect(checks["hpu"], "ok", "2 x HL-225, driver 1.22.0-ab12, bridge 1.22.1.6")
     expect(checks["huge pages"], "ok", "11,874 of 2048 kB")
-    expect(checks["hpu ports"], "ok", "4 up")
     nodes = "card 0: NUMA node 1 (CPU 1-1); card 1: NUMA node 0 (CPU 0-0)"
     expect(checks["hpu cores"], "ok", nodes)
     expect(checks["hpu precision"], "ok", "bf16 native")
@@ -152,7 +114,6 @@ def test_gaudi_releases_that_do_not_match(machine: Machine) -> None:
     checks = machine.doctor()
     expect(checks["hpu"], "warn", "release 1.20", "to 1.22")
     assert "hpu batch" not in checks, "the first Gaudi does not care"
-    expect(checks["hpu ports"], "warn", "0000:00:00.0 port 11; 0000:01:00.0 port 11")
     words = ("sysctl.conf.bak", "vm.nr_hugepages = 11874", "sysctl -p", "mapping memory")
     expect(checks["huge pages"], "warn", "11,874 are recommended", *words)
 

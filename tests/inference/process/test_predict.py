@@ -245,6 +245,17 @@ def test_folders_patterns_and_bad_files(predict: Cli, image_files: list[Path]) -
     assert predict("empty").code == 2
 
 
+def test_an_unreadable_file_does_not_stop_the_others(
+    predict: Cli, image_files: list[Path], tmp_path: Path
+) -> None:
+    unreadable = tmp_path / "unreadable.jpg"
+    unreadable.symlink_to("/proc/self/mem")  # read: EIO
+    result = predict(image_files[0], unreadable, image_files[1], "--json")
+    assert result.code == 6
+    assert len(json.loads(result.out)) == 2
+    assert str(unreadable) in result.err
+
+
 def test_drawn_images_keep_their_format(predict: Cli, image_file: Path) -> None:
     Path("photos").mkdir()
     with Image.open(image_file) as image:

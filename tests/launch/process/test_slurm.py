@@ -25,7 +25,6 @@ from conftest import TINY_RUN
 from helpers import records, wait_for
 from launch.plans import plan_for
 
-from ssdctl.config.batch_sections import SlurmConfig
 from ssdctl.distributed.ranks import free_port
 from ssdctl.launch.engines.slurm import Slurm
 
@@ -199,7 +198,7 @@ def test_a_dead_task_ends_the_job_and_is_named(
 ) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    settings = {"restarts": restarts, "nodes": nodes, "cores_per_node": 2, "table": SlurmConfig()}
+    settings = {"restarts": restarts, "nodes": nodes, "cores_per_node": 2}
     plan = plan_for("cpu", 2, "evaluate", launcher="slurm", **settings)
     plan = dataclasses.replace(plan, text=str(plan.text).replace("-m ssdctl evaluate", "-m probe"))
     output: list[str] = []

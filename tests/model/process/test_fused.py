@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ssdctl.boxes import Matcher, box_cxcywh_to_ltrb, default_boxes_cxcywh, pairwise_iou
+from ssdctl.input.normalize import Normalize
 from ssdctl.model import fused
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import RESNET
 from ssdctl.model.loss import MultiboxLoss
-from ssdctl.model.normalize import Normalize
 from ssdctl.model.ssd300 import SSD300
 
 

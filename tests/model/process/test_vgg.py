@@ -16,9 +16,9 @@ from ssdctl.data.coco_json import COCO_CLASSES
 from ssdctl.device.cpu import Cpu
 from ssdctl.evaluation.evaluate import dataset_category_ids
 from ssdctl.inference.detector import Detector, DetectorConfig
+from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones.vgg16 import CONSTANTS as TORCHVISION_VGG16
 from ssdctl.model.loss import MultiboxLoss
-from ssdctl.model.normalize import Normalize
 
 NUM_CLASSES = 91
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import subprocess
 import sys
@@ -129,17 +128,3 @@ def test_the_name_has_dataset_network_and_preset(tmp_path: Path) -> None:
     (tmp_path / "versions/7").mkdir(parents=True)
     (tmp_path / "link").symlink_to("versions/7")
     assert folder(data__root="link") == "runs/link-resnet34"
-
-
-def test_a_run_of_an_earlier_version_continues_in_its_folder(tiny_run: Path, shapes: Path) -> None:
-    shutil.copytree(tiny_run, "runs/stable-r34")
-    fits = {"data__root": str(shapes), "model__backbone": "tiny", "model__weights": "none"}
-    assert folder(**fits) == "runs/stable-r34"
-    assert folder(**fits, train__preset="mlperf-r34") == "runs/shapes-tiny-mlperf-r34"
-    assert folder(data__root=str(shapes)) == "runs/shapes-resnet34"
-    assert folder(**{**fits, "data__root": "shapes"}) == "runs/shapes-tiny"
-    shutil.copytree(tiny_run, "runs/shapes-tiny")
-    assert folder(**fits) == "runs/shapes-tiny"
-    shutil.rmtree("runs/shapes-tiny")
-    Path("runs/stable-r34/config.toml").write_text("data = 3")
-    assert folder(**fits) == "runs/shapes-tiny"

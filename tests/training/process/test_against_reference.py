@@ -27,7 +27,7 @@ from ssdctl.config.resolve import Override, of_call
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
-from ssdctl.input import LoaderConfig
+from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.schedule import make_plan

@@ -60,12 +60,18 @@ def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
 
 def test_each_epoch_has_a_record(tmp_path: Path, train: Train) -> None:
     """Eight images and batches of two: an epoch ends at steps 4 and 8, also across a resume."""
-    assert "epoch 1.00" in train("--limit-train", 8, "--steps", 5)
+    assert "epoch 1 done" in train("--limit-train", 8, "--steps", 5)
     train("--limit-train", 8, "--steps", 9, "--log-every", 4)
     epochs = records(tmp_path / "run", "epoch")
     assert [(r["step"], r["epoch"]) for r in epochs] == [(4, 1.0), (8, 2.0)]
     assert all(r["duration_s"] > 0 and r["images_per_second"] > 0 for r in epochs)
     assert [r["step"] for r in records(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 8, 9]
+
+
+def test_an_epoch_ends_with_its_last_image(tmp_path: Path, train: Train) -> None:
+    """Five images and batches of two: step 3 takes the last image of the first epoch."""
+    train("--limit-train", 5, "--steps", 6)
+    assert [r["step"] for r in records(tmp_path / "run", "epoch")] == [3, 5]
 
 
 @pytest.mark.slow(in_ci=True)
@@ -210,6 +216,17 @@ def test_the_dry_run_plans_the_network_of_init(cli: Cli, shapes: Path, checkpoin
 
     tiny = ["--backbone", "tiny", "--backbone-weights", "none"]
     assert size("--init", checkpoint) == size(*tiny) != size()
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone"), [("ssd300-vgg16-coco", "vgg16"), ("nvidia-ssd300-coco", "resnet50")]
+)
+def test_the_dry_run_knows_the_network_of_a_detector_that_is_not_here(
+    cli: Cli, shapes: Path, name: str, backbone: str
+) -> None:
+    plan = cli("train", "--data", shapes, "--init", name, "--dry-run")
+    assert plan.code == 0
+    assert backbone in plan.out
 
 
 def test_the_dry_run_knows_the_time_of_a_run_that_was_started(

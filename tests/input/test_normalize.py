@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssdctl.input.normalize import ColorMap, Normalize
 from ssdctl.model.backbones import RESNET
-from ssdctl.model.normalize import ColorMap, Normalize
 
 MEAN, STD = RESNET.mean, RESNET.std
 normalize = Normalize(MEAN, STD)

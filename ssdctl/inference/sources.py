@@ -1,13 +1,11 @@
-"""Find what a user names: a checkpoint or a model on the Hub, images and videos. Torch-free.
+"""Find the images and videos that a user names.
 
-checkpoint = locate_checkpoint("hf://org/name")
 for source in find_sources(["photos", "https://host/a.jpg", "-"]):
     pixels = read_rgb(source.open())
 """
 
 from __future__ import annotations
 
-import difflib
 import glob
 import io
 import logging
@@ -21,20 +19,10 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from ssdctl.config import Config
+from ssdctl.checkpoint.locate import is_model_folder
 from ssdctl.data.image_files import IMAGE_SUFFIXES
-from ssdctl.download.fetch import checksum_path, fetch_detector, remember_checksum
-from ssdctl.download.hub import WEIGHTS, HubReference, fetch_model, is_reference, parse_reference
-from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detector
-from ssdctl.errors import IntegrityError, NetworkError, UsageError
-from ssdctl.files import disk_errors
-from ssdctl.model.pretrained import (
-    check_hash_of_name,
-    tensorflow_checkpoint,
-    weights_named,
-    weights_of,
-)
-from ssdctl.runs.layout import RunDir, find_checkpoint, run_dir
+from ssdctl.errors import NetworkError, UsageError
+from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.safe_text import redact_url
 
 log = logging.getLogger(__name__)
@@ -53,114 +41,6 @@ VIDEO_SUFFIXES = (
 _CAMERA = re.compile(r"/dev/video\d+")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _sessions = threading.local()
-
-
-def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = None) -> Path:
-    """Return the file of a checkpoint; a published detector is fetched if it is not present.
-
-    Args:
-        source: A checkpoint file, a run folder (its best checkpoint, else its last), a folder that
-            `ssdctl push` wrote, a name of `ssdctl models`, or `hf://org/name[@revision]`. A file or
-            folder of that name takes precedence over a detector's name.
-        mirror: Base URL to fetch a detector from instead.
-
-    Raises:
-        UsageError: There is no such file, folder or detector (the hint names the nearest one), or
-            no such model on the Hub.
-        NetworkError: It cannot be fetched; the hint names the files and their folder.
-        IntegrityError: The detector's file is not the published one, or changed after its first
-            use, or is not a checkpoint.
-    """
-    detector = resolve_source(source)
-    if isinstance(detector, Path):
-        return detector
-    if isinstance(detector, HubReference):
-        return fetch_model(detector)
-    file = fetch_detector(detector, mirror=mirror)
-    if detector.trust == "first use":
-        trust_first_use(detector.name, file)
-    return file
-
-
-def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | DetectorSource:
-    """Return what the name of a checkpoint stands for, without fetching it."""
-    name = os.fspath(source)
-    if is_reference(name):
-        return parse_reference(name)
-    path = Path(source)
-    if path.is_dir():
-        return path / WEIGHTS if is_model_folder(path) else find_checkpoint(path)
-    if not path.exists() and (detector := find_detector(name)) is not None:
-        return detector
-    if path.suffix != ".pt" and (error := tensorflow_checkpoint(path)) is not None:
-        raise error
-    if path.exists():
-        return path
-    names = [d.name for d in DETECTORS]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    did_you_mean = f"did you mean {near[0]!r}? " if near else ""
-    raise UsageError(
-        f"{name}: no such file, run folder or detector",
-        hint=f"{did_you_mean}a run keeps its checkpoints in RUN/checkpoints/; detectors by name: "
-        f"{', '.join(names)}; models on the Hugging Face Hub: hf://org/name",
-    )
-
-
-def trust_first_use(name: str, file: Path) -> None:
-    """Read a detector's file, for which no checksum is published, and record its SHA-256.
-
-    Raises:
-        IntegrityError: It is not a checkpoint (it is moved aside), or changed since its first use.
-    """
-    from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
-
-    try:
-        load_network(load_checkpoint(file))
-    except IntegrityError as error:
-        if checksum_path(file).exists():  # it was read before
-            raise
-        corrupt = file.with_name(file.name + ".corrupt")
-        with disk_errors(file, "renaming"):
-            file.replace(corrupt)
-        raise IntegrityError(
-            f"{error}; kept as {corrupt}",
-            hint="run it again for a new copy, or try --mirror",
-        ) from error
-    digest = remember_checksum(file)
-    log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)
-
-
-def is_model_folder(path: Path) -> bool:
-    """Return whether a folder has the files of `ssdctl push` instead of a run's."""
-    return (path / WEIGHTS).is_file() and not RunDir(path).metrics.exists()
-
-
-def check_weight_sources(config: Config) -> None:
-    """Check the names and files of `--resume`, `--init` and `--backbone-weights`, in that order.
-
-    Only what the run would read is checked: a run that resumes does not need its first weights.
-
-    Raises:
-        UsageError: A file does not exist, or there are no weights of that name.
-        IntegrityError: A backbone's file does not have the hash that its name begins with.
-    """
-    resume = config.train.resume
-    if resume not in ("auto", "never"):
-        if not Path(resume).is_file():
-            raise UsageError(
-                f"--resume {resume}: no such checkpoint file",
-                hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
-            )
-        return
-    if resume == "auto" and any(run_dir(config).checkpoints.glob("*.pt")):
-        return
-    if config.train.init is not None:
-        resolve_source(config.train.init)
-    elif name := weights_of(config.model):
-        if Path(name).is_file():
-            check_hash_of_name(Path(name))
-        else:
-            weights_named(name)
 
 
 class ImageSource(NamedTuple):

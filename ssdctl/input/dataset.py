@@ -18,10 +18,10 @@ from ssdctl.data.image_decode import ImageError
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.errors import DataError, UsageError, hints_in_messages
-from ssdctl.input import LoaderConfig
+from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import as_batch, decode_sample
+from ssdctl.input.normalize import Normalize
 from ssdctl.input.sampler import draw_samples
-from ssdctl.model.normalize import Normalize
 
 Item = tuple[Tensor, dict[str, Tensor]]
 MAX_EPOCH = 2**31  # the random numbers are drawn per epoch

@@ -9,8 +9,8 @@ import pytest
 from download.http_server import Reply, Server, file
 
 from ssdctl.errors import NetworkError, UsageError
-from ssdctl.inference import locate
-from ssdctl.inference.locate import find_sources, looks_like_image, source_of, split_videos
+from ssdctl.inference import sources
+from ssdctl.inference.sources import find_sources, looks_like_image, source_of, split_videos
 
 
 def touch(*names: str) -> None:
@@ -79,7 +79,7 @@ def test_an_image_is_fetched(server: Server) -> None:
 def test_large_files_are_not_read_to_their_end(
     server: Server, length: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locate, "MAX_URL_BYTES", 1 << 20)
+    monkeypatch.setattr(sources, "MAX_URL_BYTES", 1 << 20)
     url = server.route("/a?key=s3cret", lambda _: Reply(body=bytes(32 << 20), length=length))
     with pytest.raises(NetworkError, match="1 MiB") as caught:
         source_of(url).open()
@@ -88,8 +88,8 @@ def test_large_files_are_not_read_to_their_end(
 
 
 def test_failures_of_the_network(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locate, "READ_S", 0.2)
-    monkeypatch.setattr(locate, "TOTAL_S", 0.3)
+    monkeypatch.setattr(sources, "READ_S", 0.2)
+    monkeypatch.setattr(sources, "TOTAL_S", 0.3)
     silent = server.route("/silent", lambda _: Reply(head_pause_s=5))
     slow = Reply(body=b"x" * 1000, pause_s=0.05, slice_bytes=1)
     cut = Reply(body=b"x" * 1000, cut=10)

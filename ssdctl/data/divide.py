@@ -1,0 +1,94 @@
+"""Divide a split in two by file names, and recognize names of frames of one video."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from ssdctl.data.annotations import Annotations
+from ssdctl.errors import DataError, UsageError
+from ssdctl.runtime.safe_text import counted
+
+# Names that differ only in a counter, or are augmented copies of one image by Roboflow.
+SERIES = (r"(.*)\.rf\.[0-9a-f]+\.\w+$", r"(.*?)[-_ .]*\d+\.\w+$")
+MIN_SERIES = 3  # fewer cannot be divided well
+MIN_SHARE = 0.5  # of the images; fewer are taken for chance
+
+
+def divided(
+    annotations: Annotations, share: float, group: str | None = None
+) -> tuple[Annotations, Annotations]:
+    """Divide a split: `share` of the images to train on, the others to validate.
+
+    Only an image's name decides where it goes: the same files are divided the same way everywhere,
+    and a few more images move few others. Names with the same match of the regular expression
+    `group` (or of its first group) stay together, and the share is approximate.
+    """
+    names = annotations.file_names
+    if len(names) < 2:
+        images = counted(len(names), "image")
+        raise DataError(f"{annotations.origin}: {images} cannot be divided by --split")
+    groups = names if group is None else _groups(names, group)
+    counts = Counter(groups)
+    if len(counts) < 2:
+        raise DataError(
+            f"{annotations.origin}: all {len(names):,} images are in the group {groups[0]!r} of "
+            f"--group {group}",
+            hint="give an expression that matches another part of the names",
+        )
+    order = sorted(counts, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+    sums = np.cumsum([counts[name] for name in order])[:-1]
+    num_train = int(np.abs(sums - round(share * len(names))).argmin()) + 1
+    chosen = set(order[:num_train])
+    is_train = np.array([name in chosen for name in groups])
+    return annotations.with_images(is_train), annotations.with_images(~is_train)._replace(notes=())
+
+
+def _groups(names: Sequence[str], group: str) -> list[str]:
+    """Return the group of each name; a name that does not match is its own."""
+    try:
+        matches = [re.search(group, name) for name in names]
+    except re.error as error:
+        raise UsageError(f"--group {group}: not a regular expression: {error}") from None
+    if not any(matches):
+        raise UsageError(f"--group {group}: matches no file name, such as {names[0]}")
+    return [
+        n if m is None else m[1 if m.re.groups else 0] or ""
+        for n, m in zip(names, matches, strict=True)
+    ]
+
+
+def series_warning(train: Sequence[str], val: Sequence[str], classes: Sequence[str]) -> list[str]:
+    """Return a warning if names look as if frames of one video were in both splits."""
+    words = {_letters(name) for name in classes}
+    for pattern in SERIES:
+        first, second = _first_names(pattern, train), _first_names(pattern, val)
+        matches = (re.search(pattern, name) for name in (*train, *val))
+        every = Counter(match[1] for match in matches if match)
+        counts = Counter({name: count for name, count in every.items() if count > 1})
+        num_classes = sum(_letters(name) in words for name in counts)  # cat_001.jpg is no video
+        both = sorted(first.keys() & second.keys())
+        is_rare = counts.total() < MIN_SHARE * (len(train) + len(val))
+        if both and len(counts) >= MIN_SERIES and not is_rare and 2 * num_classes < len(counts):
+            return [
+                f"{len(both):,} of {len(counts):,} series of names are in both splits, such as "
+                f"{first[both[0]]} (train) and {second[both[0]]} (val). If a series is a video, or "
+                f"copies of one image, keep it in one split: --group {shlex.quote(pattern)}"
+            ]
+    return []
+
+
+def _first_names(pattern: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the first name of each series."""
+    matches = ((re.search(pattern, name), name) for name in reversed(names))
+    return {match[1]: name for match, name in matches if match}
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W\d_]+", "", text.rstrip("/").rpartition("/")[2]).lower()

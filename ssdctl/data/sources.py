@@ -1,0 +1,211 @@
+"""Notice which files of a dataset changed since its store was made.
+
+    changes(root, folder, made)      # ["labels/a.txt changed", "b.jpg is new"]
+
+The store has a table with a row per label file (all of them, and dataset.toml or data.yaml) and a
+row per image file that no split lists. Label files of equal size and time are the same; those of
+equal size and another time, as in a copy, are compared by content. The index has the fingerprints
+of the listed images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ssdctl.data import TOML, index
+from ssdctl.data.annotations import root_folder
+from ssdctl.data.formats import coco
+from ssdctl.data.image_files import files_below, in_threads, is_image
+from ssdctl.data.store import image_folder
+from ssdctl.errors import SsdctlError
+from ssdctl.files import open_regular, read_errors, write_bytes
+from ssdctl.runtime.safe_text import counted
+
+LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
+RUN_FILE = "metrics.jsonl"  # the files of a run are not a dataset's
+HASHED_BYTES = 4 << 20
+COLUMNS = {
+    "name": pa.string(),  # relative to the dataset folder
+    "bytes": pa.int64(),  # of a label file; -1: an image file that no split lists
+    "modified_ns": pa.int64(),
+    "content": pa.int64(),  # hash
+}
+
+
+class Sources(NamedTuple):
+    """Label files, N, and image files that no split lists."""
+
+    names: list[str]
+    bytes: NDArray[np.int64]  # N
+    modified_ns: NDArray[np.int64]  # N
+    content: NDArray[np.int64]  # N
+    unlisted: list[str]
+
+
+def label_files(root: Path, format_name: str, store: Path) -> list[str]:
+    """Return the files that contain a dataset's labels, relative to the dataset folder."""
+    folder = root_folder(root).absolute()
+    if format_name == "coco":
+        paths = [files.annotations for files in coco.splits_of(root).values()]
+        if (root / TOML).is_file():
+            paths.append(root / TOML)
+        return sorted(os.path.relpath(path.absolute(), folder) for path in paths)
+    suffixes = (".json",) if format_name.endswith("-json") else LABEL_SUFFIXES
+    files = _without_runs(files_below(folder), os.path.relpath(store.absolute(), folder))
+    return sorted(n for n in files if n.lower().endswith(suffixes) or n == TOML)
+
+
+def _without_runs(names: Iterator[str], store: str) -> list[str]:
+    """Return the files below a dataset folder that are neither in the store nor in a run folder."""
+    files = list(names)
+    runs = (name.rpartition("/")[0] for name in files if name.endswith(RUN_FILE))
+    left_out = tuple(f"{folder}/" for folder in {store, *runs} if folder)
+    return [name for name in files if not name.startswith(left_out)]
+
+
+def versions_of(folder: Path, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Return size and time of each file; -1 for one that is absent."""
+
+    def version(name: str) -> tuple[int, int]:
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            return -1, -1
+        return status.st_size, status.st_mtime_ns
+
+    return in_threads(version, names)
+
+
+def contents_of(folder: Path, names: Sequence[str]) -> list[int]:
+    """Return a hash of the content of each file.
+
+    Raises:
+        DiskError: A file cannot be read.
+    """
+
+    def content(name: str) -> int:
+        digest = hashlib.sha256()
+        with read_errors(folder / name), open_regular(folder / name) as file:
+            while part := file.read(HASHED_BYTES):
+                digest.update(part)
+        return int.from_bytes(digest.digest()[:8], "big", signed=True)
+
+    return in_threads(content, names)
+
+
+def unlisted_images(folders: Mapping[str, tuple[Path, Collection[str]]], store: Path) -> list[str]:
+    """Return the image files below image folders that no split lists.
+
+    Args:
+        folders: An image folder and the listed files by the name of the folder in the index.
+    """
+    found = []
+    for name, (folder, listed) in folders.items():
+        relative = os.path.relpath(store.absolute(), folder.absolute())
+        files = _without_runs(files_below(folder), relative) if folder.is_dir() else []
+        others = sorted(set(files).difference(listed))
+        prefix = "" if name == "." else f"{name}/"
+        found += [f"{prefix}{file}" for file in others if is_image(PurePosixPath(file))]
+    return found
+
+
+def write_sources(store: Path, sources: Sources) -> str:
+    """Write the table to a store, and return the file's name, which depends on the content."""
+    names = [*sources.names, *sources.unlisted]
+    missing = np.full(len(sources.unlisted), -1, np.int64)
+    values = [
+        names,
+        *(np.concatenate([column, missing]) for column in sources[1:4]),
+    ]
+    arrays = [pa.array(v, t) for v, t in zip(values, COLUMNS.values(), strict=True)]
+    table = pa.table(arrays, schema=pa.schema(COLUMNS.items()))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = sink.getvalue().to_pybytes()
+    file = f"sources-{hashlib.sha256(content).hexdigest()[:16]}.arrow"
+    write_bytes(store / file, content)
+    return file
+
+
+def read_sources(path: Path) -> Sources:
+    table = index.read_table(path, COLUMNS)
+    num_bytes, modified_ns, content = (index.numbers(table, n) for n in list(COLUMNS)[1:])
+    names, num_labels = table.column("name").to_pylist(), int((num_bytes >= 0).sum())
+    labels = slice(num_labels)
+    return Sources(
+        names[labels], num_bytes[labels], modified_ns[labels], content[labels], names[num_labels:]
+    )
+
+
+def is_prepared(root: Path, folder: Path) -> bool:
+    """Return whether the store has every split of the dataset with its current labels."""
+    made = index.read_made(folder)
+    return made is not None and not changes(root, folder, made)
+
+
+def changes(root: Path, store: Path, made: index.Made) -> list[str]:
+    """Return what changed since a store was made, as messages; empty if nothing did.
+
+    Nothing changed if all labels are gone, or the folder cannot be read: a store is used without
+    its dataset. Listed images are compared in `open_dataset` and `prepare`.
+    """
+    folder = root_folder(root)
+    try:
+        recorded = read_sources(store / made.sources)
+        names = label_files(root, made.format, store)
+        if not names:
+            return []
+        found = _changed_labels(folder, recorded, names)
+        images = _listed_images(root, store, made)
+        unlisted = unlisted_images(images, store)
+    except SsdctlError as error:  # reported when they are read again
+        return [str(error)]
+    except OSError:
+        return []
+    new = sorted(set(unlisted).difference(recorded.unlisted))
+    return [*found, *_said(new, "image file", "new")]
+
+
+def _changed_labels(folder: Path, recorded: Sources, names: list[str]) -> list[str]:
+    known = {name: row for row, name in enumerate(recorded.names)}
+    versions = versions_of(folder, names)
+    resized, touched = [], []
+    for name, (num_bytes, modified_ns) in zip(names, versions, strict=True):
+        if (row := known.get(name)) is None:
+            continue
+        if num_bytes != recorded.bytes[row]:
+            resized.append(name)
+        elif modified_ns != recorded.modified_ns[row]:
+            touched.append(name)
+    contents = zip(touched, contents_of(folder, touched), strict=True)
+    changed = [*resized, *(name for name, c in contents if c != recorded.content[known[name]])]
+    new, gone = [n for n in names if n not in known], sorted(set(known).difference(names))
+    groups = ((sorted(changed), "changed"), (new, "new"), (gone, "gone"))
+    return [text for group, state in groups for text in _said(group, "label file", state)]
+
+
+def _said(names: list[str], noun: str, state: str) -> list[str]:
+    if len(names) < 2:
+        return [f"{name} {'changed' if state == 'changed' else f'is {state}'}" for name in names]
+    verb = "changed" if state == "changed" else f"are {state}"
+    return [f"{counted(len(names), noun)} {verb}, such as {names[0]}"]
+
+
+def _listed_images(
+    root: Path, store: Path, made: index.Made
+) -> dict[str, tuple[Path, Collection[str]]]:
+    folders: dict[str, tuple[Path, set[str]]] = {}
+    for split in made.splits:
+        metadata = index.require_metadata(index.index_path(store, split))
+        images = folders.setdefault(metadata.images, (image_folder(root, metadata), set()))
+        images[1].update(index.read_images(store, split).names)
+    return {**folders}

@@ -1,0 +1,202 @@
+"""Whatever changes in a dataset is noticed and said; only `prepare` replaces packed images."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import TINY_RUN, Result
+from data.formats import exports
+
+from ssdctl.config import PrepareConfig
+from ssdctl.data.annotations import Conversion
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.prepare import prepare
+from ssdctl.data.sources import is_prepared
+from ssdctl.data.store import PackedImages
+from ssdctl.errors import DataError
+
+Cli = Callable[..., Result]
+INDEX_ONLY = PrepareConfig(pack=False)
+COCO = "annotations/instances_train2017.json"
+FORMATS = [
+    exports.cvat_coco, exports.roboflow_yolo, exports.voc_plain, exports.kitti,
+    exports.open_images, exports.cvat_xml,
+]  # fmt: skip
+
+
+def shards(store: Path) -> dict[str, int]:
+    return {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")}
+
+
+@pytest.mark.parametrize("export", FORMATS)
+def test_a_touched_file_is_the_same_and_an_edited_one_is_named(
+    tmp_path: Path, export: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    root, store = tmp_path / "data", tmp_path / "store"
+    export(root)
+    prepare(root, store, INDEX_ONLY)
+    suffixes = (".json", ".txt", ".xml", ".csv", ".yaml")
+    labels = [p for p in sorted(root.rglob("*")) if p.suffix in suffixes]
+    for path in labels:
+        path.touch()
+    assert is_prepared(root, store)
+    assert prepare(root, store, INDEX_ONLY).unchanged
+    used = next(p for p in labels if "1" in p.read_text())
+    used.write_text(used.read_text() + "\n")
+    assert not is_prepared(root, store)
+    open_dataset(root, store)
+    assert used.name in "".join(caplog.messages)
+    assert is_prepared(root, store)
+
+
+def test_labels_after_many_others_are_compared(tmp_path: Path) -> None:
+    root, store = exports.roboflow_yolo(tmp_path / "data"), tmp_path / "store"
+    notes = root / "aaa"
+    notes.mkdir()
+    for number in range(20_001):
+        (notes / f"{number}.txt").touch()
+    prepare(root, store, INDEX_ONLY)
+    last = next(p for p in (root / "train/labels").iterdir() if p.stat().st_size)
+    last.write_text("")
+    assert not is_prepared(root, store)
+
+
+def test_new_images_and_a_new_dataset_toml_are_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, store = exports.roboflow_yolo(tmp_path / "data"), tmp_path / "store"
+    prepare(root, store, INDEX_ONLY)
+    exports.image_file(root / "train/images/added.jpg")
+    assert len(open_dataset(root, store)["train"].image_ids) == 7
+    assert "added.jpg is new" in "".join(caplog.messages)
+    document = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+    document["images"].append({"id": 1, "file_name": "added.jpg", "width": 100, "height": 50})
+    box = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 9, 9]}
+    document["annotations"].append(box)
+    (root / "mine.json").write_text(json.dumps(document))
+    (root / "dataset.toml").write_text(
+        '[train]\nimages = "train/images"\nannotations = "mine.json"\n'
+    )
+    assert len(open_dataset(root, store)["train"].image_ids) == 1
+
+
+def test_the_files_of_a_run_are_not_labels(tmp_path: Path) -> None:
+    root = exports.roboflow_yolo(tmp_path / "data")
+    prepare(root, root / "prepared", INDEX_ONLY)
+    exports.image_file(root / "runs/a/drawn.jpg")
+    for name in ("metrics.jsonl", "logs.txt", "data.yaml"):
+        (root / "runs/a" / name).write_text("")
+    assert is_prepared(root, root / "prepared")
+
+
+PACKED = pytest.mark.parametrize(
+    "config", [PrepareConfig(shrink=310), PrepareConfig(encoding="raw"), PrepareConfig()]
+)
+
+
+@PACKED
+def test_new_labels_are_indexed_beside_the_packed_images(
+    dataset: Path, tmp_path: Path, config: PrepareConfig
+) -> None:
+    """The originals are not needed."""
+    store = tmp_path / "store"
+    prepare(dataset, store, config)
+    before = shards(store)
+    with exports.edited(dataset / COCO) as document:
+        document["annotations"].pop()
+    shutil.rmtree(dataset / "train2017")
+    train = open_dataset(dataset, store)["train"]
+    assert len(train.labels) == len(document["annotations"])
+    assert isinstance(train.images, PackedImages)
+    assert shards(store) == before
+
+
+@PACKED
+def test_packed_images_are_replaced_only_by_prepare(
+    dataset: Path, tmp_path: Path, cli: Cli, config: PrepareConfig
+) -> None:
+    store = tmp_path / "store"
+    prepare(dataset, store, config)
+    before = {p: p.read_bytes() for p in store.iterdir() if p.name != ".lock"}
+    with exports.edited(dataset / COCO) as document:
+        gone = document["images"].pop()["id"]
+        document["annotations"] = [a for a in document["annotations"] if a["image_id"] != gone]
+    data = ("--data", dataset, "--store", store)
+    run, out = tmp_path / "run", tmp_path / "out"
+    for command in (
+        ("train", *data, "--out", run, "--steps", 1, *TINY_RUN.split()),
+        ("dataset", "export", dataset, "--store", store, "--to", "yolo", "--out", out),
+    ):
+        result = cli(*command)
+        assert result.code == 3, result.err
+        assert f"ssdctl prepare --data {dataset} --store {store}" in result.err
+        assert "instances_train2017.json changed" in result.err
+        after = {p: p.read_bytes() for p in store.iterdir() if p in before}
+        assert after == before
+    prepare(dataset, store, config)
+    assert len(open_dataset(dataset, store)["train"].image_ids) == 23
+
+
+def test_evaluating_a_run_replaces_no_store(
+    dataset: Path, tmp_path: Path, cli: Cli, tiny_run: Path
+) -> None:
+    prepare(dataset, dataset / "prepared", PrepareConfig(shrink=310))
+    run = tmp_path / "run"
+    trained = cli("train", "--data", dataset, "--out", run, "--steps", 1, *TINY_RUN.split())
+    assert trained.code == 0, trained.err
+    before = shards(dataset / "prepared")
+    with exports.edited(dataset / COCO) as document:
+        document["images"].pop()
+        ids = {i["id"] for i in document["images"]}
+        document["annotations"] = [a for a in document["annotations"] if a["image_id"] in ids]
+    for command in (("evaluate", run), ("evaluate", run, "--data", dataset)):
+        result = cli(*command)
+        assert (result.code, "ssdctl prepare" in result.err) == (3, True), result.err
+        assert shards(dataset / "prepared") == before
+
+
+def test_a_split_that_is_refused_leaves_the_old_store(dataset: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    prepare(dataset, store, PrepareConfig(shrink=310))
+    val = dataset / "annotations/instances_val2017.json"
+    text = val.read_text()
+    with exports.edited(val) as document:
+        for annotation in document["annotations"]:
+            annotation["bbox"] = [9000, 9000, 1, 1]
+    with pytest.raises(DataError, match="outside its image"):
+        open_dataset(dataset, store)
+    val.write_text(text)
+    assert is_prepared(dataset, store)
+
+
+def test_training_does_not_replace_an_interrupted_prepare(dataset: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    prepare(dataset, store)
+    for path in store.glob("index-*"):
+        path.unlink()
+    before = shards(store)
+    with pytest.raises(DataError, match="no index"):
+        open_dataset(dataset, store)
+    assert shards(store) == before
+
+
+def test_a_remembered_split_is_not_used_once_there_are_validation_images(
+    dataset: Path, tmp_path: Path, cli: Cli, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    val, kept = dataset / "annotations/instances_val2017.json", tmp_path / "val.json"
+    val.rename(kept)
+    prepare(dataset, dataset / "prepared", INDEX_ONLY, Conversion(split=0.75))
+    kept.rename(val)
+    assert [len(s.image_ids) for s in open_dataset(dataset, dataset / "prepared").values()] == [
+        24,
+        9,
+    ]
+    assert "validation images were added" in "".join(caplog.messages)
+    for options, code in (((), 0), (("--split", 0.75), 2)):
+        assert cli("prepare", "--data", dataset, "--no-pack", *options).code == code
