@@ -98,7 +98,7 @@ class RankStatistics:
         self._load(own)
 
     def load(self, of_ranks: Sequence[Sequence[Tensor]] | None) -> None:
-        """Load this rank's, if as many ranks saved theirs; else the average remains."""
+        """Load what this rank saved if the world size is the same; otherwise keep the average."""
         self._averaged_step = None
         if of_ranks is None or len(of_ranks) != self._ranks.world_size:
             return
