@@ -110,7 +110,9 @@ def main() -> None:
 
     length: list[str] = []
     if options.minutes is not None:
-        epochs = affordable_epochs(options, len(splits["train"].trainable))
+        train = splits["train"]  # the rule takes at most as many images without objects
+        num_images = len(train.trainable) + min(len(train.trainable), len(train.background))
+        epochs = affordable_epochs(options, num_images)
         length = ["--epochs", str(epochs)]
     ours = [*SSDCTL, "train", "--data", str(options.dataset), "--out", str(options.out / "ssdctl"),
             "--backbone-weights", "none", "--device", "cpu", "--json", *length]  # fmt: skip

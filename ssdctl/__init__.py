@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ssdctl.input.dataset import Dataset
     from ssdctl.model.loss import MultiboxLoss
     from ssdctl.model.ssd300 import SSD300
-    from ssdctl.run import Run
     from ssdctl.runs.evaluation import Evaluation
+    from ssdctl.runs.run import Run
     from ssdctl.trainer import Trainer
 
 __all__ = [
@@ -65,7 +65,7 @@ _MODULES = {
     "MultiboxLoss": "ssdctl.model.loss",
     "Predictor": "ssdctl.inference.predict",
     "Result": "ssdctl.inference.results",
-    "Run": "ssdctl.run",
+    "Run": "ssdctl.runs.run",
     "SSD300": "ssdctl.model.ssd300",
     "Trainer": "ssdctl.trainer",
 }

@@ -12,19 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ssdctl.call_config import (
-    TRAIN_KEYWORDS,
-    ConfigLike,
-    PathLike,
-    override_of,
-    overrides_of,
-    public,
-    resolve_call,
-)
+from ssdctl.config.call import ConfigLike, PathLike, override_of, overrides_of, resolve_call
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.run import Run
 from ssdctl.runs.layout import RunDir
+from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
 if TYPE_CHECKING:
@@ -62,7 +54,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
     return resolve_call(config, given).config
 
 
-@public("predict")
+@hints_in_messages()
 def load(
     checkpoint: PathLike,
     *,
@@ -100,13 +92,23 @@ def load(
         ssdctl.errors.NetworkError: The detector or model cannot be fetched.
         ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
     """
-    settings = resolve_call(None, overrides_of("predict", locals())).config.predict
+    given = {
+        "device": device,
+        "score": score,
+        "nms_iou": nms_iou,
+        "precision": precision,
+        "classes": classes,
+        "max_detections": max_detections,
+        "tile": tile,
+        "tile_overlap": tile_overlap,
+    }
+    settings = resolve_call(None, overrides_of("predict", given)).config.predict
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
     return Predictor(*load_detector(checkpoint, settings))
 
 
-@public("prepare")
+@hints_in_messages()
 def prepare(
     data: PathLike | None = None,
     *,
@@ -142,13 +144,22 @@ def prepare(
         ssdctl.errors.DataError: The dataset cannot be used.
         ssdctl.errors.DiskError: The store cannot be written.
     """
-    resolved = resolve_call(config, overrides_of("prepare", locals()))
+    given = {
+        "data": data,
+        "store": store,
+        "split": split,
+        "classes": classes,
+        "pack": pack,
+        "shrink": shrink,
+        "jobs": jobs,
+    }
+    resolved = resolve_call(config, overrides_of("prepare", given))
     from ssdctl.data.open_dataset import prepare_dataset
 
     return prepare_dataset(resolved.config, force=force, progress=_progress(progress))
 
 
-@public("train")
+@hints_in_messages()
 def train(
     data: PathLike | None = None,
     *,
@@ -205,13 +216,31 @@ def train(
         ssdctl.errors.Stopped: Interrupted, as by a notebook's stop button; everything is saved, and
             the same call continues.
     """
-    keywords = {name: value for name, value in locals().items() if name in TRAIN_KEYWORDS}
     from ssdctl.trainer import Trainer  # late: torch takes seconds
 
-    return Trainer(data, config=config, progress=progress, **keywords).run()
+    return Trainer(
+        data,
+        out=out,
+        init=init,
+        preset=preset,
+        backbone=backbone,
+        backbone_weights=backbone_weights,
+        epochs=epochs,
+        steps=steps,
+        batch_size=batch_size,
+        lr=lr,
+        warmup=warmup,
+        optimizer=optimizer,
+        precision=precision,
+        device=device,
+        workers=workers,
+        seed=seed,
+        config=config,
+        progress=progress,
+    ).run()
 
 
-@public("evaluate")
+@hints_in_messages()
 def evaluate(
     checkpoint: PathLike,
     data: PathLike | None = None,
@@ -257,7 +286,18 @@ def evaluate(
         ssdctl.errors.DataError: The dataset or the detections cannot be read.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
-    resolved = resolve_call(config, overrides_of("evaluate", locals()))
+    given = {
+        "data": data,
+        "split": split,
+        "batch_size": batch_size,
+        "device": device,
+        "precision": precision,
+        "workers": workers,
+        "limit": limit,
+        "score_threshold": score_threshold,
+        "nms_iou": nms_iou,
+    }
+    resolved = resolve_call(config, overrides_of("evaluate", given))
     from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
@@ -276,7 +316,7 @@ def evaluate(
     return evaluation
 
 
-@public("evaluate")
+@hints_in_messages()
 def export(
     checkpoint: PathLike,
     out: PathLike,
@@ -326,7 +366,13 @@ def export(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
         ssdctl.errors.DiskError: The file cannot be written.
     """
-    resolved = resolve_call(config, overrides_of("evaluate", locals()))
+    given = {
+        "score_threshold": score_threshold,
+        "nms_iou": nms_iou,
+        "data": data,
+        "limit": limit,
+    }
+    resolved = resolve_call(config, overrides_of("evaluate", given))
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(
@@ -337,7 +383,7 @@ def export(
     )
 
 
-@public("train")
+@hints_in_messages()
 def report(*runs: PathLike, out: PathLike | None = None) -> Path:
     """Write one self-contained HTML page about runs, side by side; return its path.
 

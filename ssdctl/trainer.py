@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ssdctl.call_config import TRAIN_KEYWORDS, overrides_of, refuse_others, resolve_call
+from ssdctl.config.call import ConfigLike, PathLike, overrides_of, resolve_call
 from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.distributed import collectives
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.run import Run
 from ssdctl.runs.display import RunDisplay
+from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import can_redraw, progress_bar, without_progress
 from ssdctl.training import setup
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ssdctl.call_config import ConfigLike, TrainSettings
+    from ssdctl.config.fields import DeviceName, Precision
 
 
 log = logging.getLogger(__name__)
@@ -56,7 +53,7 @@ class Trainer:
         data: The dataset folder or file.
         config: A config, or a config file, with other settings.
         progress: Show a progress bar, on a terminal and in a notebook.
-        settings: The other keywords of `ssdctl.train`.
+        out, init, ...: The settings are those of `ssdctl.train`.
 
     Attributes:
         path: The run folder.
@@ -71,14 +68,45 @@ class Trainer:
     @hints_in_messages()
     def __init__(
         self,
-        data: str | os.PathLike[str] | None = None,
+        data: PathLike | None = None,
         *,
+        out: PathLike | None = None,
+        init: PathLike | None = None,
+        preset: str | None = None,
+        backbone: str | None = None,
+        backbone_weights: PathLike | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch_size: int | Literal["auto"] | None = None,
+        lr: float | None = None,
+        warmup: str | float | None = None,
+        optimizer: Literal["sgd", "adamw"] | None = None,
+        precision: Precision | None = None,
+        device: DeviceName | None = None,
+        workers: int | None = None,
+        seed: int | None = None,
         config: ConfigLike | None = None,
         progress: bool = True,
-        **settings: Unpack[TrainSettings],
     ) -> None:
-        refuse_others("Trainer", "train", settings, TRAIN_KEYWORDS)
-        resolved = resolve_call(config, overrides_of("train", {"data": data, **settings}))
+        given = {
+            "data": data,
+            "out": out,
+            "init": init,
+            "preset": preset,
+            "backbone": backbone,
+            "backbone_weights": backbone_weights,
+            "epochs": epochs,
+            "steps": steps,
+            "batch_size": batch_size,
+            "lr": lr,
+            "warmup": warmup,
+            "optimizer": optimizer,
+            "precision": precision,
+            "device": device,
+            "workers": workers,
+            "seed": seed,
+        }
+        resolved = resolve_call(config, overrides_of("train", given))
         with contextlib.ExitStack() as stack, signals.handled():
             is_live = progress and can_redraw()
             display = RunDisplay(_log_facts, _log_line, is_live=is_live, has_steps=True)

@@ -17,7 +17,7 @@ from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detecto
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_errors
 from ssdctl.model.pretrained import (
-    check_hash_of_name,
+    check_file,
     tensorflow_checkpoint,
     weights_named,
     weights_of,
@@ -131,6 +131,6 @@ def check_weight_sources(config: Config) -> None:
         resolve_source(config.train.init)
     elif name := weights_of(config.model):
         if Path(name).is_file():
-            check_hash_of_name(Path(name))
+            check_file(Path(name))
         else:
             weights_named(name)

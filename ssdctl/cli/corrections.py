@@ -25,6 +25,7 @@ from ssdctl.runtime.hardware import find_hardware
 
 COUNTS = {device.count_option for device in DEVICE_TYPES.values()}
 TRAINING = ("train", "launch", "benchmark train")  # commands that take --preset
+NODES, PER_NODE = ("--nodes", "--nnodes", "--num-nodes"), "--nproc-per-node"
 DEFAULT_COUNT = 8  # devices of a node, if this machine has none
 COUNTED = "the devices are counted already; a chip of TPU v2 or v3 has two cores"
 THEIR_BATCH_SIZE = 32  # the default of the program with --batch-splits
@@ -132,6 +133,8 @@ class _Line:
         self.templates = self.command.templates
         self.given = dict(self._given(word) for word in words if word.flag and not word.row)
         self.is_launched = "launch" in (name, *commands) or any(w.is_launchs for w in words)
+        nodes = [w.values[0] for w in words if w.flag in NODES and w.values]
+        self.nodes = int(nodes[0]) if nodes and nodes[0].isdecimal() else 1
         self.splits = next((w.values for w in words if w.row and w.flag == "--batch-splits"), ())
         for word in words:
             self._add(word)
@@ -144,7 +147,7 @@ class _Line:
         if self.launch and not COUNTS & {*self.launch, *self.given}:
             hardware, option = find_hardware(), self._count_option()
             number = hardware.num_gaudi if option == "--hpus" else hardware.num_nvidia
-            self.launch[:0] = [option, str(number or DEFAULT_COUNT)]
+            self.launch[:0] = [option, str((number or DEFAULT_COUNT) * self.nodes)]
         if not self.launch or self.target == "launch":
             return [*self.target.split(), *self.launch, *self.options]
         rest = [] if self.target == "train" else ["--", *self.target.split()]
@@ -280,7 +283,7 @@ class _Line:
                 "{,}": ",".join(values),
                 "{+}": ",".join(f"{_number(value) + 1:g}" for value in values),
                 "{device}": self._count_option(),
-                "{devices}": values[0],
+                "{devices}": f"{number * (self.nodes if word.flag == PER_NODE else 1):g}",
                 "{chips}": f"{max(number + 1, 2) // 2:.0f}",
                 "{k}": f"{15 + 1.5 * number:g},{55 + 5.5 * number:g}",
             }

@@ -91,11 +91,7 @@ def check_train(
     """
     device, config = DEVICE_TYPES[device_name], resolved.config.train
     notices = check_without_data(resolved, device)
-    if config.execution not in (None, *device.executions):
-        raise UsageError(
-            f"device {device.name} does not support {config.execution} execution",
-            hint=f"--execution {' or '.join(device.executions)}",
-        )
+    device.choose_execution(config.execution)
     if has_data and config.batch_size != "auto" and (size := _count_images(resolved.config)):
         before, ranks = settings_of_run(resolved.config), Ranks(0, count, 0)
         images, background = size.trainable, size.background

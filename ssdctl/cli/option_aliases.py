@@ -3,7 +3,7 @@
 A command line may use standard spellings (`--batch-size`, `--learning-rate`, `--num_workers`) and
 old flags that mean the same: `AliasCommand` rewrites them before they are parsed, so help and
 completion list each option once. An old flag with another meaning, or without a counterpart, is
-refused with its replacement or the reason (exit 2).
+refused with its replacement or the reason (exit 2, corrections.py).
 """
 
 from __future__ import annotations

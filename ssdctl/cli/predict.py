@@ -24,7 +24,7 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.safe_text import listed, printable_line
+from ssdctl.runtime.safe_text import counted, listed, printable_line
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _predict(
 ) -> None:
     """Print, draw and save the detections; an image that cannot be read fails only at the end."""
     from ssdctl.inference.image_detector import PreparedImage, detect_ahead, open_image
-    from ssdctl.inference.results import counted
+    from ssdctl.inference.results import count_text
     from ssdctl.inference.save import WRITERS, image_record
 
     settings, console = call.config.predict, call.console
@@ -181,7 +181,7 @@ def _predict(
         if console.as_json:
             records.append(image_record(found.item.name, result))
         else:
-            about = f"{found.item.label}  {counted(result)}  ({1000 * found.seconds:.0f} ms)"
+            about = f"{found.item.label}  {count_text(result)}  ({1000 * found.seconds:.0f} ms)"
             console.result(None, _text(about, result if console.verbose else ()))
         if target is not None:
             if isinstance(result.image, io.BytesIO):
@@ -194,7 +194,7 @@ def _predict(
     written += [writer.close()] if writer is not None else []
     if console.as_json:
         console.result(records)
-    total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
+    total = f"{counted(len(sources) - len(failures), 'image')}, {counted(objects, 'object')}"
     console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
     if failures:
         kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
@@ -257,7 +257,7 @@ def _predict_video(
     Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames. The frames
     before a damaged one are written.
     """
-    from ssdctl.inference.results import counted
+    from ssdctl.inference.results import count_text
     from ssdctl.inference.save import image_record
     from ssdctl.inference.sources import is_camera
     from ssdctl.inference.video import VideoWriter, open_video, predict_frames
@@ -287,7 +287,7 @@ def _predict_video(
                 if lines is not None:
                     lines.write(json.dumps(record).encode() + b"\n")
                 if call.console.as_json or found:
-                    line = f"{name} {frame.time_s:.2f} s  {counted(found)}"
+                    line = f"{name} {frame.time_s:.2f} s  {count_text(found)}"
                     call.console.result(record, printable_line(line))
                 if writer is not None:
                     writer.add(frame, found)
@@ -300,10 +300,6 @@ def _predict_video(
         call.console.info(f"{name}: {count} frames{written}")
     if failure is not None:
         raise failure
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def _text(about: str, detections: Iterable[Detection]) -> str:

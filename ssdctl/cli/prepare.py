@@ -46,6 +46,9 @@ def prepare(
     preview: Annotated[
         Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
     ] = None,
+    audit: Annotated[
+        bool, Option("--audit", help="Find near-duplicates between splits (decodes all images)")
+    ] = False,
 ) -> None:
     """Check images and annotations, and pack them for training.
 
@@ -71,6 +74,8 @@ def prepare(
         for warning in report.warnings:
             call.console.warning(f"{report.split}: {warning}")
     data: dict[str, Any] = msgspec.to_builtins(outcome)
+    if audit:
+        _audit(call, outcome, data)
     if preview is not None:
         _preview(call, *dataset_folders(call.config.data), preview)
         data["preview"] = str(preview)
@@ -94,6 +99,22 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
     split, opened = next(iter(open_splits(root, folder).items()))
     num_images = preview(opened, call.config, path)
     call.console.info(f"{path}: {counted(num_images, 'image')} of {split} with their boxes")
+
+
+def _audit(call: Call, outcome: Outcome, data: dict[str, Any]) -> None:
+    """Warn about near-duplicates and add them to the data of each split."""
+    from ssdctl.data.audit import audit
+    from ssdctl.data.duplicates import duplicate_warnings
+
+    with stoppable("the store is complete"):
+        found = audit(Path(outcome.root), Path(outcome.store), call.console.progress)
+    for report, split in zip(outcome.splits, data["splits"], strict=True):
+        near = found[report.split]
+        split["near_duplicates"] = msgspec.to_builtins(near)
+        for warning in duplicate_warnings(report.split, report.images, near, "look like images"):
+            call.console.warning(warning)
+    if not any(found.values()):
+        call.console.info("no image looks like one of another split")
 
 
 def _tables(outcome: Outcome) -> Group:

@@ -136,6 +136,7 @@ def _show_plan(call: Call) -> None:
 
         network = planned_network(call.resolved)
     device = _device(call.config.train.device)
+    device.choose_execution(call.config.train.execution)
     is_chosen = call.config.train.device != "auto"
     is_any = not is_chosen and call.resolved.is_chosen("train.precision")  # also of another machine
     run = finalize(

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from ssdctl.errors import UsageError
 from ssdctl.runtime.packages import plugin_names
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
@@ -104,6 +105,19 @@ class DeviceType(NamedTuple):
     @property
     def count_option(self) -> str:
         return f"--{self.plural}"
+
+    def choose_execution(self, requested: str | None) -> str:
+        """Return the requested execution, or the default one.
+
+        Raises:
+            UsageError: The device does not support it.
+        """
+        if requested is not None and requested not in self.executions:
+            raise UsageError(
+                f"device {self.name} does not support {requested} execution",
+                hint=f"--execution {' or '.join(self.executions)}",
+            )
+        return requested or self.executions[0]
 
 
 # TPUs: `tpu` by TorchTPU, or `xla` by torch_xla, which older chips need; `launch --tpus` chooses.

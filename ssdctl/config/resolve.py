@@ -42,6 +42,7 @@ CLUSTER_DIR = Path(__file__).parent / "clusters"
 PREFIX = "SSDCTL_"
 MAX_FILE_BYTES = 16 << 20
 LARGEST_FLOAT = 1e9  # sums and products stay finite
+OFF = {"train.eval_every": "0", "train.profile": "0,0"}  # other programs' "never"
 PLAIN_TYPES = {
     "float": "a number",
     "int": "a whole number",
@@ -260,6 +261,8 @@ def _checked(override: Override) -> Override:
     """Return an override with the setting's path and a value of its type; raise UsageError."""
     setting, value = _lookup(override), override.value
     target = plain_type(setting.type)
+    if OFF.get(setting.path) == str(value):
+        value = None
     if isinstance(value, str):
         if setting.is_list:
             value = _as_list(value)
@@ -281,6 +284,8 @@ def _checked(override: Override) -> Override:
         problem = _readable_problem(setting, str(error))
         named = _named(override.source, setting.path)
         hint = _fraction_hint(str(value), problem)
+        if setting.path == "train.epochs":
+            hint = "--steps N ends a run within an epoch"
         raise UsageError(f"{named}: {override.value!r}: {problem}", hint=hint) from None
 
 

@@ -313,7 +313,8 @@ class TrainConfig(Section, frozen=True):
     ] = "1ep"
     keep: Annotated[Count, _saving("Newest checkpoints to keep, besides the best")] = 2
     log_every: Annotated[
-        Count, _saving("Log metrics every N steps", aliases=("--log-interval",))
+        NonNegativeInt,
+        _saving("Log metrics every N steps (0 = after the last)", aliases=("--log-interval",)),
     ] = 20
     tensorboard: Annotated[bool, _saving("Write TensorBoard events to RUN/tensorboard")] = False
     tracker: Annotated[

@@ -78,12 +78,14 @@ def _same_content(first: Path, second: Path) -> bool:
     return digests[0] == digests[1]
 
 
-def duplicate_warnings(split: str, images: int, duplicates: Sequence[Duplicates]) -> list[str]:
+def duplicate_warnings(
+    split: str, images: int, duplicates: Sequence[Duplicates], how: str = "are also"
+) -> list[str]:
     """Return what to tell the user about a split of `images` images."""
     warnings = []
     for found in duplicates:
         pairs = [here if here == there else f"{here} ({there})" for here, there in found.examples]
-        warning = f"{found.images:,} of {images:,} images of {split} are also in {found.split}"
+        warning = f"{found.images:,} of {images:,} images of {split} {how} in {found.split}"
         if found.split == "train":
             warning += ", so AP is measured on images that were trained on"
         more = found.images - len(pairs)

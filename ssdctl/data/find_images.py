@@ -266,6 +266,9 @@ class ImageFinder:
         So `video1/annots/1.xml` belongs to `video1/frames/1.jpg`, not to `video2/frames/1.jpg`.
         """
         folders = [self.files[option.file][:-1] for option in options]
+        no_split = [o for o, f in zip(options, folders, strict=True) if not split_of("/".join(f))]
+        if len(no_split) == 1 and not entry.split:
+            return no_split  # `labels/1.txt` belongs to `images/1.jpg`, not `images/val/1.jpg`
         if len({len(folder) for folder in folders}) > 1:
             return options
         differing = [n for n, parts in enumerate(zip(*folders, strict=True)) if len({*parts}) > 1]

@@ -14,7 +14,9 @@ from ssdctl.data.default_boxes import IMAGE_SIZE, can_match
 from ssdctl.runtime.safe_text import listed
 
 MIN_VALIDATION = 20  # images; with fewer, one image changes AP by several points
+BLOCK = 1 << 14  # images whose classes are counted at a time
 MAX_UNMATCHED = 0.25  # share of the boxes
+MAX_COMPARED = 100_000  # boxes that are compared with the default boxes, evenly spaced
 
 
 class ClassCount(msgspec.Struct, frozen=True):
@@ -33,20 +35,23 @@ class ObjectSizes(msgspec.Struct, frozen=True):
     """
 
     median: tuple[float, float]  # width, height; 0 without boxes
-    unmatched: int  # boxes that overlap no default box
-    unmatched_share: float
+    unmatched_share: float  # share of the boxes that overlap no default box
     unmatched_median: tuple[float, float]
 
 
 def count_classes(
     classes: Sequence[ClassName], objects: Objects, is_usable: NDArray[np.bool_]
 ) -> list[ClassCount]:
-    rows = np.repeat(np.arange(len(is_usable)), np.diff(objects.starts))
-    is_counted = objects.is_trained & is_usable[rows]
-    rows, labels = rows[is_counted], objects.labels[is_counted].astype(np.int64)
-    boxes = np.bincount(labels, minlength=len(classes) + 1)
-    pairs = np.unique(rows * (len(classes) + 1) + labels)
-    images = np.bincount(pairs % (len(classes) + 1), minlength=len(classes) + 1)
+    boxes, images = (np.zeros(len(classes) + 1, np.int64) for _ in range(2))
+    for start in range(0, len(is_usable), BLOCK):
+        starts = objects.starts[start : start + BLOCK + 1]
+        part = slice(starts[0], starts[-1])
+        rows, labels = np.repeat(np.arange(len(starts) - 1), np.diff(starts)), objects.labels[part]
+        is_counted = objects.is_trained[part] & is_usable[start + rows]
+        has_class = np.zeros((len(starts) - 1, len(boxes)), np.bool_)
+        has_class[rows[is_counted], labels[is_counted]] = True
+        images += has_class.sum(axis=0)
+        boxes += np.bincount(labels[is_counted], minlength=len(boxes))
     return [
         ClassCount(c.id, c.name, int(images[label]), int(boxes[label]))
         for label, c in enumerate(classes, 1)
@@ -55,9 +60,10 @@ def count_classes(
 
 def object_sizes(objects: Objects) -> ObjectSizes:
     boxes = objects.fractions[objects.is_trained]
+    boxes = boxes[:: -(-len(boxes) // MAX_COMPARED) or 1]
     unmatched = boxes[~can_match(boxes)]
     share = round(len(unmatched) / max(len(boxes), 1), 4)
-    return ObjectSizes(_median(boxes), len(unmatched), share, _median(unmatched))
+    return ObjectSizes(_median(boxes), share, _median(unmatched))
 
 
 def _median(boxes: NDArray[np.float32]) -> tuple[float, float]:

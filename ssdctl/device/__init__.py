@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import bind_to_card, find_hardware
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -189,23 +188,6 @@ def _find_accelerator() -> str:
         return "hpu"
     has_torch_tpu = importlib.util.find_spec("torch_tpu") is not None
     return "tpu" if has_torch_tpu and any(chip.counts for chip in find_hardware().tpus) else "cpu"
-
-
-def choose_execution(device: str, requested: str | None) -> str:
-    """Return the requested execution, or by default the first that the device type supports.
-
-    Raises:
-        UsageError: The device does not support it.
-    """
-    supported = DEVICE_TYPES[device].executions
-    if requested is None:
-        return supported[0]
-    if requested not in supported:
-        raise UsageError(
-            f"device {device} does not support {requested} execution",
-            hint=f"--execution {' or '.join(supported)}",
-        )
-    return requested
 
 
 def pageable_buffer(shape: tuple[int, ...]) -> Tensor:

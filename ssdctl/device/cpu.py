@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device import Device, Module, choose_execution, inductor
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.device import Device, Module, inductor
 from ssdctl.runtime import system
 
 PROC = Path("/proc")
@@ -25,7 +26,7 @@ class Cpu(Device):
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
-        wanted = choose_execution("cpu", execution)
+        wanted = DEVICE_TYPES["cpu"].choose_execution(execution)
         self.execution, self.notices = inductor.resolve_execution(wanted)
         name, has_native_bf16 = system.processor()
         self.label = name or "CPU"

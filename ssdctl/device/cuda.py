@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device import Decoder, Device, Module, choose_execution, inductor
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.device import Decoder, Device, Module, inductor
 from ssdctl.errors import UsageError
 from ssdctl.runtime.packages import without_tf32_warnings
 
@@ -36,7 +37,7 @@ class Cuda(Device):
         # fp16 with loss scaling on older tensor cores.
         older = "fp16" if capability >= TENSOR_CORES else "fp32"
         self.auto_precision = "bf16" if capability >= NATIVE_BF16 else older
-        wanted = choose_execution("cuda", execution)
+        wanted = DEVICE_TYPES["cuda"].choose_execution(execution)
         self.execution, self.notices = inductor.resolve_execution(wanted, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: each kernel is searched for once
         torch.backends.cudnn.benchmark_limit = 0  # try every kernel, not 10

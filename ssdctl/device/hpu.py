@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device import Device, Module, choose_execution
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.device import Device, Module
 from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
 from ssdctl.runtime.packages import package_release
@@ -169,6 +170,6 @@ def open_device(local_rank: int, execution: str | None) -> Hpu:
         )
     if execution is None:  # the user may have chosen by the vendor's own variable
         execution = {"0": "compile", "1": "lazy"}.get(os.environ.get(MODE, ""))
-    execution = choose_execution("hpu", execution or _default_execution())
+    execution = DEVICE_TYPES["hpu"].choose_execution(execution or _default_execution())
     with _clear_errors():
         return Hpu(execution)

@@ -14,7 +14,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device import Device, choose_execution
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.device import Device
 from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import find_hardware
@@ -87,7 +88,7 @@ def open_device(local_rank: int, execution: str | None) -> Tpu:
             "device tpu: no TPU v4 or newer found on this machine",
             hint="ssdctl doctor lists the chips on the PCI bus; TPU v2 and v3 need --device xla",
         )
-    execution = choose_execution("tpu", execution)
+    execution = DEVICE_TYPES["tpu"].choose_execution(execution)
     importlib.import_module(PACKAGE)  # if TORCH_DEVICE_BACKEND_AUTOLOAD is 0
     try:
         return Tpu(execution)

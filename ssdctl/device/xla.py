@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ssdctl.device import Device, choose_execution
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.device import Device
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import private_cache_dir
 
@@ -162,7 +163,7 @@ def open_device(local_rank: int, execution: str | None) -> Xla:
             hint="pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*': its newest release fits only "
             "that torch, and libtpu is in its extra tpu",
         )
-    choose_execution("xla", execution)
+    DEVICE_TYPES["xla"].choose_execution(execution)
     try:
         return Xla(local_rank)
     except (RuntimeError, ImportError) as error:

@@ -128,7 +128,7 @@ def read_detections(path: Path) -> Detections:
     """Read detections from a file in COCO's results format. Ids may be 139 or 139.0.
 
     Raises:
-        DataError: It is not such a file; the message gives the place.
+        DataError: Not a COCO results file.
     """
     problem, content = "", read_content(path)
     try:

@@ -122,7 +122,7 @@ class Result:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Result({counted(self)}; {self.size[0]} x {self.size[1]})"
+        return f"Result({count_text(self)}; {self.size[0]} x {self.size[1]})"
 
     @hints_in_messages()
     def plot(
@@ -238,7 +238,7 @@ class Result:
         return table
 
 
-def counted(result: Result) -> str:
+def count_text(result: Result) -> str:
     """Return the detections by class, the most frequent first: `3 ring, 1 star`."""
     counts = Counter(result.names.tolist())
     return ", ".join(f"{n} {name}" for name, n in counts.most_common()) or "no objects"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE
-from ssdctl.call_config import overrides_of, resolve_call
+from ssdctl.config.call import overrides_of, resolve_call
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.open_dataset import open_dataset

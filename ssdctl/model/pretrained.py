@@ -26,6 +26,7 @@ from ssdctl.model.backbones import find_backbone
 from ssdctl.runtime.safe_text import redact_url
 
 log = logging.getLogger(__name__)
+FILE_NAME = re.compile(r"/|\.(pt|pth|bin|safetensors|npz|h5|ckpt.*|index|meta|data-\S+)$")
 HASHED_NAME = re.compile(r"-([0-9a-f]{8})\.pth$")  # as PyTorch names its files
 
 
@@ -61,6 +62,11 @@ def weights_named(name: str) -> Weights:
         return by_name[stem]
     if (error := tensorflow_checkpoint(Path(name))) is not None:
         raise error
+    if FILE_NAME.search(name):
+        raise UsageError(
+            f"--backbone-weights {name}: no such file",
+            hint="`ssdctl fetch-weights --list` shows weights by name",
+        )
     own = next((f"{b}-" for b in get_args(BackboneName) if stem.startswith(f"{b}-")), "")
     known = [n for n in by_name if n.startswith(own)]
     near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
@@ -135,8 +141,15 @@ def tensorflow_checkpoint(path: Path) -> UsageError | None:
     )
 
 
-def check_hash_of_name(path: Path) -> None:
-    """Raise IntegrityError if the digits of a SHA-256 in a file's name are not the file's."""
+def check_file(path: Path) -> None:
+    """Check a file of backbone weights before it is loaded.
+
+    Raises:
+        UsageError: It is a checkpoint of TensorFlow.
+        IntegrityError: The digits of a SHA-256 in its name are not the file's.
+    """
+    if (error := tensorflow_checkpoint(path)) is not None:
+        raise error
     named = HASHED_NAME.search(path.name)
     if named is not None and not (digest := sha256_of(path, "")).startswith(named[1]):
         raise IntegrityError(

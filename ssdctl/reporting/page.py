@@ -31,6 +31,7 @@ from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_te
 from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
+from ssdctl.runs.display import duration
 from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.reader import RunData, different_settings, prepare_findings, read_run
@@ -132,7 +133,7 @@ def _facts(run: RunData) -> dict[str, str]:
         last = run.train[-1]
         length.append(f"{last['step']:,} steps, {last['epoch']:.1f} epochs")
     if run.duration_s is not None:
-        length.append(_duration(run.duration_s))
+        length.append(duration(run.duration_s))
     if length:
         facts["Length"] = ", ".join(length)
     return facts
@@ -143,13 +144,6 @@ def _date(time: Any) -> str | None:
         return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M}"
     except (TypeError, ValueError):
         return None
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def _command(run: RunData) -> str | None:

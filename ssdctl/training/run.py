@@ -119,6 +119,8 @@ def finalize(
             device, or one image for batch norm; the warm-up is longer than the run; --background
             without an image for it.
     """
+    if resolved.is_chosen("train.warmup"):
+        check_warmup(resolved.config.train)
     out = run_dir(resolved.config).path
     notices = []
     if device is not None:

@@ -94,13 +94,23 @@ class TrainSchedule(NamedTuple):
 
 
 def check_warmup(config: TrainConfig) -> None:
-    """Raise UsageError if the warm-up is longer than the recipe, whatever the dataset is."""
+    """Check a warm-up that the user chose, whatever the dataset is.
+
+    Raises:
+        UsageError: It is longer than the recipe; or it has no unit and, as epochs, ends after a
+            decay: other programs count iterations.
+    """
     value, unit = split_duration(config.warmup)
+    steps = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
     if unit == "ep" and value > config.epochs:
-        hint = "give it in steps, as in --warmup 300st"
-        if value.is_integer():
-            hint = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
+        hint = steps if value.is_integer() else "give it in steps, as in --warmup 300st"
         raise UsageError(f"a warm-up of {value:g} epochs: the run has {config.epochs}", hint=hint)
+    decay = min(config.decay_epochs, default=value)
+    if config.warmup.isdecimal() and value > decay:
+        raise UsageError(
+            f"a warm-up of {value:g} epochs ends after the decay at epoch {decay:g}",
+            hint=f"{steps}; --warmup {value:.0f}ep if they are epochs",
+        )
 
 
 def make_plan(config: SettledTrainConfig, images: int, world_size: int) -> TrainSchedule:

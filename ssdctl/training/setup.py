@@ -42,7 +42,7 @@ from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
-from ssdctl.model.pretrained import check_hash_of_name, fetch_weights, weights_of
+from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
 from ssdctl.runs.layout import exclusive_run, run_dir
 from ssdctl.runs.metrics import Record
@@ -306,7 +306,7 @@ def load_first_weights(opened: OpenedRun, init: InitReader) -> None:
         return
     if Path(name).is_file():
         path = Path(name)
-        check_hash_of_name(path)
+        check_file(path)
     else:
         if opened.ranks.is_main:
             _fetch_weights(name, config)

@@ -104,7 +104,8 @@ class Trainer:
                 break
             result = self._take_step(batches)
             is_last = self.step == self.plan.total_steps
-            if is_last or self.step % self.opened.run.config.train.log_every == 0:
+            log_every = self.opened.run.config.train.log_every
+            if is_last or (log_every and self.step % log_every == 0):
                 self._log(result)
             self.run_log.epoch(self.step)
             with self.run_log.throughput.paused():

@@ -326,6 +326,7 @@ def run(layout: str, folder: Path, count: int, number: int | None) -> None:
     )
     @given(worlds({layout: ALL[layout][0]}))
     def check(world: World) -> None:
+        note(f"SEED={number}")
         shutil.rmtree(folder / "case", ignore_errors=True)
         check_world(world, folder / "case")
 
@@ -341,7 +342,6 @@ def test_random_datasets(layout: str, tmp_path: Path, caplog: pytest.LogCaptureF
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_random_datasets(layout: str, tmp_path: Path) -> None:
-    note(f"SEED={SEED}")
     run(layout, tmp_path, 2_000 // len(LAYOUTS) + 1, SEED)
 
 

@@ -13,6 +13,7 @@ from conftest import TINY_RUN, Result
 from data.formats import exports
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from ssdctl.boxes import box_cxcywh_to_ltrb, default_boxes_cxcywh, pairwise_iou
 from ssdctl.data.default_boxes import can_match
@@ -138,3 +139,26 @@ def test_training_evaluation_and_report_say_that_images_were_trained_on(
     pages = [(tmp_path / name / "report.html").read_text() for name in ("run", "report")]
     for text in (trained.err, evaluated.err, *pages):
         assert "24 of 24 images of val are also in train" in text
+
+
+def test_audit_finds_an_image_that_was_encoded_again(dataset: Path, cli: Cli) -> None:
+    with exports.edited(dataset / "annotations/instances_train2017.json") as document:
+        first = document["images"][3]
+    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
+        other = document["images"][2]
+        other |= {side: first[side] // 2 for side in ("width", "height")}
+        document["annotations"] = [
+            a | {"bbox": [1, 1, 30, 30]} if a["image_id"] == other["id"] else a
+            for a in document["annotations"]
+        ]
+    with Image.open(dataset / "train2017" / first["file_name"]) as image:
+        image.resize((other["width"], other["height"])).save(
+            dataset / "val2017" / other["file_name"], quality=70
+        )
+    result = cli("prepare", "--data", dataset, "--audit", "--json")
+    assert result.code == 0, result.err
+    _, val = json.loads(result.out)["splits"]
+    (near,) = val["near_duplicates"]
+    assert near["examples"] == [[other["file_name"], first["file_name"]]]
+    assert not val["duplicates"]
+    assert "1 of 9 images of val look like images in train" in result.err

@@ -176,7 +176,7 @@ def test_a_stepped_run_is_the_run_of_the_command(
     assert len(losses[0]) == 4
     with pytest.raises(UsageError, match="closed"):
         trainer.run()
-    with pytest.raises(UsageError, match="batch_size"):
+    with pytest.raises(TypeError, match="bs"):
         ssdctl.Trainer(shapes, bs=4)  # type: ignore[call-arg]
     with ssdctl.Trainer(shapes, out="left", **common) as left:
         steps = iter(left)
@@ -248,3 +248,11 @@ def test_networks_of_checkpoints(checkpoint: Path, tiny_run: Path) -> None:
         torch.hub.load(*repository, checkpoint=str(checkpoint), num_classes=4, **local)
     with pytest.raises(UsageError, match="no-such-detector"):
         ssdctl.SSD300.from_checkpoint("no-such-detector")
+
+
+def test_a_network_is_read_wherever_its_class_is_imported_from(checkpoint: Path) -> None:
+    code = "import sys; from ssdctl.model.ssd300 import SSD300; SSD300.from_checkpoint(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, checkpoint], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()

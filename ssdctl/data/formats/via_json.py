@@ -51,7 +51,7 @@ def recognize(path: Path) -> Path | None:
 
 
 def _files(path: Path) -> list[Path]:
-    exports = json_files(path, b'"filename"', b'"regions"', b'"file_attributes"')
+    exports = json_files(path, b'"filename"', b'"regions"', b'"size"')
     return [*dict.fromkeys([*exports, *json_files(path, PROJECT)])]
 
 

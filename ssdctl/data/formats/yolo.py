@@ -96,8 +96,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     if named.get("train"):
         # Only images that are named count, and those of other splits.
         files = set(itertools.chain(*named.values()))
-        others = (f for f in finder.files if split_of(f.rpartition("/")[0]) not in (None, *named))
-        files = files.union(others)
+        files |= {f for f in finder.files if split_of(f.rpartition("/")[0]) not in (None, *named)}
         elsewhere = {PurePosixPath(file).stem for file in finder.files if file not in files}
         finder = ImageFinder(root, FOLDERS, image_dir, files=files)
     texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]

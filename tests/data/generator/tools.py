@@ -135,14 +135,14 @@ TOOLS: Mapping[str, tuple[Layout, Callable[[World, Tree], None]]] = {
     **{
         f"datumaro: {kind}": (
             _PLAIN._replace(
-                splits=("train", "val"), folders=True, classes=classes, tolerance=tolerance,
+                named=False, splits=("train", "val"), folders=True, classes=classes, tolerance=tolerance,
                 suffixes=(".jpg", ".png", ".bmp"),
             ),
             partial(datumaro, kind=kind),
         )
         for kind, (classes, tolerance) in {
             "coco_instances": ("all", EXACT), "voc": ("used", PIXEL), "yolo": ("all", EXACT),
-            "yolo_ultralytics": ("all", EXACT), "cvat": ("all", EXACT),
+            "yolo_ultralytics": ("all", EXACT),
             "open_images": ("used", EXACT), "kitti_detection": ("used", EXACT),
         }.items()
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +85,8 @@ class Run:
         Raises:
             ssdctl.errors.DiskError: It cannot be written.
         """
-        from ssdctl.reporting.page import write_report
-        from ssdctl.runs.reader import read_run
-
-        target = RunDir(self.path).report if out is None else Path(out)
-        write_report([read_run(self.path)], target)
+        # The public function of the package: the layer of reports is above this one.
+        target: Path = sys.modules["ssdctl"].report(self.path, out=out)
         return target
 
     @hints_in_messages()
