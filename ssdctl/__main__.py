@@ -1,8 +1,8 @@
 """Entry point of `ssdctl` and of `python -m ssdctl`, which launchers use.
 
-The signal handlers of a training run are installed before anything else is imported: the imports
-take a second or two, and a signal may arrive at any moment. Until their own code runs, other
-commands exit silently on Ctrl-C.
+The signal handlers of commands that train are installed before anything else is imported: the
+imports take a second or two, and a signal may arrive at any moment. Until their own code runs,
+other commands exit silently on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -65,13 +65,16 @@ def ignore_lost_messages() -> None:
     )
 
 
+TRAINS = ("train", "launch", "demo")  # commands that a signal stops with exit 75
+
+
 @own_exit_code()
 def run() -> None:
     open_missing_streams()
     ignore_lost_messages()
     # torch.distributed.launch puts --local-rank=N before the command
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    is_training = command == "train"
+    is_training = command in TRAINS
     if os.getpid() == 1 and not is_training:
         # The first process of a container ignores signals without a handler: it would hold its
         # device until it is killed. Commands that have their own handlers replace this one.

@@ -82,6 +82,8 @@ def disk_error(error: OSError, where: object, doing: str) -> DiskError:
     hint = "check that the disk or the network file system works, then run it again"
     if error.errno in UNSUITABLE_PATH:
         hint = "choose another name or folder"
+    if error.errno == errno.EFBIG:
+        hint = "raise the limit of a file's size (ulimit -f), then run it again"
     elif error.errno in (errno.EMFILE, errno.ENFILE):
         hint = "raise the limit of open files (ulimit -n), then run it again"
     return DiskError(f"{error.strerror} while {doing} {where}", hint=hint)
@@ -279,6 +281,12 @@ def sync_dir(path: Path) -> None:
         sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file, which need not exist, to disk."""
+    with disk_errors(path, "writing"), contextlib.suppress(FileNotFoundError):
+        sync_dir(path)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -1,7 +1,8 @@
 """The checkpoints of a run: which are kept, which one a resumed run loads.
 
 They are written in a thread: training waits only for a copy of its state. At most one save is in
-progress; the next one waits for it.
+progress; the next one waits for it. `update` derives links and deletions from the checkpoints and
+the step of the best evaluation, so a process that is killed between them loses nothing.
 """
 
 from __future__ import annotations
@@ -22,21 +23,28 @@ from ssdctl.files import (
     link_or_copy,
     remove_stale_temporaries,
     retry_transient,
+    sync_file,
 )
-from ssdctl.runs.layout import RunDir, step_of
+from ssdctl.runs.going_back import finish_going_back, go_back, retire, retired, retired_files
+from ssdctl.runs.layout import RunDir, evaluation_of, step_of
 
 
 class CheckpointFolder:
     """The folder `checkpoints/` of a run.
 
     Args:
-        keep: How many of the newest checkpoints are kept, in addition to the best.
+        keep: How many of the newest checkpoints are kept, in addition to the best. Those set
+            aside count as the oldest.
+
+    Attributes:
+        best_step: The step of the best evaluation; None if not known.
     """
 
     def __init__(self, run: Path, keep: int) -> None:
         self._run = RunDir(run)
         self._keep = keep
         self._continued_from: int | None = None  # until the next checkpoint is written
+        self.best_step: int | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._save: Future[None] | None = None  # in progress
 
@@ -48,7 +56,7 @@ class CheckpointFolder:
     def continue_from(self, step: int) -> list[Path]:
         """Set aside the checkpoints after `step` when the next one is written; return them.
 
-        They are damaged, or of steps that are trained again. Until then a new start can use them.
+        They count the steps of another global batch. Until then a new start can use them.
         """
         self._continued_from = step
         return self._later()
@@ -76,29 +84,77 @@ class CheckpointFolder:
     def write(self, payload: dict[str, Any]) -> None:
         """Write a checkpoint (see `Trainer.state_dict`) and delete the oldest.
 
+        The records before it are on disk before it is.
+
         Raises:
             DiskError: It cannot be written; the earlier ones are unchanged.
         """
         target, later = self._run.step_checkpoint(payload["step"]), self._later()
         if target in later:
-            retry_transient(partial(link_or_copy, target, _retired(target)))
+            retry_transient(partial(link_or_copy, target, retired(target)))
             later.remove(target)
+        retry_transient(partial(sync_file, self._run.metrics))
         retry_transient(partial(save_checkpoint, target, payload))
         for path in later:
-            retry_transient(partial(_retire, path))
+            retry_transient(partial(retire, path))
         self._continued_from = None
-        retry_transient(partial(link_or_copy, target, self._run.last))
-        for old in self.steps()[: -self._keep]:
+        self.update()
+
+    def update(self) -> None:
+        """Derive the links and deletions from the checkpoints and the step of the best evaluation.
+
+        Every start and every save calls it, and it changes nothing that is up to date.
+
+        Raises:
+            DiskError: A file cannot be written; the next call continues.
+        """
+        run, steps = self._run, self.steps()
+        links = [(steps[-1], run.last)] if steps else []
+        if self.best_step is not None:
+            best = run.step_checkpoint(self.best_step)
+            links += [(best, run.best), (evaluation_of(best), run.evaluation)]
+        for source, target in links:
+            if source.is_file() and not (target.is_file() and is_same_file(source, target)):
+                retry_transient(partial(link_or_copy, source, target))
+        if self._later():
+            return  # the run may continue from any of them
+        for old in [*retired_files(run), *steps][: -self._keep]:
+            retry_transient(partial(_delete, evaluation_of(old)))
             retry_transient(partial(_delete, old))
+        if self.path.is_dir() and not retired_files(run):
+            for old in (run.metrics, run.evaluation):
+                retry_transient(partial(_delete, retired(old)))
 
-    def mark_best(self, step: int) -> None:
-        """Publish the checkpoint of a step as the best, once it is written."""
-        self.wait()
-        retry_transient(partial(link_or_copy, self._run.step_checkpoint(step), self._run.best))
+    def is_own(self, path: Path) -> bool:
+        return path.resolve().parent == self.path.resolve()
 
-    def clean(self) -> None:
+    def go_back(self, step: int, file: Path | None) -> list[Path]:
+        """Set aside the checkpoints after `step` and the records of their steps; return them.
+
+        They are damaged, or of a branch that the run leaves.
+
+        Args:
+            file: The checkpoint of `--resume FILE` that the run continues from.
+        """
+        is_best_later = bool(self._later_than(step)) and self._is_best_later(step)
+        return go_back(self._run, step, file, is_best_later=is_best_later)
+
+    def _is_best_later(self, step: int) -> bool:
+        best = self._run.best
+        if not best.is_file():
+            return False
+        for path in self.steps():
+            if path.samefile(best):
+                return step_of(path) > step
+        with contextlib.suppress(IntegrityError):
+            return load_checkpoint(best).step > step
+        return False
+
+    def repair(self) -> None:
+        """Finish what a killed process began. Call it with the run's lock, before reading."""
         if self.path.is_dir():
             remove_stale_temporaries(self.path)
+        finish_going_back(self._run)
 
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest intact checkpoint, and a warning for each damaged one after it.
@@ -122,8 +178,10 @@ class CheckpointFolder:
 
     def _later(self) -> list[Path]:
         """Return the checkpoints that the next one replaces."""
-        start = self._continued_from
-        return [] if start is None else [path for path in self.steps() if step_of(path) > start]
+        return [] if self._continued_from is None else self._later_than(self._continued_from)
+
+    def _later_than(self, step: int) -> list[Path]:
+        return [path for path in self.steps() if step_of(path) > step]
 
 
 def _on_host(value: Any) -> Any:
@@ -137,15 +195,14 @@ def _on_host(value: Any) -> Any:
     return value
 
 
-def _retire(path: Path) -> None:
-    with disk_errors(path, "renaming"), contextlib.suppress(FileNotFoundError):
-        path.replace(_retired(path))
-
-
 def _delete(path: Path) -> None:
     with disk_errors(path, "deleting"):
         path.unlink(missing_ok=True)
 
 
-def _retired(path: Path) -> Path:
-    return path.with_name(path.name + ".retired")
+def is_same_file(source: Path, target: Path) -> bool:
+    """Return whether a name is a link to a file, or a copy where a file system has no links."""
+    one, other = source.stat(), target.stat()
+    if one.st_nlink > 1 or other.st_nlink > 1:
+        return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
+    return one.st_size == other.st_size and one.st_mtime_ns <= other.st_mtime_ns

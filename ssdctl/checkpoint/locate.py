@@ -22,6 +22,7 @@ from ssdctl.model.pretrained import (
     weights_named,
     weights_of,
 )
+from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.layout import RunDir, find_checkpoint, run_dir
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def check_weight_sources(config: Config) -> None:
     """
     resume = config.train.resume
     if resume not in ("auto", "never"):
-        if not Path(resume).is_file():
+        if not (Path(resume).is_file() or has_continued_from(run_dir(config), Path(resume))):
             raise UsageError(
                 f"--resume {resume}: no such checkpoint file",
                 hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",

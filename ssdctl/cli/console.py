@@ -234,7 +234,7 @@ def is_encodable(text: str, stream: IO[str]) -> bool:
 
 
 def _encodable(text: str, stream: IO[str]) -> str:
-    """Escape what the stream's encoding does not have, as surrogates or a name in Chinese."""
+    """Escape characters that the stream cannot encode, such as surrogates."""
     encoding = getattr(stream, "encoding", None) or "utf-8"  # a Tee, a StringIO
     return text.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -13,6 +13,7 @@ from ssdctl import files
 from ssdctl.cli.command import Call, command
 from ssdctl.config.fields import COUNTED_DEVICES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
+from ssdctl.runtime import signals
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
     from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest
@@ -144,6 +145,7 @@ def _start(call: Call, engine: Engine, request: LaunchRequest, job: Job, *, wait
     engine.require()
     result = _as_json(job)
     if isinstance(engine, BatchEngine):
+        signals.restore()  # the submitted job continues after Ctrl-C
         code = _submit(call, engine, job, result, wait)
     else:
         code = _run(call, engine, request, job)

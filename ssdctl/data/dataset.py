@@ -38,7 +38,7 @@ from ssdctl.runtime.safe_text import counted
 
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
-MAX_FILES = 20_000  # that are searched for what a folder has
+MAX_FILES = 20_000  # inspected when listing what a folder contains
 MAX_READ = 50  # files of a kind whose content is looked at
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
 # As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
@@ -99,7 +99,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     require_root(path)
     _refuse_format_beside_toml(path, name)
     if name is not None and not path.is_file():
-        return name, load(name)  # it says what is absent
+        return name, load(name)  # load() raises with the reason
     if coco.own_splits(path):
         return "coco", coco  # there may be other labels as well
     found = [entry for entry in _recognized(path) if name in (None, entry[0])]

@@ -394,7 +394,7 @@ def _without_boxes(
 
 
 def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) -> str:
-    """Return hex digits that identify what a chunk depends on; with `force` no earlier one is."""
+    """Return a hash of everything a chunk depends on; unique if `force`."""
     identity = [
         CHUNKS_FORMAT,
         hashlib.sha256(os.fsencode("\0".join(annotations.file_names))).hexdigest(),

@@ -19,7 +19,7 @@ MAX_DROPPED = 0.05  # share of the images or boxes in a split
 
 class SplitReport(msgspec.Struct, frozen=True):
     split: str
-    images: int  # with those that were dropped
+    images: int  # including dropped images
     boxes: int  # to train on, in usable images
     classes: int
     trainable: int  # images with a box to train on

@@ -166,7 +166,7 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
 
 
 def _missing_ranks(ranks: Ranks) -> str:
-    """Name the lost ranks: those that do not report a lost rank themselves within some seconds."""
+    """Return the ranks that did not check in within some seconds, for a message."""
     if _store is None:
         return "the other ranks before all had joined"
     try:

@@ -47,7 +47,7 @@ CHUNK_BYTES = 64 * 1024
 MIN_PIECE_BYTES = 256 * 1024
 MAX_PIECE_BYTES = 16 * 1024 * 1024
 MAX_STATE_BYTES = 1 << 20
-RECORD_S = 0.02  # between two records of the state: what a kill loses
+RECORD_S = 0.02  # save the state this often; a kill loses at most this much
 
 # Label, bytes done, bytes in total. Called a few times a second, by one thread.
 Progress = Callable[[str, int, int], None]

@@ -78,6 +78,9 @@ def evaluate_files(
     device = open_device(resolved.config.evaluate.device, ranks.local_rank)
     with process_group(ranks, device):
         for file in files:
+            if len(files) > 1 and broadcast(not file.exists(), ranks):
+                log.warning("%s: skipped, training has deleted it (--keep)", file)
+                continue
             evaluation = evaluate_checkpoint(
                 file,
                 resolved.config,
@@ -125,7 +128,7 @@ def read_detections(path: Path) -> Detections:
     """Read detections from a file in COCO's results format. Ids may be 139 or 139.0.
 
     Raises:
-        DataError: It is not such a file; the message gives the place.
+        DataError: Not a COCO results file.
     """
     problem, content = "", read_content(path)
     try:

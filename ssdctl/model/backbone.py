@@ -34,7 +34,7 @@ class Backbone(nn.Sequential):
     extra_widths: tuple[int, ...] = EXTRA_WIDTHS
 
     def first_map_norm(self) -> nn.Module:
-        """Return what the heads of the first map see it through."""
+        """Return the normalization applied to the first feature map before its heads."""
         return nn.Identity()
 
     def extra_blocks(self, norm: str) -> list[nn.Sequential]:

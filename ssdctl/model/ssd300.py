@@ -41,7 +41,7 @@ class SSD300(nn.Module):
 
     Attributes:
         num_classes: Classes with background.
-        class_names: Those of the checkpoint, starting with label 1; empty without one.
+        class_names: Class names without the background; empty if not from a checkpoint.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:

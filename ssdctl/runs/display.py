@@ -85,7 +85,7 @@ class RunProgress:
         return (start["total_steps"] - step) * step_s + evaluations * evaluation_s
 
     def notice(self) -> str | None:
-        """Return what is worth telling once: how long the run takes, and that it became slower."""
+        """Return a one-time notice: how long the run takes, or that it became slower."""
         left, before, recent = self.seconds_left(), self._told_step_s, self._recent
         if self._step_s is None or left is None:
             return None

@@ -41,6 +41,7 @@ class RunDir:
         self.environment = path / "environment.json"  # versions, device, command
         self.metrics = path / "metrics.jsonl"  # one record per line
         self.evaluation = path / "evaluation.json"  # the best one
+        self.resumed_from = path / "resumed-from.json"  # the FILE of --resume FILE
         self.report = path / "report.html"
         self.logs = path / "logs"  # output of the ranks other than the first
         self.nonfinite = path / "nonfinite"  # images of the steps with a NaN or infinite loss
@@ -83,6 +84,13 @@ class RunDir:
         """Return whether the folder has files of a run, other than the lock and the rank logs."""
         others = (self.lock, self.logs)
         return self.path.is_dir() and any(entry not in others for entry in self.path.iterdir())
+
+
+def evaluation_of(checkpoint: Path) -> Path:
+    """Return the details of the evaluation of step-N.pt, which are kept as long as that file."""
+    return checkpoint.with_name(
+        checkpoint.name.replace("step-", "evaluation-").replace(".pt", ".json")
+    )
 
 
 def step_of(checkpoint: Path) -> int:

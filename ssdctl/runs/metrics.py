@@ -56,14 +56,10 @@ class MetricsFile:
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: those steps are trained again."""
         if self.path.exists():
-            records, skipped = read_metrics(self.path)
-            if skipped:
-                log.warning("%s: dropped %d lines that are not records", self.path, skipped)
-            self.past_records = [r for r in records if r["step"] <= step]
-            write_text(self.path, "".join(map(_line, self.past_records)))
+            self.past_records = cut_metrics(self.path, step)
 
     def write(self, record: Record) -> None:
-        """Append one line. A power cut may lose the last lines."""
+        """Append one line. A power cut may lose the lines after the newest checkpoint."""
         # JSON has no NaN: -1, as in pycocotools.
         record = {
             key: -1 if isinstance(value, float) and not math.isfinite(value) else value
@@ -88,17 +84,32 @@ class MetricsFile:
                 raise
 
 
-def open_run(run: RunDir, config: str, environment: Record, start_step: int) -> MetricsFile:
-    """Create a run folder, write its config and environment, and return its metrics.
+def cut_metrics(path: Path, step: int) -> list[Record]:
+    """Rewrite a metrics file without the records after `step`; return the others."""
+    records, skipped = read_metrics(path)
+    if skipped:
+        log.warning("%s: dropped %d lines that are not records", path, skipped)
+    kept = [r for r in records if r["step"] <= step]
+    if skipped or len(kept) < len(records):
+        write_text(path, "".join(map(_line, kept)))
+    return kept
+
+
+def open_run(run: RunDir, start_step: int) -> MetricsFile:
+    """Create a run folder and return its metrics.
 
     Args:
         start_step: The step from which the run continues. Later records are dropped.
     """
     make_dir(run.logs)
     remove_stale_temporaries(run.path)
+    return MetricsFile(run.metrics, start_step)
+
+
+def describe(run: RunDir, config: str, environment: Record) -> None:
+    """Write the settings and the environment that a run is trained with."""
     write_text(run.config, config)
     write_text(run.environment, json.dumps(environment, indent=2) + "\n")
-    return MetricsFile(run.metrics, start_step)
 
 
 def read_metrics(path: Path) -> tuple[list[Record], int]:

@@ -29,7 +29,7 @@ from ssdctl.training.run import SettledRun
 from ssdctl.training.step import LossModule, build_step
 
 USED_SHARE = 0.9  # fraction of the memory; the rest is for fragmentation and workspaces
-LARGE_PROBE = 48  # images at most; a second probe with a third as many gives the need of one
+LARGE_PROBE = 48  # images at most; the difference to a third as many gives bytes per image
 WORKSPACE = 1.15  # gradients of activations and workspaces, relative to saved activations
 
 

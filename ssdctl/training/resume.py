@@ -16,6 +16,7 @@ from ssdctl.config.settings import all_settings
 from ssdctl.data.annotations import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.layout import RunDir
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ def _find(opened: OpenedRun) -> Checkpoint | None:
         if checkpoint is None:
             return None
     else:
-        checkpoint = _or_later_own(load_checkpoint(Path(resume)), out)
+        checkpoint = _own_branch(Path(resume), out) or _or_later_own(
+            load_checkpoint(Path(resume)), out
+        )
     if not checkpoint.is_of_run:
         system = checkpoint.third_party
         kind = f"a checkpoint of {system}" if system else "a file of weights without their run"
@@ -75,7 +78,23 @@ def _find(opened: OpenedRun) -> Checkpoint | None:
         text = "%s was trained on %s, this run continues with %s"
         log.warning(text, checkpoint.path, before, now)
     _check_classes(checkpoint, opened.train.classes)
-    return checkpoint
+    is_own = CheckpointFolder(out, config.keep).is_own(checkpoint.path)
+    return checkpoint if is_own else checkpoint._replace(best_ap=None)  # another run's best
+
+
+def _own_branch(named: Path, out: Path) -> Checkpoint | None:
+    """Return the newest checkpoint of the run if it already continued from `--resume FILE`.
+
+    So the same command, run again, continues the run instead of going back, even without FILE.
+    """
+    if not has_continued_from(RunDir(out), named):
+        return None
+    own, warnings = CheckpointFolder(out, keep=1).newest_intact()
+    for warning in warnings:
+        log.warning("%s", warning)
+    if own is not None and own.path.resolve() != named.resolve():
+        log.warning("%s came from --resume %s: continuing from it", own.path, named)
+    return own
 
 
 def _or_later_own(named: Checkpoint, out: Path) -> Checkpoint:

@@ -22,6 +22,7 @@ from ssdctl.config.settings import SettledConfig
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.input.batch import num_background
+from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.training.schedule import (
     TrainSchedule,
@@ -167,7 +168,7 @@ def _check_background(config: TrainConfig, background: int | None) -> None:
 def settings_of_run(config: Config) -> Config | None:
     """Return the settings of the run that `config` continues; None if it starts one."""
     run, resume = run_dir(config), config.train.resume
-    if resume not in ("auto", "never"):
+    if resume not in ("auto", "never") and not has_continued_from(run, Path(resume)):
         run = RunDir(Path(resume).absolute().parent.parent)  # of RUN/checkpoints/FILE
     if resume != "never" and run.step_checkpoints():
         with contextlib.suppress(SsdctlError):  # the next start writes a broken file again

@@ -27,8 +27,8 @@ from ssdctl.errors import DataError
 from ssdctl.files import write_text
 from ssdctl.input.batch import BadImage, Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
-from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import MetricsFile, Record, environment, open_run
+from ssdctl.runs.layout import RunDir, evaluation_of
+from ssdctl.runs.metrics import MetricsFile, Record, describe, environment, open_run
 from ssdctl.training.description import describe_run
 from ssdctl.training.mllog import MLLog
 from ssdctl.training.step import BadStep
@@ -135,25 +135,40 @@ class RunLog:
         self._bad_image_ids: set[int] = set()  # recorded, on all ranks
         self._observers: list[Observer] = []
         self._metrics: MetricsFile | None = None  # on the first rank
+        self._is_described = not opened.ranks.is_main  # config.toml is of this start
         self._best_step: int | None = None  # an earlier start may not have uploaded it
         if opened.ranks.is_main:
             self._open(start_step)
+        self._read_bad_images()
 
     def _open(self, start_step: int) -> None:
         opened, config = self._opened, self._opened.run.config.train
-        facts = environment(opened.device.label, opened.ranks.world_size)
-        snapshot = to_snapshot_toml(opened.run.resolved)
-        self._metrics = open_run(self._folder, snapshot, facts, start_step)
+        facts = self._environment()
+        self._metrics = open_run(self._folder, start_step)
+        if not self._folder.config.exists():
+            self._describe()
         if config.tracker or config.tensorboard:
             trackers = open_trackers(opened, start_step, facts, self._metrics.past_records)
             self._observers.append(trackers.record)
         if config.mllog is not None:
             self._observers.append(MLLog(opened, is_resumed=start_step > 0).record)
 
+    def _environment(self) -> Record:
+        return environment(self._opened.device.label, self._opened.ranks.world_size)
+
+    def _describe(self) -> None:
+        describe(self._folder, to_snapshot_toml(self._opened.run.resolved), self._environment())
+        self._is_described = True
+
+    def _read_bad_images(self) -> None:
+        """Count the images recorded by earlier starts, too, on all ranks."""
+        past = [] if self._metrics is None else self._metrics.past_records
+        ids: set[int] = {r.get("image_id", 0) for r in past if r.get("event") == "bad_image"}
+        self._bad_image_ids = collectives.broadcast(ids, self._opened.ranks)
+
     def start(self, step: int) -> None:
         opened, plan = self._opened, self._opened.run.plan
-        past = [r for r in self.past_evaluations() if r["AP"] >= 0]
-        best = max(past, key=lambda r: r["AP"], default={})
+        best = self.best_evaluation()
         self._best_step = best.get("step")
         self.record("start", step, **describe_run(opened, step), best_ap=best.get("AP"))
         self.event(
@@ -172,7 +187,14 @@ class RunLog:
         past = [] if self._metrics is None else self._metrics.past_records
         return [record for record in past if record["kind"] == "eval"]
 
+    def best_evaluation(self) -> Record:
+        """Return the evaluation with the highest AP before this start; empty without one."""
+        past = [r for r in self.past_evaluations() if r["AP"] >= 0]
+        return max(past, key=lambda r: r["AP"], default={})
+
     def step_begins(self, step: int, batches: Sequence[Batch]) -> None:
+        if not self._is_described:  # a start that trains nothing leaves config.toml as it is
+            self._describe()
         for bad in (bad for batch in batches for bad in batch.bad):
             if bad.image_id not in self._bad_image_ids:
                 self._new_bad_images.setdefault(bad.image_id, bad)
@@ -274,16 +296,19 @@ class RunLog:
         step = evaluation.about.step
         assert step is not None
         if is_best and self._opened.ranks.is_main:
-            write_evaluation(self._folder.evaluation, evaluation)  # for the report
+            details = evaluation_of(self._folder.step_checkpoint(step))
+            write_evaluation(details, evaluation)  # for the report
         # The record comes last: an evaluation without one is repeated at the next start.
         self.record("eval", step, **evaluation.metrics, **losses)
         self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
-        if is_best:
-            self.record("checkpoint", step, name="best", path=self._folder.best)
-            self._best_step = None
+
+    def best_checkpoint(self, step: int) -> None:
+        self.record("checkpoint", step, name="best", path=self._folder.best)
+        self._best_step = None
 
     def rewind(self, step: int) -> None:
         self.record("rewind", step)
+        self._read_bad_images()
         self._epochs_ended = int(self._opened.run.plan.epoch(step))
 
     def close(self, step: int, *, is_success: bool) -> None:

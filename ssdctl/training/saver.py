@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.checkpoint.folder import CheckpointFolder
@@ -24,18 +25,36 @@ class Saver(CheckpointFolder):
     def __init__(self, run: SettledRun, ranks: Ranks) -> None:
         self._ranks = ranks
         super().__init__(run.out, run.config.train.keep)
+        resume = run.config.train.resume
+        self._resumed = None if resume in ("auto", "never") else Path(resume)
         self._every = every(run.config.train.save_every, run.plan)
         self._since = time.monotonic()  # the last save, or the last time that one was due
         self.saved_step: int | None = None
 
     def start(self, step: int, checkpoint: Checkpoint | None) -> None:
-        is_own = checkpoint is not None and checkpoint.path.parent == self.path
-        self.saved_step = step if checkpoint and is_own and step == checkpoint.step else None
-        if self._ranks.is_main:
-            self.clean()
+        """Set aside the checkpoints after `step`, from which the run continues."""
+        is_own = checkpoint is not None and self.is_own(checkpoint.path)
+        is_same_step = checkpoint is None or step == checkpoint.step
+        self.saved_step = step if is_own and is_same_step else None
+        if not self._ranks.is_main:
+            return
+        if is_own and not is_same_step:  # another global batch counts other steps
             for path in self.continue_from(step):
                 text = "%s: the next save sets it aside, the run continues from step %d"
                 log.warning(text, path.name, step)
+            return
+        resumed, is_named = self._resumed, False
+        if checkpoint is not None and resumed is not None and resumed.exists():
+            is_named = checkpoint.path.samefile(resumed)
+        for path in self.go_back(step, resumed if is_named else None):
+            log.warning("%s: set aside, the run continues from step %d", path.name, step)
+
+    def mark_best(self, step: int) -> None:
+        """Publish the checkpoint of a step and its evaluation as the best, once it is written."""
+        self.best_step = step
+        if self._ranks.is_main:
+            self.wait()
+            self.update()
 
     def is_due(self, step: int) -> bool:
         """Return whether a save is due by the number of steps, which all ranks count."""

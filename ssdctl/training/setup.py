@@ -101,6 +101,7 @@ def open_trainer(
             opened = prepare_run(resolved, device, ranks, shown, init)
             if ranks.is_main:
                 exit_stack.enter_context(exclusive_run(opened.run.out))
+                CheckpointFolder(opened.run.out, opened.run.config.train.keep).repair()
             checkpoint = find_checkpoint(opened)
             if checkpoint is None:
                 load_first_weights(opened, init)

@@ -88,7 +88,7 @@ class RankStatistics:
     @contextlib.contextmanager
     def averaged(self, step: int) -> Iterator[list[list[Tensor]] | None]:
         """Average them for the block only; yield those of each rank, on the first rank."""
-        if self._ranks.is_single_process:
+        if self._ranks.is_single_process or self._averaged_step == step:
             yield None
             return
         own = [buffer.detach().to("cpu", copy=True) for buffer in self._own]
@@ -97,9 +97,13 @@ class RankStatistics:
         yield of_ranks
         self._load(own)
 
-    def load(self, of_ranks: Sequence[Sequence[Tensor]] | None) -> None:
-        """Load this rank's, if as many ranks saved theirs; else the average remains."""
-        self._averaged_step = None
+    def load(self, of_ranks: Sequence[Sequence[Tensor]] | None, step: int) -> None:
+        """Load the statistics that this rank saved if the world size is the same.
+
+        Otherwise all ranks have the checkpoint's average at `step`: averaging it again would
+        round it.
+        """
+        self._averaged_step = step
         if of_ranks is None or len(of_ranks) != self._ranks.world_size:
             return
         own = of_ranks[self._ranks.rank]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -76,6 +75,7 @@ class Trainer:
         self.run_log = RunLog(opened, self.step, emit)
         best_ap = checkpoint and checkpoint.best_ap
         self.evaluator = Evaluator(opened, self.run_log.past_evaluations(), best_ap)
+        self.update_links()
         self.input = StepInput(opened)
         self.flags = collectives.FlagExchange(ranks)
         self.guard = NonFiniteGuard(config.on_nonfinite)
@@ -149,8 +149,8 @@ class Trainer:
         averaged = restore(self.model, self.optimizer, checkpoint)
         if self.ema is not None:
             self.ema.load(self.model.state_dict() if averaged is None else averaged)
-        self.statistics.load(checkpoint.rank_statistics)
         self.step = self.plan.step_of(checkpoint)
+        self.statistics.load(checkpoint.rank_statistics, self.step)
         self.samples_seen = checkpoint.samples_seen
 
     def save(self, *, is_scheduled: bool = True) -> None:
@@ -199,6 +199,15 @@ class Trainer:
             total_s=round(throughput.total_s, 1),
             data_wait=round(throughput.data_wait, 4),
         )
+
+    def update_links(self) -> None:
+        """Bring best.pt, last.pt, evaluation.json and `keep` up to date with the records."""
+        best = self.run_log.best_evaluation()
+        # The best AP of a checkpoint whose record was lost is not of a known step.
+        if best and best["AP"] == self.evaluator.early_stopping.ap:
+            self.saver.best_step = best["step"]
+        if self.opened.ranks.is_main:
+            self.saver.update()
 
     def close(self) -> None:
         """Finish the save in progress and close the trackers, whatever ended the run."""
@@ -300,8 +309,7 @@ class Trainer:
         )
 
     def _how_to_continue(self) -> str:
-        resume, own = self.opened.run.config.train.resume, RunDir(self.opened.run.out).checkpoints
-        is_same = resume != "never" and Path(resume).resolve().parent != own.resolve()
+        is_same = self.opened.run.config.train.resume != "never"
         return f"run the same command again{'' if is_same else ' with --resume auto'} to continue"
 
     @contextlib.contextmanager
@@ -327,6 +335,7 @@ class Trainer:
         self.saver.start(self.step, None)
         self.run_log.rewind(self.step)
         self.evaluator.rewind(self.run_log.past_evaluations())
+        self.update_links()
         self.save()  # so that a resumed run skips the offending images too
         self.run_log.event("rolled_back", self.step, from_step=bad_step)
         log.info("rolled back to %s (step %d); the next images follow", checkpoint.path, self.step)
@@ -335,10 +344,11 @@ class Trainer:
         if (scored := self.evaluator.scored(wait=wait)) is None:
             return
         evaluation, is_best = scored
+        self.run_log.evaluation(evaluation, self.evaluator.losses, is_best=is_best)
         if is_best:
             assert evaluation.about.step is not None
             self.saver.mark_best(evaluation.about.step)
-        self.run_log.evaluation(evaluation, self.evaluator.losses, is_best=is_best)
+            self.run_log.best_checkpoint(evaluation.about.step)
 
     def _finish(self) -> None:
         if reason := self.evaluator.early_stopping.reason_to_end():

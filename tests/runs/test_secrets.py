@@ -11,7 +11,7 @@ from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, to_snapshot_toml
 from ssdctl.config.resolve import Override, of_call, read_toml, resolve
 from ssdctl.config.settings import all_settings
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import environment, open_run
+from ssdctl.runs.metrics import describe, environment, open_run
 from ssdctl.runs.reader import read_run
 
 MIRROR = "https://bob:S3CRET@host/coco?X-Amz-Signature=S3CRET"
@@ -33,7 +33,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(sys, "argv", COMMAND)
     run = RunDir(tmp_path / "run")
     config = to_snapshot_toml(resolve(overrides=SECRETS))
-    metrics = open_run(run, config, environment("cpu", 1), 0)
+    describe(run, config, environment("cpu", 1))
+    metrics = open_run(run, 0)
     metrics.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "started"})
     return run
 

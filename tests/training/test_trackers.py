@@ -22,7 +22,7 @@ from ssdctl.config import Config
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import environment, open_run
+from ssdctl.runs.metrics import open_run
 from ssdctl.training.trackers import (
     BackgroundTracker,
     Metrics,
@@ -201,7 +201,7 @@ def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     ids = set()
     for start_step in (0, 5):
-        open_run(run, "", environment("cpu", 1), start_step)
+        open_run(run, start_step)
         ids.add(tracker_id(run))
     assert len(ids) == 1
     run.tracker_id.write_text("../../x\n")  # damaged: a new one

@@ -35,7 +35,7 @@ HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
 INSTALLED = "/opt/ssdctl"
 # Host keys are generated if the image has none; sshd requires the folder. The mounted key is a link
 # into a secret, which sshd's StrictModes refuses.
-# sshd gives its sessions none of the container's variables: those of a part of a node's cards.
+# sshd does not pass on the container's environment: those of a part of a node's cards.
 SSHD = (
     "ssh-keygen -A && mkdir -p /run/sshd && exec /usr/sbin/sshd -De -o StrictModes=no "
     '${HABANA_VISIBLE_MODULES:+-o "SetEnv=HABANA_VISIBLE_MODULES=$HABANA_VISIBLE_MODULES"}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder, save_checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.training.saver import Saver
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
@@ -63,18 +65,72 @@ def test_resuming_from_an_earlier_step_retires_later_checkpoints(run: Path, trai
     assert steps(run) == [1, 2, 3, 4, 5]
 
 
-def test_later_checkpoints_are_used_until_the_next_save(run: Path) -> None:
-    """A process that continues from an earlier step and dies before it saves loses nothing."""
-    for name in ("step-100000000-good.pt", "step-.pt"):  # not the run's own
+def test_only_names_of_steps_are_checkpoints_of_a_run(run: Path) -> None:
+    for name in ("step-100000000-good.pt", "step-.pt", "step-100000000.pt"):
         (run / "checkpoints" / name).touch()
-    checkpoints = CheckpointFolder(run, keep=1)
-    (later,) = checkpoints.continue_from(1)
-    assert checkpoints.newest_intact() == (None, [])
-    restarted, _ = CheckpointFolder(run, keep=1).newest_intact()
-    assert restarted is not None
-    assert restarted.path == later
-    (run / "checkpoints/step-100000000.pt").touch()
-    assert [p.name for p in checkpoints.steps()] == [later.name, "step-100000000.pt"]
+    names = [p.name for p in CheckpointFolder(run, keep=1).steps()]
+    assert names == ["step-00000003.pt", "step-100000000.pt"]
+
+
+def ap_of(run: Path) -> dict[int, float]:
+    return {record["step"]: record["AP"] for record in records(run, "eval")}
+
+
+def with_best(run: Path, step: int, ap: float) -> None:
+    """Give the evaluation of a step another AP, in every file that has it."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in lines:
+        if record["kind"] == "eval" and record["step"] == step:
+            record["AP"] = ap
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for path in (run / "checkpoints").glob("*.pt"):
+        content = torch.load(path, weights_only=True)
+        if content["step"] > step or (content["step"] == step and path.name == "best.pt"):
+            save_checkpoint(path, {**content, "best_ap": ap})
+
+
+def test_going_back_leaves_no_file_of_the_branch_that_it_leaves(run: Path, train: Train) -> None:
+    """Steps 3 and 6 are evaluated, 6 is the best; back at 3, that one is the best."""
+    checkpoints = run / "checkpoints"
+    often = ["--save-every", "1st", "--eval-every", "3st", "--keep", 9]
+    train(*often, "--steps", 6)
+    with_best(run, 3, 0.8)
+    with_best(run, 6, 0.9)
+    train(*often, "--steps", 6)
+    assert load_checkpoint(checkpoints / "best.pt").step == 6
+    back = ["--resume", checkpoints / "step-00000003.pt", "--resume-changed", "--lr", 0.001]
+    train(*often, *back, "--steps", 4)
+    assert ap_of(run).keys() == {3, 4}
+    assert load_checkpoint(checkpoints / "best.pt").step == 3
+    assert json.loads((run / "evaluation.json").read_text())["about"]["step"] == 3
+    assert load_checkpoint(checkpoints / "best.pt.retired").step == 6
+    assert last(run).step == 4
+    train(*often[:4], "--keep", 1, *back, "--steps", 5)  # the same command again
+    assert steps(run) == [1, 2, 3, 4, 5]
+    names = sorted(p.name for p in checkpoints.glob("*.pt*"))
+    assert names == ["best.pt", "last.pt", "step-00000005.pt"]
+    assert load_checkpoint(checkpoints / "best.pt").step == 3
+
+
+def test_a_start_that_trains_nothing_repairs_links_and_describes_nothing(
+    run: Path, train: Train
+) -> None:
+    checkpoints = run / "checkpoints"
+    described = (run / "config.toml").read_bytes(), (run / "environment.json").read_bytes()
+    train("--steps", 5, "--save-every", "1st", "--keep", 9)
+    described = (run / "config.toml").read_bytes(), (run / "environment.json").read_bytes()
+    (checkpoints / "best.pt").unlink(missing_ok=True)
+    (checkpoints / "last.pt").unlink()
+    os.link(checkpoints / "step-00000004.pt", checkpoints / "last.pt")  # killed before its link
+    train("--steps", 5, "--lr", 5, "--resume-changed", "--keep", 2)
+    assert load_checkpoint(checkpoints / "best.pt").step in ap_of(run)
+    names = sorted(p.name for p in checkpoints.glob("step-*"))
+    assert names == ["step-00000004.pt", "step-00000005.pt"]
+    assert last(run).step == 5
+    assert described == (
+        (run / "config.toml").read_bytes(),
+        (run / "environment.json").read_bytes(),
+    )
 
 
 def test_no_intact_checkpoint_is_an_integrity_error(run: Path, train: Train) -> None:
@@ -91,7 +147,7 @@ def test_a_resume_needs_no_first_weights_and_may_have_a_moved_dataset(
     run: Path, shapes: Path, tmp_path: Path, train: Train
 ) -> None:
     """A setting of the recipe that the checkpoint's version lacked counts as unchanged."""
-    for path in (run / "checkpoints").iterdir():
+    for path in (run / "checkpoints").glob("*.pt"):
         content = torch.load(path, weights_only=True)
         del content["config"]["train.hue_degrees"]
         torch.save(content, path)
@@ -121,7 +177,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(run: Path, trai
     (run / "checkpoints/step-00000009.pt").write_bytes(good.read_bytes()[:-1000])
     for folder in (run, run / "checkpoints"):  # left by a writer that was killed
         (folder / ".file.0123456789ab.999999999.tmp").touch()
-    assert "step-00000009.pt" in train("--steps", 4)
+    assert "step-00000009.pt" in train("--steps", 4, "--keep", 9)
     assert not list(run.rglob("*.tmp"))
     assert (run / "checkpoints/step-00000009.pt.retired").is_file()
     assert steps(run) == [1, 2, 3, 4]
@@ -211,14 +267,14 @@ def test_a_run_that_died_before_it_marked_its_best_marks_it_in_the_next_start(
         raise SystemExit(9)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "mark_best", dies)
+        patch.setattr(Saver, "mark_best", dies)
         train("--steps", 1, code=9)
     assert not (run / "checkpoints/best.pt").exists()
     train("--steps", 1)
     assert load_checkpoint(run / "checkpoints/best.pt").step == 1
     assert steps(run, "eval") == [1]
     names = sorted(p.name for p in (run / "checkpoints").iterdir())
-    assert names == ["best.pt", "last.pt", "step-00000001.pt"]
+    assert names == ["best.pt", "evaluation-00000001.json", "last.pt", "step-00000001.pt"]
 
 
 def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train) -> None:
@@ -233,12 +289,22 @@ def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train)
 def test_the_same_command_continues_a_run_that_began_elsewhere(
     run: Path, train: Train, tmp_path: Path
 ) -> None:
-    """With `--resume FILE` of another run: its own later checkpoints come first."""
+    """With `--resume FILE` of another run, also after FILE was deleted."""
     other, file = tmp_path / "other", run / "checkpoints/step-00000003.pt"
     train("--resume", file, "--steps", 4, out=other)
+    file.unlink()
     assert "step-00000004.pt" in train("--resume", file, "--steps", 5, out=other)
     assert steps(other) == [4, 5]
     assert not list((other / "checkpoints").glob("*.retired"))
+
+
+def test_the_best_of_another_run_is_not_this_runs(run: Path, train: Train, tmp_path: Path) -> None:
+    other, file = tmp_path / "other", run / "checkpoints/step-00000003.pt"
+    save_checkpoint(file, {**torch.load(file, weights_only=True), "best_ap": 0.9})
+    train("--resume", file, "--steps", 4, "--target-ap", 0.8, out=other)
+    assert steps(other) == [4]
+    assert load_checkpoint(other / "checkpoints/best.pt").step in ap_of(other)
+    assert (other / "evaluation.json").is_file()
 
 
 def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(run: Path, train: Train) -> None:

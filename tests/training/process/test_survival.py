@@ -220,13 +220,22 @@ def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signa
 
 
 CRASH = """
-import json, os, pathlib, sys
+import json, os, pathlib, shutil, sys
 import torch
 from ssdctl.checkpoint.folder import CheckpointFolder
 
-run = pathlib.Path(sys.argv[1])
-payload = torch.load(run / "checkpoints/last.pt", weights_only=True)
+original, run, goes_back = *map(pathlib.Path, sys.argv[1:3]), sys.argv[3] == "back"
+keep = 9 if goes_back else 2
+payload = torch.load(original / "checkpoints/last.pt", weights_only=True)
 payload["step"] += 1
+if goes_back:  # a better step 4 to go back from, with a line of its evaluation
+    folder = CheckpointFolder(original, keep)
+    folder.write(payload)
+    (folder.path / "evaluation-00000004.json").write_text("{}")
+    with open(original / "metrics.jsonl", "a") as file:
+        print(json.dumps({"kind": "eval", "step": 4, "epoch": 1, "AP": 1.0}), file=file)
+    folder.best_step = 4
+    folder.update()
 operations, crash_at = 0, 0
 
 
@@ -249,40 +258,77 @@ def save():
     ):
         for name in names:
             setattr(owner, name, crashing(getattr(owner, name)))
-    CheckpointFolder(run, keep=2).write(payload)
+    if goes_back:
+        CheckpointFolder(run, keep).go_back(3, run / "checkpoints/step-00000003.pt")
+    else:
+        CheckpointFolder(run, keep).write(payload)
     os._exit(0)
 
 
-for crash_at in range(1, 40):
+for crash_at in range(1, 80):
+    shutil.copytree(original, run, copy_function=os.link)
     child = os.fork() or save()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    folder = CheckpointFolder(run, keep=2)
-    folder.clean()
+    folder = CheckpointFolder(run, keep)
+    folder.repair()
     newest, warnings = folder.newest_intact()
-    hidden = [p.name for p in folder.path.iterdir() if p.name.startswith(".")]
-    print(json.dumps([code, newest.step, warnings, hidden, len(folder.steps())]))
+    folder.update()
+    last = torch.load(run / "checkpoints/last.pt", weights_only=True)["step"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    facts = {
+        "code": code,
+        "step": newest.step,
+        "last": last,
+        "warnings": warnings,
+        "hidden": [p.name for p in folder.path.iterdir() if p.name.startswith(".")],
+        "kept": len(folder.steps()),
+        "records": max(line["step"] for line in lines),
+        "retired": sorted(p.name for p in run.rglob("*.retired")),
+        "best": (run / "checkpoints/best.pt").exists(),
+    }
+    print(json.dumps(facts))
+    shutil.rmtree(run)
     if code == 0:
         break
 """
 
 
-def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path: Path) -> None:
-    """A process that dies at the Nth operation, for every N: the newest intact one loads."""
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
-    output, errors = run_script(CRASH, run).communicate(300)
+def outcomes_of_crashes(tiny_run: Path, tmp_path: Path, what: str) -> list[dict[str, Any]]:
+    """Return the state after a process that dies at the Nth file operation, for every N."""
+    shutil.copytree(tiny_run, tmp_path / "original")
+    script = run_script(CRASH, tmp_path / "original", tmp_path / "run", what)
+    output, errors = script.communicate(300)
     outcomes = [json.loads(line) for line in output.splitlines()]
     assert outcomes, errors
-    codes, steps = [f[0] for f in outcomes], [f[1] for f in outcomes]
-    assert codes == [9] * (len(codes) - 1) + [0]
+    codes = [facts["code"] for facts in outcomes]
+    assert codes == [9] * (len(codes) - 1) + [0], errors
     assert len(codes) > 8  # there were that many operations
+    return outcomes
+
+
+def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path: Path) -> None:
+    outcomes = outcomes_of_crashes(tiny_run, tmp_path, "save")
+    steps = [facts["step"] for facts in outcomes]
     assert steps[0] == 3  # it died before the new one was there
     assert steps[-1] == 4
     assert steps == sorted(steps)
-    for _, _, warnings, hidden, kept in outcomes:
-        assert not warnings
-        assert not hidden
-        assert kept <= 3
+    for facts in outcomes:
+        assert not facts["warnings"]
+        assert not facts["hidden"]
+        assert facts["kept"] <= 2
+        assert facts["last"] == facts["step"]
+
+
+def test_every_file_operation_of_going_back_may_be_the_last(tiny_run: Path, tmp_path: Path) -> None:
+    """Afterwards the run is at step 4 with all its files, or at step 3 with none of step 4."""
+    outcomes = outcomes_of_crashes(tiny_run, tmp_path, "back")
+    steps = [facts["step"] for facts in outcomes]
+    assert (steps[0], steps[-1]) == (4, 3)
+    assert steps == sorted(steps, reverse=True)
+    for facts in outcomes:
+        assert facts["last"] == facts["records"] == facts["step"]
+        assert facts["best"] == (facts["step"] == 4)
+        assert len(facts["retired"]) == (0 if facts["step"] == 4 else 5), facts["retired"]
 
 
 def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
