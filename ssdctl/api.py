@@ -298,9 +298,9 @@ def evaluate(
         "nms_iou": nms_iou,
     }
     resolved = resolve_call(config, overrides_of("evaluate", given))
-    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
+    from ssdctl.inference.locate import locate_checkpoint
 
     path = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     (evaluation,) = evaluate_files(

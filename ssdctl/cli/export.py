@@ -187,8 +187,8 @@ def push(
     if out is None:
         hub_package()
     from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.exporting.hub import upload_folder, write_model_folder
+    from ssdctl.inference.locate import locate_checkpoint
 
     content = load_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
     load_network(content)

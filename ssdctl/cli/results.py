@@ -141,7 +141,7 @@ def evaluate(
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
+    from ssdctl.inference.locate import is_model_folder, locate_checkpoint
 
     what = what or newest_run(call.console)
     is_run = Path(what).is_dir() and not is_model_folder(Path(what))

@@ -121,9 +121,9 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.checkpoint.locate import check_weight_sources
     from ssdctl.data.coco_json import COCO_NUM_CLASSES
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
+    from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
     from ssdctl.training.run import finalize, settings_of_run
 

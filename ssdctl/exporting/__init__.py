@@ -60,7 +60,7 @@ def export_checkpoint(
         if request.format == "openvino":  # it reads NAME.xml and NAME.bin
             raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
         log.warning("%s: ssdctl and other programs may not recognize it", problem)
-    from ssdctl.checkpoint.locate import locate_checkpoint
+    from ssdctl.inference.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     if request.out.exists() and request.out.samefile(source):

@@ -43,9 +43,10 @@ class MLLog:
         kind, step = record["kind"], record["step"]
         if kind == "begin":
             self._begin(step)
-        elif kind == "epoch":
-            self._end_epoch()
-        elif kind == "position" and record["is_evaluating"]:
+        elif kind == "position" and not record["is_evaluating"]:
+            if self._ends_epoch(step):
+                self._end_epoch()
+        elif kind == "position":
             if step == self._plan.total_steps:
                 self._end_epoch()
             self._end_block()
@@ -110,9 +111,11 @@ class MLLog:
 
     def _epoch_number(self, step: int) -> float:
         """Return the number of the epoch that ends with a step, or the fraction of epochs."""
-        ended = self._plan.epochs_ended(step)
-        is_end = self._plan.epochs_ended(step - 1) < ended
-        return ended if is_end else round(self._plan.epoch(step), 4)
+        plan = self._plan
+        return plan.epochs_ended(step) if self._ends_epoch(step) else round(plan.epoch(step), 4)
+
+    def _ends_epoch(self, step: int) -> bool:
+        return self._plan.epochs_ended(step - 1) < self._plan.epochs_ended(step)
 
     def _point(self, key: str, value: Any, **metadata: Any) -> None:
         self._write("POINT_IN_TIME", key, value, metadata)

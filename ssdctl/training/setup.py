@@ -28,7 +28,6 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.locate import locate_checkpoint, resolve_source
 from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
@@ -40,6 +39,7 @@ from ssdctl.distributed.collectives import open_on_all_ranks, process_group, wai
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
+from ssdctl.inference.locate import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
 from ssdctl.model.pretrained import check_file, fetch_weights, weights_of

@@ -111,12 +111,13 @@ def test_the_newest_few_stay_and_the_best(tmp_path: Path) -> None:
     for path in (stale, foreign):
         path.touch()
     folder = CheckpointFolder(tmp_path, keep=2)
-    folder.clean()
+    folder.repair()
     assert [p.name for p in folder.path.iterdir()] == ["notes.tmp"]
     for step in range(1, 6):
         folder.write({"step": step})
         if step == 2:
-            folder.mark_best(step)
+            folder.best_step = step
+            folder.update()
     assert [p.name for p in folder.steps()] == ["step-00000004.pt", "step-00000005.pt"]
     assert folder.steps()[-1].samefile(folder.path / "last.pt")
     assert torch.load(folder.path / "best.pt") == {"step": 2}

@@ -112,6 +112,7 @@ def test_images_keep_their_own_file_and_boxes(dataset: Path, cli: Cli) -> None:
         (dataset / "images/train" / image["file_name"]).rename(target)
         image["file_name"] = name
     path.write_text(json.dumps(content))
+    assert cli("prepare", "--data", dataset).code == 0
     expected = [(dataset / "images/train" / i["file_name"]).read_bytes() for i in content["images"]]
     for target, folder in (("coco", "train2017"), ("yolo", "images/train")):
         result = cli("dataset", "export", dataset, "--to", target, "--out", target)

@@ -60,7 +60,11 @@ def test_a_wait_that_the_gpu_records_too_is_listed_once() -> None:
 
 
 def test_invalid_profile_ranges_are_refused(cli: Cli) -> None:
-    for value, words in (("5,3", "step 3 is before step 5"), ("0,3", "--profile"), ("7", "7")):
+    for value, words in (
+        ("5,3", "step 3 is before step 5"),
+        ("0,3", "--profile"),
+        ("7", "--profile 50,53"),
+    ):
         result = cli("train", "--profile", value)
         assert result.code == 2
         assert words in result.err

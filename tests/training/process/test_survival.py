@@ -137,7 +137,7 @@ def test_a_store_that_is_cut_in_mid_run_ends_it_with_its_newest_state_saved(
     process = start(*command, "--steps", 1000)
     wait_for(lambda: has_steps(run, 1), process)
     files = [*store.glob("*.arrow")]
-    assert len(files) == 4
+    assert len(files) >= 4
     for path in files:
         os.truncate(path, 5000 if path.name.startswith("images-train") else 0)
     _, words = process.communicate()
