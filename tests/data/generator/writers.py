@@ -421,11 +421,11 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(coco, images="{split} prepared", labels="j/{split}.json", toml=True),
     ),
     "yolo: ultralytics": (
-        _YOLO._replace(flags=(*_YOLO.flags, "stale", "data is the file")),
+        _YOLO._replace(flags=(*_YOLO.flags, "stale", "data is the file"), named=False),
         partial(yolo, images="images/{split}", labels="labels/{split}", names="data.yaml"),
     ),
     "yolo: roboflow": (
-        _YOLO._replace(flags=(*_YOLO.flags, "above")),
+        _YOLO._replace(flags=(*_YOLO.flags, "above"), named=False),
         partial(yolo, images="{split}/images", labels="{split}/labels", names="data.yaml"),
     ),
     "yolo: lists": (
@@ -479,7 +479,11 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         Layout(("polygons", "ellipses", "turned", "data is the file"), classes="all"), cvat_xml
     ),
     "openimages": (
-        Layout(("quoted", "suffixes"), "stored", named=False, crowds=True, suffixes=(".jpg",)), openimages
+        # An image without boxes is read if its folder has labeled ones: folders are not searched.
+        Layout(
+            ("quoted", "suffixes"), "stored", named=False, crowds=True, empties=False, suffixes=(".jpg",)
+        ),
+        openimages,
     ),
     "kitti": (Layout(("scores",), "stored", named=False), partial(kitti, folder="{split}")),
     "kitti: training": (
