@@ -192,10 +192,10 @@ def held_out_images(data: Path) -> list[Path]:
     """Return the first four landscape validation images with at least three objects, no crowd."""
     import numpy as np
 
-    from ssdctl.data.open_dataset import annotations_of
+    from ssdctl.data.open_dataset import annotations_with_images
     from ssdctl.data.store_folder import default_store
 
-    val = annotations_of(data, default_store(data))["val"]
+    val = annotations_with_images(data, default_store(data))["val"]
     counts = np.bincount(val.rows, minlength=len(val.sizes))
     crowds = np.bincount(val.rows, val.is_crowd, len(val.sizes))
     is_chosen = (val.sizes[:, 0] > val.sizes[:, 1]) & (counts >= 3) & (crowds == 0)
