@@ -36,7 +36,9 @@ if sys.version_info < (3, 12):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The duration of an example depends on the machine's load; the first one builds Unicode tables.
-settings.register_profile("ssdctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A change is judged by the same examples everywhere; `--hypothesis-profile random` draws new ones.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ssdctl", settings.get_profile("random"), derandomize=True)
 settings.load_profile("ssdctl")
 
 # Variables of a developer's shell, a container or a batch job that change what is tested.

@@ -41,7 +41,7 @@ class Row(NamedTuple):
     remark: str
 
     def is_meant(self, value: str, *, is_own: bool) -> bool:
-        """Return whether an option with this value is the one of the row."""
+        """Return whether an option with this value, which the command may have, is the one of the row."""
         if self.constant:
             return value == self.constant
         return not is_own or (self.metavar == "N" and value.isdecimal())
@@ -175,7 +175,9 @@ class _Line:
         return next((s.path for s in self.command.settings if option in s.flags), option)
 
     def _add(self, word: Word) -> None:
-        is_known = self.is_moved and word.flag in self.templates
+        value = (*word.values, "")[0]
+        is_own = self.is_moved and word.flag in self.templates
+        is_known = is_own and not (word.row and word.row.is_meant(value, is_own=True))
         setting = self._setting(word.flag) if word.values else ""
         if word.row is not None and not is_known:
             self._replace(word, word.row)

@@ -112,6 +112,7 @@ def test_voyagers_line_needs_no_correction() -> None:
         ("train --mode evaluation --checkpoint a.pt", "evaluate --checkpoint a.pt"),
         ("train --mode benchmark-inference --data d", "benchmark evaluate --data d"),
         ("train --mode benchmark-training --epochs 2 --bs 2", "benchmark train --bs 2"),
+        ("train --mode benchmark-inference -d bf16", "benchmark evaluate --bf16"),
         ("train --inference a.jpg --model_dir m", "predict a.jpg --model_dir m"),
         ("predict a --source b.jpg", "predict a b.jpg"),
         ("train --use-habana-dl --bs 2", "train --preset mlperf-r34 --bs 2"),
