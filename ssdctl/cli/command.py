@@ -53,6 +53,14 @@ from ssdctl.runtime.safe_text import printable, redact_urls
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
 LONGEST_METAVAR = 24
+# Settings of the recipe that the rules for few images replace (ssdctl/training/run.py).
+FITTED = {
+    f"train.{name}"
+    for name in (
+        "epochs", "batch_size", "lr", "warmup", "decay_epochs", "lr_decay", "optimizer",
+        "weight_decay",
+    )
+}  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -347,6 +355,8 @@ def _default_note(setting: Setting) -> str:
     if setting.is_recipe:
         label = str(all_settings()["train.preset"].default)
         value = _preset_values(label)[setting.path]
+        if setting.path in FITTED:
+            return f" [{plain_value(value)} on COCO; fitted below 2,500 images]"
     elif value is None or value is False or value == ():
         return ""
     return f" [{label}: {plain_value(value)}]"
