@@ -14,9 +14,9 @@ from typing import Annotated
 
 from typer import Option
 
-from ssdctl.cli.app import click_root
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import painted
+from ssdctl.cli.help import click_root
 from ssdctl.config import Resolved
 from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time

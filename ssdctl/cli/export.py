@@ -113,7 +113,7 @@ def export(
 
 
 def _next_command(request: ExportRequest, config: Config) -> str:
-    """Return a command that runs the file, if there is one: ssdctl reads only some formats."""
+    """Return a command that runs the file; empty if ssdctl does not read the format."""
     out, size = str(request.out), request.batch or 1
     if request.format == "pt2":
         images = f"torch.zeros({size}, 300, 300, 3, dtype=torch.uint8)"

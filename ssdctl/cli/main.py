@@ -20,10 +20,9 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
     results,
     train,
 )
-from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import STDOUT, Console
-from ssdctl.cli.help import command_line, is_completion
+from ssdctl.cli.help import app, click_root, command_line, is_completion
 from ssdctl.cli.option_aliases import check_local_rank, is_local_rank
 from ssdctl.errors import ExitCode
 

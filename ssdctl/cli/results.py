@@ -182,7 +182,7 @@ def evaluate(
 
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score all files; the list is empty on ranks other than the main one."""
+    """Score all files; return an empty list on ranks other than the main one."""
     from ssdctl.evaluation.evaluate import evaluate_files
 
     tune_process()

@@ -202,7 +202,7 @@ def _show_plan(call: Call) -> None:
 
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
-    """Return the dataset and its size; COCO's, without classes, if none was named or is read."""
+    """Return the dataset and its size; COCO's size if no dataset is named or read."""
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders

@@ -118,7 +118,7 @@ def model_card(checkpoint: Checkpoint, **facts: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return foreign text as one line of plain Markdown."""
+    """Escape foreign text for one line of Markdown."""
     return re.sub(r"([\\`*_{}\[\]()#|<>!&~])", r"\\\1", one_line(text, 200))
 
 
