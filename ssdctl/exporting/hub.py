@@ -46,8 +46,7 @@ from ssdctl.inference.image_detector import ImageDetector
 from ssdctl.inference.predict import Predictor, class_names, open_detector
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
-from ssdctl.runs.layout import RunDir
-from ssdctl.runs.reader import read_run
+from ssdctl.runs.run import Run
 from ssdctl.runtime.safe_text import listed
 
 MAX_CLASSES = 100  # in the card
@@ -145,15 +144,14 @@ def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]]:
     """Return the metrics of this step and the AP of each class, from the run folder."""
-    folder = checkpoint.path.parent.parent
-    if not RunDir(folder).metrics.is_file():
+    run = Run(checkpoint.path.parent.parent)
+    if not run.is_trained:
         return {}, {}
     try:
-        run = read_run(folder)
+        records = [record for record in run.evals if record["step"] == checkpoint.step]
     except SsdctlError:  # weights of a broken run are pushed without metrics
         return {}, {}
-    records = [r for r in (*run.evals, run.best or {}) if r.get("step") == checkpoint.step]
-    return (dict(records[-1]), run.class_ap_at(checkpoint.step)) if records else ({}, {})
+    return (records[-1], run.class_ap_at(checkpoint.step)) if records else ({}, {})
 
 
 def _draw(
