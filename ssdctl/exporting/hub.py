@@ -33,7 +33,7 @@ from ssdctl.download.hub import (
     hub_package,
     no_progress_bars,
 )
-from ssdctl.errors import NetworkError, SsdctlError
+from ssdctl.errors import NetworkError
 from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.evaluation.evaluate import trained_on
 from ssdctl.exporting.deployed import Deployment, dataset_images, images_of
@@ -147,10 +147,7 @@ def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]
     run = Run(checkpoint.path.parent.parent)
     if not run.is_trained:
         return {}, {}
-    try:
-        records = [record for record in run.evals if record["step"] == checkpoint.step]
-    except SsdctlError:  # weights of a broken run are pushed without metrics
-        return {}, {}
+    records = [record for record in run.evals if record["step"] == checkpoint.step]
     return (records[-1], run.class_ap_at(checkpoint.step)) if records else ({}, {})
 
 

@@ -81,7 +81,7 @@ class Run:
         return records
 
     def _refuse(self) -> NoReturn:
-        hint = "name the folder that train's --out named: runs/DATASET-BACKBONE, if none"
+        hint = "name a run folder: train's --out, or a folder of runs/"
         if below := sorted(_run_folders(self.path, 1)):
             hint = f"there are runs in it: {listed(below, MAX_NAMED)}"
         name = self._files.metrics.name
