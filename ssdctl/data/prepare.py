@@ -459,8 +459,8 @@ def _note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence
                 splits.setdefault(f"{prefix}{name}".rpartition("/")[0], split)
     others: dict[str, list[str]] = {}  # by split
     for name in unlisted:
-        if split := splits.get(name.rpartition("/")[0]):
-            others.setdefault(split, []).append(name)
+        if owner := splits.get(name.rpartition("/")[0]):
+            others.setdefault(owner, []).append(name)
     for split, names in others.items():
         images, num_bytes = resolved[split]
         note = f"image files not in the dataset, left out: {len(names):,}, such as {names[0]}"

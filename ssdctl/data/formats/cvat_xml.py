@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -60,10 +59,10 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         file: _images(tree, file, counts) + _track_frames(tree, file, root, counts)
         for file, tree in trees.items()
     }
-    chosen: Mapping[str | None, Path] = {None: files[0]}  # whose images may name their splits
+    chosen: dict[str | None, Path] = {None: files[0]}  # whose images may name their splits
     if len(files) > 1:
         names = {file: {image.file_name for _, image in contents[file]} for file in files}
-        chosen = {**by_split(root, files, names.__getitem__, notes)}
+        chosen = dict(by_split(root, files, names.__getitem__, notes).items())
     frames = [(own or s, image) for own, file in chosen.items() for s, image in contents[file]]
     labels = (e for f in chosen.values() for e in trees[f].iterfind("meta//labels/label/name"))
     used = [box.name for _, image in frames for box in image.boxes]

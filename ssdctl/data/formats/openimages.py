@@ -108,7 +108,7 @@ def _without_boxes(
     result: dict[str, list[str]] = {split: [] for split in images}
     for file in finder.files:
         folder = file.rpartition("/")[0]
-        splits = owners[folder] if folder in owners else {split_of(folder)} & {*images}
+        splits = owners[folder] if folder in owners else {*images} & {split_of(folder)}
         if len(splits) == 1 and file not in labeled:
             result[next(iter(splits))].append(file)
     return result
