@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.distributed import collectives
@@ -13,7 +13,7 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.training.schedule import every
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint import Checkpoint
+    from ssdctl.checkpoint.format import Checkpoint
     from ssdctl.training.run import SettledRun
 
 log = logging.getLogger(__name__)
@@ -71,11 +71,11 @@ class Saver(CheckpointFolder):
         self._since = now
         return True
 
-    def save(self, state: dict[str, Any]) -> None:
+    def save(self, checkpoint: Checkpoint) -> None:
         """Start to write a checkpoint; its tensors are copied before this returns."""
         if self._ranks.is_main:
-            super().save(state)
-        self.saved_step, self._since = state["step"], time.monotonic()
+            super().save(checkpoint)
+        self.saved_step, self._since = checkpoint.step, time.monotonic()
 
     def newest(self) -> Checkpoint | None:
         self.wait()

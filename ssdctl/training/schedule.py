@@ -15,7 +15,7 @@ from ssdctl.input.batch import num_background
 from ssdctl.model.backbones import find_backbone
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint import Checkpoint
+    from ssdctl.checkpoint.format import Checkpoint
     from ssdctl.config import TrainConfig
     from ssdctl.config.sections import SettledTrainConfig
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import (
     load_backbone,
     load_checkpoint,
@@ -28,6 +27,7 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.format import NetworkWeights
 from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
@@ -65,7 +65,7 @@ from ssdctl.training.trackers import find_trackers
 from ssdctl.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-InitReader = Callable[[], Checkpoint]  # reads the checkpoint of --init
+InitReader = Callable[[], NetworkWeights]  # reads the checkpoint of --init
 
 
 @contextlib.contextmanager
@@ -324,7 +324,7 @@ def _fetch_weights(name: str, config: Config) -> Path:
         raise NetworkError(str(error), hint=f"{error.hint}; {others}") from None
 
 
-def _refuse_another_network(checkpoint: Checkpoint, expected: Architecture) -> None:
+def _refuse_another_network(checkpoint: NetworkWeights, expected: Architecture) -> None:
     saved = checkpoint.architecture
     if (saved.backbone, saved.extra_norm) != (expected.backbone, expected.extra_norm):
         raise IntegrityError(

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import torch
+from torch import Tensor
 
-from ssdctl.checkpoint import FORMAT
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.config.render import snapshot
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError, Stopped
@@ -32,7 +32,6 @@ from ssdctl.training.step import NonFiniteGuard, StepResult, build_step
 from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint import Checkpoint
     from ssdctl.training.run import OpenedRun
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Trainer:
         self.saver = Saver(opened.run, ranks)
         self.saver.start(self.step, checkpoint)
         self.run_log = RunLog(opened, self.step, emit)
-        best_ap = checkpoint and checkpoint.best_ap
+        best_ap = None if checkpoint is None else checkpoint.best_ap
         self.evaluator = Evaluator(opened, self.run_log.past_evaluations(), best_ap)
         self.update_links()
         self.input = StepInput(opened)
@@ -117,28 +116,29 @@ class Trainer:
             yield self.step
         self._finish()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the contents of a checkpoint. Its tensors are the run's: copy them before a step.
+    def state(self, rank_statistics: list[list[Tensor]] | None = None) -> Checkpoint:
+        """Return what a checkpoint contains. Its tensors are the run's: copy them before a step.
 
-        `rank_statistics`, which `save` adds to it, are batch norm's statistics of each rank where
-        `model` has their average.
+        Args:
+            rank_statistics: Batch norm's of each rank, where `model` has their average.
         """
-        trained = self.model.state_dict()
-        return {
-            "format": FORMAT,
-            "model": trained if self.ema is None else dict(self.ema.state()),  # to evaluate
-            "trained": None if self.ema is None else trained,  # to resume from, if it differs
-            "architecture": self.opened.architecture._asdict(),
-            # label = index + 1; ids are COCO's
-            "classes": msgspec.to_builtins(self.opened.train.classes),
-            "config": snapshot(self.opened.run.config),
-            "step": self.step,
-            "samples_seen": self.samples_seen,
-            "images": self.plan.images,  # per epoch
-            "global_batch": self.plan.global_batch_size,  # samples per step
-            "best_ap": self.evaluator.early_stopping.ap,
-            "optimizer": self.optimizer.state_dict(),  # momentum and the like
-        }
+        opened, plan, trained = self.opened, self.plan, self.model.state_dict()
+        return Checkpoint(
+            path=RunDir(opened.run.out).step_checkpoint(self.step),
+            model=trained if self.ema is None else dict(self.ema.state()),
+            trained=None if self.ema is None else trained,
+            architecture=opened.architecture,
+            classes=opened.train.classes,
+            config=snapshot(opened.run.config),
+            step=self.step,
+            epoch=self.samples_seen / plan.images,
+            samples_seen=self.samples_seen,
+            images=plan.images,
+            global_batch=plan.global_batch_size,
+            best_ap=self.evaluator.early_stopping.ap,
+            optimizer=self.optimizer.state_dict(),
+            rank_statistics=rank_statistics,
+        )
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: its weights, their average, momentum and position.
@@ -165,10 +165,10 @@ class Trainer:
         self._record_evaluation(wait=True)
         if is_scheduled:
             self.statistics.average(self.step)
-            self.saver.save({**self.state_dict(), "rank_statistics": None})
+            self.saver.save(self.state())
         else:
             with self.statistics.averaged(self.step) as of_ranks:
-                self.saver.save({**self.state_dict(), "rank_statistics": of_ranks})
+                self.saver.save(self.state(of_ranks))
 
     def evaluate(self) -> None:
         """Detect on the validation split and save; the score comes while the next steps run."""

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ssdctl.boxes import BOXES_PER_CELL
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, load_network, read_payload, with_classes
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import DataConfig, resolve
 from ssdctl.config.fields import LARGEST_INT

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import run_cli
 from PIL import Image
+from reporting.test_damaged_runs import ENVIRONMENT, record
 
 from ssdctl.runs.metrics import MetricsFile
 
@@ -168,8 +169,9 @@ def page(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     metrics = MetricsFile(folder / "metrics.jsonl", start_step=0)
     for step in range(1, 300):
-        metrics.write({"kind": "train", "step": step, "epoch": step / 10, "loss": 3 / step})
+        metrics.write(record("train", step, loss=3 / step, images_per_second=20.0))
     (folder / "config.toml").write_text("[train]\nepochs = 1\n")
+    (folder / "environment.json").write_bytes(ENVIRONMENT)
     result = run_cli("evaluate", results, "--data", shapes, "--report", folder)
     assert result.code == 0, result.err
     return folder / "report.html"

@@ -16,9 +16,9 @@ import torch
 from conftest import TINY_RUN, Cli, run_cli
 from helpers import assert_same_state, is_mountable, last, records, train_command
 
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.config.fields import PresetName
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations import color

@@ -220,20 +220,21 @@ def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signa
 
 
 CRASH = """
-import json, os, pathlib, shutil, sys
+import dataclasses, json, os, pathlib, shutil, sys
 import torch
+from ssdctl.checkpoint.file import load_resumable
 from ssdctl.checkpoint.folder import CheckpointFolder
 
 original, run, goes_back = *map(pathlib.Path, sys.argv[1:3]), sys.argv[3] == "back"
 keep = 9 if goes_back else 2
-payload = torch.load(original / "checkpoints/last.pt", weights_only=True)
-payload["step"] += 1
+checkpoint = load_resumable(original / "checkpoints/last.pt")
+checkpoint = dataclasses.replace(checkpoint, step=checkpoint.step + 1)
 if goes_back:  # a better step 4 to go back from, with a line of its evaluation
     folder = CheckpointFolder(original, keep)
-    folder.write(payload)
+    folder.write(checkpoint)
     (folder.path / "evaluation-00000004.json").write_text("{}")
     with open(original / "metrics.jsonl", "a") as file:
-        print(json.dumps({"kind": "eval", "step": 4, "epoch": 1, "AP": 1.0}), file=file)
+        print(json.dumps({"kind": "eval", "step": 4, "epoch": 1, "AP": 1.0, "AP50": 1.0, "AP75": 1.0}), file=file)
     folder.best_step = 4
     folder.update()
 operations, crash_at = 0, 0
@@ -261,7 +262,7 @@ def save():
     if goes_back:
         CheckpointFolder(run, keep).go_back(3, run / "checkpoints/step-00000003.pt")
     else:
-        CheckpointFolder(run, keep).write(payload)
+        CheckpointFolder(run, keep).write(checkpoint)
     os._exit(0)
 
 
