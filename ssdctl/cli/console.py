@@ -85,7 +85,7 @@ class Console(logging.Handler):
     def closing(
         self, facts: Sequence[tuple[str, str | Path]], next_commands: Sequence[str] = ()
     ) -> None:
-        """Write the last block of a command to stderr: what it wrote, and what to run next.
+        """Write the last block of a command to stderr: the written files, and commands to run next.
 
         Nothing is written with -q or --json, and on ranks that are quiet; no commands inside
         another command, which has its own.

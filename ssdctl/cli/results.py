@@ -1,4 +1,4 @@
-"""`ssdctl evaluate`, `runs` and `report`, and the run that commands use if none is named."""
+"""`ssdctl evaluate`, `runs` and `report`, and the run that commands use by default."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def headline(evaluation: Evaluation) -> str:
 
 
 def tables(evaluation: Evaluation) -> Group:
-    """Return the classes, the other metrics, the errors by type, and what they mean."""
+    """Return tables of the classes, the other metrics, and the errors by type."""
     from rich.console import Group
 
     from ssdctl.evaluation.analysis import ERROR_NAMES, diagnosis
@@ -288,7 +288,7 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
 
 
 def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
-    """Return the metrics that exist: COCO's sizes without objects have none."""
+    """Return the metrics with a value; sizes without objects have no AP."""
     return [name for name in names if evaluation.metrics.get(name, -1) >= 0]
 
 

@@ -257,7 +257,7 @@ def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
 
 
 def _differing(dest: Path, record: Record, progress: Progress) -> list[str]:
-    """Return the paths of files whose size or CRC is not the recorded one."""
+    """Return the paths of files whose size or CRC differs from the record."""
     total, done, differing = sum(entry.size for entry in record.entries), 0, []
     for path, size, expected in record.entries:
         crc, target = 0, safe_join(dest, path)
@@ -297,7 +297,7 @@ def unpack(
                 owner, other = owners.get(entry.path, ("", entry))
                 if other != entry:
                     raise IntegrityError(
-                        f"{archive}: its {entry.path!r} would replace that of {owner}",
+                        f"{archive}: its {entry.path!r} would replace the file of {owner}",
                         hint="give each archive a manifest and a --dest of its own",
                     )
             num_bytes = sum(info.file_size for info in infos)

@@ -44,7 +44,7 @@ DEFAULTS = DetectorConfig()
 
 
 class DetectorBackend(Protocol):
-    """What `predict` and `evaluate` need of a detector: images in, detections out."""
+    """The interface of detectors for `predict` and `evaluate`."""
 
     score_threshold: float
     nms_iou: float
@@ -149,11 +149,11 @@ def detect_batches(
     on_output: Callable[[T, tuple[Tensor, ...]], None] | None = None,
     describe: Callable[[T], str] | None = None,
 ) -> Iterator[tuple[T, list[ImageDetections]]]:
-    """Run a network on batches of images; yield what each batch is of, and its detections.
+    """Run a network on batches of images; yield the item of each batch and its detections.
 
     Args:
         detector: The network.
-        batches: What the images are of, and the images, (B, 300, 300, 3) uint8 RGB.
+        batches: An item that names the images, and the images, (B, 300, 300, 3) uint8 RGB.
         min_batch: A smaller batch is filled with its first image, whose further detections are
             left out.
         ahead: Outputs that a thread decodes while the network runs on; 0: no thread.
