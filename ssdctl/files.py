@@ -189,7 +189,6 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically."""
     with atomic_write(path) as file:
         file.write(content)
 

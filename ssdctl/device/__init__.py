@@ -25,7 +25,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Decoder(NamedTuple):
-    """Lets a library decode images on the device itself."""
+    """A decoder of images on the device itself, for a library."""
 
     ordinal: int  # index among the devices of this type
     # A uint8 tensor of that shape, which `fill(tensor, stream)` fills on that stream, as a copy.
@@ -59,12 +59,12 @@ class Device(ABC):
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Return the precisions that it can compute in."""
+        """The precisions that it supports."""
         return DEVICE_TYPES[self.name].precisions
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Return the forms of `model/fused.py` in which its steps compute."""
+        """The forms of `model/fused.py` in which its steps compute."""
         return ()
 
     def place(self, model: Module) -> Module:
@@ -207,5 +207,5 @@ def refused_device(device: str, hint: str) -> Iterator[None]:
 
 
 def pageable_buffer(shape: tuple[int, ...]) -> Tensor:
-    """Return `Device.host_buffer` of devices without a use for pinned memory."""
+    """Return a host buffer for devices that do not read pinned memory."""
     return torch.empty(shape, dtype=torch.uint8)

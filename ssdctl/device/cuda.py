@@ -115,7 +115,6 @@ class Cuda(Device):
 
 
 def open_device(local_rank: int, execution: str | None) -> Cuda:
-    """Open this process's GPU."""
     if not torch.cuda.is_available():
         raise UsageError(
             "device cuda: PyTorch finds no GPU on this machine",

@@ -157,7 +157,6 @@ def _clear_errors() -> Iterator[None]:
 
 
 def open_device(local_rank: int, execution: str | None) -> Hpu:
-    """Open this process's Gaudi card."""
     if importlib.util.find_spec(BRIDGE) is None:
         raise UsageError(
             f"device hpu: the Gaudi bridge ({BRIDGE}) is not installed here",

@@ -151,7 +151,6 @@ def _batch_splitter(num_cores: int) -> Callable[[int], Any]:
 
 
 def open_device(local_rank: int, execution: str | None) -> Xla:
-    """Open this process's XLA device."""
     hint = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*': its newest release fits only "
     require_package("xla", PACKAGE, hint + "that torch, and libtpu is in its extra tpu")
     DEVICE_TYPES["xla"].choose_execution(execution)

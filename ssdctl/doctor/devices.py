@@ -31,7 +31,6 @@ XLA = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*', which TPU v2 and v3 n
 
 
 def check_cpu(doctor: Doctor) -> Iterator[Check]:
-    """Yield the results of the torch probe for the CPU."""
     if (cpu := doctor.torch.result().facts().get("cpu")) is None:
         return
     native = "bf16 native" if cpu["has_native_bf16"] else "bf16 works but slowly: prefer --fp32"

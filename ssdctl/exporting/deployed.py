@@ -202,7 +202,7 @@ class Reference:
 
 
 def images_of(root: Path, store: Path) -> tuple[Images, str]:
-    """Return images to compare two programs on, and their source."""
+    """Return images for the comparison of two programs, and their source."""
     images = list(dataset_images(root, store, NUM_IMAGES))
     if len(images) == NUM_IMAGES:
         return np.stack([resized(image) for image in images]), str(root)

@@ -20,8 +20,6 @@ DISPLAYS = "0x03"  # PCI class of graphics and 3D controllers
 
 
 class TpuType(NamedTuple):
-    """A version of TPUs."""
-
     name: str
     # The numbers of a host's chips that TorchTPU can use; empty for chips of two cores, which only
     # torch_xla supports.

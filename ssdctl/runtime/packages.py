@@ -58,7 +58,7 @@ def dali_extra() -> str:
 
 
 def dali_package() -> str:
-    """Return the name of the nvidia-dali package of that extra."""
+    """Return the nvidia-dali package of `dali_extra`."""
     return f"nvidia-{dali_extra()}0"
 
 

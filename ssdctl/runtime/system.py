@@ -177,7 +177,7 @@ def peak_memory_bytes() -> int:
 
 
 def is_process_running(process: int) -> bool:
-    """Return whether this machine has a process of that number."""
+    """Return whether this machine has a process with this id."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

@@ -49,8 +49,6 @@ NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a n
 
 @dataclass(frozen=True)
 class Kubernetes(BatchEngine):
-    """kubectl, and a manifest for it."""
-
     name = "kubernetes"
     submit_command = "kubectl create -f"
     runs_elsewhere = True

@@ -52,8 +52,6 @@ MISSING_HOST = "mpirun on several nodes needs --hostfile FILE, or MASTER_ADDR in
 
 @dataclass(frozen=True)
 class Mpirun(Engine):
-    """Open MPI's mpirun on the first node."""
-
     name = "mpirun"
     open_mpi: int | None = None  # major version, if it is known
     port: int = 29500  # a free one, where the ranks meet
@@ -77,7 +75,6 @@ class Mpirun(Engine):
         )
 
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the command line of mpirun."""
         config = request.config
         _refuse_unsupported(request)
         is_local = config.nodes == 1 and not request.hosts

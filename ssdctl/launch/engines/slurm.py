@@ -94,8 +94,6 @@ fi
 
 @dataclass(frozen=True)
 class Slurm(BatchEngine):
-    """sbatch, and srun in its script."""
-
     name = "slurm"
     submit_command = "sbatch"
     settings: SlurmConfig = field(default_factory=SlurmConfig)
@@ -111,7 +109,6 @@ class Slurm(BatchEngine):
         )
 
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the script, and its submission."""
         if request.device in ("tpu", "xla"):
             raise UsageError(
                 "--launcher slurm does not support TPUs",
@@ -182,7 +179,6 @@ class Slurm(BatchEngine):
         return f"scancel {job_id}"
 
     def follow(self, job_id: str, job: Job, write: Write) -> int:
-        """Write the job's output until it ends; return its exit code."""
         position = 0
         while True:
             line = query("scontrol", "show", "job", "--oneliner", job_id).strip()

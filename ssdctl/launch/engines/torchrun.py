@@ -32,8 +32,6 @@ MISSING_HOST = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the f
 
 @dataclass(frozen=True)
 class Torchrun(Engine):
-    """torchrun on each node."""
-
     name = "torchrun"
     torch_version: tuple[int, int] = OLDEST_TORCH  # major and minor; newer ones have more options
     # This machine's address that leads to the rendezvous host; None: all ranks are on one machine,
@@ -58,7 +56,6 @@ class Torchrun(Engine):
             )
 
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the command line of torchrun on this node."""
         config, ranks, module = request.config, request.ranks_per_node, MODULE
         warnings, variables = list[str](), dict[str, str]()
         if _tpus.is_tpu(request):
