@@ -60,8 +60,10 @@ def test_no_import_circle() -> None:
     texts = {name: path.read_text(encoding="utf-8") for name, path in PATHS.items()}
     graph = {n: _imports(ast.walk(ast.parse(text))) - {n} for n, text in texts.items()}
     graphlib.TopologicalSorter(graph).prepare()  # an error names the circle
-    for name, text in texts.items():
-        assert not re.search(r"import_module\(\s*f?\"ssdctl", text), name
+    hidden = r"import_module\(\s*f?\"ssdctl|__import__|modules\[\"ssdctl"
+    found = {name for name, text in texts.items() if re.search(hidden, text)}
+    # Methods that are public functions of the package, in a layer above.
+    assert found == {"ssdctl.model.ssd300", "ssdctl.runs.run"}
 
 
 def test_plugins_are_loaded_by_the_package_that_has_them() -> None:
