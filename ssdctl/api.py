@@ -188,7 +188,7 @@ def train(
 
     Args:
         data: The dataset folder or file.
-        out: The run folder; None is `runs/DATASET-BACKBONE`.
+        out: The run folder; None is `runs/DATASET-BACKBONE`, with `init` `runs/DATASET-NAME`.
         init: Start from the weights of this checkpoint; other classes get new class heads.
         preset: The recipe, such as `stable-r34` or `nvidia-r50`.
         backbone: Such as `resnet18`, `resnet34`, `resnet50` or `vgg16`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-import statistics
 import sys
 import textwrap
 import time
@@ -47,8 +46,6 @@ BUDGET_S = 270.0  # for the whole demo; the rest of five minutes is a reserve
 EVALUATIONS = 5  # during the training
 # On two idle cores, the other stages take as long as these training steps and seconds.
 DRAWING_STEPS, EVALUATION_STEPS, OTHERS_S = 80, 20, 16.0
-# The measurement of the speed.
-WARM_UP_STEPS, FEWEST_STEPS, MOST_STEPS, MEASURED_S = 3, 5, 8, 5.0
 COLUMNS = 80  # for the printed commands
 SHEET_CELL = (440, 330)  # pixels of an image of the contact sheet
 SHEET_BORDER = 4
@@ -126,30 +123,20 @@ def seconds_per_step(resolved: Resolved) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
+    from ssdctl.benchmark import train as benchmark
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
-    from ssdctl.input.fake import random_batch
     from ssdctl.model.ssd300 import Architecture
-    from ssdctl.training.optimizer import without_dynamo
     from ssdctl.training.run import finalize
-    from ssdctl.training.step import build_step
 
     config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
     device = open_device(config.device, 0, config.execution)
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
-    model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
     run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
-    batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12)
-    times: list[float] = []
-    with without_dynamo():
-        step = build_step(model, config, device, run.precision)
-        while len(times) < FEWEST_STEPS or (len(times) < MOST_STEPS and sum(times) < MEASURED_S):
-            start = time.perf_counter()
-            step([batch], 1e-6)
-            times.append(time.perf_counter() - start)
-    return statistics.median(times[WARM_UP_STEPS:])
+    architecture = Architecture("resnet18", "batch", len(CLASSES) + 1)
+    return benchmark.seconds_per_step(architecture, config, device, run.precision, BATCH_SIZE)
 
 
 def affordable_steps(step_s: float, left_s: float) -> int:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
 MAX_SIMILAR = 10  # runs whose speed may be known
+MEASURED_BATCH = 2  # images; a step of 8 takes four times as long on a CPU
 
 
 @command(
@@ -39,11 +40,11 @@ MAX_SIMILAR = 10  # runs whose speed may be known
         "--resume --eval-every --dry-run"
     ),
     examples=[
-        "ssdctl train --data /data/coco --out runs/first",
-        "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
-        "ssdctl train --steps 100 --warmup 10st --backbone-weights none   # a short trial",
+        "ssdctl train --data photos",
+        "ssdctl train --data photos --dry-run   # the plan: network, length, time, recipe",
+        "ssdctl train --data photos --init ssd300-vgg16-coco   # from a detector of COCO",
+        "ssdctl train --data /data/coco --preset nvidia-r50 --bs 64 --bf16",
         "ssdctl train --fake-data --steps 100 --warmup 10st   # the device's speed, no dataset",
-        "ssdctl train --dry-run --json   # the plan: steps, warm-up, learning rate",
     ],
 )
 def train(
@@ -173,15 +174,18 @@ def _show_plan(call: Call) -> None:
         return
     repeated = ", more than there are images: a step uses some of them several times"
     repeated = repeated if plan.global_batch_size > plan.images else ""
+    validation = min(size.validation, config.train.overfit or size.validation)
     rows = description.facts(
         run,
         size.classes,
-        min(size.validation, config.train.overfit or size.validation),
+        validation,
         f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
         f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
     )
-    rows["length"] += _known_time(run, device.name)
+    classes = len(size.classes) or COCO_NUM_CLASSES
     rows |= {
+        "time": _time(call, run, device.name, validation, classes),
+        "to stop": "Ctrl-C at any time: the run is saved, and the same command continues it",
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
@@ -189,7 +193,7 @@ def _show_plan(call: Call) -> None:
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
         "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
-        "checkpoints": _disk_needed(run, len(size.classes) or COCO_NUM_CLASSES),
+        "checkpoints": _disk_needed(run, classes),
         "run": str(run.out),
     }
     if call.console.verbose and (details := description.details(run)):
@@ -226,8 +230,33 @@ def _device(name: str) -> DeviceType:
     return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
-def _known_time(run: SettledRun, device: str) -> str:
-    """Return the time that the steps take at the speed of this run, or else of a similar one.
+def _time(call: Call, run: SettledRun, device: str, val_images: int, classes: int) -> str:
+    """Return how long the run takes, by an earlier run or, on a terminal, by measured steps."""
+    from ssdctl.runs.display import EVALUATION_COST
+    from ssdctl.training.description import evaluations_after
+
+    evaluations = len(evaluations_after(run, 0)) * val_images
+    images = run.plan.total_steps * run.plan.global_batch_size + EVALUATION_COST * evaluations
+    if (known := _known_rate(run, device)) is not None:
+        rate, source = known[0], f"in {known[1]}"
+    elif call.console.live and device == "cpu" and find_ranks().is_single_process:
+        call.console.info("Measuring training steps...")
+        from ssdctl.benchmark.train import seconds_per_step  # late: torch takes seconds
+        from ssdctl.device import open_device
+        from ssdctl.model.ssd300 import Architecture
+
+        model, config, size = run.config.model, run.config.train, MEASURED_BATCH
+        architecture = Architecture(model.backbone, model.extra_norm, classes + 1)
+        opened = open_device(device, execution=config.execution)
+        rate = size / seconds_per_step(architecture, config, opened, run.precision, size)
+        source = "measured now"
+    else:
+        return "unknown before a first run; `ssdctl benchmark train` measures the speed"
+    return f"about {duration(images / rate)} on this machine, {rate:.1f} img/s {source}"
+
+
+def _known_rate(run: SettledRun, device: str) -> tuple[float, Path] | None:
+    """Return images per second of this run, or else of a similar one.
 
     That is the newest run of `runs/` with the same network and precision, on as many devices.
     """
@@ -242,12 +271,11 @@ def _known_time(run: SettledRun, device: str) -> str:
             is_cpu = environment["device"] == processor()[0]
             theirs = network, precision, environment["world_size"], is_cpu
             rate = float(known.train[-1]["images_per_second"])
-            seconds = run.plan.total_steps * run.plan.global_batch_size / rate
-        except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
+        except (SsdctlError, LookupError, TypeError, ValueError):
             continue
-        if path == run.out or theirs == ours:
-            return f", about {duration(seconds)} at the {rate:.1f} img/s of {path}"
-    return " (`ssdctl benchmark train` measures the speed)"
+        if rate > 0 and (path == run.out or theirs == ours):
+            return rate, path
+    return None
 
 
 def _disk_needed(run: SettledRun, classes: int) -> str:

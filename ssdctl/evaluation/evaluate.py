@@ -22,7 +22,8 @@ from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
-from ssdctl.data.index import read_made
+from ssdctl.data.duplicates import duplicate_warnings
+from ssdctl.data.index import index_path, read_made, require_metadata
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
@@ -110,8 +111,18 @@ def _evaluate_results(path: Path, resolved: Resolved) -> Evaluation:
     image_ids = truth.image_ids
     if settings.annotated_only:
         image_ids = image_ids[np.unique(truth.rows)]
+    warnings = list[str]()
+    if is_prepared(root, store):
+        duplicates = require_metadata(index_path(store, name)).duplicates
+        warnings = duplicate_warnings(name, len(truth.image_ids), duplicates)
+    for warning in warnings:
+        log.warning("%s", warning)
     about = EvaluationInfo(
-        source=str(path), data=str(root.absolute()), store=str(store.absolute()), split=name
+        source=str(path),
+        data=str(root.absolute()),
+        store=str(store.absolute()),
+        split=name,
+        warnings=warnings,
     )
     found, image_ids = read_detections(path), image_ids[: settings.limit]
     return score(truth, found, about, image_ids, verify=settings.verify)

@@ -116,7 +116,7 @@ def read_run(path: Path) -> RunData:
     data = RunData(path.resolve().name, path, read_evaluation(run.evaluation), {}, {})
     if not run.metrics.is_file():
         if data.evaluation is None:
-            hint = "name the folder that train's --out named: runs/DATASET-BACKBONE, if none"
+            hint = "name a run folder: train's --out, or a folder of runs/"
             if below := sorted(_run_folders(path, 1)):
                 hint = f"there are runs in it: {listed(below, MAX_NAMED)}"
             raise UsageError(f"{path}: not a run folder (it has no {run.metrics.name})", hint=hint)
