@@ -24,16 +24,17 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from ssdctl.cli.app import app, without_options
 from ssdctl.cli.console import Console
 from ssdctl.cli.help import (
     COMMON,
     EXAMPLES,
     HelpGroup,
+    app,
     completer,
     is_completion,
     show_short_help,
     usage,
+    without_options,
 )
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.render import plain_value

@@ -117,7 +117,7 @@ class Console(logging.Handler):
         """Write the message and the hint of an expected failure, or of a stop, to stderr."""
         is_stop = isinstance(error, (Interrupted, Stopped))
         label, style = ("", "") if is_stop else ("error", "red")
-        self._message(str(error), label=label, style=style)
+        self._message(error.message, label=label, style=style)
         if error.hint:
             self._message(error.hint, label="hint", style="cyan")
         if error.command:  # in one line: a terminal's own wrapping can be copied

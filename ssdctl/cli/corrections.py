@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ssdctl.cli.app import click_root
+from ssdctl.cli.help import click_root
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.resolve import preset_overrides
 from ssdctl.config.settings import Setting, all_settings, other_programs

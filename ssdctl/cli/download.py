@@ -133,7 +133,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) ->
 
 
 def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bool) -> None:
-    """Check the files; without a selection some parts of COCO may be missing, but not all."""
+    """Check the files; unless some were selected, parts of COCO may be missing, but not all."""
     from ssdctl.download.dataset import verify
 
     with fetching(call.console) as progress:

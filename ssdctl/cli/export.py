@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.help import completer
-from ssdctl.cli.results import newest_run
+from ssdctl.cli.results import name_newest_run
 from ssdctl.config import Config
 from ssdctl.errors import UsageError
 from ssdctl.exporting import (
@@ -103,7 +103,7 @@ def export(
     request = ExportRequest(
         kind, Path(out), nms, raw, _batch_size(batch), fp16, int8, calibrate, max_ap_loss
     )
-    checkpoint = checkpoint or newest_run(call.console)
+    checkpoint = checkpoint or name_newest_run(call.console)
     result = export_checkpoint(checkpoint, request, call.resolved, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
     files = [request.out, *[request.out.with_suffix(".bin")] * (kind == "openvino")]
@@ -113,7 +113,7 @@ def export(
 
 
 def _next_command(request: ExportRequest, config: Config) -> str:
-    """Return a command that runs the file, if there is one: ssdctl reads only some formats."""
+    """Return a command that runs the file; empty if ssdctl does not read the format."""
     out, size = str(request.out), request.batch or 1
     if request.format == "pt2":
         images = f"torch.zeros({size}, 300, 300, 3, dtype=torch.uint8)"

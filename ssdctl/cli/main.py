@@ -20,10 +20,9 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
     results,
     train,
 )
-from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import STDOUT, Console
-from ssdctl.cli.help import command_line, is_completion
+from ssdctl.cli.help import app, click_root, command_line, is_completion
 from ssdctl.cli.option_aliases import check_local_rank, is_local_rank
 from ssdctl.errors import ExitCode
 
@@ -48,7 +47,7 @@ def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
     from pathlib import Path
 
     from ssdctl._version import __version__
-    from ssdctl.runs.metrics import git_commit
+    from ssdctl.runs.environment import git_commit
     from ssdctl.runtime.hardware import device_names
     from ssdctl.runtime.packages import package_version
     from ssdctl.runtime.system import usable_cores

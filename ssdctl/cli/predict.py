@@ -15,7 +15,7 @@ import msgspec
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.results import newest_run
+from ssdctl.cli.results import name_newest_run
 from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -99,7 +99,7 @@ def predict(
     if settings.save is not None and out is None:
         raise UsageError(f"--save {settings.save} requires a folder", hint="add --out DIR")
     if looks_like_image(arguments[0]):
-        checkpoint, images = newest_run(call.console), arguments
+        checkpoint, images = name_newest_run(call.console), arguments
     else:
         checkpoint, images = arguments[0], arguments[1:]
     if not images:

@@ -102,7 +102,6 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 
 
 def _audit(call: Call, outcome: Outcome, data: dict[str, Any]) -> None:
-    """Warn about near-duplicates and add them to the data of each split."""
     from ssdctl.data.audit import audit
     from ssdctl.data.duplicates import duplicate_warnings
 
@@ -154,7 +153,7 @@ def _sizes(sizes: ObjectSizes) -> str:
 
 
 def _class_table(outcome: Outcome) -> list[Any]:
-    """Return a table of the boxes per class and split, and how many classes it leaves out.
+    """Return a table of the boxes per class and split, and the number of classes left out.
 
     Of many classes, those with the most and the fewest training boxes are shown.
     """
@@ -173,7 +172,6 @@ def _class_table(outcome: Outcome) -> list[Any]:
 
 
 def _example(item: Finding) -> str:
-    """Return one finding with the ids of its image and annotation."""
     annotation = "" if item.annotation_id is None else f", annotation {item.annotation_id}"
     return f"image {item.image_id}{annotation}: {item.detail}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -14,14 +14,13 @@ from ssdctl.cli.console import Console, table
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
-from ssdctl.runs.layout import RUNS, RunDir
+from ssdctl.runs.layout import RUNS, RunDir, running_on
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from ssdctl.runs.evaluation import Evaluation
-    from ssdctl.runs.reader import RunSummary
 
 SIZES = ("APs", "APm", "APl")
 SIZE_NAMES = {"APs": "small", "APm": "medium", "APl": "large"}
@@ -36,22 +35,45 @@ def runs(
 
     Runs in progress and runs with broken files are listed, too.
     """
-    from ssdctl.runs.reader import summarize_runs
+    from ssdctl.runs.run import newest_runs
 
-    found = summarize_runs(Path(folder))
-    call.console.result(
-        [{**run._asdict(), "path": str(run.path), "date": _date(run)} for run in found],
-        (lambda: _table(found)) if found else f"{folder}: no runs",
-    )
-    if found:
-        call.console.closing([], [f"ssdctl report {found[0].path}"])
+    if not Path(folder).is_dir():
+        raise UsageError(
+            f"{folder}: no such folder", hint="`ssdctl train` makes runs/, `--out` another folder"
+        )
+    rows = [_row(path) for path in newest_runs(Path(folder))]
+    call.console.result(rows, (lambda: _table(rows)) if rows else f"{folder}: no runs")
+    if rows:
+        call.console.closing([], [f"ssdctl report {rows[0]['path']}"])
 
 
-def newest_run(console: Console, *, has_checkpoint: bool = True) -> str:
+def _row(path: Path) -> dict[str, Any]:
+    """Return a line of the list; `state` is `running on HOST`, or what is wrong with the run."""
+    from ssdctl.runs.run import Run, written_at
+
+    run, time = Run(path), written_at(path)
+    row = {"path": str(path), "time": time, "data": "", "network": "", "steps": 0, "ap": None}
+    host = running_on(path)
+    try:
+        data = Path(str(run.settings.get("data.root") or ""))
+        row |= {
+            "data": (data.parent if data.suffix else data).name,
+            "network": run.settings.get("model.backbone", ""),
+            "steps": run.num_steps,
+            "ap": (run.best_metrics or {}).get("AP"),
+            "state": f"running on {host}" if host else "",
+        }
+    except SsdctlError as error:
+        row["state"] = f"broken: {error.message}"
+    date = datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
+    return {**row, "date": date}
+
+
+def name_newest_run(console: Console, *, has_checkpoint: bool = True) -> str:
     """Return the newest run of `runs/`, and name it in a line."""
-    from ssdctl.runs import reader
+    from ssdctl.runs.run import newest_run
 
-    path = reader.newest_run(has_checkpoint=has_checkpoint)
+    path = newest_run(has_checkpoint=has_checkpoint)
     console.info(f"using the newest run: {path}")
     return str(path)
 
@@ -72,10 +94,10 @@ def report(
 ) -> None:
     """Write an HTML report of one or more runs."""
     from ssdctl.reporting.page import write_report
-    from ssdctl.runs.reader import read_runs
+    from ssdctl.runs.run import open_runs
 
-    named = runs or [newest_run(call.console, has_checkpoint=False)]
-    contents = read_runs([Path(run) for run in named])
+    named = runs or [name_newest_run(call.console, has_checkpoint=False)]
+    contents = open_runs([Path(run) for run in named])
     target = Path(out) if out else RunDir(Path(named[0])).report
     write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")
@@ -83,11 +105,11 @@ def report(
     call.console.closing([], [f"ssdctl predict {named[0]} photo.jpg --out drawn"] * has_checkpoints)
 
 
-def _table(found: list[RunSummary]) -> Group:
+def _table(found: list[dict[str, Any]]) -> Group:
     from rich.console import Group
 
     rows = [
-        (str(r.path), _date(r), r.data, r.network, f"{r.steps:,}", format_score(r.ap))
+        (r["path"], r["date"], r["data"], r["network"], f"{r['steps']:,}", format_score(r["ap"]))
         for r in found
     ]
     runs = table("run", "date", "data", "network", "steps", "AP", rows=rows, left=range(4))
@@ -96,11 +118,7 @@ def _table(found: list[RunSummary]) -> Group:
             column.overflow = "fold"
         else:
             column.no_wrap = True
-    return Group(runs, *(f"{run.path}: {run.state}" for run in found if run.state))
-
-
-def _date(run: RunSummary) -> str:
-    return datetime.datetime.fromtimestamp(run.time).isoformat(" ", "minutes")
+    return Group(runs, *(f"{r['path']}: {r['state']}" for r in found if r["state"]))
 
 
 @command(
@@ -143,7 +161,7 @@ def evaluate(
     """
     from ssdctl.inference.locate import is_model_folder, locate_checkpoint
 
-    what = what or newest_run(call.console)
+    what = what or name_newest_run(call.console)
     is_run = Path(what).is_dir() and not is_model_folder(Path(what))
     if every and not is_run:
         raise UsageError(f"--all: {what} is not a run folder", hint="leave --all out")
@@ -182,7 +200,7 @@ def evaluate(
 
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score all files; the list is empty on ranks other than the main one."""
+    """Score all files; return an empty list on ranks other than the main one."""
     from ssdctl.evaluation.evaluate import evaluate_files
 
     tune_process()

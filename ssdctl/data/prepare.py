@@ -216,7 +216,8 @@ def _make_store_dir(folder: Path) -> None:
         raise DiskError(str(error), hint="choose another folder with --store DIR") from None
 
 
-def _read_report(folder: Path) -> Outcome | None:
+def read_report(folder: Path) -> Outcome | None:
+    """Return what `prepare` reported when it wrote a store; None if it is unknown."""
     try:
         content = read_limited(folder / REPORT, MAX_REPORT_BYTES)
         return msgspec.json.decode(content, type=Outcome)
@@ -228,7 +229,7 @@ def _unchanged_outcome(
     root: Path, folder: Path, config: PrepareConfig, conversion: Conversion
 ) -> Outcome | None:
     """Return the last outcome if the dataset and the options are unchanged; else None."""
-    outcome, made = _read_report(folder), index.read_made(folder)
+    outcome, made = read_report(folder), index.read_made(folder)
     if outcome is None or made is None or made.conversion != conversion:
         return None
     if changes(root, folder, made):
@@ -421,7 +422,7 @@ def _known_images(
     Packed images may have been deleted; those that exist must be unchanged.
     """
     folder = store.folder
-    metadata, outcome = index.read_metadata(folder, split), _read_report(folder)
+    metadata, outcome = index.read_metadata(folder, split), read_report(folder)
     if store.force or metadata is None or outcome is None:
         return None
     reports = [r for r in outcome.splits if r.split == split and r.key == metadata.key]

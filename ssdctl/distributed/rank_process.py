@@ -80,7 +80,7 @@ def die_with_parent() -> None:
 
 
 def _has_ended(launcher: Path) -> bool:
-    """Return whether the launcher ended before this process asked to die with it."""
+    """Return whether the launcher ended before `die_with_parent` took effect."""
     try:
         status = Path(f"/proc/{int(launcher.read_text())}/stat").read_text()
     except (OSError, ValueError):

@@ -90,7 +90,7 @@ def own_addresses() -> dict[str, str]:
 
 
 def own_names() -> tuple[str, ...]:
-    """Return the names of this machine; the one that other machines use comes first."""
+    """Return the names of this machine, starting with the one that other machines use."""
     name = socket.gethostname()
     return (name, name.partition(".")[0], "localhost", *own_addresses().values())
 
@@ -119,7 +119,7 @@ def interface_for_peers(leader: str, world_size: int) -> str | None:
 
 
 def address_for_peers(leader: str) -> str | None:
-    """Return the address of this machine that leads to the leader; None if only the loopback does.
+    """Return this machine's address on the route to the leader; None if it is only the loopback.
 
     On the leader its own name may resolve to the loopback: then the address of the default route
     is returned.

@@ -239,7 +239,7 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
 
 
 def _read_record(dest: Path, file: PinnedFile) -> Record | None:
-    """Return the record of an archive that was unpacked here, if it is the pinned one."""
+    """Return the record of an unpacked archive; None if another one is pinned."""
     try:
         content = read_limited(_record_path(dest, file), MAX_RECORD_BYTES)
         record = msgspec.json.decode(content, type=Record)
@@ -249,7 +249,7 @@ def _read_record(dest: Path, file: PinnedFile) -> Record | None:
 
 
 def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
-    """Return the same, if each of its files exists with its size; no file is read."""
+    """Return the record of an archive if each of its files exists with its size."""
     record = _read_record(dest, file)
     if record is None or not all(has_size(safe_join(dest, e.path), e.size) for e in record.entries):
         return None

@@ -262,7 +262,7 @@ def best_threshold(evaluation: Evaluation) -> tuple[float, float] | None:
 
 
 def _curve(precision: NDArray[np.float64]) -> list[float]:
-    """Return the mean of (K, 101) precisions, without classes that have no objects (-1)."""
+    """Return the mean of (K, 101) precisions over the classes that have objects."""
     measured = precision[(precision > -1).all(axis=1)]
     return measured.mean(axis=0).round(4).tolist() if len(measured) else []
 
@@ -311,7 +311,7 @@ def _image_errors(scoring: Scoring) -> tuple[NDArray[np.float64], NDArray[np.int
 
 
 def _shown(scoring: Scoring) -> tuple[NDArray[np.float64], dict[str, Any]]:
-    """Return the detections with the score shown, and the engine's view of each one and image."""
+    """Return the detections above SHOWN_SCORE, and the engine's diagnostics of images and boxes."""
     table = scoring.table[scoring.table[:, 5] >= SHOWN_SCORE]
     return table, _evaluated(scoring, table).image_diagnostics(iou_thr=IOU_FOUND)
 

@@ -189,7 +189,7 @@ def _detection_table(
     category_ids: NDArray[np.int64],
     origin: Path,
 ) -> NDArray[np.float64]:
-    """Return the detections of listed categories with numbers for ids, K x 7, as engines take."""
+    """Return a K x 7 table of the detections of listed categories, with numbers for ids."""
     images = positions(image_ids, detections.image_ids)
     if len(unlisted := np.unique(detections.image_ids[images < 0])):
         raise DataError(

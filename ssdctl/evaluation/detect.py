@@ -57,10 +57,6 @@ def detect(
         category_ids: The category id of each class of the network, -1 to leave it out; None: the
             split's, in order.
         losses: Adds up the losses of the images.
-
-    Raises:
-        NonFiniteError: The network's output is NaN or infinite.
-        DataError: An image cannot be decoded. An error of one rank is raised on every rank.
     """
     share = rows[ranks.rank :: ranks.world_size]
     share = share[split.usable[share]]

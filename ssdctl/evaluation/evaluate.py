@@ -56,8 +56,7 @@ def evaluate_files(
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
 
     Raises:
-        UsageError: `detections_file`, and not one checkpoint; or see `evaluate_checkpoint`.
-        DataError, IntegrityError, NonFiniteError: See `evaluate_checkpoint`.
+        UsageError: `detections_file` is given for a file of detections, or for several checkpoints.
     """
     is_results = files[0].suffix == ".json"
     if detections_file is not None:
@@ -228,7 +227,7 @@ def evaluate_checkpoint(
 
 
 def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:
-    """Choose the images, and log how many have no objects or cannot be decoded."""
+    """Return the rows of the images; log how many have no objects or cannot be decoded."""
     has_objects = np.diff(split.starts) > 0
     rows = np.flatnonzero(has_objects | (not settings.annotated_only))[: settings.limit]
     counted = f"{len(rows)} images"
@@ -246,8 +245,7 @@ def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray
 def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: Device) -> str:
     """Return the precision to evaluate in: the chosen one, else the run's, else fp32.
 
-    In the run's precision a checkpoint has the AP that training printed. A precision in which that
-    AP differs in the last digits is reported.
+    In the run's precision the AP equals the AP of training; another precision is reported.
     """
     trained = checkpoint.config.get("train.precision", "fp32")
     is_computed = trained in device.precisions
@@ -269,7 +267,7 @@ def dataset_category_ids(
     Outputs that torchvision keeps for ids that COCO left out have -1.
 
     Raises:
-        IntegrityError: One has classes that the other does not have.
+        IntegrityError: The checkpoint and the dataset have different classes.
     """
     ids = np.array([c.id for c in classes], np.int64)
     known = [c for c in checkpoint.classes if c.name != UNUSED]

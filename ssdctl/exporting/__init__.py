@@ -99,7 +99,7 @@ def export_checkpoint(
 
 
 def _check(request: ExportRequest) -> Outputs:
-    """Check that the options fit the format; return the outputs of a graph."""
+    """Refuse options that do not fit the format; return the outputs of its graph."""
     kind, nms, batch = request.format, request.nms, request.batch
     if kind not in FORMATS:
         raise UsageError(f"format: {kind!r} is not one of {', '.join(FORMATS)}")

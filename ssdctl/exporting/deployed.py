@@ -179,14 +179,14 @@ class Reference:
             )
 
     def _run(self, run: Runner) -> list[NDArray[Any]]:
-        """Run a model on the images in batches of its size, or of 1 and of the others."""
+        """Run a model on the images; with any batch size, on one image and on the others."""
         images, batch = self._images, self._deployment.batch
         batches = [images[:1], images[1:]] if batch is None else filled_batches(images, batch)
         outputs = zip(*map(run, batches), strict=True)
         return [np.concatenate(arrays)[: len(images)] for arrays in outputs]
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
-        """Return how many detections of `a` have no counterpart in `b`."""
+        """Count the detections of `a` that have no counterpart in `b`."""
         is_same = (
             (np.abs(a[0][:, None] - b[0][None]).max(axis=2, initial=0) <= self._tolerance)
             & (np.abs(a[1][:, None] - b[1][None]) <= self._tolerance)

@@ -120,7 +120,8 @@ def export_graph(
 
     Raises:
         UsageError: A package is absent.
-        IntegrityError: The outputs differ.
+        IntegrityError: The outputs differ from PyTorch's.
+        NonFiniteError: The network's output is NaN or infinite.
     """
     images, source = images_of(*dataset)
     if kind == "openvino":
@@ -173,13 +174,7 @@ def pt2_program(deployment: Deployment, images: Images) -> tuple[bytes, Differen
 
 
 def onnx_model(deployment: Deployment, images: Images) -> tuple[bytes, Differences]:
-    """Return a checkpoint's network as an ONNX file that gives PyTorch's outputs on the images.
-
-    Raises:
-        UsageError: The packages of the extra `onnx` are not installed.
-        IntegrityError: onnxruntime's outputs differ from PyTorch's.
-        NonFiniteError: The network's output is NaN or infinite.
-    """
+    """Return a checkpoint's network as an ONNX file that gives PyTorch's outputs on the images."""
     require_onnx()
     reference = Reference(deployment, images, "onnxruntime")
     model = network_graph(deployment)
@@ -192,7 +187,6 @@ def onnx_model(deployment: Deployment, images: Images) -> tuple[bytes, Differenc
 
 
 def require_onnx() -> None:
-    """Raise UsageError unless the packages of the extra `onnx` are installed."""
     for name in ("onnx", "onnx.compose", "onnx.parser", "onnxruntime", "onnxscript"):
         import_package(name, *PACKAGES, "onnxscript")  # onnxscript: for PyTorch's exporter
 
@@ -288,10 +282,6 @@ def write_openvino(deployment: Deployment, images: Images, target: Path) -> Diff
     """Write the network as IR, NAME.xml and NAME.bin, if OpenVINO gives PyTorch's outputs.
 
     Return the differences, also those without a hint for the precision (`default_*`).
-
-    Raises:
-        UsageError: OpenVINO is not installed.
-        IntegrityError: The outputs differ.
     """
     require_onnx()
     openvino = import_package("openvino")

@@ -207,7 +207,7 @@ def _in_pixels(
 
 
 def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
-    """Return the labels of the chosen classes, or of all; an unknown name is a UsageError."""
+    """Return the labels of the chosen classes, or all; UsageError for an unknown name."""
     for name in chosen:
         if name not in names:
             lower = {name.lower(): name for name in names}

@@ -80,11 +80,7 @@ def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | Dete
 
 
 def trust_first_use(name: str, file: Path) -> None:
-    """Read a detector's file, for which no checksum is published, and record its SHA-256.
-
-    Raises:
-        IntegrityError: It is not a checkpoint (it is moved aside), or changed since its first use.
-    """
+    """Read a detector's file, for which no checksum is published, and record its SHA-256."""
     from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
 
     try:

@@ -173,7 +173,7 @@ class Result:
         return Path(path)
 
     def _repr_png_(self) -> bytes | None:
-        """Return what a notebook shows: the plot, reduced if it is large."""
+        """Return the plot for a notebook, reduced if it is large."""
         try:
             image = self.plot()
         except SsdctlError:  # the file is gone

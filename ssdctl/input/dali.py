@@ -121,7 +121,7 @@ class _Feed:
         )
 
     def _read(self, row: int) -> NDArray[np.uint8]:
-        """Return the encoded image; one that DALI might decode differently is decoded here."""
+        """Return the encoded image, or its pixels if DALI might decode it differently."""
         try:
             if not (self._split.is_raw or self._split.upright):
                 content, size = self._split.read(row), self._split.pixel_sizes[row].tolist()

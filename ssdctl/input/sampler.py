@@ -67,7 +67,7 @@ class SampleStream:
         return rows, epochs
 
     def _permutation(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows of an epoch in their order, and the epoch of each."""
+        """Return the rows of an epoch in order, and each row's epoch."""
         if epoch not in self._permutations:
             order = np.argsort(
                 hashed(self._stream, self._seed, epoch, np.arange(len(self))), kind="stable"

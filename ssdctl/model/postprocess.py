@@ -144,7 +144,7 @@ def nms_static(boxes_BCK4: Tensor, keep_BCK: Tensor, nms_iou: float) -> Tensor:
 
 
 def _overlaps(boxes_CK4: Tensor, nms_iou: float) -> Tensor:
-    """Return (C, K, K) flags: box i has an IoU over `nms_iou` with a worse box j of its class."""
+    """Return (C, K, K) flags: box i overlaps a worse box j of its class by more than `nms_iou`."""
     a, b = boxes_CK4.unsqueeze(2), boxes_CK4.unsqueeze(1)
     size = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
     overlap = size.clamp(min=0).prod(dim=-1)

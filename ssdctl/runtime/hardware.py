@@ -69,7 +69,7 @@ def find_hardware() -> Hardware:
 
 
 def _pci_devices(vendor: str) -> list[Path]:
-    """Return a vendor's devices, by their address on the PCI bus."""
+    """Return a vendor's devices, sorted by PCI address."""
     devices = sorted((SYS / "bus/pci/devices").glob("*"))
     return [path for path in devices if read_text(path / "vendor") == vendor]
 

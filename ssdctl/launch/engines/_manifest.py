@@ -262,7 +262,7 @@ class ManifestBuilder:
 
 
 def _given(**fields: Any) -> Manifest:
-    """Return the fields that have a value."""
+    """Return only the fields that have a value."""
     return {name: value for name, value in fields.items() if value}
 
 
