@@ -397,12 +397,12 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
         ssdctl.errors.DiskError: The page cannot be written.
     """
     from ssdctl.reporting.page import write_report
-    from ssdctl.runs.reader import read_runs
+    from ssdctl.runs.run import open_runs
 
     if not runs:
         raise UsageError("report: no run named", hint='write ssdctl.report("runs/first")')
     target = RunDir(Path(runs[0])).report if out is None else Path(out)
-    write_report(read_runs([Path(run) for run in runs]), target)
+    write_report(open_runs([Path(run) for run in runs]), target)
     return target
 
 

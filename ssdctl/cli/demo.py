@@ -14,9 +14,9 @@ from typing import Annotated
 
 from typer import Option
 
-from ssdctl.cli.app import click_root
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import painted
+from ssdctl.cli.help import click_root
 from ssdctl.config import Resolved
 from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time
@@ -153,11 +153,11 @@ def total_seconds(steps: int, step_s: float) -> float:
 
 def steps_of_run(run: Path) -> int | None:
     """Return the planned steps of an interrupted demo, or None if its training has not started."""
-    from ssdctl.runs.reader import read_run
+    from ssdctl.runs.run import Run
 
     if not (run / "checkpoints").is_dir():
         return None
-    steps = read_run(run).settings.get("train.steps")
+    steps = Run(run).settings.get("train.steps")
     return int(steps) if steps else None
 
 
@@ -212,9 +212,9 @@ def write_contact_sheet(images: Sequence[Path], path: Path) -> None:
 def _print_result(
     call: Call, run: Path, sheet: Path, steps: int, commands: list[str], spent_s: float
 ) -> None:
-    from ssdctl.runs.reader import read_run
+    from ssdctl.runs.run import Run
 
-    best = read_run(run).best
+    best = Run(run).best_metrics
     assert best is not None  # the run above evaluated
     report = RunDir(run).report
     data = {

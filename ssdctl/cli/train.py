@@ -97,7 +97,7 @@ def train(
 
 
 def _print_summary(call: Call, summary: Summary, start: int) -> None:
-    from ssdctl.runs.reader import read_run
+    from ssdctl.runs.run import Run
 
     run = RunDir(Path(summary.out))
     ap = "no AP" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
@@ -109,7 +109,7 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
         )
     call.console.result(summary._asdict(), f"{run.path}: {summary.step} steps{trained}, {ap}")
     facts = [("last", f"{run.last} (step {summary.step:,})")]
-    best = read_run(run.path).best if run.best.is_file() else None
+    best = Run(run.path).best_metrics if run.best.is_file() else None
     if best is not None and best["AP"] >= 0:
         facts = [("best", f"{run.best} (AP {best['AP']:.3f}, step {best['step']:,.0f})")]
     facts.append(("wrote", f"{run.path} (checkpoints, metrics.jsonl, config.toml)"))
@@ -202,7 +202,7 @@ def _show_plan(call: Call) -> None:
 
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
-    """Return the dataset and its size; COCO's, without classes, if none was named or is read."""
+    """Return the dataset and its size; COCO's size if no dataset is named or read."""
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
@@ -260,21 +260,25 @@ def _known_rate(run: SettledRun, device: str) -> tuple[float, Path] | None:
 
     That is the newest run of `runs/` with the same network and precision, on as many devices.
     """
-    from ssdctl.runs.reader import newest_runs, read_run
+    from ssdctl.runs.run import Run, newest_runs
 
     ours = run.config.model.backbone, run.precision, find_ranks().world_size, device == "cpu"
-    for path in (run.out, *newest_runs()[:MAX_SIMILAR]):
+    for known in map(Run, (run.out, *newest_runs()[:MAX_SIMILAR])):
         try:
-            known = read_run(path)
-            settings, environment = known.settings, known.environment
-            network, precision = settings["model.backbone"], settings["train.precision"]
-            is_cpu = environment["device"] == processor()[0]
-            theirs = network, precision, environment["world_size"], is_cpu
-            rate = float(known.train[-1]["images_per_second"])
-        except (SsdctlError, LookupError, TypeError, ValueError):
+            settings, environment, steps = known.settings, known.environment, known.train
+        except SsdctlError:
             continue
-        if rate > 0 and (path == run.out or theirs == ours):
-            return rate, path
+        rate = steps[-1]["images_per_second"] if steps else 0.0
+        if environment is None or not rate:
+            continue
+        theirs = (
+            settings.get("model.backbone"),
+            settings.get("train.precision"),
+            environment.world_size,
+            environment.device == processor()[0],
+        )
+        if known.path == run.out or theirs == ours:
+            return rate, known.path
     return None
 
 

@@ -30,6 +30,15 @@ def snapshot(config: Config) -> dict[str, Any]:
     }
 
 
+def snapshot_sources(resolved: Resolved) -> dict[str, str]:
+    """Return the sources of the values in `snapshot` that are not a preset's or a default."""
+    return {
+        path: str(source)
+        for path, source in resolved.sources.items()
+        if source.kind > Kind.PRESET and path.partition(".")[0] in SNAPSHOT_SECTIONS
+    }
+
+
 def to_snapshot_toml(resolved: Resolved) -> str:
     """Return `snapshot` as a file that `--config` reads back, with sources."""
     return _tables(resolved, _with_source, snapshot(resolved.config))
