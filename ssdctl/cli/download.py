@@ -344,7 +344,7 @@ def fetching(
     def show(label: str, done: int, total: int) -> None:
         nonlocal bar, shown, start, first, next_line
         is_new, now = label != shown, monotonic()
-        if is_new:  # the first bytes, those of an earlier attempt, do not count for the rate
+        if is_new:  # bytes of an earlier attempt do not count for the rate
             shown, start, first = label, now, done
         is_counted = label in names and len(names) > 1
         count = f" ({names.index(label) + 1} of {len(names)})" if is_counted else ""

@@ -1,11 +1,11 @@
 """The application, its help pages, and the completion of command lines in shells.
 
-`COMMAND --help` shows every option, `COMMAND -h` those that most people need: a line with an
-option's flags, below it its text over the whole width.
+`COMMAND --help` shows every option, `COMMAND -h` the most important ones: a line of flags, and
+below it the text over the whole width.
 
 The completion scripts (completions/, `ssdctl --install-completion`) are typer's. They call the
-program with `_SSDCTL_COMPLETE=complete_bash` or that of another shell, and typer answers from the
-options of the one command on the line: about 0.15 s, without torch.
+program with `_SSDCTL_COMPLETE=complete_SHELL`, and typer answers from the options of the one
+command on the line: about 0.15 s, without torch.
 """
 
 from __future__ import annotations

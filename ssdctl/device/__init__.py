@@ -35,7 +35,7 @@ class Decoder(NamedTuple):
 class Device(ABC):
     """An open device of this process.
 
-    A value or a body here is that of a device which does not have the feature.
+    Defaults of values and methods are for devices without the feature.
     """
 
     name: str  # as in --device

@@ -4,8 +4,8 @@ Lazy: operations are collected, then compiled and run at each `mark_step`.
 
 One of several processes drives one core (TPU v4 and later: one process per chip); gradients are
 added up over the replicas. A single process may drive several cores (all of a host with TPU v2 or
-v3): then one program trains on all of them (SPMD), each batch is split over the cores, and the
-compiler inserts the reductions, so that the result is that of one core with the complete batch.
+v3): then one program trains on all of them (SPMD). Each batch is split over the cores, and the
+compiler inserts the reductions; the result equals one core's with the complete batch.
 
 Tested on the CPU (`PJRT_DEVICE=CPU`, also with `CPU_NUM_DEVICES=2`); not on a TPU yet.
 """

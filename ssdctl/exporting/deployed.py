@@ -6,7 +6,7 @@ Input `images`: (B, 300, 300, 3) uint8 RGB images; normalization is inside. By `
   best first and padded with label 0, `count` (B)
 - `none`: `all_boxes` (B, 8732, 4), `all_scores` (B, C - 1, 8732) without background
 - `raw`: `offsets` (B, 4, 8732) and `logits` (B, C, 8732)
-- `efficientnms`: those of TensorRT's plugin EfficientNMS_TRT
+- `efficientnms`: the outputs of TensorRT's plugin EfficientNMS_TRT
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Differences = dict[str, Any]
 
 
 class Deployment(NamedTuple):
-    """A network, and what a file of it computes."""
+    """A network, and the outputs of its exported file."""
 
     checkpoint: Checkpoint
     outputs: Outputs = "onnx"

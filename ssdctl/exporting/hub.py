@@ -122,7 +122,7 @@ def _plain(text: str) -> str:
 
 
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the content of config.json: what the reader needs, and what other programs need."""
+    """Return the content of config.json, for ssdctl and other programs."""
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     return {
         "model_type": "ssd300",

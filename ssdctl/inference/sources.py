@@ -149,7 +149,7 @@ def is_camera(name: str) -> bool:
 
 
 def split_videos(names: Sequence[str]) -> list[str]:
-    """Return the names if they are videos and cameras, an empty list if none is one.
+    """Return the names if all are videos or cameras, an empty list if all are images.
 
     Raises:
         UsageError: Some are and some are not, or a video is given by URL.

@@ -100,7 +100,7 @@ class _Feed:
         self.fed: deque[Samples] = deque()  # to the pipeline, not used yet
 
     def start_again(self) -> None:
-        """Give a new pipeline what the broken one had not finished."""
+        """Restart the pipeline with the samples that the broken one had not finished."""
         self._work = itertools.chain(self.fed, self._work)
         self.fed = deque()
 

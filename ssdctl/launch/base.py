@@ -75,7 +75,7 @@ class Node:
 
     @property
     def local_cores(self) -> int:
-        """Return the cores whose time the ranks on this machine can use."""
+        """Return the number of cores that the ranks on this machine can use."""
         return min(self.cores, self.quota or self.cores)
 
 
@@ -153,7 +153,7 @@ def make_job(engine: Engine, request: LaunchRequest, node: Node) -> Job:
     if request.count % config.nodes:
         raise UsageError(
             f"{request.count} devices do not divide by --nodes {config.nodes}",
-            hint="the count is that of all nodes together",
+            hint="the count is for all nodes together",
         )
     if config.devices_per_node is not None and config.devices_per_node < ranks:
         raise UsageError(

@@ -146,7 +146,8 @@ def cpus_of_rank(
 ) -> set[int]:
     """Return the CPUs of one of `size` ranks; empty if they are unknown.
 
-    `nodes` has the NUMA node of each card, by its number, which is that of a rank.
+    Args:
+        nodes: The NUMA node of each card; a card has the number of its rank.
     """
     if not set(range(size)) <= nodes.keys():
         return set()

@@ -52,7 +52,7 @@ class _Follower:
         self.job_id, self.write = job_id, write  # its kind and name, as kubectl prints them
         self.cancel, self.namespace = cancel(job_id, job), _namespace(job)
         name = job_id.rpartition("/")[2]
-        # The labels of the pod whose output is followed, and of those that it waits for.
+        # Labels of the pod whose output is followed, and of the pods that it waits for.
         self.first, self.workers = f"job-name={name}", ""
         if job_id.startswith("mpijob"):
             self.first = f"job-name={name}-launcher"

@@ -1,4 +1,4 @@
-"""Kubernetes: the settings of a job and its pods, what a job lacks, and kubectl.
+"""Kubernetes: the settings of a job and its pods, its missing settings, and kubectl.
 
 _manifest.py builds the manifest, _pods.py cancels and follows the job.
 """
@@ -228,7 +228,7 @@ def _patch(path: Path) -> dict[str, Any]:
     if not is_mapping or not set(patch) <= set(PATCHED):
         raise UsageError(
             f"kubernetes.patch {path}: has other keys than {', '.join(PATCHED)}",
-            hint="spec and metadata are those of the pods, job is the spec of the job: "
+            hint="spec and metadata are merged into the pods, job into the spec of the job: "
             "spec: {hostNetwork: true}",
         )
     return dict(patch)
