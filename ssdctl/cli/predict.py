@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import shlex
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -91,7 +92,8 @@ def predict(
     """Detect objects in images and videos.
 
     Results are counted, drawn (--out), or saved for labeling tools (--save); -v prints the boxes.
-    An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
+    An image that fails does not stop the others; the command then exits with 3, 4 (download) or
+    6 (refused by the file system).
     """
     from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
@@ -191,7 +193,12 @@ def _predict(
     if console.as_json:
         console.result(records)
     total = f"{counted(len(sources) - len(failures), 'image')}, {counted(objects, 'object')}"
-    console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
+    done = ("done", " -> ".join(filter(None, [total, ", ".join(written)])))
+    is_dataset = settings.save == "yolo"
+    console.closing(
+        [done, *[("then", "correct the boxes in your labeling tool")] * is_dataset],
+        [shlex.join(["ssdctl", "prepare", "--data", str(out)])] * is_dataset,
+    )
     if failures:
         raise _error(failures, len(sources))
 
