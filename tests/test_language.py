@@ -79,7 +79,7 @@ def test_plugins_are_loaded_by_the_package_that_has_them() -> None:
     assert [load for load in loads if not packages[load[1]].startswith(load[0])] == []
 
 
-@pytest.mark.parametrize(("module", "most"), [("step", 30), ("trainer", 90)])
+@pytest.mark.parametrize(("module", "most"), [("step", 20), ("trainer", 90)])
 def test_a_reader_of_the_step_and_the_loop_needs_few_modules(module: str, most: int) -> None:
     """The modules that importing it leads to; packages count only where they are imported from."""
     start = f"ssdctl.training.{module}"

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from ssdctl.config.fields import BACKBONES
-from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.runtime.packages import load_plugin
 
 if TYPE_CHECKING:
+    from ssdctl.download.pinned_files import PinnedFile
     from ssdctl.model.backbone import Backbone
 
 
