@@ -23,8 +23,8 @@ from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time
 from ssdctl.runs.layout import RunDir
 
-# Tuned on two cores (benchmarks/RESULTS.md), from random weights. There is no augmentation, because
-# each image is used only once.
+# Tuned on two cores from random weights (benchmarks/RESULTS.md); without augmentation, because each
+# image is used only once.
 BATCH_SIZE = 2
 RECIPE = (
     "--preset stable-r34 --backbone resnet18 --backbone-weights none --extra-norm batch "

@@ -61,7 +61,7 @@ class Xla(Device):
                 )
             runtime.use_spmd()
             self._split_batch = _batch_splitter(self.num_cores)
-        # It warns at each change of precision.
+        # torch_xla warns at each change of precision.
         logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)
         self._products = ""
         self.set_tf32(False)

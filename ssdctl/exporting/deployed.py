@@ -45,7 +45,7 @@ TOLERANCE_FP16 = 1e-2
 # Share of detections: at an overlap of almost exactly the threshold, rounding decides.
 MAX_DIFFERENT = 0.01
 MAX_DIFFERENT_FP16 = 0.05
-NUM_IMAGES = 5  # that a file is compared on
+NUM_IMAGES = 5  # images for the comparison
 MAX_TRIED = 10  # images of the dataset that are opened for each that is needed
 
 Outputs = Literal["onnx", "none", "efficientnms", "raw"]

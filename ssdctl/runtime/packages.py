@@ -19,7 +19,7 @@ from typing import Any
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import UNLIMITED
 
-OLDEST_TORCH = (2, 6)  # the last that first-generation Gaudi cards have
+OLDEST_TORCH = (2, 6)  # the last release for first-generation Gaudi cards
 NEWEST_CUDA = 13
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 OUT_OF_MEMORY = re.compile(

@@ -55,7 +55,7 @@ ASSUMED_CORES = (
     "--cpus-per-task is based on this machine's cores, and the nodes may have another number: "
     "give --cores-per-node N"
 )
-START_S = 60  # imports and first reads; a signal before that saves nothing
+START_S = 60  # for imports and first reads; an earlier signal saves nothing
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 RESUME = "command+=(--resume=auto)"

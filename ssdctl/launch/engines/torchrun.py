@@ -34,8 +34,8 @@ MISSING_HOST = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the f
 class Torchrun(Engine):
     name = "torchrun"
     torch_version: tuple[int, int] = OLDEST_TORCH  # major and minor; newer ones have more options
-    # This machine's address that leads to the rendezvous host; None: all ranks are on one machine,
-    # or the job is for other machines.
+    # This machine's address on the route to the rendezvous host; None if all ranks are on one
+    # machine, or the job is for other machines.
     local_address: str | None = None
 
     @classmethod
@@ -108,7 +108,7 @@ class Torchrun(Engine):
         else:
             options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
         if self.local_address is not None:
-            # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
+            # torchrun would publish the address of the machine's name, often 127.0.1.1.
             options.append(f"--local-addr={self.local_address}")
         return options, missing
 

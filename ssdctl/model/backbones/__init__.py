@@ -62,8 +62,8 @@ def constants_of_model(model: Any) -> ModelConstants:
 
 class BackboneFile(Protocol):
     CONSTANTS: ModelConstants
-    PARAMETERS: tuple[int, int]  # SSD300's with it: shared, and per class with background
-    WEIGHTS: dict[str, PinnedFile]  # by the end of their name, `imagenet-v1` of `NAME-imagenet-v1`
+    PARAMETERS: tuple[int, int]  # of SSD300: shared, and per class with background
+    WEIGHTS: dict[str, PinnedFile]  # by key: `imagenet-v1` of `NAME-imagenet-v1`
     EXTRA_NORMS: tuple[str, ...]  # the values of `--extra-norm` that it supports, default first
 
     def build(self) -> Backbone:
