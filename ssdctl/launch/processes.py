@@ -34,7 +34,7 @@ from ssdctl.launch.exit_codes import first_failure, job_exit_code
 from ssdctl.launch.job import Job
 from ssdctl.runtime.system import memory_kills
 
-TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.quiet_torchrun"
+TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.torchrun"
 POLL_S = 0.1
 REPEAT_S = 5.0
 EARLY_S = 20.0  # Python has installed its signal handlers by then; torchrun waits 30 s or more

@@ -8,7 +8,7 @@ from ssdctl.errors import UsageError
 from ssdctl.launch.base import LaunchRequest, Node
 from ssdctl.runtime.hardware import TPU_VERSIONS
 
-MODULE = "ssdctl.distributed.tpu_torchrun"  # starts the ranks of TorchTPU
+MODULE = ("ssdctl.distributed.torchrun", "--tpu")  # starts the ranks of TorchTPU
 WORKERS = "TPU_WORKER_HOSTNAMES"  # the hosts of a slice, in their order
 # libtpu's shape for a number of chips of a host.
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}

@@ -56,12 +56,11 @@ class Torchrun(Engine):
             )
 
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        config, ranks, module = request.config, request.ranks_per_node, MODULE
+        config, ranks = request.config, request.ranks_per_node
         warnings, variables = list[str](), dict[str, str]()
         if _tpus.is_tpu(request):
             node = _tpus.with_version(request, node)
             warnings += [_tpus.UNKNOWN] * (node.tpu is None)
-            module = _tpus.MODULE if request.device == "tpu" else module
             ranks, variables = _tpus.num_processes(request, node), _tpus.variables(request, node)
         options, missing = self._rendezvous(request)
         options += self._binding(request, node)
@@ -71,7 +70,8 @@ class Torchrun(Engine):
             **variables,
         }
         unset = {k: v for k, v in defaults.items() if k not in request.environment}
-        torchrun = ("-m", module, *options, f"--nproc-per-node={ranks}")
+        module = _tpus.MODULE if request.device == "tpu" else (MODULE,)
+        torchrun = ("-m", *module, *options, f"--nproc-per-node={ranks}")
         return Job(
             (request.python, *torchrun, "-m", "ssdctl", *map(_escaped, request.command)),
             {**request.variables, **unset},
