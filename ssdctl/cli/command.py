@@ -162,7 +162,7 @@ def _add_options(
     patterns: tuple[Sequence[str], Sequence[str]],
     more_options: Sequence[inspect.Parameter],
 ) -> None:
-    """Give a command its options; those of the second `patterns` are not in its help."""
+    """Add the options to a command; its help hides the second `patterns`."""
     shown, hidden = (select(*part) for part in patterns)
     selected += shown + [setting for setting in hidden if setting not in shown]
     _, *own = inspect.signature(function, eval_str=True).parameters.values()

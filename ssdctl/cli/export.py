@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -28,6 +28,31 @@ from ssdctl.exporting import (
 MESSAGE = "Upload an SSD300 trained with ssdctl"
 SAMPLES = 4
 
+Format = Annotated[
+    str,
+    Option(
+        "--format",
+        metavar="FORMAT",
+        help="onnx, openvino, pt2, safetensors, mlperf, nvidia",
+        autocompletion=completer(FORMATS),
+    ),
+]
+CheckpointToExport = Annotated[
+    str | None,
+    Argument(
+        metavar="CKPT|RUN",
+        help="Checkpoint, run folder, detector, or hf://org/name [default: the newest run]",
+    ),
+]
+Nms = Annotated[
+    str | None,
+    Option(
+        metavar="NMS",
+        help="onnx, efficientnms (TensorRT), or none [default: onnx, pt2: none]",
+        autocompletion=completer(NMS),
+    ),
+]
+
 
 @command(
     "export",
@@ -47,31 +72,10 @@ SAMPLES = 4
 )
 def export(
     call: Call,
-    kind: Annotated[
-        str,
-        Option(
-            "--format",
-            metavar="FORMAT",
-            help="onnx, openvino, pt2, safetensors, mlperf, nvidia",
-            autocompletion=completer(FORMATS),
-        ),
-    ],
+    kind: Format,
     out: Annotated[str, Option(metavar="FILE", help="File to write")],
-    checkpoint: Annotated[
-        str | None,
-        Argument(
-            metavar="CKPT|RUN",
-            help="Checkpoint, run folder, detector, or hf://org/name [default: the newest run]",
-        ),
-    ] = None,
-    nms: Annotated[
-        str | None,
-        Option(
-            metavar="NMS",
-            help="onnx, efficientnms (TensorRT), or none [default: onnx, pt2: none]",
-            autocompletion=completer(NMS),
-        ),
-    ] = None,
+    checkpoint: CheckpointToExport = None,
+    nms: Nms = None,
     raw: Annotated[
         bool, Option("--raw", help="Export raw outputs, without decoding and NMS")
     ] = False,
@@ -186,35 +190,37 @@ def push(
     reference = parse_reference(target)
     if out is None:
         hub_package()
+    if license_id == "other":
+        call.console.warning("no --license: the card says `other`")
+    about = {"license_id": license_id, "data_license": data_license, "samples": samples}
+    result = {"repository": reference.repo, "url": None, "folder": out}
+    if out is not None:
+        names = _write_model(call, checkpoint, Path(out), reference.repo, about)
+        call.console.result({"files": names, **result}, f"{len(names)} files in {out}")
+        again = ["ssdctl", "push", checkpoint, target]
+        again += [f"--license={license_id}"] * (license_id != "other")
+        again += [f"--data-license={data_license}"] * bool(data_license)
+        again += [f"--samples={samples}"] * (samples != SAMPLES) + ["--private"] * private
+        again += [f"--message={message}"] * (message != MESSAGE)
+        wrote = ("wrote", f"{out} (nothing was uploaded)")
+        call.console.closing([wrote], [shlex.join(again)])
+        return
+    with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as folder:
+        names = _write_model(call, checkpoint, Path(folder), reference.repo, about)
+        from ssdctl.exporting.hub import upload_folder  # imports torch
+
+        url = upload_folder(reference, Path(folder), names, is_private=private, message=message)
+    call.console.result({"files": names, **result, "url": url}, f"{len(names)} files: {url}")
+    call.console.closing([], [f"ssdctl predict {target} photo.jpg"])
+
+
+def _write_model(
+    call: Call, checkpoint: str, folder: Path, repo: str, about: dict[str, Any]
+) -> list[str]:
     from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.exporting.hub import upload_folder, write_model_folder
+    from ssdctl.exporting.hub import write_model_folder
     from ssdctl.inference.locate import locate_checkpoint
 
     content = load_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
     load_network(content)
-    with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as temporary:
-        folder = Path(temporary if out is None else out)
-        names = write_model_folder(
-            content,
-            folder,
-            repo=reference.repo,
-            license_id=license_id,
-            data_license=data_license,
-            samples=samples,
-        )
-        if license_id == "other":
-            call.console.warning("no --license: the card says `other`")
-        result = {"files": names, "repository": reference.repo, "url": None, "folder": out}
-        if out is not None:
-            call.console.result(result, f"{len(names)} files in {folder}")
-            again = ["ssdctl", "push", checkpoint, target]
-            again += [f"--license={license_id}"] * (license_id != "other")
-            again += [f"--data-license={data_license}"] * bool(data_license)
-            again += [f"--samples={samples}"] * (samples != SAMPLES) + ["--private"] * private
-            again += [f"--message={message}"] * (message != MESSAGE)
-            wrote = ("wrote", f"{folder} (nothing was uploaded)")
-            call.console.closing([wrote], [shlex.join(again)])
-            return
-        url = upload_folder(reference, folder, names, is_private=private, message=message)
-        call.console.result({**result, "url": url}, f"{len(names)} files: {url}")
-        call.console.closing([], [f"ssdctl predict {target} photo.jpg"])
+    return write_model_folder(content, folder, repo=repo, **about)

@@ -84,9 +84,10 @@ def _tpu_device(call: Call) -> str:
 def check_train(
     resolved: Resolved, device_name: str, count: int, *, has_data: bool
 ) -> tuple[str, ...]:
-    """Check that the ranks will accept the settings of `train`; return what they will replace.
+    """Check that the ranks will accept the settings of `train`; return notices of replaced ones.
 
-    `has_data`: a dataset that is prepared on this machine is theirs.
+    Args:
+        has_data: Whether the ranks read the dataset that is prepared on this machine.
     """
     device, config = DEVICE_TYPES[device_name], resolved.config.train
     notices = check_without_data(resolved, device)

@@ -39,7 +39,7 @@ app.registered_groups.sort(key=lambda info: COMMANDS.index(str(info.name)))
 def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
     """Print the versions and the device that `--device auto` finds, without importing torch.
 
-    The commit is that of a git checkout from which ssdctl runs; a wheel has none.
+    The commit is shown if ssdctl runs from a git checkout.
     """
     if not is_requested or ctx.resilient_parsing:
         return
@@ -82,8 +82,7 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with one of the documented codes.
 
-    If the reader of stdout is closed, as with `| head`, the exit code is that of an output that
-    cannot be written, without a message.
+    If the reader of stdout has ended, as with `| head`, exit with 6 without a message.
     """
     if is_completion():
         arguments = command_line()

@@ -66,13 +66,7 @@ def prepare(
         check_target(preview)
     with stoppable("the finished parts are kept"):
         outcome = prepare_dataset(call.config, force=force, progress=call.console.progress)
-    if outcome.unchanged:
-        call.console.info("Already up to date (use --force to rebuild)")
-    for report in outcome.splits:
-        for note in report.notes:
-            call.console.info(f"{report.split}: {note}")
-        for warning in report.warnings:
-            call.console.warning(f"{report.split}: {warning}")
+    _show_notes(call, outcome)
     data: dict[str, Any] = msgspec.to_builtins(outcome)
     if audit:
         _audit(call, outcome, data)
@@ -90,6 +84,16 @@ def prepare(
     if any(f.kind not in WITHOUT_OBJECTS for report in outcome.splits for f in report.findings):
         facts.append(("issues", Path(outcome.store) / "report.json"))
     call.console.closing(facts, [command])
+
+
+def _show_notes(call: Call, outcome: Outcome) -> None:
+    if outcome.unchanged:
+        call.console.info("Already up to date (use --force to rebuild)")
+    for report in outcome.splits:
+        for note in report.notes:
+            call.console.info(f"{report.split}: {note}")
+        for warning in report.warnings:
+            call.console.warning(f"{report.split}: {warning}")
 
 
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ssdctl evaluate`, `runs` and `report`, and the run that commands use if none is named."""
+"""`ssdctl evaluate`, `runs` and `report`, and the run that commands use by default."""
 
 from __future__ import annotations
 
@@ -121,6 +121,16 @@ def _table(found: list[dict[str, Any]]) -> Group:
     return Group(runs, *(f"{r['path']}: {r['state']}" for r in found if r["state"]))
 
 
+WhatToScore = Annotated[
+    str | None,
+    Argument(
+        metavar="CKPT|RUN|DETECTIONS.json",
+        help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
+        "[default: the newest run]",
+    ),
+]
+
+
 @command(
     "evaluate",
     short=("--data --split --bs --bf16 --fp32 --device --limit --score-threshold --report --all"),
@@ -138,14 +148,7 @@ def _table(found: list[dict[str, Any]]) -> Group:
 )
 def evaluate(
     call: Call,
-    what: Annotated[
-        str | None,
-        Argument(
-            metavar="CKPT|RUN|DETECTIONS.json",
-            help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
-            "[default: the newest run]",
-        ),
-    ] = None,
+    what: WhatToScore = None,
     every: Annotated[
         bool, Option("--all", help="Score every checkpoint of a run, in one table")
     ] = False,
@@ -172,8 +175,14 @@ def evaluate(
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
     evaluations = _evaluate(call, files, Path(detections) if detections else None)
-    if not evaluations:  # not the main rank
-        return
+    if evaluations:  # else not the main rank
+        _show(call, evaluations, is_run=is_run, every=every, report=report)
+
+
+def _show(
+    call: Call, evaluations: list[Evaluation], *, is_run: bool, every: bool, report: str | None
+) -> None:
+    """Print the evaluations of one checkpoint or of `every` checkpoint of a run."""
     best = max(evaluations, key=lambda e: e.metrics["AP"])
     results = [{"checkpoint": e.about.source, **e.as_json()} for e in evaluations]
     if every:
@@ -234,7 +243,7 @@ def headline(evaluation: Evaluation) -> str:
 
 
 def tables(evaluation: Evaluation) -> Group:
-    """Return the classes, the other metrics, the errors by type, and what they mean."""
+    """Return tables of the classes, the other metrics, and the errors by type."""
     from rich.console import Group
 
     from ssdctl.evaluation.analysis import ERROR_NAMES, diagnosis
@@ -279,7 +288,7 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
 
 
 def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
-    """Return the metrics that exist: COCO's sizes without objects have none."""
+    """Return the metrics with a value; sizes without objects have no AP."""
     return [name for name in names if evaluation.metrics.get(name, -1) >= 0]
 
 

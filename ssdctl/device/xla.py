@@ -4,8 +4,8 @@ Lazy: operations are collected, then compiled and run at each `mark_step`.
 
 One of several processes drives one core (TPU v4 and later: one process per chip); gradients are
 added up over the replicas. A single process may drive several cores (all of a host with TPU v2 or
-v3): then one program trains on all of them (SPMD), each batch is split over the cores, and the
-compiler inserts the reductions, so that the result is that of one core with the complete batch.
+v3): then one program trains on all of them (SPMD). Each batch is split over the cores, and the
+compiler inserts the reductions; the result equals one core's with the complete batch.
 
 Tested on the CPU (`PJRT_DEVICE=CPU`, also with `CPU_NUM_DEVICES=2`); not on a TPU yet.
 """
@@ -61,7 +61,7 @@ class Xla(Device):
                 )
             runtime.use_spmd()
             self._split_batch = _batch_splitter(self.num_cores)
-        # It warns at each change of precision.
+        # torch_xla warns at each change of precision.
         logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)
         self._products = ""
         self.set_tf32(False)
@@ -151,7 +151,6 @@ def _batch_splitter(num_cores: int) -> Callable[[int], Any]:
 
 
 def open_device(local_rank: int, execution: str | None) -> Xla:
-    """Open this process's XLA device."""
     hint = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*': its newest release fits only "
     require_package("xla", PACKAGE, hint + "that torch, and libtpu is in its extra tpu")
     DEVICE_TYPES["xla"].choose_execution(execution)

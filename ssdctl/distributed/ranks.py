@@ -32,7 +32,7 @@ OUTSIDE = "192.0.2.1"  # unassigned (RFC 5737): routed by the default route
 
 
 class Ranks(NamedTuple):
-    """This process among all processes of a run."""
+    """The number of this process among all processes of a run."""
 
     rank: int
     world_size: int
@@ -103,7 +103,7 @@ def free_port() -> int:
 
 
 def interface_for_peers(leader: str, world_size: int) -> str | None:
-    """Return the interface that other machines reach; None if gloo chooses it or none is needed.
+    """Return the interface that other machines reach; None if gloo chooses a good one itself.
 
     gloo listens at the address of the machine's own name; on many machines that is 127.0.1.1, which
     other machines cannot reach.

@@ -100,7 +100,7 @@ class Doctor:
         Args:
             timeout_s: After this time it is killed with its children; its output so far is kept.
             text: What it reads from stdin.
-            environment: Its environment variables; None passes those of this process.
+            environment: Its environment variables; None passes this process's.
         """
         pipe = subprocess.PIPE
         with self._lock:
@@ -127,11 +127,11 @@ class Doctor:
         return ProgramOutput(out, _failure(process.returncode, stderr, out))
 
     def run_python(self, *arguments: str, timeout_s: float, **options: Any) -> ProgramOutput:
-        """Run Python with these arguments; `options` are those of `run`."""
+        """Run Python with these arguments and the `options` of `run`."""
         return self.run([sys.executable, "-W", "ignore", *arguments], timeout_s, **options)
 
     def run_probe(self, *arguments: str, timeout_s: float, **options: Any) -> ProgramOutput:
-        """Run a function of probes.py; `options` are those of `run`."""
+        """Run a function of probes.py with the `options` of `run`."""
         module = f"{__name__}.probes"
         return self.run_python("-m", module, *arguments, timeout_s=timeout_s, **options)
 

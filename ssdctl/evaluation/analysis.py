@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 SCORER = "from ssdctl.evaluation.analysis import serve; serve()"
 CURVE_IOUS = (0.5, 0.75, 0.9)
-NUM_SAMPLES = 12  # worst images, and as many random ones
+NUM_SAMPLES = 12  # worst images, and the same number of random ones
 SEED = 0  # random samples
 MAX_SAMPLE_BOXES = 100  # per image
 NUM_CONFUSIONS = 12
@@ -110,7 +110,7 @@ def score(
 
 
 class BackgroundScoring:
-    """An evaluation that a background process computes; the arguments are those of `score`.
+    """Compute an evaluation in a background process; takes the arguments of `score`.
 
     The process reads detections from stdin and writes an `Evaluation` to stdout. It ignores
     signals: the parent process handles them.

@@ -1,4 +1,4 @@
-"""Score what a user names: a checkpoint, a run's checkpoints, or a file of detections.
+"""Score a checkpoint, all checkpoints of a run, or a file of detections.
 
 for evaluation in evaluate_files([find_checkpoint("runs/a")], resolved, progress=progress_bar):
     evaluation.metrics["AP"]

@@ -31,7 +31,7 @@ MAX_AP_LOSS = 0.01
 
 
 class ExportRequest(NamedTuple):
-    """What to write; the options of `ssdctl export`."""
+    """The options of `ssdctl export`."""
 
     format: str
     out: Path
@@ -47,7 +47,7 @@ class ExportRequest(NamedTuple):
 def export_checkpoint(
     checkpoint: str, request: ExportRequest, resolved: Resolved, *, progress: Progress
 ) -> dict[str, Any]:
-    """Write a checkpoint in another format; return the file, its source, and what was compared.
+    """Write a checkpoint in another format; return the file, its source, and the comparison.
 
     Raises:
         UsageError: The options do not fit the format, or the network, or a package is missing.

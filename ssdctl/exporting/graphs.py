@@ -138,7 +138,7 @@ def export_graph(
         log.info(
             "with OpenVINO's default precision on this CPU (%(default_precision)s): boxes "
             "%(default_box_difference).1g of the image size, scores %(default_score_difference).1g;"
-            " the agreement above is that of INFERENCE_PRECISION_HINT f32",
+            " the agreement above is with INFERENCE_PRECISION_HINT f32",
             found,
         )
     return {"fp16": deployment.is_fp16, "images": len(images), **found}
@@ -245,7 +245,7 @@ def clean_opsets(model: Any) -> None:
 
 
 def description(deployment: Deployment) -> OnnxDescription:
-    """Return what a reader needs in addition to the graph."""
+    """Return the metadata that a reader needs besides the graph."""
     checkpoint = deployment.checkpoint
     score_threshold, nms_iou = deployment.thresholds if deployment.has_nms else (None, None)
     return OnnxDescription(

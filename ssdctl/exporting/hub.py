@@ -123,7 +123,7 @@ def _plain(text: str) -> str:
 
 
 def model_config(checkpoint: NetworkWeights) -> dict[str, Any]:
-    """Return the content of config.json: what the reader needs, and what other programs need."""
+    """Return the content of config.json, for ssdctl and other programs."""
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     return {
         "model_type": "ssd300",

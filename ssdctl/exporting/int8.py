@@ -1,4 +1,4 @@
-"""Quantize an ONNX graph to int8 and measure what it costs: AP, size and latency before and after.
+"""Quantize an ONNX graph to int8; measure AP, size and latency before and after.
 
 Static quantization by onnxruntime: QDQ format, weights per channel, activations by the ranges on
 images of the training split. Decoding and NMS stay in fp32.

@@ -56,7 +56,7 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
 
 
 def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | DetectorSource:
-    """Return what the name of a checkpoint stands for, without fetching it."""
+    """Return the file, Hub model or detector that a name refers to, without fetching it."""
     name = os.fspath(source)
     if is_reference(name):
         return parse_reference(name)

@@ -61,7 +61,7 @@ class Result:
         scores: NDArray[np.float64],
         labels: NDArray[np.int64],
         *,
-        classes: Sequence[ClassName],  # the network's; that of label 1 is first
+        classes: Sequence[ClassName],  # the network's, starting with label 1
         size: tuple[int, int],
         image: Any,
         open_image: Callable[[Any], Image.Image],  # in RGB, to draw on it

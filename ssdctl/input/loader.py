@@ -247,7 +247,7 @@ def resize_crop(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
 
 
 def _resize_padded(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
-    """Resize a crop that leaves the image: what is inside is resized, the rest filled."""
+    """Resize a crop that leaves the image; the part outside is filled."""
     low, high = np.array(box[:2]), np.array(box[2:])
     size = np.array(pixels.shape[1::-1])  # width, height
     inner_low, inner_high = low.clip(0, size - 1), high.clip(1, size)

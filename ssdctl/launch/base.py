@@ -57,7 +57,7 @@ class LaunchRequest:
 
     @property
     def is_planned(self) -> bool:
-        """Return whether the job may be for another machine: it is not run now."""
+        """Return whether the job may run on another machine: it is not run now."""
         return self.is_dry_run or self.is_written
 
 
@@ -75,12 +75,12 @@ class Node:
 
     @property
     def local_cores(self) -> int:
-        """Return the cores whose time the ranks on this machine can use."""
+        """Return the number of cores that the ranks on this machine can use."""
         return min(self.cores, self.quota or self.cores)
 
 
 def read_node() -> Node:
-    """Return the part of this machine that this process may use."""
+    """Return this machine, without the parts that this process may not use."""
     cores, has_topology = physical_cores(usable_cpus())
     sockets, tpus = {socket for socket, _ in cores}, find_hardware().tpus
     return Node(
@@ -114,7 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the job, without side effects; `make_job` calls it."""
+        """Return the job, without side effects."""
 
 
 class BatchEngine(Engine):
@@ -153,7 +153,7 @@ def make_job(engine: Engine, request: LaunchRequest, node: Node) -> Job:
     if request.count % config.nodes:
         raise UsageError(
             f"{request.count} devices do not divide by --nodes {config.nodes}",
-            hint="the count is that of all nodes together",
+            hint="the count is for all nodes together",
         )
     if config.devices_per_node is not None and config.devices_per_node < ranks:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Kubernetes: the settings of a job and its pods, what a job lacks, and kubectl.
+"""Kubernetes: the settings of a job and its pods, its missing settings, and kubectl.
 
 _manifest.py builds the manifest, _pods.py cancels and follows the job.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
 TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
-PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # text to every reader of YAML
+PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # a string for every YAML reader
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
 FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
@@ -49,15 +49,13 @@ NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a n
 
 @dataclass(frozen=True)
 class Kubernetes(BatchEngine):
-    """kubectl, and a manifest for it."""
-
     name = "kubernetes"
     submit_command = "kubectl create -f"
     runs_elsewhere = True
     settings: KubernetesConfig = field(default_factory=KubernetesConfig)
     patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
     job_name: str = "ssdctl"  # a unique one
-    paths: Mapping[str, str] = field(default_factory=dict)  # a training's, by their options
+    paths: Mapping[str, str] = field(default_factory=dict)  # of a training, by option
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Kubernetes:
@@ -228,7 +226,7 @@ def _patch(path: Path) -> dict[str, Any]:
     if not is_mapping or not set(patch) <= set(PATCHED):
         raise UsageError(
             f"kubernetes.patch {path}: has other keys than {', '.join(PATCHED)}",
-            hint="spec and metadata are those of the pods, job is the spec of the job: "
+            hint="spec and metadata are merged into the pods, job into the spec of the job: "
             "spec: {hostNetwork: true}",
         )
     return dict(patch)
