@@ -52,6 +52,7 @@ def payload() -> Payload:
         "global_batch": 2,
         "best_ap": 0.5,
         "optimizer": {"state": {0: {"momentum_buffer": None}}, "param_groups": [{"params": [0]}]},
+        "rank_statistics": None,
     }
 
 

@@ -158,9 +158,9 @@ def test_what_a_bad_step_leads_to(
         result = color.draw(*arguments)
         return result * float("inf") if next(calls) == 3 else result
 
-    def noted(folder: CheckpointFolder, payload: dict[str, Any]) -> None:
-        saved.append((payload["step"], payload["samples_seen"]))
-        write(folder, payload)
+    def noted(folder: CheckpointFolder, checkpoint: Checkpoint) -> None:
+        saved.append((checkpoint.step, checkpoint.samples_seen))
+        write(folder, checkpoint)
 
     *others, _ = augmentations.load("ssd")
     broken = (*others, augmentations.Augmentation(4, draw, color.apply))
