@@ -28,7 +28,7 @@ from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import score
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
 from ssdctl.files import DECODE_ERRORS, write_bytes
@@ -71,18 +71,20 @@ def evaluate_files(
     if is_results:
         yield _evaluate_results(files[0], resolved)
         return
+    from ssdctl.checkpoint.file import read_model
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import broadcast, process_group
+    from ssdctl.distributed.collectives import any_rank, broadcast, process_group
 
     ranks = find_ranks()
     device = open_device(resolved.config.evaluate.device, ranks.local_rank)
     with process_group(ranks, device):
         for file in files:
-            if len(files) > 1 and broadcast(not file.exists(), ranks):
+            checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
+            if len(files) > 1 and any_rank([checkpoint is None], ranks)[0]:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
             evaluation = evaluate_checkpoint(
-                file,
+                checkpoint or file,
                 resolved.config,
                 device,
                 given=resolved.explicit_settings(),
@@ -93,6 +95,17 @@ def evaluate_files(
             evaluation = broadcast(evaluation, ranks)
             assert evaluation is not None
             yield evaluation
+
+
+def _read_unless_deleted(file: Path) -> Checkpoint | None:
+    from ssdctl.checkpoint.file import read_model
+
+    try:
+        return read_model(file)
+    except SsdctlError:
+        if file.exists():
+            raise
+        return None
 
 
 def _evaluate_results(path: Path, resolved: Resolved) -> Evaluation:
@@ -157,7 +170,7 @@ def read_detections(path: Path) -> Detections:
 
 
 def evaluate_checkpoint(
-    path: Path,
+    source: Path | Checkpoint,
     config: Config,
     device: Device,
     *,
@@ -184,7 +197,7 @@ def evaluate_checkpoint(
     from ssdctl.inference.predict import open_detector
 
     settings = config.evaluate
-    checkpoint = read_model(path)
+    checkpoint = read_model(source) if isinstance(source, Path) else source
     data = choose_data(checkpoint, config.data, given)
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
@@ -192,7 +205,8 @@ def evaluate_checkpoint(
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
-    rows = _rows_to_score(split, settings, f"{name or path} (step {checkpoint.step}) on {dataset}")
+    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
+    rows = _rows_to_score(split, settings, what)
     precision = choose_precision(checkpoint, settings, device)
     thresholds = settings.score_threshold, settings.nms_iou
     detector = open_detector(checkpoint, device, DetectorConfig(precision, *thresholds))
@@ -212,7 +226,7 @@ def evaluate_checkpoint(
         write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
         log.info("%d detections written to %s", len(detections.scores), detections_file)
     about = EvaluationInfo(
-        source=str(path),
+        source=str(checkpoint.path),
         step=checkpoint.step,
         epoch=round(checkpoint.epoch, 4),
         data=str(root.absolute()),
