@@ -18,7 +18,7 @@ from typer import Option
 from ssdctl.cli.app import click_root
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import painted
-from ssdctl.config import Resolved
+from ssdctl.config import Config
 from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time
 from ssdctl.runs.layout import RunDir
@@ -74,7 +74,7 @@ def demo(
     steps, about = steps_of_run(run), "Continues an earlier start."
     if steps is None:
         console.info("Measuring the speed of this machine...")
-        step_s = seconds_per_step(call.resolved)
+        step_s = seconds_per_step(call.config)
         steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
         time_s, pace = duration(total_seconds(steps, step_s)), step_time(step_s)
         about = f"This takes about {time_s} on this machine ({pace} measured just now)."
@@ -122,29 +122,31 @@ def recipe(steps: int) -> str:
     return RECIPE.format(end=steps / FULL_STEPS, every=steps // EVALUATIONS)
 
 
-def seconds_per_step(resolved: Resolved) -> float:
+def seconds_per_step(config: Config) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
+    from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch
     from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.optimizer import without_dynamo
-    from ssdctl.training.run import finalize
+    from ssdctl.training.plan import make_plan
     from ssdctl.training.step import build_step
 
-    config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
-    device = open_device(config.device, 0, config.execution)
+    settings = msgspec.structs.replace(config.train, optimizer="adamw", clip_grad=10.0)
+    device = open_device(settings.device, 0, settings.execution)
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
-    run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
+    size = DatasetSize(IMAGES, None, 0, [])
+    plan = make_plan(config, device, SINGLE_PROCESS, size)
     batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12)
     times: list[float] = []
     with without_dynamo():
-        step = build_step(model, config, device, run.precision)
+        step = build_step(model, settings, device, plan.precision)
         while len(times) < FEWEST_STEPS or (len(times) < MOST_STEPS and sum(times) < MEASURED_S):
             start = time.perf_counter()
             step([batch], 1e-6)

@@ -23,7 +23,7 @@ from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_c
 if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
-    from ssdctl.training.run import SettledRun
+    from ssdctl.training.plan import Plan
     from ssdctl.training.trainer import Summary
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
@@ -76,11 +76,11 @@ def train(
         display = RunDisplay(
             console.facts, console.info, is_live=console.live, is_verbose=console.verbose
         )
-        resolved = with_absolute_data(call.resolved)
+        config = with_absolute_data(call.config)
         with (
             closing(display),
             signals.announced(console.info),
-            open_trainer(resolved, emit=display.show, progress=console.progress) as trainer,
+            open_trainer(config, emit=display.show, progress=console.progress) as trainer,
         ):
             start = trainer.step
             summary = trainer.run()
@@ -125,7 +125,7 @@ def _show_plan(call: Call) -> None:
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
     from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
-    from ssdctl.training.run import finalize, settings_of_run
+    from ssdctl.training.plan import make_plan, settings_of_run
 
     root, size = _dataset_size(call)
     if not size.trainable:
@@ -134,37 +134,31 @@ def _show_plan(call: Call) -> None:
     if call.config.train.init is not None:
         from ssdctl.training.setup import planned_network  # late: torch takes seconds
 
-        network = planned_network(call.resolved)
+        network = planned_network(call.config)
     device = _device(call.config.train.device)
     device.choose_execution(call.config.train.execution)
     is_chosen = call.config.train.device != "auto"
-    is_any = not is_chosen and call.resolved.is_chosen("train.precision")  # also of another machine
-    run = finalize(
-        call.resolved,
-        None if is_any else device,
-        ranks,
-        size.trainable,
-        background=size.background,
-        before=settings_of_run(call.config),
-        network=network,
-    )
-    for notice in run.notices:
+    is_any = not is_chosen and call.config.is_chosen("train.precision")  # also of another machine
+    before = settings_of_run(call.config)
+    known = None if is_any else device
+    plan = make_plan(call.config, known, ranks, size, before=before, network=network)
+    config = plan.config
+    for notice in plan.notices:
         call.console.warning(notice)
-    if is_any and run.precision not in ("auto", *device.precisions):
+    if is_any and plan.precision not in ("auto", *device.precisions):
         call.console.warning(
-            f"{device.name}, the device of this machine, does not compute in {run.precision}: "
+            f"{device.name}, the device of this machine, does not compute in {plan.precision}: "
             "the plan is for another one"
         )
-    plan, config = run.plan, run.config
     check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    for warning in description.warnings_of_unreached(run):
+    for warning in description.warnings_of_unreached(plan):
         call.console.warning(warning)
     workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     data = {
         **plan.as_json(),
-        "recipe": run.rule or f"preset {config.train.preset}",
+        "recipe": plan.rule or f"preset {config.train.preset}",
         "workers": workers,
         "cpu_quota": quota,
     }
@@ -174,13 +168,13 @@ def _show_plan(call: Call) -> None:
     repeated = ", more than there are images: a step uses some of them several times"
     repeated = repeated if plan.global_batch_size > plan.images else ""
     rows = description.facts(
-        run,
+        plan,
         size.classes,
         min(size.validation, config.train.overfit or size.validation),
         f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
-        f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
+        f"{AUTO_PRECISION if plan.precision == 'auto' else plan.precision}",
     )
-    rows["length"] += _known_time(run, device.name)
+    rows["length"] += _known_time(plan, device.name)
     rows |= {
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
@@ -189,10 +183,10 @@ def _show_plan(call: Call) -> None:
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
         "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
-        "checkpoints": _disk_needed(run, len(size.classes) or COCO_NUM_CLASSES),
-        "run": str(run.out),
+        "checkpoints": _disk_needed(plan, len(size.classes) or COCO_NUM_CLASSES),
+        "run": str(plan.out),
     }
-    if call.console.verbose and (details := description.details(run)):
+    if call.console.verbose and (details := description.details(plan)):
         rows["details"] = details
     call.console.result(None, aligned(list(rows.items())))
 
@@ -226,15 +220,15 @@ def _device(name: str) -> DeviceType:
     return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
-def _known_time(run: SettledRun, device: str) -> str:
+def _known_time(plan: Plan, device: str) -> str:
     """Return the time that the steps take at the speed of this run, or else of a similar one.
 
     That is the newest run of `runs/` with the same network and precision, on as many devices.
     """
     from ssdctl.runs.reader import newest_runs, read_run
 
-    ours = run.config.model.backbone, run.precision, find_ranks().world_size, device == "cpu"
-    for path in (run.out, *newest_runs()[:MAX_SIMILAR]):
+    ours = plan.config.model.backbone, plan.precision, find_ranks().world_size, device == "cpu"
+    for path in (plan.out, *newest_runs()[:MAX_SIMILAR]):
         try:
             known = read_run(path)
             settings, environment = known.settings, known.environment
@@ -242,23 +236,21 @@ def _known_time(run: SettledRun, device: str) -> str:
             is_cpu = environment["device"] == processor()[0]
             theirs = network, precision, environment["world_size"], is_cpu
             rate = float(known.train[-1]["images_per_second"])
-            seconds = run.plan.total_steps * run.plan.global_batch_size / rate
+            seconds = plan.total_steps * plan.global_batch_size / rate
         except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
             continue
-        if path == run.out or theirs == ours:
+        if path == plan.out or theirs == ours:
             return f", about {duration(seconds)} at the {rate:.1f} img/s of {path}"
     return " (`ssdctl benchmark train` measures the speed)"
 
 
-def _disk_needed(run: SettledRun, classes: int) -> str:
+def _disk_needed(plan: Plan, classes: int) -> str:
     from ssdctl.files import free_bytes
-    from ssdctl.training.schedule import checkpoint_bytes
 
-    config = run.config
-    each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
-    kept = config.train.keep + 2
+    each, keep = plan.checkpoint_bytes(classes + 1), plan.config.train.keep
+    kept = keep + 2
     return (
         f"{each / 1e6:,.0f} MB each, {max(kept * each / 1e9, 0.1):.1f} GB at most "
-        f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run.out.absolute()) / 1e9:,.0f} GB free"
+        f"(--keep {keep}, the best, one being written); "
+        f"{free_bytes(plan.out.absolute()) / 1e9:,.0f} GB free"
     )

@@ -73,7 +73,7 @@ class Run:
     def config(self) -> Config:
         """The settings of the run."""
         file = str(RunDir(self.path).config)
-        return resolve(file=file, environment={}, default_file=False).config
+        return resolve(file=file, environment={}, default_file=False)
 
     @hints_in_messages()
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:

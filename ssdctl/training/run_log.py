@@ -35,7 +35,7 @@ from ssdctl.training.step import BadStep
 from ssdctl.training.trackers import open_trackers
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 log = logging.getLogger(__name__)
 Observer = Callable[[Record], None]
@@ -124,9 +124,9 @@ class ThroughputMeter:
 
 class RunLog:
     def __init__(self, opened: OpenedRun, start_step: int, emit: Observer) -> None:
-        plan = opened.run.plan
+        plan = opened.plan
         self._opened, self._emit = opened, emit
-        self._folder = RunDir(opened.run.out)
+        self._folder = RunDir(opened.plan.out)
         self.throughput = ThroughputMeter(plan.global_batch_size)
         self._epochs_ended = int(plan.epoch(start_step))
         self._epoch_began = time.monotonic(), 0.0, 0  # with seconds and images of training
@@ -142,7 +142,7 @@ class RunLog:
         self._read_bad_images()
 
     def _open(self, start_step: int) -> None:
-        opened, config = self._opened, self._opened.run.config.train
+        opened, config = self._opened, self._opened.plan.config.train
         facts = self._environment()
         self._metrics = open_run(self._folder, start_step)
         if not self._folder.config.exists():
@@ -157,7 +157,7 @@ class RunLog:
         return environment(self._opened.device.label, self._opened.ranks.world_size)
 
     def _describe(self) -> None:
-        describe(self._folder, to_snapshot_toml(self._opened.run.resolved), self._environment())
+        describe(self._folder, to_snapshot_toml(self._opened.plan.config), self._environment())
         self._is_described = True
 
     def _read_bad_images(self) -> None:
@@ -167,7 +167,7 @@ class RunLog:
         self._bad_image_ids = collectives.broadcast(ids, self._opened.ranks)
 
     def start(self, step: int) -> None:
-        opened, plan = self._opened, self._opened.run.plan
+        opened, plan = self._opened, self._opened.plan
         best = self.best_evaluation()
         self._best_step = best.get("step")
         self.record("start", step, **describe_run(opened, step), best_ap=best.get("AP"))
@@ -273,7 +273,7 @@ class RunLog:
 
     def epoch(self, step: int) -> None:
         """Record an epoch if it ended with this step; the first after a resume began there."""
-        ended, meter = int(self._opened.run.plan.epoch(step)), self.throughput
+        ended, meter = int(self._opened.plan.epoch(step)), self.throughput
         if ended == self._epochs_ended:
             return
         now = time.monotonic(), meter.training_s, meter.images
@@ -309,7 +309,7 @@ class RunLog:
     def rewind(self, step: int) -> None:
         self.record("rewind", step)
         self._read_bad_images()
-        self._epochs_ended = int(self._opened.run.plan.epoch(step))
+        self._epochs_ended = int(self._opened.plan.epoch(step))
 
     def close(self, step: int, *, is_success: bool) -> None:
         """Close the observers, which takes a limited time. A second call does nothing."""
@@ -323,7 +323,7 @@ class RunLog:
     def record(self, kind: str, step: int, **values: Any) -> None:
         if self._metrics is None:
             return
-        epoch = round(self._opened.run.plan.epoch(step), 4)
+        epoch = round(self._opened.plan.epoch(step), 4)
         record = {"kind": kind, "step": step, "epoch": epoch, **values}
         if kind in WRITTEN:
             self._metrics.write(record)
