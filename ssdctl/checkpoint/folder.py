@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ssdctl.checkpoint import Checkpoint
-from ssdctl.checkpoint.file import load_checkpoint, save_checkpoint
-from ssdctl.errors import IntegrityError
+from ssdctl.checkpoint.file import load_checkpoint, read_payload, save_checkpoint
+from ssdctl.errors import DataError, IntegrityError
 from ssdctl.files import (
     disk_errors,
     link_or_copy,
@@ -25,7 +25,8 @@ from ssdctl.files import (
     retry_transient,
     sync_file,
 )
-from ssdctl.runs.going_back import finish_going_back, go_back, retire, retired, retired_files
+from ssdctl.runs.evaluation import read_evaluation
+from ssdctl.runs.going_back import finish_going_back, go_back, retired, retired_files
 from ssdctl.runs.layout import RunDir, evaluation_of, step_of
 
 
@@ -43,7 +44,6 @@ class CheckpointFolder:
     def __init__(self, run: Path, keep: int) -> None:
         self._run = RunDir(run)
         self._keep = keep
-        self._continued_from: int | None = None  # until the next checkpoint is written
         self.best_step: int | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._save: Future[None] | None = None  # in progress
@@ -52,14 +52,6 @@ class CheckpointFolder:
 
     def steps(self) -> list[Path]:
         return self._run.step_checkpoints()
-
-    def continue_from(self, step: int) -> list[Path]:
-        """Set aside the checkpoints after `step` when the next one is written; return them.
-
-        They count the steps of another global batch. Until then a new start can use them.
-        """
-        self._continued_from = step
-        return self._later()
 
     def save(self, payload: dict[str, Any]) -> None:
         """Start to write a checkpoint; its tensors are copied before this returns."""
@@ -89,15 +81,9 @@ class CheckpointFolder:
         Raises:
             DiskError: It cannot be written; the earlier ones are unchanged.
         """
-        target, later = self._run.step_checkpoint(payload["step"]), self._later()
-        if target in later:
-            retry_transient(partial(link_or_copy, target, retired(target)))
-            later.remove(target)
+        target = self._run.step_checkpoint(payload["step"])
         retry_transient(partial(sync_file, self._run.metrics))
         retry_transient(partial(save_checkpoint, target, payload))
-        for path in later:
-            retry_transient(partial(retire, path))
-        self._continued_from = None
         self.update()
 
     def update(self) -> None:
@@ -114,10 +100,8 @@ class CheckpointFolder:
             best = run.step_checkpoint(self.best_step)
             links += [(best, run.best), (evaluation_of(best), run.evaluation)]
         for source, target in links:
-            if source.is_file() and not (target.is_file() and is_same_file(source, target)):
+            if source.is_file() and not _is_current(source, target):
                 retry_transient(partial(link_or_copy, source, target))
-        if self._later():
-            return  # the run may continue from any of them
         for old in [*retired_files(run), *steps][: -self._keep]:
             retry_transient(partial(_delete, evaluation_of(old)))
             retry_transient(partial(_delete, old))
@@ -136,8 +120,24 @@ class CheckpointFolder:
         Args:
             file: The checkpoint of `--resume FILE` that the run continues from.
         """
-        is_best_later = bool(self._later_than(step)) and self._is_best_later(step)
+        is_best_later = step_of(self.steps()[-1]) > step if self.steps() else False
+        is_best_later = is_best_later and self._is_best_later(step)
         return go_back(self._run, step, file, is_best_later=is_best_later)
+
+    def renumber(
+        self, checkpoint: Path, step: int, global_batch: int, file: Path | None
+    ) -> list[Path]:
+        """Write a checkpoint again as the one of `step`, as another global batch counts.
+
+        Those of later steps are set aside and returned; the best remains the best. `file` is as in
+        `go_back`.
+        """
+        payload = {**read_payload(checkpoint), "step": step, "global_batch": global_batch}
+        target = self._run.step_checkpoint(step)
+        if target.exists():
+            retry_transient(partial(link_or_copy, target, retired(target)))
+        retry_transient(partial(save_checkpoint, target, payload))
+        return go_back(self._run, step, file, is_best_later=False)
 
     def _is_best_later(self, step: int) -> bool:
         best = self._run.best
@@ -163,8 +163,7 @@ class CheckpointFolder:
             IntegrityError: There are checkpoints, and all are damaged.
         """
         damaged: list[str] = []
-        later = self._later()
-        for path in reversed([path for path in self.steps() if path not in later]):
+        for path in reversed(self.steps()):
             try:
                 return load_checkpoint(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:
@@ -175,13 +174,6 @@ class CheckpointFolder:
                 hint="start a new run with another --out, or name an intact one: --resume FILE",
             )
         return None, []
-
-    def _later(self) -> list[Path]:
-        """Return the checkpoints that the next one replaces."""
-        return [] if self._continued_from is None else self._later_than(self._continued_from)
-
-    def _later_than(self, step: int) -> list[Path]:
-        return [path for path in self.steps() if step_of(path) > step]
 
 
 def _on_host(value: Any) -> Any:
@@ -198,6 +190,17 @@ def _on_host(value: Any) -> Any:
 def _delete(path: Path) -> None:
     with disk_errors(path, "deleting"):
         path.unlink(missing_ok=True)
+
+
+def _is_current(source: Path, target: Path) -> bool:
+    """Return whether a link is up to date: the same file, or `evaluate --report RUN` of its step."""
+    if not target.is_file() or source.suffix != ".json" or is_same_file(source, target):
+        return target.is_file() and is_same_file(source, target)
+    try:
+        own, other = read_evaluation(source), read_evaluation(target)
+    except DataError:
+        return False
+    return own is not None and other is not None and own.about.step == other.about.step
 
 
 def is_same_file(source: Path, target: Path) -> bool:

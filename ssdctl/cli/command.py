@@ -244,7 +244,7 @@ def _call(
         for flag, parameter, constant in _options(setting):
             value = values.pop(parameter)
             if isinstance(value, list):
-                value = ",".join(value) if value else None
+                value = ",".join(value if setting.is_joined else value[-1:]) if value else None
             if value is None or (value is False and constant is not None):
                 continue
             if setting.is_flag and value is False:

@@ -160,13 +160,13 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
 
 
 def parse_assignments(texts: Iterable[str]) -> list[Override]:
-    """Return the overrides of every `--set KEY=VALUE`; lists of one key are joined."""
+    """Return the overrides of every `--set KEY=VALUE`; lists of names are joined."""
     overrides: dict[str, Override] = {}
     for text in texts:
         override = parse_assignment(text)
         path = setting_path(override.path) or override.path
         if (first := overrides.get(path)) is not None and first.value != override.value:
-            if path not in all_settings() or not all_settings()[path].is_list:
+            if path not in all_settings() or not all_settings()[path].is_joined:
                 raise UsageError(
                     f"--set {path} is given twice: {first.value} and {override.value}",
                     hint="give it once",

@@ -178,6 +178,11 @@ class Setting(NamedTuple):
         return typing.get_origin(plain_type(self.type)) is tuple
 
     @property
+    def is_joined(self) -> bool:
+        """Return whether several options add up: names do, of lists of numbers the last counts."""
+        return self.is_list and plain_type(typing.get_args(plain_type(self.type))[0]) is str
+
+    @property
     def is_table(self) -> bool:
         """Return whether a file may have a table for it instead of a list of `KEY=VALUE`."""
         return self.is_list and "=" in (self.metavar or "")

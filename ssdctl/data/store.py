@@ -68,6 +68,7 @@ class Split(NamedTuple):
     images: ImageFiles | PackedImages
     index_file: Path  # what detections are scored against
     is_raw: bool = False  # whether the images are decoded pixels
+    shrink: int | None = None  # the shorter side of larger images in pixels
     upright: bool = False  # whether images of the annotated size are turned by their EXIF data
     warnings: Sequence[str] = ()  # for the user, on measuring with this split
 
@@ -269,6 +270,7 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         images=images,
         index_file=path,
         is_raw=metadata.packed and metadata.encoding == "raw",
+        shrink=metadata.shrink,
         upright=bool(metadata.upright),
         warnings=duplicate_warnings(split, len(sizes), metadata.duplicates),
     )

@@ -14,6 +14,7 @@ trained again), `end`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import time
@@ -35,6 +36,7 @@ from ssdctl.training.step import BadStep
 from ssdctl.training.trackers import open_trackers
 
 if TYPE_CHECKING:
+    from ssdctl.data.store import Split
     from ssdctl.training.setup import OpenedRun
 
 log = logging.getLogger(__name__)
@@ -122,6 +124,16 @@ class ThroughputMeter:
         return time.monotonic() - self._started
 
 
+def _images_of(train: Split) -> Record:
+    """Return what `prepare` decides about the pixels that a run is trained on."""
+    ids = train.image_ids[train.trainable].tobytes()
+    return {
+        "encoding": "raw" if train.is_raw else "jpeg",
+        "shrink": train.shrink or "off",
+        "image_ids": hashlib.sha256(ids).hexdigest()[:12],
+    }
+
+
 class RunLog:
     def __init__(self, opened: OpenedRun, start_step: int, emit: Observer) -> None:
         plan = opened.plan
@@ -168,7 +180,8 @@ class RunLog:
 
     def start(self, step: int) -> None:
         opened, plan = self._opened, self._opened.plan
-        best = self.best_evaluation()
+        best, images = self.best_evaluation(), _images_of(opened.train)
+        self._warn_of_other_images(images)
         self._best_step = best.get("step")
         self.record("start", step, **describe_run(opened, step), best_ap=best.get("AP"))
         self.event(
@@ -180,7 +193,21 @@ class RunLog:
             total_steps=plan.total_steps,
             global_batch_size=plan.global_batch_size,
             world_size=opened.ranks.world_size,
+            **images,
         )
+
+    def _warn_of_other_images(self, images: Record) -> None:
+        """Warn if the dataset was prepared differently since the last start."""
+        past = [] if self._metrics is None else self._metrics.past_records
+        before = next((r for r in reversed(past) if r.get("event") == "started"), {})
+        differences = [
+            f"{name} was {before[name]}, is {value}"
+            for name, value in images.items()
+            if before.get(name, value) != value
+        ]
+        if differences:
+            text = "the dataset was prepared again since the last start: %s"
+            log.warning(text, "; ".join(differences))
 
     def past_evaluations(self) -> list[Record]:
         """Return the evaluations up to the start step, or to the one of `rewind`; on rank 0."""

@@ -27,25 +27,28 @@ class Saver(CheckpointFolder):
         resume = plan.config.train.resume
         self._resumed = None if resume in ("auto", "never") else Path(resume)
         self._every = plan.every(plan.config.train.save_every)
+        self._global_batch = plan.global_batch_size
         self._since = time.monotonic()  # the last save, or the last time that one was due
         self.saved_step: int | None = None
 
     def start(self, step: int, checkpoint: Checkpoint | None) -> None:
-        """Set aside the checkpoints after `step`, from which the run continues."""
+        """Set aside the checkpoints after `step`, from which the run continues.
+
+        With another global batch that is not the step of the checkpoint.
+        """
         is_own = checkpoint is not None and self.is_own(checkpoint.path)
         is_same_step = checkpoint is None or step == checkpoint.step
-        self.saved_step = step if is_own and is_same_step else None
+        self.saved_step = step if is_own else None
         if not self._ranks.is_main:
             return
-        if is_own and not is_same_step:  # another global batch counts other steps
-            for path in self.continue_from(step):
-                text = "%s: the next save sets it aside, the run continues from step %d"
-                log.warning(text, path.name, step)
-            return
-        resumed, is_named = self._resumed, False
+        resumed, file = self._resumed, None
         if checkpoint is not None and resumed is not None and resumed.exists():
-            is_named = checkpoint.path.samefile(resumed)
-        for path in self.go_back(step, resumed if is_named else None):
+            file = resumed if checkpoint.path.samefile(resumed) else None
+        if checkpoint is None or not is_own or is_same_step:
+            later = self.go_back(step, file)
+        else:
+            later = self.renumber(checkpoint.path, step, self._global_batch, file)
+        for path in later:
             log.warning("%s: set aside, the run continues from step %d", path.name, step)
 
     def mark_best(self, step: int) -> None:
