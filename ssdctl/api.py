@@ -188,7 +188,7 @@ def train(
 
     Args:
         data: The dataset folder or file.
-        out: The run folder; None is `runs/DATASET-BACKBONE`.
+        out: The run folder; None is `runs/DATASET-BACKBONE`, with `init` `runs/DATASET-NAME`.
         init: Start from the weights of this checkpoint; other classes get new class heads.
         preset: The recipe, such as `stable-r34` or `nvidia-r50`.
         backbone: Such as `resnet18`, `resnet34`, `resnet50` or `vgg16`.
@@ -397,12 +397,12 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
         ssdctl.errors.DiskError: The page cannot be written.
     """
     from ssdctl.reporting.page import write_report
-    from ssdctl.runs.reader import read_runs
+    from ssdctl.runs.run import open_runs
 
     if not runs:
         raise UsageError("report: no run named", hint='write ssdctl.report("runs/first")')
     target = RunDir(Path(runs[0])).report if out is None else Path(out)
-    write_report(read_runs([Path(run) for run in runs]), target)
+    write_report(open_runs([Path(run) for run in runs]), target)
     return target
 
 

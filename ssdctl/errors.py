@@ -57,6 +57,11 @@ class SsdctlError(Exception):
         self.hint, self.command = hint, command
         self.is_from_all_ranks = False  # the same error was raised on every rank
 
+    @property
+    def message(self) -> str:
+        """What is wrong, without the hint that `hints_in_messages` adds."""
+        return str(self).removesuffix(f"\nhint: {self.hint}")
+
 
 class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as contextlib's own
     """Around functions of the Python API: their expected errors print with their hints."""
@@ -65,8 +70,7 @@ class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as context
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if isinstance(error, SsdctlError) and error.hint is not None:
-            hint = f"\nhint: {error.hint}"
-            error.args = (str(error).removesuffix(hint) + hint,)  # once, also in nested calls
+            error.args = (f"{error.message}\nhint: {error.hint}",)
 
 
 class UsageError(SsdctlError):

@@ -250,7 +250,7 @@ def reason_of(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def read_errors(path: Path) -> Iterator[None]:
+def read_errors(path: str | Path) -> Iterator[None]:
     """Convert errors of reading a user's data file, see `unreadable`."""
     try:
         yield

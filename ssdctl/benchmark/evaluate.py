@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdctl.benchmark.data import Measurements
@@ -133,7 +134,6 @@ def _latencies(split: Split, detector: Detector, seconds: float, device: Device)
 
 
 def _scoring(num_images: int) -> Measurements:
-    """Measure the scoring of a synthetic split."""
     share = num_images / NUM_IMAGES
     truth, detections = make_split(
         num_images, max(int(NUM_BOXES * share), 1), max(int(NUM_DETECTIONS * share), 3)
@@ -162,16 +162,9 @@ def make_split(
     the others are anywhere, with low scores, like a detector's.
     """
     rng = np.random.default_rng(0)
-
-    def boxes(count: int) -> np.ndarray:
-        size = np.exp(rng.uniform(np.log(8), np.log(400), (count, 2)))
-        size = np.minimum(size, [WIDTH, HEIGHT])
-        corner = rng.uniform(0, 1, (count, 2)) * ([WIDTH, HEIGHT] - size)
-        return np.concatenate([corner, size], axis=1).round(2)
-
     rows = rng.integers(0, num_images, num_boxes)
     labels = rng.integers(1, NUM_CLASSES + 1, num_boxes)
-    objects = boxes(num_boxes)
+    objects = _random_boxes(rng, num_boxes)
     truth = Annotations(
         folder=Path(),
         origin=Path("synthetic"),
@@ -186,8 +179,20 @@ def make_split(
         areas=objects[:, 2] * objects[:, 3],
         is_crowd=np.arange(1, num_boxes + 1) % 100 == 0,
     )
-    num_near = num_detections // 3
-    num_far = num_detections - num_near
+    return truth, _detections_near(rng, truth, num_detections)
+
+
+def _random_boxes(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+    size = np.exp(rng.uniform(np.log(8), np.log(400), (count, 2)))
+    size = np.minimum(size, [WIDTH, HEIGHT])
+    corner = rng.uniform(0, 1, (count, 2)) * ([WIDTH, HEIGHT] - size)
+    return np.concatenate([corner, size], axis=1).round(2)
+
+
+def _detections_near(rng: np.random.Generator, truth: Annotations, count: int) -> Detections:
+    objects, num_boxes, num_images = truth.boxes, len(truth.ids), len(truth.image_ids)
+    num_near = count // 3
+    num_far = count - num_near
     source = rng.integers(0, num_boxes, num_near)
     spread = rng.choice([0.05, 0.15, 0.4], num_near)
     noise = rng.normal(0, 1, (num_near, 4)) * (objects[source][:, [2, 3, 2, 3]] * spread[:, None])
@@ -195,11 +200,13 @@ def make_split(
     near[:, 2:] = np.maximum(near[:, 2:], 1)
     is_right = rng.random(num_near) < 0.7
     wrong = rng.integers(1, NUM_CLASSES + 1, num_near)
-    ids = np.concatenate([rows[source], rng.integers(0, num_images, num_far)])
+    ids = np.concatenate(
+        [truth.rows[source].astype(np.int64), rng.integers(0, num_images, num_far)]
+    )
     order = np.argsort(ids, kind="stable")
-    everything = np.concatenate([near.round(2), boxes(num_far)])
+    everything = np.concatenate([near.round(2), _random_boxes(rng, num_far)])
     scores = np.concatenate([rng.beta(1, 2, num_near), rng.beta(0.5, 8, num_far)])
-    classes = np.where(is_right, labels[source], wrong)
+    classes = np.where(is_right, truth.labels[source], wrong)
     classes = np.concatenate([classes, rng.integers(1, NUM_CLASSES + 1, num_far)])
     scores = scores * 0.95 + 0.05
-    return truth, Detections(ids[order], everything[order], scores[order], classes[order])
+    return Detections(ids[order], everything[order], scores[order], classes[order])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.data import Measurements, endless_batches
-from ssdctl.config import Config
+from ssdctl.config import Config, TrainConfig
 from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
@@ -40,6 +41,7 @@ ACCELERATOR_MATMUL_SIZE = 8192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARMUP_STEPS = 3
 CHECK_EVERY = 10  # steps
+FEWEST_STEPS, MOST_STEPS, MEASURED_S = 3, 8, 5.0  # of `seconds_per_step`; the first allocates
 
 
 def benchmark_train(split: Split | None, config: Config, seconds: float) -> Measurements | None:
@@ -66,6 +68,22 @@ def benchmark_train(split: Split | None, config: Config, seconds: float) -> Meas
         with out_of_memory_hints(plan, architecture, device):
             metrics = bench.metrics(split, seconds)
         return metrics if ranks.is_main else None
+
+
+def seconds_per_step(
+    architecture: Architecture, config: TrainConfig, device: Device, precision: str, batch_size: int
+) -> float:
+    """Measure a few steps on random images, for a first estimate of a run's duration."""
+    model = device.place(architecture.build()).train()
+    batch = random_batch(batch_size, architecture.num_classes, max_boxes=12)
+    times: list[float] = []
+    with without_dynamo():
+        step = build_step(model, config, device, precision)
+        while len(times) < FEWEST_STEPS or (len(times) < MOST_STEPS and sum(times) < MEASURED_S):
+            start = time.perf_counter()
+            step([batch], 1e-6)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 class _Bench:

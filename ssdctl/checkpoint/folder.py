@@ -193,7 +193,7 @@ def _delete(path: Path) -> None:
 
 
 def _is_current(source: Path, target: Path) -> bool:
-    """Return whether a link is up to date: the same file, or `evaluate --report RUN` of its step."""
+    """Return whether a link is up to date: the same file, or the `--report RUN` of its step."""
     if not target.is_file() or source.suffix != ".json" or is_same_file(source, target):
         return target.is_file() and is_same_file(source, target)
     try:

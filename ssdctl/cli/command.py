@@ -24,16 +24,17 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from ssdctl.cli.app import app, without_options
 from ssdctl.cli.console import Console
 from ssdctl.cli.help import (
     COMMON,
     EXAMPLES,
     HelpGroup,
+    app,
     completer,
     is_completion,
     show_short_help,
     usage,
+    without_options,
 )
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.render import plain_value
@@ -52,6 +53,14 @@ from ssdctl.runtime.safe_text import printable, redact_urls
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
 LONGEST_METAVAR = 24
+# Settings of the recipe that the rules for few images replace (ssdctl/training/run.py).
+FITTED = {
+    f"train.{name}"
+    for name in (
+        "epochs", "batch_size", "lr", "warmup", "decay_epochs", "lr_decay", "optimizer",
+        "weight_decay",
+    )
+}  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -97,42 +106,16 @@ def command(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         selected: list[Setting] = []
-
-        def run(**values: Any) -> None:
-            values.pop("short_help")
-            switches = {name: values.pop(name) for name in ("as_json", "quiet", "verbose")}
-            console = Console(**switches)
-            with console.show_log():
-                try:
-                    function(_call(console, selected, values, is_isolated), **values)
-                except (Exception, KeyboardInterrupt) as error:
-                    exit_after(error, console)
-
-        def add_options() -> None:
-            shown = select(*settings.split())
-            selected.extend(shown)
-            if takes_train_options:
-                selected.extend(s for s in select(*TRAIN_SETTINGS) if s not in shown)
-            _, *own = inspect.signature(function, eval_str=True).parameters.values()
-            parameters = [
-                *more_options,
-                *(p for p in own if p.kind is not p.VAR_KEYWORD),
-                *(p for s in selected for p in _parameters(s, is_hidden=s not in shown)),
-                *_common_parameters(),
-            ]
-            for parameter in parameters:
-                value = parameter.annotation.__metadata__[0]
-                value.autocompletion = value.autocompletion or completer(metavar=value.metavar)
-            _set_signature(run, parameters)
+        run = _runner(function, selected, is_isolated=is_isolated)
+        patterns = (settings.split(), TRAIN_SETTINGS if takes_train_options else ())
+        add = functools.partial(_add_options, run, function, selected, patterns, more_options)
+        without_options.append((name if group is app else group.info.name, add))
 
         class Command(AliasCommand):
             settings = selected
             short_options = short.split()
             takes_options_of = "train" if takes_train_options else ""
 
-        run.__name__ = function.__name__
-        _set_signature(run, [])
-        without_options.append((name if group is app else group.info.name, add_options))
         group.command(
             name,
             cls=Command,
@@ -145,6 +128,49 @@ def command(
         return function
 
     return register
+
+
+def _runner(
+    function: Callable[..., None], selected: Sequence[Setting], *, is_isolated: bool
+) -> Callable[..., None]:
+    """Return the function that typer calls with the values of all options."""
+
+    def run(**values: Any) -> None:
+        values.pop("short_help")
+        switches = {name: values.pop(name) for name in ("as_json", "quiet", "verbose")}
+        console = Console(**switches)
+        with console.show_log():
+            try:
+                function(_call(console, selected, values, is_isolated), **values)
+            except (Exception, KeyboardInterrupt) as error:
+                exit_after(error, console)
+
+    run.__name__ = function.__name__
+    _set_signature(run, [])
+    return run
+
+
+def _add_options(
+    run: Callable[..., None],
+    function: Callable[..., None],
+    selected: list[Setting],
+    patterns: tuple[Sequence[str], Sequence[str]],
+    more_options: Sequence[inspect.Parameter],
+) -> None:
+    """Add the options to a command; its help hides the second `patterns`."""
+    shown, hidden = (select(*part) for part in patterns)
+    selected += shown + [setting for setting in hidden if setting not in shown]
+    _, *own = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = [
+        *more_options,
+        *(p for p in own if p.kind is not p.VAR_KEYWORD),
+        *(p for s in selected for p in _parameters(s, is_hidden=s not in shown)),
+        *_common_parameters(),
+    ]
+    for parameter in parameters:
+        value = parameter.annotation.__metadata__[0]
+        value.autocompletion = value.autocompletion or completer(metavar=value.metavar)
+    _set_signature(run, parameters)
 
 
 def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
@@ -218,7 +244,6 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """Return typer's error of a command line, with a hint."""
     path = getattr(getattr(error, "ctx", None), "command_path", "ssdctl COMMAND")
     text = error.format_message().rstrip(".")
     hint = f"`{path} --help` lists all options"
@@ -326,6 +351,8 @@ def _default_note(setting: Setting) -> str:
     if setting.is_recipe:
         label = str(all_settings()["train.preset"].default)
         value = _preset_values(label)[setting.path]
+        if setting.path in FITTED:
+            return f" [{plain_value(value)} on COCO; fitted below 2,500 images]"
     elif value is None or value is False or value == ():
         return ""
     return f" [{label}: {plain_value(value)}]"

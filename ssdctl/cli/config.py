@@ -118,7 +118,6 @@ def presets(call: Call) -> None:
 
 
 def _preset_tables(recipes: dict[str, dict[str, object]]) -> Group:
-    """Return the settings in which presets differ; as many presets in a row as fit."""
     from rich.console import Group
 
     paths = dict.fromkeys(path for recipe in recipes.values() for path in recipe)

@@ -85,7 +85,7 @@ class Console(logging.Handler):
     def closing(
         self, facts: Sequence[tuple[str, str | Path]], next_commands: Sequence[str] = ()
     ) -> None:
-        """Write the last block of a command to stderr: what it wrote, and what to run next.
+        """Write the last block of a command to stderr: the written files, and commands to run next.
 
         Nothing is written with -q or --json, and on ranks that are quiet; no commands inside
         another command, which has its own.
@@ -117,7 +117,7 @@ class Console(logging.Handler):
         """Write the message and the hint of an expected failure, or of a stop, to stderr."""
         is_stop = isinstance(error, (Interrupted, Stopped))
         label, style = ("", "") if is_stop else ("error", "red")
-        self._message(str(error), label=label, style=style)
+        self._message(error.message, label=label, style=style)
         if error.hint:
             self._message(error.hint, label="hint", style="cyan")
         if error.command:  # in one line: a terminal's own wrapping can be copied

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-import statistics
 import sys
 import textwrap
 import time
@@ -15,9 +14,9 @@ from typing import Annotated
 
 from typer import Option
 
-from ssdctl.cli.app import click_root
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import painted
+from ssdctl.cli.help import click_root
 from ssdctl.config import Config
 from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time
@@ -47,8 +46,6 @@ BUDGET_S = 270.0  # for the whole demo; the rest of five minutes is a reserve
 EVALUATIONS = 5  # during the training
 # On two idle cores, the other stages take as long as these training steps and seconds.
 DRAWING_STEPS, EVALUATION_STEPS, OTHERS_S = 80, 20, 16.0
-# The measurement of the speed.
-WARM_UP_STEPS, FEWEST_STEPS, MOST_STEPS, MEASURED_S = 3, 5, 8, 5.0
 COLUMNS = 80  # for the printed commands
 SHEET_CELL = (440, 330)  # pixels of an image of the contact sheet
 SHEET_BORDER = 4
@@ -126,32 +123,21 @@ def seconds_per_step(config: Config) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
+    from ssdctl.benchmark import train as benchmark
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
-    from ssdctl.input.fake import random_batch
     from ssdctl.model.ssd300 import Architecture
-    from ssdctl.training.optimizer import without_dynamo
     from ssdctl.training.plan import make_plan
-    from ssdctl.training.step import build_step
 
     settings = msgspec.structs.replace(config.train, optimizer="adamw", clip_grad=10.0)
     device = open_device(settings.device, 0, settings.execution)
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
-    model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
-    size = DatasetSize(IMAGES, None, 0, [])
-    plan = make_plan(config, device, SINGLE_PROCESS, size)
-    batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12)
-    times: list[float] = []
-    with without_dynamo():
-        step = build_step(model, settings, device, plan.precision)
-        while len(times) < FEWEST_STEPS or (len(times) < MOST_STEPS and sum(times) < MEASURED_S):
-            start = time.perf_counter()
-            step([batch], 1e-6)
-            times.append(time.perf_counter() - start)
-    return statistics.median(times[WARM_UP_STEPS:])
+    plan = make_plan(config, device, SINGLE_PROCESS, DatasetSize(IMAGES, None, 0, []))
+    architecture = Architecture("resnet18", "batch", len(CLASSES) + 1)
+    return benchmark.seconds_per_step(architecture, settings, device, plan.precision, BATCH_SIZE)
 
 
 def affordable_steps(step_s: float, left_s: float) -> int:
@@ -168,11 +154,11 @@ def total_seconds(steps: int, step_s: float) -> float:
 
 def steps_of_run(run: Path) -> int | None:
     """Return the planned steps of an interrupted demo, or None if its training has not started."""
-    from ssdctl.runs.reader import read_run
+    from ssdctl.runs.run import Run
 
     if not (run / "checkpoints").is_dir():
         return None
-    steps = read_run(run).settings.get("train.steps")
+    steps = Run(run).settings.get("train.steps")
     return int(steps) if steps else None
 
 
@@ -227,9 +213,9 @@ def write_contact_sheet(images: Sequence[Path], path: Path) -> None:
 def _print_result(
     call: Call, run: Path, sheet: Path, steps: int, commands: list[str], spent_s: float
 ) -> None:
-    from ssdctl.runs.reader import read_run
+    from ssdctl.runs.run import Run
 
-    best = read_run(run).best
+    best = Run(run).best_metrics
     assert best is not None  # the run above evaluated
     report = RunDir(run).report
     data = {

@@ -22,6 +22,7 @@ from ssdctl.runtime.progress import progress_bar
 from ssdctl.runtime.safe_text import listed, printable_line
 
 if TYPE_CHECKING:
+    from ssdctl.config.sections import DownloadConfig
     from ssdctl.download.http import RetryPolicy
     from ssdctl.download.pinned_files import PinnedFile
     from ssdctl.model.pretrained import Weights
@@ -71,26 +72,28 @@ def download(
         raise UsageError("--verify and --dry-run exclude each other: give one of them")
     if config.manifest and config.part:
         raise UsageError("--part selects from COCO 2017, --manifest lists its own files: give one")
+    is_selection = bool(config.manifest or config.part)
     if config.dataset == "shapes":
-        if config.manifest or config.part or verify:
+        if is_selection or verify:
             raise UsageError(
                 "--dataset shapes is generated: --manifest, --part and --verify do not apply"
             )
         _generate_shapes(call, dest or Path(SHAPES_DIR), dry_run)
-        return
+    elif verify:
+        _verify(call, _files(config), dest or Path(COCO_DIR), is_selection=is_selection)
+    else:
+        _download(call, _files(config), dest or Path(COCO_DIR), dry_run)
+
+
+def _files(config: DownloadConfig) -> list[PinnedFile]:
     from ssdctl.download.pinned_files import COCO2017, read_manifest
 
-    # The smallest first, so that errors show early.
-    files = sorted(COCO2017.values(), key=lambda file: file.bytes or 0)
     if config.manifest is not None:
-        files = read_manifest(Path(config.manifest))
-    elif config.part is not None:
-        files = [COCO2017[config.part]]
-    folder = dest or Path(COCO_DIR)
-    if verify:
-        _verify(call, files, folder, is_selection=bool(config.manifest or config.part))
-    else:
-        _download(call, files, folder, dry_run)
+        return read_manifest(Path(config.manifest))
+    if config.part is not None:
+        return [COCO2017[config.part]]
+    # The smallest first, so that errors show early.
+    return sorted(COCO2017.values(), key=lambda file: file.bytes or 0)
 
 
 def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) -> None:
@@ -130,7 +133,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) ->
 
 
 def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bool) -> None:
-    """Check the files; without a selection some parts of COCO may be missing, but not all."""
+    """Check the files; unless some were selected, parts of COCO may be missing, but not all."""
     from ssdctl.download.dataset import verify
 
     with fetching(call.console) as progress:
@@ -183,6 +186,16 @@ def _completed(incomplete: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
+WeightsName = Annotated[
+    str | None,
+    Argument(
+        metavar="NAME",
+        help="Weights to download [default: those of the preset]",
+        autocompletion=_completed,
+    ),
+]
+
+
 @command(
     "fetch-weights",
     panel="Data",
@@ -196,14 +209,7 @@ def _completed(incomplete: str) -> list[str]:
 )
 def fetch_weights(
     call: Call,
-    name: Annotated[
-        str | None,
-        Argument(
-            metavar="NAME",
-            help="Weights to download [default: those of the preset]",
-            autocompletion=_completed,
-        ),
-    ] = None,
+    name: WeightsName = None,
     dest: Annotated[
         Path | None, Option(metavar="DIR", help="Folder [default: ~/.cache/torch/hub/checkpoints]")
     ] = None,
@@ -338,7 +344,7 @@ def fetching(
     def show(label: str, done: int, total: int) -> None:
         nonlocal bar, shown, start, first, next_line
         is_new, now = label != shown, monotonic()
-        if is_new:  # the first bytes, those of an earlier attempt, do not count for the rate
+        if is_new:  # bytes of an earlier attempt do not count for the rate
             shown, start, first = label, now, done
         is_counted = label in names and len(names) > 1
         count = f" ({names.index(label) + 1} of {len(names)})" if is_counted else ""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import typer
 
-from ssdctl.cli.app import click_root
 from ssdctl.cli.command import Call
+from ssdctl.cli.help import click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.fields import DEVICE_TYPES
@@ -75,7 +75,6 @@ def configure_launch(
 
 
 def _tpu_device(call: Call) -> str:
-    """Return the device type of `--tpus`, `tpu` or `xla`, if the user does not name it."""
     if (named := call.config.train.device) in ("tpu", "xla"):
         return named
     packages = {n for n in ("torch_tpu", "torch_xla") if importlib.util.find_spec(n) is not None}
@@ -83,9 +82,10 @@ def _tpu_device(call: Call) -> str:
 
 
 def check_train(config: Config, device_name: str, count: int, *, has_data: bool) -> tuple[str, ...]:
-    """Check that the ranks will accept the settings of `train`; return what they will replace.
+    """Check that the ranks will accept the settings of `train`; return notices of replaced ones.
 
-    `has_data`: a dataset that is prepared on this machine is theirs.
+    Args:
+        has_data: Whether the ranks read the dataset that is prepared on this machine.
     """
     device = DEVICE_TYPES[device_name]
     notices = check_settings(config, device)

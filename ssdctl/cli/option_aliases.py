@@ -1,9 +1,8 @@
-"""Accept other spellings of options, and handle options of other programs.
+"""Accept other spellings of options: `--batch-size`, `--learning-rate`, `--num_workers`.
 
-A command line may use standard spellings (`--batch-size`, `--learning-rate`, `--num_workers`) and
-old flags that mean the same: `AliasCommand` rewrites them before they are parsed, so help and
-completion list each option once. An old flag with another meaning, or without a counterpart, is
-refused with its replacement or the reason (exit 2, corrections.py).
+`AliasCommand` replaces them by ssdctl's own options before typer parses the line, so help and
+completion list each option once. Options of other programs that mean something else are refused
+(corrections.py).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ OUTPUT = ("--out", "--dest")
 COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, "--dest": OUTPUT}
 # Options that an alias sets in addition to its own: TensorFlow's summaries are TensorBoard events.
 IMPLIED = {"--save-summary-steps": "--tensorboard"}
-POSITIONAL = "="
-CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept it as an option
+POSITIONAL = "="  # template of an option whose value becomes the first argument
+CHECKPOINT_METAVAR = "CKPT"  # of that argument, in commands that accept it as an option
 CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir")
 
 
@@ -37,24 +36,18 @@ class AliasCommand(HelpCommand):
         return super().parse_args(ctx, args)
 
     def without_aliases(self, args: Sequence[str], name: str = "train") -> list[str]:
-        """Return the command line with every alias replaced by the option that it stands for.
-
-        Raises:
-            UsageError: Options of other programs or commands; or an option without a value.
-        """
+        """Return the command line with every alias replaced by ssdctl's option."""
         words, templates = self.read_words(args), self.templates
         refuse(name, self, words)
-        checkpoints: list[str] = []
-        rewritten: list[str] = []
+        checkpoints, rewritten = list[str](), list[str]()
         for word in words:
             template = templates.get(word.flag, "")
             if template == POSITIONAL:
                 checkpoints += word.values
-            elif template.endswith("=") and word.values:
-                rewritten.append(template + word.values[0])
+            elif template.endswith("="):
+                rewritten += [template + word.values[0]] if word.values else word.typed
             else:
-                is_flag = template and not template.endswith("=")
-                rewritten += [template] if is_flag else word.typed
+                rewritten += [template] if template else word.typed
             if IMPLIED.get(word.flag) in templates:
                 rewritten.append(IMPLIED[word.flag])
         return [*checkpoints, *rewritten]
@@ -63,7 +56,7 @@ class AliasCommand(HelpCommand):
         """Return the arguments, and the options with their values.
 
         Raises:
-            UsageError: An option has no value, or one that it does not take; or a word is empty.
+            UsageError: An option lacks its value, or does not take one; or a word is empty.
         """
         templates, rest, words = self.templates, list(args), list[Word]()
         while rest:
@@ -79,7 +72,7 @@ class AliasCommand(HelpCommand):
             row = find_row(flag, following, is_own=flag in templates)
             launchs = {} if row or flag in templates else self._options_of_launch(flag)
             if row is not None:
-                values = (value,) if equals else row.take(rest)
+                values = (value,) if equals else row.take_values(rest)
                 written = (token,) if equals else (token, *values)
                 words.append(Word(written, flag, values, row))
             elif flag in (known := launchs or templates):
@@ -92,7 +85,7 @@ class AliasCommand(HelpCommand):
         return words
 
     def _options_of_launch(self, flag: str) -> Mapping[str, str]:
-        """Return the templates of `ssdctl launch` if only that command has the option."""
+        """Return the templates of `ssdctl launch` if `train` does not have the option."""
         if not flag.startswith("--") or self.name == "launch":
             return {}
         known = command_of("launch").templates
@@ -101,7 +94,7 @@ class AliasCommand(HelpCommand):
 
     @functools.cached_property
     def templates(self) -> dict[str, str]:
-        """What each option and alias stands for: `--flag`, or `--flag=` with a value."""
+        """The replacement of each option and alias: `--flag`, or `--flag=` to add the value to."""
         options: list[Any] = [p for p in self.params if p.param_type_name == "option"]
         own = {flag: p for p in options for flag in (*p.opts, *p.secondary_opts)}
         templates = {flag: flag if p.is_flag else f"{flag}=" for flag, p in own.items()}
@@ -140,7 +133,7 @@ def check_local_rank() -> None:
 
 
 def _template(setting: Setting, alias: str) -> tuple[str, str]:
-    """Return an alias without its constant, and what it stands for."""
+    """Return the name of an alias (`--hpu` of `--hpu=hpu`) and its template."""
     name, _, constant = alias.partition("=")
     if setting.is_flag:
         return name, setting.flags[constant == "false"]
@@ -180,7 +173,5 @@ def _read_option(
 
 
 def _empty(what: str) -> UsageError:
-    return UsageError(
-        f"{what} is empty: give a value, or leave it out (in a script, perhaps a variable is not "
-        "set)"
-    )
+    hint = "give a value, or leave it out; in a script, a variable may not be set"
+    return UsageError(f"{what} is empty", hint=hint)

@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ import msgspec
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.results import newest_run
+from ssdctl.cli.results import name_newest_run
 from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -28,13 +28,33 @@ from ssdctl.runtime.safe_text import counted, listed, printable_line
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.inference.image_detector import ImageDetector
-    from ssdctl.inference.results import Detection
+    from ssdctl.inference.image_detector import ImageDetector, Prediction
+    from ssdctl.inference.results import Detection, Result
     from ssdctl.inference.sources import ImageSource
+    from ssdctl.inference.video import Frame, Video
 
 MAX_NAMED = 3  # failed images in the error
 # Errors of one image: the others are done. If they differ, the first kind here is the exit code.
 IMAGE_FAILURES = (NetworkError, DiskError, DataError)
+
+CheckpointAndImages = Annotated[
+    list[str],
+    Argument(
+        metavar="[CKPT|RUN] IMAGE...",
+        help="Checkpoint, ONNX file, run folder, detector, or hf://org/name [default: the "
+        "newest run]; then images, folders, glob patterns (** matches subfolders), URLs, - for "
+        "a list on stdin; or videos, or a camera (/dev/video0)",
+    ),
+]
+LineWidth = Annotated[
+    int | None,
+    Option(
+        metavar="PX",
+        min=1,
+        max=200,
+        help="Line width of drawn boxes [default: from the image's size]",
+    ),
+]
 
 
 @command(
@@ -56,15 +76,7 @@ IMAGE_FAILURES = (NetworkError, DiskError, DataError)
 )
 def predict(
     call: Call,
-    arguments: Annotated[
-        list[str],
-        Argument(
-            metavar="[CKPT|RUN] IMAGE...",
-            help="Checkpoint, ONNX file, run folder, detector, or hf://org/name [default: the "
-            "newest run]; then images, folders, glob patterns (** matches subfolders), URLs, - for "
-            "a list on stdin; or videos, or a camera (/dev/video0)",
-        ),
-    ],
+    arguments: CheckpointAndImages,
     out: Annotated[
         str | None,
         Option(
@@ -72,15 +84,7 @@ def predict(
             help="Output folder: annotated images (or the --save format) and detections.json",
         ),
     ] = None,
-    line_width: Annotated[
-        int | None,
-        Option(
-            metavar="PX",
-            min=1,
-            max=200,
-            help="Line width of drawn boxes [default: from the image's size]",
-        ),
-    ] = None,
+    line_width: LineWidth = None,
     hide_labels: Annotated[bool, Option("--hide-labels", help="Draw no class names")] = False,
     hide_scores: Annotated[bool, Option("--hide-scores", help="Draw no scores")] = False,
 ) -> None:
@@ -95,7 +99,7 @@ def predict(
     if settings.save is not None and out is None:
         raise UsageError(f"--save {settings.save} requires a folder", hint="add --out DIR")
     if looks_like_image(arguments[0]):
-        checkpoint, images = newest_run(call.console), arguments
+        checkpoint, images = name_newest_run(call.console), arguments
     else:
         checkpoint, images = arguments[0], arguments[1:]
     if not images:
@@ -150,7 +154,6 @@ def _predict(
     style: dict[str, Any],
 ) -> None:
     """Print, draw and save the detections; an image that cannot be read fails only at the end."""
-    from ssdctl.inference.image_detector import PreparedImage, detect_ahead, open_image
     from ssdctl.inference.results import count_text
     from ssdctl.inference.save import WRITERS, image_record
 
@@ -159,15 +162,8 @@ def _predict(
     if out is not None:
         make_dir(out)  # before the detection, which may take hours
         writer = WRITERS[settings.save or "json"](out, detector.selected_classes)
-
-    def prepare(source: ImageSource, canceled: threading.Event) -> PreparedImage:
-        content = source.open(canceled)
-        return detector.prepare(source, content, open_image(content))
-
-    results = detect_ahead(
-        detector, sources, prepare, batch_size=settings.batch_size, threads=usable_cores()
-    )
     records, failures, objects = [], list[tuple[str, SsdctlError]](), 0
+    results = _detect(detector, sources, settings.batch_size)
     shown = console.progress(results, total=len(sources), label="predicting", unit="img")
     for found, target in itertools.zip_longest(shown, targets):
         result = found.result
@@ -197,12 +193,29 @@ def _predict(
     total = f"{counted(len(sources) - len(failures), 'image')}, {counted(objects, 'object')}"
     console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
     if failures:
-        kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
-        names = listed([name for name, _ in failures], MAX_NAMED)
-        raise kind(
-            f"failed images ({len(failures)} of {len(sources)}): {names}",
-            hint="the warnings name the reasons",
-        )
+        raise _error(failures, len(sources))
+
+
+def _detect(
+    detector: ImageDetector, sources: list[ImageSource], batch_size: int
+) -> Iterator[Prediction]:
+    from ssdctl.inference.image_detector import PreparedImage, detect_ahead, open_image
+
+    def prepare(source: ImageSource, canceled: threading.Event) -> PreparedImage:
+        content = source.open(canceled)
+        return detector.prepare(source, content, open_image(content))
+
+    threads = usable_cores()
+    return detect_ahead(detector, sources, prepare, batch_size=batch_size, threads=threads)
+
+
+def _error(failures: list[tuple[str, SsdctlError]], num_images: int) -> SsdctlError:
+    kind = next(k for k in IMAGE_FAILURES if any(isinstance(error, k) for _, error in failures))
+    names = listed([name for name, _ in failures], MAX_NAMED)
+    return kind(
+        f"failed images ({len(failures)} of {num_images}): {names}",
+        hint="the warnings name the reasons",
+    )
 
 
 def _check_videos(videos: list[str], out: Path | None, save: str | None) -> None:
@@ -257,12 +270,10 @@ def _predict_video(
     Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames. The frames
     before a damaged one are written.
     """
-    from ssdctl.inference.results import count_text
-    from ssdctl.inference.save import image_record
     from ssdctl.inference.sources import is_camera
-    from ssdctl.inference.video import VideoWriter, open_video, predict_frames
+    from ssdctl.inference.video import VideoWriter, open_video
 
-    settings, live = call.config.predict, is_camera(name)
+    settings = call.config.predict
     count, written, failure = 0, "", None
     with contextlib.ExitStack() as stack:
         video, writer = stack.enter_context(open_video(name)), None
@@ -272,34 +283,49 @@ def _predict_video(
             writer = VideoWriter(file, video.rate / settings.every, style)
             stack.enter_context(contextlib.closing(writer))
             written = f", written to {target}"
-        frames = video.frames(every=settings.every, limit=settings.max_frames)
-        total = None if live or video.num_frames is None else -(-video.num_frames // settings.every)
-        # A camera's frames are not collected to batches: the result would come late.
-        batch_size = 1 if live else settings.batch_size
-        results = predict_frames(detector, frames, batch_size=batch_size)
-        label = f"predicting {name}"
         try:
-            for frame, found in call.console.progress(
-                results, total=total, label=label, unit="frame"
-            ):
-                at = {"frame": frame.number, "time_s": round(frame.time_s, 4)}
-                record = image_record(name, found, **at)
-                if lines is not None:
-                    lines.write(json.dumps(record).encode() + b"\n")
-                if call.console.as_json or found:
-                    line = f"{name} {frame.time_s:.2f} s  {count_text(found)}"
-                    call.console.result(record, printable_line(line))
+            for frame, found in _frames(call, detector, name, video):
+                _print_frame(call, name, frame, found, lines)
                 if writer is not None:
                     writer.add(frame, found)
                 count += 1
         except DataError as error:
             failure = error
         except KeyboardInterrupt:
-            if not live:
+            if not is_camera(name):
                 raise
         call.console.info(f"{name}: {count} frames{written}")
     if failure is not None:
         raise failure
+
+
+def _frames(
+    call: Call, detector: ImageDetector, name: str, video: Video
+) -> Iterator[tuple[Frame, Result]]:
+    from ssdctl.inference.sources import is_camera
+    from ssdctl.inference.video import predict_frames
+
+    settings, live = call.config.predict, is_camera(name)
+    frames = video.frames(every=settings.every, limit=settings.max_frames)
+    total = None if live or video.num_frames is None else -(-video.num_frames // settings.every)
+    # A camera's frames are not collected to batches: the result would come late.
+    batch_size = 1 if live else settings.batch_size
+    results = predict_frames(detector, frames, batch_size=batch_size)
+    return call.console.progress(results, total=total, label=f"predicting {name}", unit="frame")
+
+
+def _print_frame(
+    call: Call, name: str, frame: Frame, found: Result, lines: IO[bytes] | None
+) -> None:
+    from ssdctl.inference.results import count_text
+    from ssdctl.inference.save import image_record
+
+    record = image_record(name, found, frame=frame.number, time_s=round(frame.time_s, 4))
+    if lines is not None:
+        lines.write(json.dumps(record).encode() + b"\n")
+    if call.console.as_json or found:
+        line = f"{name} {frame.time_s:.2f} s  {count_text(found)}"
+        call.console.result(record, printable_line(line))
 
 
 def _text(about: str, detections: Iterable[Detection]) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
 MAX_SIMILAR = 10  # runs whose speed may be known
+MEASURED_BATCH = 2  # images; a step of 8 takes four times as long on a CPU
 
 
 @command(
@@ -39,11 +40,11 @@ MAX_SIMILAR = 10  # runs whose speed may be known
         "--resume --eval-every --dry-run"
     ),
     examples=[
-        "ssdctl train --data /data/coco --out runs/first",
-        "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
-        "ssdctl train --steps 100 --warmup 10st --backbone-weights none   # a short trial",
+        "ssdctl train --data photos",
+        "ssdctl train --data photos --dry-run   # the plan: network, length, time, recipe",
+        "ssdctl train --data photos --init ssd300-vgg16-coco   # from a detector of COCO",
+        "ssdctl train --data /data/coco --preset nvidia-r50 --bs 64 --bf16",
         "ssdctl train --fake-data --steps 100 --warmup 10st   # the device's speed, no dataset",
-        "ssdctl train --dry-run --json   # the plan: steps, warm-up, learning rate",
     ],
 )
 def train(
@@ -96,7 +97,7 @@ def train(
 
 
 def _print_summary(call: Call, summary: Summary, start: int) -> None:
-    from ssdctl.runs.reader import read_run
+    from ssdctl.runs.run import Run
 
     run = RunDir(Path(summary.out))
     ap = "no AP" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
@@ -108,7 +109,7 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
         )
     call.console.result(summary._asdict(), f"{run.path}: {summary.step} steps{trained}, {ap}")
     facts = [("last", f"{run.last} (step {summary.step:,})")]
-    best = read_run(run.path).best if run.best.is_file() else None
+    best = Run(run.path).best_metrics if run.best.is_file() else None
     if best is not None and best["AP"] >= 0:
         facts = [("best", f"{run.best} (AP {best['AP']:.3f}, step {best['step']:,.0f})")]
     facts.append(("wrote", f"{run.path} (checkpoints, metrics.jsonl, config.toml)"))
@@ -167,15 +168,18 @@ def _show_plan(call: Call) -> None:
         return
     repeated = ", more than there are images: a step uses some of them several times"
     repeated = repeated if plan.global_batch_size > plan.images else ""
+    validation = min(size.validation, config.train.overfit or size.validation)
     rows = description.facts(
         plan,
         size.classes,
-        min(size.validation, config.train.overfit or size.validation),
+        validation,
         f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
         f"{AUTO_PRECISION if plan.precision == 'auto' else plan.precision}",
     )
-    rows["length"] += _known_time(plan, device.name)
+    classes = len(size.classes) or COCO_NUM_CLASSES
     rows |= {
+        "time": _time(call, plan, device.name, validation, classes),
+        "to stop": "Ctrl-C at any time: the run is saved, and the same command continues it",
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
@@ -183,7 +187,7 @@ def _show_plan(call: Call) -> None:
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
         "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
-        "checkpoints": _disk_needed(plan, len(size.classes) or COCO_NUM_CLASSES),
+        "checkpoints": _disk_needed(plan, classes),
         "run": str(plan.out),
     }
     if call.console.verbose and (details := description.details(plan)):
@@ -192,7 +196,7 @@ def _show_plan(call: Call) -> None:
 
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
-    """Return the dataset and its size; COCO's, without classes, if none was named or is read."""
+    """Return the dataset and its size; COCO's size if no dataset is named or read."""
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
@@ -220,28 +224,55 @@ def _device(name: str) -> DeviceType:
     return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
-def _known_time(plan: Plan, device: str) -> str:
-    """Return the time that the steps take at the speed of this run, or else of a similar one.
+def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) -> str:
+    """Return how long the run takes, by an earlier run or, on a terminal, by measured steps."""
+    from ssdctl.runs.display import EVALUATION_COST
+
+    evaluations = len(plan.evaluations_after(0)) * val_images
+    images = plan.total_steps * plan.global_batch_size + EVALUATION_COST * evaluations
+    if (known := _known_rate(plan, device)) is not None:
+        rate, source = known[0], f"in {known[1]}"
+    elif call.console.live and device == "cpu" and find_ranks().is_single_process:
+        call.console.info("Measuring training steps...")
+        from ssdctl.benchmark.train import seconds_per_step  # late: torch takes seconds
+        from ssdctl.device import open_device
+        from ssdctl.model.ssd300 import Architecture
+
+        model, config, size = plan.config.model, plan.config.train, MEASURED_BATCH
+        architecture = Architecture(model.backbone, model.extra_norm, classes + 1)
+        opened = open_device(device, execution=config.execution)
+        rate = size / seconds_per_step(architecture, config, opened, plan.precision, size)
+        source = "measured now"
+    else:
+        return "unknown before a first run; `ssdctl benchmark train` measures the speed"
+    return f"about {duration(images / rate)} on this machine, {rate:.1f} img/s {source}"
+
+
+def _known_rate(plan: Plan, device: str) -> tuple[float, Path] | None:
+    """Return images per second of this run, or else of a similar one.
 
     That is the newest run of `runs/` with the same network and precision, on as many devices.
     """
-    from ssdctl.runs.reader import newest_runs, read_run
+    from ssdctl.runs.run import Run, newest_runs
 
     ours = plan.config.model.backbone, plan.precision, find_ranks().world_size, device == "cpu"
-    for path in (plan.out, *newest_runs()[:MAX_SIMILAR]):
+    for known in map(Run, (plan.out, *newest_runs()[:MAX_SIMILAR])):
         try:
-            known = read_run(path)
-            settings, environment = known.settings, known.environment
-            network, precision = settings["model.backbone"], settings["train.precision"]
-            is_cpu = environment["device"] == processor()[0]
-            theirs = network, precision, environment["world_size"], is_cpu
-            rate = float(known.train[-1]["images_per_second"])
-            seconds = plan.total_steps * plan.global_batch_size / rate
-        except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
+            settings, environment, steps = known.settings, known.environment, known.train
+        except SsdctlError:
             continue
-        if path == plan.out or theirs == ours:
-            return f", about {duration(seconds)} at the {rate:.1f} img/s of {path}"
-    return " (`ssdctl benchmark train` measures the speed)"
+        rate = steps[-1]["images_per_second"] if steps else 0.0
+        if environment is None or not rate:
+            continue
+        theirs = (
+            settings.get("model.backbone"),
+            settings.get("train.precision"),
+            environment.world_size,
+            environment.device == processor()[0],
+        )
+        if known.path == plan.out or theirs == ours:
+            return rate, known.path
+    return None
 
 
 def _disk_needed(plan: Plan, classes: int) -> str:

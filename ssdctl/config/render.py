@@ -29,6 +29,15 @@ def snapshot(config: Config) -> dict[str, Any]:
     }
 
 
+def snapshot_sources(config: Config) -> dict[str, str]:
+    """Return the sources of the values in `snapshot` that are not a preset's or a default."""
+    return {
+        path: str(source)
+        for path, source in config.sources.items()
+        if source.kind > Kind.PRESET and path.partition(".")[0] in SNAPSHOT_SECTIONS
+    }
+
+
 def to_snapshot_toml(config: Config) -> str:
     """Return `snapshot` as a file that `--config` reads back, with sources."""
     return _tables(config, _with_source, snapshot(config))

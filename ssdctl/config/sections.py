@@ -206,7 +206,8 @@ class TrainConfig(Section, frozen=True):
     out: Annotated[
         str | None,
         _run(
-            "Run folder; resumes a run in it [default: runs/DATASET-BACKBONE]",
+            "Run folder; resumes a run in it [default: runs/DATASET-BACKBONE; --init: "
+            "runs/DATASET-NAME]",
             metavar="RUN",
             aliases=("--output-dir",),
         ),
@@ -294,7 +295,9 @@ class TrainConfig(Section, frozen=True):
     eval_every: Annotated[
         Interval | None,
         _evaluation(
-            "Evaluate every N epochs, or steps (500st) [default: at the end]", metavar="DURATION"
+            "Evaluate every N epochs, or steps (500st) [default: at the end; "
+            "10 times below 2,500 images]",
+            metavar="DURATION",
         ),
     ] = None
     eval_at: Annotated[

@@ -263,21 +263,26 @@ class ImageFinder:
     def _mirrored(self, entry: Wanted, options: list[_Option]) -> list[_Option]:
         """Return the options whose folders agree with the labels' folder wherever they differ.
 
-        So `video1/annots/1.xml` belongs to `video1/frames/1.jpg`, not to `video2/frames/1.jpg`.
+        So `labels/val/1.txt` belongs to `images/val/1.jpg`, not to `images/train/val/1.jpg`, and
+        `video1/annots/1.xml` to `video1/frames/1.jpg`, not to `video2/frames/1.jpg`.
         """
         folders = [self.files[option.file][:-1] for option in options]
-        no_split = [o for o, f in zip(options, folders, strict=True) if not split_of("/".join(f))]
-        if len(no_split) == 1 and not entry.split:
-            return no_split  # `labels/1.txt` belongs to `images/1.jpg`, not `images/val/1.jpg`
-        if len({len(folder) for folder in folders}) > 1:
-            return options
-        differing = [n for n, parts in enumerate(zip(*folders, strict=True)) if len({*parts}) > 1]
         labels = [*parts_of(entry.labels), *parts_of(entry.name)[:-1]]
+        pairs = zip(options, folders, strict=True)
+        same = [o for o, folder in pairs if self._own(folder) == self._own(labels)]
+        if len(same) == 1 or len({len(folder) for folder in folders}) > 1:
+            return same or options
+        differing = [n for n, parts in enumerate(zip(*folders, strict=True)) if len({*parts}) > 1]
         return [
             option
             for option, folder in zip(options, folders, strict=True)
             if differing and all(labels[n : n + 1] == [folder[n]] for n in differing)
         ] or options
+
+    def _own(self, folder: Sequence[str]) -> list[str]:
+        """Return the names of a path without those of usual folders of images and labels."""
+        usual = (*self.standard, *(name.lower() for name in ANNOTATION_FOLDERS))
+        return [name for name in folder if name.lower() not in usual]
 
     def _has_size(self, file: str, size: tuple[int, int]) -> bool:
         if not all(size):

@@ -91,14 +91,14 @@ class CheckedImage(NamedTuple):
 
 
 def check_image(
-    path: Path, size: tuple[int, int], config: PrepareConfig, upright: bool = False
+    path: str | Path, size: tuple[int, int], config: PrepareConfig, upright: bool = False
 ) -> CheckedImage:
     """Check an image with its annotated width and height; problems are returned, not raised.
 
     `upright`: see `decode`.
     It uses few and large reads: between reads, threads wait for each other.
     """
-    with read_errors(path), path.open("rb", buffering=0) as file:
+    with read_errors(path), open(path, "rb", buffering=0) as file:  # noqa: PTH123 - millions of them
         status = os.fstat(file.fileno())
         read_all = config.pack or config.verify_images or status.st_size <= HEAD_BYTES
         content = file.readall() if read_all else file.read(HEAD_BYTES)
@@ -336,11 +336,11 @@ def _check_in_threads(
         names = images.file_names[first : first + size]
         sizes = images.sizes[first : first + size].tolist()
         return [
-            check_image(images.folder / name, (width, height), job.config, images.upright)
+            check_image(f"{folder}/{name}", (width, height), job.config, images.upright)
             for name, (width, height) in zip(names, sizes, strict=True)
         ]
 
-    images, size = job.annotations, job.task_images
+    images, folder, size = job.annotations, str(job.annotations.folder), job.task_images
     firsts = range(start, len(images.file_names), size)
     return itertools.chain.from_iterable(map_ahead(pool, check, firsts, job.num_threads + 2))
 

@@ -15,7 +15,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -50,7 +50,7 @@ from ssdctl.data.divide import series_warning
 from ssdctl.data.duplicates import ImageVersions, duplicate_warnings, find_duplicates
 from ssdctl.data.find_images import Resolved, resolve_images
 from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
-from ssdctl.data.image_files import FingerprintColumns, changed_images, is_image
+from ssdctl.data.image_files import FingerprintColumns, changed_images
 from ssdctl.data.report import Outcome, SplitReport, refuse_dropped, refuse_empty
 from ssdctl.data.sources import (
     Sources,
@@ -177,7 +177,7 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
     num_bytes, modified_ns = np.array(versions, np.int64).reshape(-1, 2).T
     unlisted = unlisted_images(listed, folder)
     sources = Sources(files, num_bytes, modified_ns, np.array(contents, np.int64), unlisted)
-    _note_unlisted(resolved)
+    _note_unlisted(root, resolved, unlisted)
     return _Dataset(name, conversion, resolved, sources)
 
 
@@ -216,7 +216,8 @@ def _make_store_dir(folder: Path) -> None:
         raise DiskError(str(error), hint="choose another folder with --store DIR") from None
 
 
-def _read_report(folder: Path) -> Outcome | None:
+def read_report(folder: Path) -> Outcome | None:
+    """Return what `prepare` reported when it wrote a store; None if it is unknown."""
     try:
         content = read_limited(folder / REPORT, MAX_REPORT_BYTES)
         return msgspec.json.decode(content, type=Outcome)
@@ -228,7 +229,7 @@ def _unchanged_outcome(
     root: Path, folder: Path, config: PrepareConfig, conversion: Conversion
 ) -> Outcome | None:
     """Return the last outcome if the dataset and the options are unchanged; else None."""
-    outcome, made = _read_report(folder), index.read_made(folder)
+    outcome, made = read_report(folder), index.read_made(folder)
     if outcome is None or made is None or made.conversion != conversion:
         return None
     if changes(root, folder, made):
@@ -421,7 +422,7 @@ def _known_images(
     Packed images may have been deleted; those that exist must be unchanged.
     """
     folder = store.folder
-    metadata, outcome = index.read_metadata(folder, split), _read_report(folder)
+    metadata, outcome = index.read_metadata(folder, split), read_report(folder)
     if store.force or metadata is None or outcome is None:
         return None
     reports = [r for r in outcome.splits if r.split == split and r.key == metadata.key]
@@ -449,21 +450,19 @@ def _known_images(
     return checked if is_same else None
 
 
-def _note_unlisted(resolved: dict[str, Resolved]) -> None:
+def _note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[str]) -> None:
     """Note image files that no split lists, in the first split of each folder with listed ones."""
-    listed: dict[str, tuple[str, set[str]]] = {}  # a split and file names by folder
+    splits: dict[str, str] = {}  # by folder
     for split, (images, num_bytes) in resolved.items():
+        prefix = f"{_relative(images.folder, root)}/".removeprefix("./")
         for name, size in zip(images.file_names, num_bytes, strict=True):
             if size is not None:
-                folder, slash, file = name.rpartition("/")  # without a slash, `file` is `name`
-                folder = f"{images.folder}{slash}{folder}"
-                listed.setdefault(folder, (split, set()))[1].add(file)
-    unlisted: dict[str, list[Path]] = {}  # by split
-    for folder, (split, names) in listed.items():
-        others = (p for p in Path(folder).iterdir() if p.name not in names and is_image(p))
-        unlisted.setdefault(split, []).extend(sorted(others))
-    for split, paths in unlisted.items():
-        if paths:
-            images, num_bytes = resolved[split]
-            note = f"image files not in the dataset, left out: {len(paths):,}, such as {paths[0]}"
-            resolved[split] = images._replace(notes=[*images.notes, note]), num_bytes
+                splits.setdefault(f"{prefix}{name}".rpartition("/")[0], split)
+    others: dict[str, list[str]] = {}  # by split
+    for name in unlisted:
+        if owner := splits.get(name.rpartition("/")[0]):
+            others.setdefault(owner, []).append(name)
+    for split, names in others.items():
+        images, num_bytes = resolved[split]
+        note = f"image files not in the dataset, left out: {len(names):,}, such as {names[0]}"
+        resolved[split] = images._replace(notes=[*images.notes, note]), num_bytes

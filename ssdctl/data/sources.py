@@ -112,7 +112,7 @@ def unlisted_images(folders: Mapping[str, tuple[Path, Collection[str]]], store: 
         relative = os.path.relpath(store.absolute(), folder.absolute())
         files = _without_runs(files_below(folder), relative) if folder.is_dir() else []
         others = sorted(set(files).difference(listed))
-        prefix = "" if name == "." else f"{name}/"
+        prefix = f"{name}/".removeprefix("./")
         found += [f"{prefix}{file}" for file in others if is_image(PurePosixPath(file))]
     return found
 

@@ -9,13 +9,14 @@ import contextlib
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import bind_to_card, find_hardware
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -34,7 +35,7 @@ class Decoder(NamedTuple):
 class Device(ABC):
     """An open device of this process.
 
-    A value or a body here is that of a device which does not have the feature.
+    Defaults of values and methods are for devices without the feature.
     """
 
     name: str  # as in --device
@@ -170,7 +171,7 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
         execution: How steps run (eager, compile, lazy); None is the device's default.
 
     Raises:
-        UsageError: The machine does not have it, or it does not support that execution.
+        UsageError: The device or its package is absent, or does not support that execution.
     """
     if name == "auto":
         name = _find_accelerator()
@@ -188,6 +189,21 @@ def _find_accelerator() -> str:
         return "hpu"
     has_torch_tpu = importlib.util.find_spec("torch_tpu") is not None
     return "tpu" if has_torch_tpu and any(chip.counts for chip in find_hardware().tpus) else "cpu"
+
+
+def require_package(device: str, package: str, hint: str) -> None:
+    """Raise UsageError if the package that registers a device is absent."""
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"device {device}: the package {package} is not installed here", hint=hint)
+
+
+@contextlib.contextmanager
+def refused_device(device: str, hint: str) -> Iterator[None]:
+    """Convert a vendor's error while a device is opened to a UsageError with its first line."""
+    try:
+        yield
+    except (RuntimeError, ImportError) as error:
+        raise UsageError(f"device {device}: {str(error).splitlines()[0]}", hint=hint) from error
 
 
 def pageable_buffer(shape: tuple[int, ...]) -> Tensor:

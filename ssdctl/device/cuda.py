@@ -115,11 +115,7 @@ class Cuda(Device):
 
 
 def open_device(local_rank: int, execution: str | None) -> Cuda:
-    """Open this process's GPU.
-
-    Raises:
-        UsageError: There is none, or fewer than local ranks.
-    """
+    """Open this process's GPU."""
     if not torch.cuda.is_available():
         raise UsageError(
             "device cuda: PyTorch finds no GPU on this machine",

@@ -157,11 +157,7 @@ def _clear_errors() -> Iterator[None]:
 
 
 def open_device(local_rank: int, execution: str | None) -> Hpu:
-    """Open this process's Gaudi card.
-
-    Raises:
-        UsageError: The bridge is absent, or it finds no card.
-    """
+    """Open this process's Gaudi card."""
     if importlib.util.find_spec(BRIDGE) is None:
         raise UsageError(
             f"device hpu: the Gaudi bridge ({BRIDGE}) is not installed here",

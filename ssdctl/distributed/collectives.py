@@ -182,12 +182,7 @@ def _missing_ranks(ranks: Ranks) -> str:
 
 
 def _rendezvous(ranks: Ranks, timeout_s: float) -> Any:
-    """Return the key-value store of all ranks once all have arrived.
-
-    Raises:
-        Stopped: A signal came while ranks were missing.
-        RuntimeError: Some did not arrive in time, or the first one is gone.
-    """
+    """Return the key-value store of all ranks once all have arrived."""
     with signals.ending_at_once():  # a signal interrupts the wait for a thread, not torch's own
         met = run_in_daemon_thread(
             lambda: next(torch_rendezvous("env://", ranks.rank, ranks.world_size))
@@ -266,7 +261,7 @@ class FlagExchange:
         return [a or b for a, b in zip(previous, self._finish(len(flags)), strict=True)]
 
     def _finish(self, count: int) -> list[bool]:
-        """Return the result of the exchange that was started last; usually it is finished."""
+        """Return the result of the last exchange, which has usually arrived."""
         if self._pending is None:
             return [False] * count
         (raised, work), self._pending = self._pending, None

@@ -80,7 +80,7 @@ def check_gpus(doctor: Doctor) -> Iterator[Check]:
 
 
 def _too_old(driver: str, cuda: str | None) -> str | None:
-    """Return what to do about a driver that is older than torch's CUDA needs; else None."""
+    """Return the remedy for a driver that is older than torch's CUDA needs, else None."""
     needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0])) if cuda else None
     numbers = re.match(r"(\d+)\.(\d+)", driver)
     if needed is None or numbers is None or (int(numbers[1]), int(numbers[2])) >= needed:

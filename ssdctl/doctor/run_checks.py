@@ -115,7 +115,7 @@ def without_secrets(text: str) -> str:
 
 
 def _run(group: str, check: Checks, doctor: Doctor) -> list[Check]:
-    """Run a check; add a problem if it cannot load a package or read a file."""
+    """Run a check; report packages that do not load and files that cannot be read as problems."""
     results: list[Check] = []
     try:
         results.extend(check(doctor))

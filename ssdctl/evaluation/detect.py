@@ -51,28 +51,18 @@ def detect(
 ) -> Detections | None:
     """Return the detections on images of a split; None on ranks other than the first.
 
-    An image that cannot be opened has no detections. The ranks share the rows. `progress` wraps the
-    iteration over batches (`total=`, `label=`, `unit=`).
+    An image that cannot be opened has no detections. The ranks share the rows.
 
     Args:
         category_ids: The category id of each class of the network, -1 to leave it out; None: the
             split's, in order.
         losses: Adds up the losses of the images.
-
-    Raises:
-        NonFiniteError: The network's output is NaN or infinite.
-        DataError: An image cannot be decoded. An error of one rank is raised on every rank.
     """
     share = rows[ranks.rank :: ranks.world_size]
     share = share[split.usable[share]]
-    if category_ids is None:
-        category_ids = np.array([c.id for c in split.classes], np.int64)
-    # Accelerators need one shape for all batches; see also MIN_BATCH.
-    device = detector.device
-    is_cpu = device.torch_device.type == "cpu"
-    has_few_cores = is_cpu and torch.get_num_threads() <= FEW_CORES
-    # The end of a lazy device's graph ends the graphs of all threads, also half-recorded ones.
-    is_lazy = device.execution == "lazy"
+    ids = category_ids
+    if ids is None:
+        ids = np.array([c.id for c in split.classes], np.int64)
     max_boxes = 1 if losses is None else max(split.most_boxes, 1)
 
     def detect_share() -> tuple[Detections, list[float]]:
@@ -83,13 +73,12 @@ def detect(
         detected = detect_batches(
             detector,
             ((batch, batch.images) for batch in batches),
-            min_batch=MIN_BATCH if is_cpu else batch_size,
-            ahead=0 if has_few_cores or is_lazy else MAX_PENDING,
+            **_batching(detector.device, batch_size),
             on_output=None if losses is None else losses.add,
             describe=lambda batch: listed(split.image_ids[batch.rows].tolist(), 5),
         )
         parts = [
-            _in_pixels(found, split, row, category_ids)
+            _in_pixels(found, split, row, ids)
             for batch, images in detected
             for row, found in zip(batch.rows.tolist(), images, strict=True)
         ]
@@ -101,6 +90,18 @@ def detect(
     if losses is not None:
         losses.set_means([sums for _, sums in parts])
     return Detections.joined([detections for detections, _ in parts])
+
+
+def _batching(device: Device, batch_size: int) -> dict[str, int]:
+    # Accelerators need one shape for all batches; see also MIN_BATCH.
+    is_cpu = device.torch_device.type == "cpu"
+    has_few_cores = is_cpu and torch.get_num_threads() <= FEW_CORES
+    # The end of a lazy device's graph ends the graphs of all threads, also half-recorded ones.
+    is_decoded_here = has_few_cores or device.execution == "lazy"
+    return {
+        "min_batch": MIN_BATCH if is_cpu else batch_size,
+        "ahead": 0 if is_decoded_here else MAX_PENDING,
+    }
 
 
 def _in_pixels(

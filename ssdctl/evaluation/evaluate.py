@@ -1,4 +1,4 @@
-"""Score what a user names: a checkpoint, a run's checkpoints, or a file of detections.
+"""Score a checkpoint, all checkpoints of a run, or a file of detections.
 
 for evaluation in evaluate_files([find_checkpoint("runs/a")], config, progress=progress_bar):
     evaluation.metrics["AP"]
@@ -22,7 +22,8 @@ from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
-from ssdctl.data.index import read_made
+from ssdctl.data.duplicates import duplicate_warnings
+from ssdctl.data.index import index_path, read_made, require_metadata
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
@@ -55,8 +56,7 @@ def evaluate_files(
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
 
     Raises:
-        UsageError: `detections_file`, and not one checkpoint; or see `evaluate_checkpoint`.
-        DataError, IntegrityError, NonFiniteError: See `evaluate_checkpoint`.
+        UsageError: `detections_file` is given for a file of detections, or for several checkpoints.
     """
     is_results = files[0].suffix == ".json"
     if detections_file is not None:
@@ -110,8 +110,18 @@ def _evaluate_results(path: Path, config: Config) -> Evaluation:
     image_ids = truth.image_ids
     if settings.annotated_only:
         image_ids = image_ids[np.unique(truth.rows)]
+    warnings = list[str]()
+    if is_prepared(root, store):
+        duplicates = require_metadata(index_path(store, name)).duplicates
+        warnings = duplicate_warnings(name, len(truth.image_ids), duplicates)
+    for warning in warnings:
+        log.warning("%s", warning)
     about = EvaluationInfo(
-        source=str(path), data=str(root.absolute()), store=str(store.absolute()), split=name
+        source=str(path),
+        data=str(root.absolute()),
+        store=str(store.absolute()),
+        split=name,
+        warnings=warnings,
     )
     found, image_ids = read_detections(path), image_ids[: settings.limit]
     return score(truth, found, about, image_ids, verify=settings.verify)
@@ -217,7 +227,7 @@ def evaluate_checkpoint(
 
 
 def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:
-    """Choose the images, and log how many have no objects or cannot be decoded."""
+    """Return the rows of the images; log how many have no objects or cannot be decoded."""
     has_objects = np.diff(split.starts) > 0
     rows = np.flatnonzero(has_objects | (not settings.annotated_only))[: settings.limit]
     counted = f"{len(rows)} images"
@@ -235,8 +245,7 @@ def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray
 def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: Device) -> str:
     """Return the precision to evaluate in: the chosen one, else the run's, else fp32.
 
-    In the run's precision a checkpoint has the AP that training printed. A precision in which that
-    AP differs in the last digits is reported.
+    In the run's precision the AP equals the AP of training; another precision is reported.
     """
     trained = checkpoint.config.get("train.precision", "fp32")
     is_computed = trained in device.precisions
@@ -258,7 +267,7 @@ def dataset_category_ids(
     Outputs that torchvision keeps for ids that COCO left out have -1.
 
     Raises:
-        IntegrityError: One has classes that the other does not have.
+        IntegrityError: The checkpoint and the dataset have different classes.
     """
     ids = np.array([c.id for c in classes], np.int64)
     known = [c for c in checkpoint.classes if c.name != UNUSED]

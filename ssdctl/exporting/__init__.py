@@ -47,7 +47,7 @@ class ExportRequest(NamedTuple):
 def export_checkpoint(
     checkpoint: str, request: ExportRequest, config: Config, *, progress: Progress
 ) -> dict[str, Any]:
-    """Write a checkpoint in another format; return the file, its source, and what was compared.
+    """Write a checkpoint in another format; return the file, its source, and the comparison.
 
     Raises:
         UsageError: The options do not fit the format, or the network, or a package is missing.
@@ -99,7 +99,7 @@ def export_checkpoint(
 
 
 def _check(request: ExportRequest) -> Outputs:
-    """Check that the options fit the format; return the outputs of a graph."""
+    """Refuse options that do not fit the format; return the outputs of its graph."""
     kind, nms, batch = request.format, request.nms, request.batch
     if kind not in FORMATS:
         raise UsageError(f"format: {kind!r} is not one of {', '.join(FORMATS)}")

@@ -6,7 +6,7 @@ Input `images`: (B, 300, 300, 3) uint8 RGB images; normalization is inside. By `
   best first and padded with label 0, `count` (B)
 - `none`: `all_boxes` (B, 8732, 4), `all_scores` (B, C - 1, 8732) without background
 - `raw`: `offsets` (B, 4, 8732) and `logits` (B, C, 8732)
-- `efficientnms`: those of TensorRT's plugin EfficientNMS_TRT
+- `efficientnms`: the outputs of TensorRT's plugin EfficientNMS_TRT
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Differences = dict[str, Any]
 
 
 class Deployment(NamedTuple):
-    """A network, and what a file of it computes."""
+    """A network, and the outputs of its exported file."""
 
     checkpoint: Checkpoint
     outputs: Outputs = "onnx"
@@ -179,14 +179,14 @@ class Reference:
             )
 
     def _run(self, run: Runner) -> list[NDArray[Any]]:
-        """Run a model on the images in batches of its size, or of 1 and of the others."""
+        """Run a model on the images; with any batch size, on one image and on the others."""
         images, batch = self._images, self._deployment.batch
         batches = [images[:1], images[1:]] if batch is None else filled_batches(images, batch)
         outputs = zip(*map(run, batches), strict=True)
         return [np.concatenate(arrays)[: len(images)] for arrays in outputs]
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
-        """Return how many detections of `a` have no counterpart in `b`."""
+        """Count the detections of `a` that have no counterpart in `b`."""
         is_same = (
             (np.abs(a[0][:, None] - b[0][None]).max(axis=2, initial=0) <= self._tolerance)
             & (np.abs(a[1][:, None] - b[1][None]) <= self._tolerance)

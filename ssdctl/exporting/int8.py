@@ -1,4 +1,4 @@
-"""Quantize an ONNX graph to int8 and measure what it costs: AP, size and latency before and after.
+"""Quantize an ONNX graph to int8; measure AP, size and latency before and after.
 
 Static quantization by onnxruntime: QDQ format, weights per channel, activations by the ranges on
 images of the training split. Decoding and NMS stay in fp32.
@@ -6,6 +6,7 @@ images of the training split. Decoding and NMS stay in fp32.
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import tempfile
@@ -63,21 +64,7 @@ def write_int8(
     calibration = _training_images(*dataset_folders(config.data), num_images)
     graphs.require_onnx()
     graph = graphs.network_graph(deployment)
-    measured = deployment._replace(outputs="raw" if deployment.outputs == "raw" else "none")
-
-    def cost(graph: Any, name: str) -> Cost:
-        with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
-            path = Path(folder) / "model.onnx"
-            path.write_bytes(graphs.with_metadata(graph, measured))
-            evaluation = evaluate_checkpoint(
-                path, config, open_device("cpu"), given={"data.root"}, progress=progress, name=name
-            )
-            assert evaluation is not None  # a single process
-            size = path.stat().st_size
-        return Cost(
-            evaluation.metrics["AP"], size, _latency_ms(graphs.runner(graph), measured.batch)
-        )
-
+    cost = functools.partial(_cost, deployment, config, progress)
     before = cost(graph, "fp32")
     if before.ap < 0:
         raise DataError(
@@ -103,6 +90,23 @@ def write_int8(
     log.info("calibrated on %d images; heads in %s", len(calibration), heads)
     costs = {"before": before._asdict(), "after": after._asdict()}
     return {"heads": heads, "images": len(calibration), **costs}
+
+
+def _cost(
+    deployment: Deployment, config: Config, progress: Progress, graph: Any, name: str
+) -> Cost:
+    """Measure a graph without NMS, which `predict` and `evaluate` add."""
+    measured = deployment._replace(outputs="raw" if deployment.outputs == "raw" else "none")
+    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+        path = Path(folder) / "model.onnx"
+        path.write_bytes(graphs.with_metadata(graph, measured))
+        evaluation = evaluate_checkpoint(
+            path, config, open_device("cpu"), given={"data.root"}, progress=progress, name=name
+        )
+        assert evaluation is not None  # a single process
+        size = path.stat().st_size
+    latency_ms = _latency_ms(graphs.runner(graph), measured.batch)
+    return Cost(evaluation.metrics["AP"], size, latency_ms)
 
 
 def _training_images(root: Path, store: Path, count: int) -> Images:
@@ -147,7 +151,7 @@ def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: 
 
 
 def _fp32_nodes(model: Any, keep_heads: bool) -> list[str]:
-    """Return the names of the nodes after the heads, and of the heads if they are kept."""
+    """Return the nodes that stay in fp32: all after the heads, and the heads if they are kept."""
     heads = [
         node
         for node in model.graph.node

@@ -1,8 +1,4 @@
-"""Write the weights of a checkpoint as safetensors, or for the programs of MLPerf and NVIDIA.
-
-NVIDIA's `main.py --checkpoint FILE` also loads an optimizer and a scheduler, in evaluation as in
-training. The file has fresh ones, so training from it starts at epoch 0.
-"""
+"""Write the weights of a checkpoint as safetensors, or for the programs of MLPerf and NVIDIA."""
 
 from __future__ import annotations
 
@@ -10,19 +6,15 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import MultiStepLR
 
 from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.errors import UsageError, import_package
 from ssdctl.files import atomic_write, write_bytes
-from ssdctl.model.ssd300 import Architecture
-from ssdctl.training.optimizer import without_dynamo
 
 log = logging.getLogger(__name__)
 EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
@@ -59,34 +51,15 @@ def export_weights(checkpoint: Checkpoint, kind: str, target: Path) -> None:
             hint=f"--format {fitting} fits this network; for {kind} train one with "
             f"--extra-norm {EXTRA_NORM[kind]}",
         )
-    names = label_map(checkpoint.classes)
-    payload = {"model": to_third_party(checkpoint.model, kind), "label_map": names}
-    if kind == "nvidia":
-        payload |= _fresh_states(architecture)
-        if architecture.num_classes != NVIDIA_CLASSES:
-            text = "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: "
-            log.warning(text + "only ssdctl reads it", NVIDIA_CLASSES, architecture.num_classes)
+    if kind == "nvidia" and architecture.num_classes != NVIDIA_CLASSES:
+        text = "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: "
+        log.warning(text + "only ssdctl reads it", NVIDIA_CLASSES, architecture.num_classes)
+    weights = to_third_party(checkpoint.model, kind)
     with atomic_write(target) as file:
-        torch.save(payload, file)
+        torch.save({"model": weights, "label_map": label_map(checkpoint.classes)}, file)
 
 
 def safetensors_bytes(state: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
     save = import_package("safetensors.torch", "safetensors").save
     content: bytes = save({k: v.contiguous() for k, v in state.items()}, metadata)
     return content
-
-
-def _fresh_states(architecture: Architecture) -> dict[str, Any]:
-    """Return the states of an optimizer and a scheduler of NVIDIA's that made no step."""
-    with torch.device("meta"):
-        parameters = [*architecture.build().parameters()]
-    vectors = [p for p in parameters if p.dim() == 1]
-    groups: list[dict[str, Any]] = [
-        {"params": vectors, "weight_decay": 0.0},
-        {"params": [p for p in parameters if p.dim() != 1]},
-    ]
-    with without_dynamo():
-        optimizer = torch.optim.SGD(groups, lr=2.6e-3, momentum=0.9, weight_decay=5e-4)
-        scheduler = MultiStepLR(optimizer, [43, 54])
-        states = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    return {"epoch": 0, "iteration": 0, **states}

@@ -100,7 +100,7 @@ class Video:
             return 0 <= size < UNKNOWN_SIZE and start + size > container.size
         if count >= stream.frames or not stream.duration:
             return False
-        if kind == "avi":  # in frames; FFmpeg estimates that of a truncated file from its size
+        if kind == "avi":  # in frames; FFmpeg estimates it for a truncated file from the size
             return bool(stream.duration < stream.frames)
         missing_s = stream.duration * stream.time_base - last_s
         return kind.startswith("mov") and missing_s > MAX_MISSING_S
@@ -157,7 +157,7 @@ def predict_frames(
 class VideoWriter:
     """Write frames with their detections as an MP4 file, which must be seekable.
 
-    The rate is a hint for the encoder; times are those of the frames. The style is keywords of
+    The rate is a hint for the encoder; each frame keeps its time. The style is keywords of
     `Result.plot`.
     """
 

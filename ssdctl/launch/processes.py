@@ -89,8 +89,6 @@ def run(job: Job, *, stdout_to_stderr: bool = False) -> JobOutcome:
 
 
 class _RunningJob:
-    """A running launcher and its ranks on this machine."""
-
     def __init__(self, job: Job, folder: Path, stdout: int | None) -> None:
         self.job, self.folder = job, folder
         self.seen: set[int] = set()  # ranks that have begun
@@ -138,10 +136,10 @@ class _RunningJob:
         return job_exit_code(code, exits, self.job.num_ranks, received[0] if is_early else None)
 
     def _watch(self) -> None:
-        """Wait for a moment; note the first rank that ends without an exit code.
+        """Wait a moment; remember the first rank that ends without an exit code.
 
         Open MPI 5 kills the other ranks within half a second, before they can report the lost one.
-        A process's file becomes readable when it ends, so that this wakes then.
+        A process's handle becomes readable when it ends, which ends this wait.
         """
         self._find_ranks()
         readable = select.select(list(self.files.values()), [], [], POLL_S)[0]
@@ -153,7 +151,7 @@ class _RunningJob:
             (self.lost,) = lost
 
     def _find_ranks(self) -> None:
-        """Open the processes of ranks that have begun, once: the number may be another's later."""
+        """Open a handle to each new rank; its process id may belong to another process later."""
         for rank, pid in read_processes(self.folder).items():
             if rank in self.seen:
                 continue
@@ -187,7 +185,7 @@ class _RunningJob:
             self.launcher.send_signal(launchers_signal or signal.SIGTERM)
 
     def _end(self) -> None:
-        """End the launcher and the ranks that remain."""
+        """End the launcher and all remaining ranks."""
         if self.launcher.poll() is None:
             self.launcher.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

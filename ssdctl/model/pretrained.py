@@ -91,11 +91,7 @@ def weights_of(model: ModelConfig) -> str | None:
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:
-    """Return the intact file of the weights called `name` in `dest` (default: the cache), or None.
-
-    Raises:
-        UsageError: There are no weights of that name.
-    """
+    """Return the intact file of the weights `name` in `dest` (default: the cache), or None."""
     file = weights_named(name).file
     path = (dest or torch_cache_dir()) / file.name
     return path if is_whole(path, file) else None

@@ -86,7 +86,7 @@ class VGG16(Backbone):
 
 
 def _features() -> nn.Sequential:
-    """Return the convolutions of VGG16, conv1_1 to pool5, numbered as torchvision numbers them."""
+    """Return the layers of VGG16, conv1_1 to pool5, numbered as torchvision numbers them."""
     layers: list[nn.Module] = []
     in_channels = 3
     for stage, (channels, count) in enumerate(BLOCKS):

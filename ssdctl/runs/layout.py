@@ -23,6 +23,7 @@ from ssdctl.errors import UsageError
 from ssdctl.files import make_dir, try_lock
 
 RUNS = Path("runs")  # the folder of runs without --out
+FILE_SUFFIX = re.compile(r"\.(pt|pth|safetensors)$")
 STEP_NAME = re.compile(r"step-[0-9]+\.pt")
 WAIT_S = 10.0  # the processes of a killed launch take some seconds to end
 POLL_S = 0.2
@@ -127,14 +128,21 @@ def _no_checkpoints(path: Path) -> UsageError:
 def run_dir(config: Config) -> RunDir:
     """Return the run folder of a config: `--out`, else `runs/DATASET-BACKBONE`.
 
-    A preset other than the default is added to the name, so that runs of different datasets,
-    networks and recipes do not collide.
+    With --init it is `runs/DATASET-NAME`, of the detector, run or file to start from. A preset
+    other than the default is added, so that runs of different recipes do not collide.
     """
     train = config.train
     if train.out:
         return RunDir(Path(train.out))
     preset = "" if train.preset == DEFAULT_PRESET else f"-{train.preset}"
-    return RunDir(RUNS / f"{_dataset_name(config)}-{config.model.backbone}{preset}")
+    start = config.model.backbone if train.init is None else _name_of(Path(train.init))
+    return RunDir(RUNS / f"{_dataset_name(config)}-{start}{preset}")
+
+
+def _name_of(checkpoint: Path) -> str:
+    """Return a detector's name, the run of a run's checkpoint, or the name of another file."""
+    is_of_run = checkpoint.parent.name == RunDir(Path()).checkpoints.name
+    return checkpoint.parent.parent.name if is_of_run else FILE_SUFFIX.sub("", checkpoint.name)
 
 
 def _dataset_name(config: Config) -> str:

@@ -69,7 +69,7 @@ def find_hardware() -> Hardware:
 
 
 def _pci_devices(vendor: str) -> list[Path]:
-    """Return a vendor's devices, by their address on the PCI bus."""
+    """Return a vendor's devices, sorted by PCI address."""
     devices = sorted((SYS / "bus/pci/devices").glob("*"))
     return [path for path in devices if read_text(path / "vendor") == vendor]
 
@@ -146,7 +146,8 @@ def cpus_of_rank(
 ) -> set[int]:
     """Return the CPUs of one of `size` ranks; empty if they are unknown.
 
-    `nodes` has the NUMA node of each card, by its number, which is that of a rank.
+    Args:
+        nodes: The NUMA node of each card; a card has the number of its rank.
     """
     if not set(range(size)) <= nodes.keys():
         return set()

@@ -96,7 +96,7 @@ def without_tf32_warnings() -> Iterator[None]:
 
 
 def library_error(error: BaseException | None) -> UsageError | None:
-    """Return the error for a package that a shared library keeps from loading; None for others."""
+    """Return the error for a package that a shared library keeps from loading, else None."""
     package = ""
     while error is not None:
         package = _importing_package(error) or package
@@ -117,7 +117,7 @@ def library_error(error: BaseException | None) -> UsageError | None:
 
 
 def memory_limit_error(error: BaseException) -> UsageError | None:
-    """Return the error for an allocation that `ulimit -v` refused; None for other errors."""
+    """Return the error for an allocation that `ulimit -v` refused, else None."""
     is_refused = isinstance(error, MemoryError) or (
         isinstance(error, (RuntimeError, OSError, ImportError)) and OUT_OF_MEMORY.search(str(error))
     )
@@ -125,7 +125,6 @@ def memory_limit_error(error: BaseException) -> UsageError | None:
 
 
 def _memory_limit() -> UsageError | None:
-    """Return the error for a limit of virtual memory that is too small, if there is a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == UNLIMITED:
         return None

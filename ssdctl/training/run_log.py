@@ -22,14 +22,17 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.config.render import to_snapshot_toml
+import msgspec
+
+from ssdctl.config.render import snapshot_sources, to_snapshot_toml
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError
 from ssdctl.files import write_text
 from ssdctl.input.batch import BadImage, Batch
+from ssdctl.runs.environment import Environment, find_environment, write_environment
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir, evaluation_of
-from ssdctl.runs.metrics import MetricsFile, Record, describe, environment, open_run
+from ssdctl.runs.metrics import MetricsFile, Record, open_run
 from ssdctl.training.description import describe_run
 from ssdctl.training.mllog import MLLog
 from ssdctl.training.step import BadStep
@@ -155,7 +158,8 @@ class RunLog:
 
     def _open(self, start_step: int) -> None:
         opened, config = self._opened, self._opened.plan.config.train
-        facts = self._environment()
+        facts = msgspec.to_builtins(self._environment())
+        del facts["sources"]  # of settings, which trackers do not show
         self._metrics = open_run(self._folder, start_step)
         if not self._folder.config.exists():
             self._describe()
@@ -165,11 +169,15 @@ class RunLog:
         if config.mllog is not None:
             self._observers.append(MLLog(opened, is_resumed=start_step > 0).record)
 
-    def _environment(self) -> Record:
-        return environment(self._opened.device.label, self._opened.ranks.world_size)
+    def _environment(self) -> Environment:
+        device, ranks = self._opened.device, self._opened.ranks
+        sources = snapshot_sources(self._opened.plan.config)
+        return find_environment(device.label, ranks.world_size, sources)
 
     def _describe(self) -> None:
-        describe(self._folder, to_snapshot_toml(self._opened.plan.config), self._environment())
+        """Write the settings and the environment that the run is trained with."""
+        write_text(self._folder.config, to_snapshot_toml(self._opened.plan.config))
+        write_environment(self._folder.environment, self._environment())
         self._is_described = True
 
     def _read_bad_images(self) -> None:

@@ -14,6 +14,11 @@ from conftest import Cli, Result
 from PIL import Image
 
 from ssdctl.cli import export
+from ssdctl.cli.command import FITTED
+from ssdctl.config import resolve
+from ssdctl.config.settings import Kind
+from ssdctl.training.plan import Plan
+from ssdctl.training.small_data import adapt_to_data
 
 
 @pytest.mark.parametrize(
@@ -141,6 +146,16 @@ def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
     assert plan["global_batch_size"] == 4
     assert plan["total_steps"] == 10 * plan["images"] // 4
     assert not Path("runs").exists()
+
+
+def test_help_names_the_defaults_that_few_images_change(cli: Cli) -> None:
+    plan = adapt_to_data(Plan(resolve(environment={}), Path(), 2000, world_size=1))
+    changed = {p for p, source in plan.config.sources.items() if source.kind is Kind.RULE}
+    assert changed - {"train.eval_every"} == FITTED
+    text = cli("train", "-h").out
+    assert "[65 on COCO; fitted below 2,500 images]" in text
+    assert "10 times below 2,500 images" in text
+    assert text.index("--data photos") < text.index("/data/coco")
 
 
 def test_only_a_plan_without_data_assumes_coco(cli: Cli) -> None:

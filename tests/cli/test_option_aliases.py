@@ -168,7 +168,7 @@ def test_an_unset_variable_of_a_script_is_refused(cli: Cli, arguments: list[str]
     """`--init "$CKPT"` must not train from random weights."""
     result = cli("train", "--dry-run", *arguments)
     assert (result.code, result.out) == (2, "")
-    assert "is empty: give a value" in result.err
+    assert "is empty" in result.err
 
 
 def test_an_assignment_may_be_empty(cli: Cli) -> None:

@@ -137,7 +137,10 @@ def test_training_evaluation_and_report_say_that_images_were_trained_on(
     assert evaluated.code == 0, evaluated.err
     assert cli("report", run).code == 0
     pages = [(tmp_path / name / "report.html").read_text() for name in ("run", "report")]
-    for text in (trained.err, evaluated.err, *pages):
+    found = [{"image_id": 4, "category_id": 1, "bbox": [1, 1, 9, 9], "score": 0.5}]
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    scored = cli("evaluate", tmp_path / "found.json", "--data", dataset)
+    for text in (trained.err, evaluated.err, scored.err, *pages):
         assert "24 of 24 images of val are also in train" in text
 
 

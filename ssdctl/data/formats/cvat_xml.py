@@ -1,5 +1,7 @@
 """Read CVAT's own XML: "CVAT for images 1.1" and "CVAT for video 1.1".
 
+The split of an image is its subset. Of several files, each is the split that its name gives.
+
 Boxes are read, and polygons, masks and ellipses by their extent; a rotated box becomes the upright
 box around it. Points, polylines, cuboids, skeletons, tags and shapes without a label are counted
 and left out, and so are boxes of tracks outside their frame.
@@ -22,7 +24,7 @@ from ssdctl.data.annotations import (
     split_of,
 )
 from ssdctl.data.find_images import ImageFinder, located
-from ssdctl.data.formats import numbers, read_xml, root_element, whole_number
+from ssdctl.data.formats import by_split, numbers, read_xml, root_element, whole_number
 from ssdctl.data.image_files import dataset_folder, files_below, is_image
 from ssdctl.errors import DataError
 
@@ -48,34 +50,36 @@ def _files(path: Path) -> list[Path]:
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     """Return the splits of a folder, or of its XML file; classes are in the order of the file."""
-    files = [path] if path.is_file() else _files(path)
+    root, files, notes = dataset_folder(path), _files(path), list[str]()
     if not files:
         raise DataError(f"{path}: no XML file of CVAT (looked for annotations.xml)")
-    if len(files) > 1:
-        named = ", ".join(file.name for file in files)
-        hint = "give one: --data FILE"
-        raise DataError(f"{path}: several XML files of CVAT: {named}", hint=hint)
-    file, root = files[0], dataset_folder(path)
-    tree = read_xml(file, MAX_BYTES)
-    if tree.tag != "annotations":
-        raise DataError(f"{file}: not CVAT's XML: its root is <{tree.tag}>, not <annotations>")
     counts: Counter[str] = Counter()
-    frames = _images(tree, file, counts) + _track_frames(tree, file, root, counts)
-    labels = [(e.text or "").strip() for e in tree.iterfind("meta//labels/label/name")]
+    trees = {file: read_xml(file, MAX_BYTES) for file in files}
+    contents = {
+        file: _images(tree, file, counts) + _track_frames(tree, file, root, counts)
+        for file, tree in trees.items()
+    }
+    chosen: dict[str | None, Path] = {None: files[0]}  # whose images may name their splits
+    if len(files) > 1:
+        names = {file: {image.file_name for _, image in contents[file]} for file in files}
+        chosen = dict(by_split(root, files, names.__getitem__, notes).items())
+    frames = [(own or s, image) for own, file in chosen.items() for s, image in contents[file]]
+    labels = (e for f in chosen.values() for e in trees[f].iterfind("meta//labels/label/name"))
     used = [box.name for _, image in frames for box in image.boxes]
-    classes = list(dict.fromkeys([*filter(None, labels), *used]))
-    notes = [
-        f"{file.name}: {kind}{'' if kind == ROTATED else ', left out'}: {count:,}"
+    listed = ((e.text or "").strip() for e in labels)
+    classes = list(dict.fromkeys([*filter(None, listed), *used]))
+    notes += [
+        f"{files[0].name}: {kind}{'' if kind == ROTATED else ', left out'}: {count:,}"
         for kind, count in counts.items()
     ]
-    names = [image.file_name for _, image in frames]
-    placed = place([split for split, _ in frames], names, notes)
+    names_of_images = [image.file_name for _, image in frames]
+    placed = place([split for split, _ in frames], names_of_images, notes)
     splits: dict[str, tuple[Path, list[LabeledImage]]] = {}
     for split, (_, image) in zip(placed, frames, strict=True):
         if split is not None:
-            splits.setdefault(split, (file, []))[1].append(image)
+            splits.setdefault(split, (chosen.get(split, files[0]), []))[1].append(image)
     finder = ImageFinder(root, image_dir=image_dir)
-    return from_images(located(finder, splits, notes), classes, root, file, notes)
+    return from_images(located(finder, splits, notes), classes, root, files[0], notes)
 
 
 def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:

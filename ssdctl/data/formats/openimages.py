@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
+from ssdctl.data.annotations import (
+    Annotations,
+    LabeledBox,
+    LabeledImage,
+    from_images,
+    split_of,
+)
 from ssdctl.data.find_images import ImageFinder, Wanted, label_folder
 from ssdctl.data.formats import by_split, csv_files, csv_header, csv_rows, in_pixels
 from ssdctl.data.image_files import dataset_folder, files_below, in_threads, size_or_none
@@ -93,7 +99,7 @@ def _boxes(file: Path, names: dict[str, str], notes: list[str]) -> dict[str, lis
 def _without_boxes(
     finder: ImageFinder, images: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[str]]:
-    """Return the other images in the folders that have images of only one split."""
+    """Return the other images, in folders with images of only one split, or with its name."""
     owners: dict[str, set[str]] = {}
     for split, files in images.items():
         for file in files.values():
@@ -101,7 +107,8 @@ def _without_boxes(
     labeled = {file for files in images.values() for file in files.values()}
     result: dict[str, list[str]] = {split: [] for split in images}
     for file in finder.files:
-        splits = owners.get(file.rpartition("/")[0], ())
+        folder = file.rpartition("/")[0]
+        splits = owners[folder] if folder in owners else {*images} & {split_of(folder)}
         if len(splits) == 1 and file not in labeled:
             result[next(iter(splits))].append(file)
     return result

@@ -220,11 +220,15 @@ def _class_names(path: Path, content: dict[str, Any]) -> list[str]:
 def _named_images(
     finder: ImageFinder, origin: Path, content: dict[str, Any], notes: list[str]
 ) -> dict[str, list[str]]:
-    """Return the image files of each split that data.yaml names; none if it has no such split."""
+    """Return the image files of each split that data.yaml names, if there are any.
+
+    Paths that do not exist are noted. Folders named after the split replace them.
+    """
     base = content.get("path")
     before = parts_of(base) if isinstance(base, str) else []
     named: dict[str, list[str]] = {}
     used: dict[str, tuple[str, list[str]]] = {}  # what each folder is used for
+    stale: dict[str, str] = {}  # the problem, by split
     for split, text in _entries(content):
         files = named.setdefault(split, [])
         if is_image(PurePosixPath(text)):
@@ -233,14 +237,9 @@ def _named_images(
         parts = parts_of(text)
         found = _below(finder, before, parts)
         if found is None:
-            problem = f"{origin}: {split}: {text} is not below {finder.root}, or has no images"
-            if split == "train":
-                hint = (
-                    "correct the path; or delete train, val and test from the file: the folders of "
-                    "the images are then the splits"
-                )
-                raise DataError(problem, hint=hint)
-            notes.append(f"{problem}: there is no split {split}")
+            problem = f"{split}: {text} is not below {finder.root}, or has no images"
+            stale.setdefault(split, f"{origin}: {problem}")
+            notes.append(f"{origin.name}: {problem}: left out")
             continue
         entry, other = used.setdefault(found, (f"{split}: {text}", parts))
         if other != parts:
@@ -250,7 +249,15 @@ def _named_images(
         if own and [*before, *parts][-len(own) :] != own:
             notes.append(f"{origin.name}: {split}: {text} does not exist: {found} is used")
         files += _images_of(finder, found, split)
-    return {split: sorted(set(files)) for split, files in named.items()}
+    found_splits = {split: sorted(set(files)) for split, files in named.items() if files}
+    words = {split_of(file.rpartition("/")[0]) for file in finder.files}
+    if "train" in stale and "train" not in words | {*found_splits}:
+        hint = (
+            "correct the path; or delete train, val and test from the file: the folders of the "
+            "images are then the splits"
+        )
+        raise DataError(stale["train"], hint=hint)
+    return found_splits
 
 
 def _entries(content: dict[str, Any]) -> Iterator[tuple[str, str]]:

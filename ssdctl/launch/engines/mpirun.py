@@ -60,7 +60,7 @@ class Mpirun(Engine):
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Mpirun:
-        """Read the major version of this machine's Open MPI, and find a free port."""
+        """Read the version of Open MPI, and find a free port."""
         command = ["mpirun", "--version"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -102,7 +102,7 @@ class Mpirun(Engine):
         )
 
     def _ssh(self, request: LaunchRequest) -> list[str]:
-        """Return the options for mpirun's installation on other hosts, and for its ssh in pods."""
+        """Return the options for mpirun's own installation and, in pods, for ssh."""
         root = request.environment.get("MPI_ROOT")
         options = ["--prefix", root] if root else []
         if IN_AN_MPI_JOB not in request.environment:
@@ -113,7 +113,7 @@ class Mpirun(Engine):
         return [*options, *name, POD_SSH]
 
     def _meeting_point(self, request: LaunchRequest) -> tuple[str, str, str | None]:
-        """Return address and port of rank 0, and what is missing for them."""
+        """Return address and port of rank 0, and the option that is missing to know them."""
         address, port, missing = "127.0.0.1", str(self.port), None
         if request.hosts:
             address = self._first_rank(request)
@@ -129,7 +129,7 @@ class Mpirun(Engine):
         return address, port, missing
 
     def _warnings(self, request: LaunchRequest) -> Iterator[str]:
-        """Yield what was assumed about the version of Open MPI and about the nodes."""
+        """Yield the assumptions about Open MPI's version and the nodes."""
         config, version = request.config, self.open_mpi
         if config.rank_by == "core" and version != 4:
             which = "an unknown version of Open MPI" if version is None else f"Open MPI {version}"
@@ -150,7 +150,7 @@ class Mpirun(Engine):
     def _first_rank(self, request: LaunchRequest) -> str:
         """Return the host of rank 0, by the name that the other hosts use.
 
-        Open MPI 4 starts at the launching host if the file lists it; version 5 at the first host.
+        Open MPI 4 starts rank 0 on the launching host if it is listed, version 5 on the first host.
         """
         listed = request.hosts[:1] if self.open_mpi != 4 else request.hosts
         own = next((host for host in listed if host in request.own_names), None)
@@ -212,7 +212,7 @@ def _hostfile(request: LaunchRequest) -> list[str]:
 
 
 def _exports(request: LaunchRequest) -> list[str]:
-    """Return the options that export variables to other nodes, by name: mpirun has the values."""
+    """Return the options that pass variables to other nodes; mpirun reads their values."""
     chosen = request.config.export_env
     present = {**request.environment, **request.variables}
     names = sorted(n for n in present if EXPORTED.fullmatch(n) or n in chosen)

@@ -20,15 +20,17 @@ from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
 from ssdctl.errors import ExitCode, UsageError
 from ssdctl.launch.base import (
+    POLL_S,
     BatchEngine,
     LaunchRequest,
     Node,
     Write,
     check_form,
+    query,
     require_program,
     resume_setting,
+    submit_text,
 )
-from ssdctl.launch.client import POLL_S, query, submit_text
 from ssdctl.launch.job import Job
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ class Torchrun(Engine):
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Torchrun:
-        """Read PyTorch's version, and the address at which the other nodes reach this one."""
+        """Read PyTorch's version, and the address at which other nodes reach this one."""
         (host, _), address = _endpoint(request), None
         if request.config.nodes > 1 and host != PLACEHOLDER and not request.is_written:
             address = address_for_peers(host.strip("[]"))
@@ -86,7 +86,7 @@ class Torchrun(Engine):
         )
 
     def _rendezvous(self, request: LaunchRequest) -> tuple[list[str], str | None]:
-        """Return torchrun's options for the meeting of the nodes, and what is missing for it."""
+        """Return torchrun's options to join the nodes, and the option that is missing for it."""
         config = request.config
         if config.nodes == 1:
             if config.hostfile or config.rdzv_endpoint:

@@ -55,7 +55,7 @@ RESNET = ModelConstants(
 
 
 def constants_of_model(model: Any) -> ModelConstants:
-    """Return the constants of a network; those of the ResNets for one that names none."""
+    """Return the constants of a network, by default the ResNets'."""
     constants: ModelConstants = getattr(model, "constants", RESNET)
     return constants
 

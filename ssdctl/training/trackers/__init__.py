@@ -35,7 +35,7 @@ from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.runs.evaluation import SHOWN_SCORE
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import Record, is_number
+from ssdctl.runs.metrics import Record
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 from ssdctl.runtime.safe_text import redact_urls
 from ssdctl.runtime.threads import run_in_daemon_thread
@@ -123,7 +123,8 @@ def metrics_of(record: Record) -> Metrics | None:
     values = {
         str(name): float(value) if math.isfinite(value) else -1.0
         for name, value in metrics.items()
-        if (is_number(value) or (isinstance(value, float) and not math.isfinite(value)))
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
         and (group == "class_AP" or name not in POSITION)
         and not (group in ("eval", "class_AP") and value < 0)
     }

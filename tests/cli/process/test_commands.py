@@ -380,24 +380,24 @@ def test_runs_are_listed_with_the_newest_first(
 
 
 def test_a_plan_names_the_time_at_the_speed_of_a_similar_run(cli: Cli, folder: Path) -> None:
-    def length(*options: str) -> str:
+    def time(*options: str) -> str:
         data = ["--data", "absent", "--fake-data", "--device", "cpu", "--backbone-weights", "none"]
         lines = cli("train", *data, *options, "--dry-run").out.splitlines()
-        return next(line for line in lines if line.startswith("length"))
+        return next(line for line in lines if line.startswith("time"))
 
     settings = (folder / "new" / "config.toml").read_text()
     precision = "bf16" if 'precision = "bf16"' in settings else "fp32"
     similar = ["--backbone", "tiny", f"--{precision}"]
-    assert length(*similar).endswith("runs/sweep/deep")
+    assert time(*similar).endswith("runs/sweep/deep")
     for path in ("sweep/deep", "new"):
         shutil.rmtree(folder / path)
-    assert length(*similar).endswith("runs/old")
+    assert time(*similar).endswith("runs/old")
     other = "bf16" if precision == "fp32" else "fp32"
     for options in (
         ["--backbone", "tiny", f"--{other}"],
         ["--backbone", "resnet18", f"--{precision}"],
     ):
-        assert "img/s" not in length(*options)
+        assert "img/s" not in time(*options)
 
 
 def test_a_plan_settles_the_precision_as_the_run_would(

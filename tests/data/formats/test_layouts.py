@@ -134,7 +134,7 @@ def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
         (root / "valid" / name).write_bytes(b"")
     train, val, _ = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits
     assert "left out" not in " ".join(train.notes)
-    assert val.notes[-1].endswith(f"2, such as {root / 'valid/a.jpg'}")
+    assert val.notes[-1].endswith("2, such as valid/a.jpg")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_images_of_other_formats_without_labels_are_counted(
     make(tmp_path)
     (tmp_path / image).write_bytes(b"")
     notes = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits[0].notes
-    assert notes[-1].endswith(f"1, such as {tmp_path / image}")
+    assert notes[-1].endswith(f"1, such as {image}")
 
 
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_frames_without_a_box_are_read(tmp_path: Path) -> None:
     exports.tree(tmp_path, {**images, "annotations.xml": xml})
     report = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits[0]
     assert (report.images, report.trainable) == (3, 1)
-    assert report.notes[-1].endswith("2, such as " + str(tmp_path / "images/frame_000001.png"))
+    assert report.notes[-1].endswith("2, such as images/frame_000001.png")
 
 
 def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cli) -> None:

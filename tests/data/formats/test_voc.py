@@ -167,7 +167,7 @@ def test_images_without_xml_are_counted_and_files_of_macos_ignored(tmp_path: Pat
     splits = read(root)
     assert list(boxes_of(splits)) == ["JPEGImages/a.jpg"]
     (note,) = prepare(root, tmp_path / "store", PrepareConfig(pack=False)).splits[0].notes
-    assert note.endswith(f"1, such as {root / 'JPEGImages/b.jpg'}")
+    assert note.endswith("1, such as JPEGImages/b.jpg")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_an_image_is_not_taken_from_another_split(tmp_path: Path) -> None:
     exports.image_file(tmp_path / "images/test/6.jpg")
     reports = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits
     for report, name in zip(reports, ("train/new.jpg", "test/6.jpg"), strict=True):
-        assert report.notes[-1].endswith(f"1, such as {tmp_path / 'images' / name}")
+        assert report.notes[-1].endswith(f"1, such as images/{name}")
     (tmp_path / "annotations/train/6.xml").write_text(CAT)
     with pytest.raises(DataError, match=r"missing: annotations/train/6\.xml"):
         read(tmp_path)

@@ -121,6 +121,8 @@ def test_the_name_has_dataset_network_and_preset(tmp_path: Path) -> None:
     assert folder(data__root="parts/..") == f"runs/{tmp_path.name}-resnet34"
     assert folder(data__root="/") == "runs/data-resnet34"
     assert folder() == "runs/coco-resnet34"
+    for init in ("five", "hf://a/five", "x/five.pt", "runs/five/checkpoints/best.pt"):
+        assert folder(train__init=init) == "runs/coco-five"
     assert folder(model__backbone="resnet18", data__root="parts") == "runs/parts-resnet18"
     assert folder(train__preset="nvidia-r50") == "runs/coco-resnet50-nvidia-r50"
     assert folder(train__fake_data=True, data__root="parts") == "runs/fake-resnet34"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -229,12 +231,16 @@ def test_the_dry_run_knows_the_network_of_a_detector_that_is_not_here(
     assert backbone in plan.out
 
 
-def test_the_dry_run_knows_the_time_of_a_run_that_was_started(
-    tiny_run: Path, shapes: Path, cli: Cli
-) -> None:
+def test_the_dry_run_knows_the_time(tiny_run: Path, shapes: Path, cli: Cli) -> None:
     for run, is_known in ((tiny_run, True), (Path("another"), False)):
         plan = cli(*train_command(shapes, run, "--steps", 4), "--dry-run")
-        assert ("img/s" in plan.out) == is_known
+        assert ("s on this machine, " in plan.out) == is_known
+    terminal, stderr = os.openpty()  # on a terminal, steps are measured
+    command = [sys.executable, "-m", "ssdctl", *train_command(shapes, "another"), "--dry-run"]
+    plan_text = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True).stdout
+    os.close(stderr)
+    os.close(terminal)
+    assert re.search(r"time .* about \d+ (s|min) on this machine, .* measured now", plan_text)
 
 
 def test_a_training_process_imports_no_package_that_takes_seconds(tmp_path: Path) -> None:
