@@ -26,7 +26,7 @@ class ExitCode(enum.IntEnum):
     DISK = 6, "a file cannot be read or written"
     NON_FINITE = 7, "NaN or infinite loss, gradient or output"
     DISTRIBUTED = 8, "a rank failed or was lost"
-    STOPPED = 75, "stopped by a signal, progress saved; run the same command again to continue"
+    STOPPED = 75, "stopped by a signal, work so far is kept; run the same command again to continue"
     INTERRUPTED = 130, "stopped by Ctrl-C (by the second one where the first saves progress)"
 
     def __new__(cls, code: int, meaning: str) -> ExitCode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shlex
 import sys
@@ -22,8 +23,8 @@ from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time
 from ssdctl.runs.layout import RunDir
 
-# Tuned on two cores (benchmarks/RESULTS.md), from random weights. There is no augmentation, because
-# each image is used only once.
+# Tuned on two cores from random weights (benchmarks/RESULTS.md); without augmentation, because each
+# image is used only once.
 BATCH_SIZE = 2
 RECIPE = (
     "--preset stable-r34 --backbone resnet18 --backbone-weights none --extra-norm batch "
@@ -65,36 +66,12 @@ def demo(
     command is printed before it runs. Run the demo again to continue an interrupted one.
     """
     start = time.monotonic()
-    folder, console = Path(out), call.console
+    folder = Path(out)
     data, run, sheet = folder / "shapes", folder / "run", folder / "detections.png"
-    console.info("ssdctl demo: train an object detector from random weights, offline", "bold")
-    steps, about = steps_of_run(run), "Continues an earlier start."
-    if steps is None:
-        console.info("Measuring the speed of this machine...")
-        step_s = seconds_per_step(call.config)
-        steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
-        time_s, pace = duration(total_seconds(steps, step_s)), step_time(step_s)
-        about = f"This takes about {time_s} on this machine ({pace} measured just now)."
-    for number, (name, description) in enumerate(STAGES.items(), 1):
-        console.info(f"  {number} {name:<9} {description.format(steps=steps)}")
-    console.info(f"{about} Ctrl-C stops at any time; the same command continues.")
+    steps = _announced_steps(call, run, start)
     commands: list[str] = []
     again = shlex.join(["ssdctl", "demo", "--out", out, "--seed", str(seed)])
-
-    def run_stage(*arguments: str) -> None:
-        stage = list(STAGES)[len(commands)]
-        console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
-        console.info(echoed(arguments), "dim")
-        try:
-            with contextlib.redirect_stdout(sys.stderr if console.as_json else sys.stdout):
-                line = [*arguments, *_common_options(call)]
-                click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
-        except SystemExit as end:
-            if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
-                console.info(f"To continue the demo: {again}")
-            raise
-        commands.append(shlex.join(["ssdctl", *arguments]))
-
+    run_stage = functools.partial(_run_stage, call, commands, again)
     run_stage("download", "--dataset", "shapes", "--dest", str(data), "--images", str(IMAGES),
               "--seed", str(seed))  # fmt: skip
     run_stage("prepare", "--data", str(data))
@@ -106,6 +83,39 @@ def demo(
     run_stage("predict", str(run), *map(str, images), "--out", str(folder / "drawn"))
     write_contact_sheet([folder / "drawn" / image.name for image in images], sheet)
     _print_result(call, run, sheet, steps, commands, time.monotonic() - start)
+
+
+def _announced_steps(call: Call, run: Path, start: float) -> int:
+    """Print the stages and their expected duration; return the number of training steps."""
+    console = call.console
+    console.info("ssdctl demo: train an object detector from random weights, offline", "bold")
+    steps, about = steps_of_run(run), "Continues an earlier start."
+    if steps is None:
+        console.info("Measuring the speed of this machine...")
+        step_s = seconds_per_step(call.config)
+        steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
+        time_s, pace = duration(total_seconds(steps, step_s)), step_time(step_s)
+        about = f"This takes about {time_s} on this machine ({pace} measured just now)."
+    for number, (name, description) in enumerate(STAGES.items(), 1):
+        console.info(f"  {number} {name:<9} {description.format(steps=steps)}")
+    console.info(f"{about} Ctrl-C stops at any time; the same command continues.")
+    return steps
+
+
+def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> None:
+    """Print a command and run it; add it to the finished `commands`."""
+    console, stage = call.console, list(STAGES)[len(commands)]
+    console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
+    console.info(echoed(arguments), "dim")
+    try:
+        with contextlib.redirect_stdout(sys.stderr if console.as_json else sys.stdout):
+            line = [*arguments, *_common_options(call)]
+            click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
+    except SystemExit as end:
+        if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+            console.info(f"To continue the demo: {again}")
+        raise
+    commands.append(shlex.join(["ssdctl", *arguments]))
 
 
 def _common_options(call: Call) -> list[str]:

@@ -38,7 +38,6 @@ COLLECTIVES_S = 300.0
 
 
 def report(**facts: object) -> None:
-    """Print facts for `ProgramOutput.facts`."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -183,7 +182,7 @@ def probe_step() -> None:
 
 
 class Card(NamedTuple):
-    """A rank's place and rate."""
+    """The place and the rate of a rank."""
 
     host: str
     local_rank: int

@@ -238,7 +238,7 @@ def to_text(
 
 
 def problems(checks: Sequence[Check], width: int, paint: Paint) -> str:
-    """Return only warnings and failures, one line or more for each."""
+    """Return only warnings and failures."""
     wrong = [check for check in checks if check.state in (WARN, FAIL)]
     return "\n".join(_table(wrong, width, paint, ASCII_MARKS))
 

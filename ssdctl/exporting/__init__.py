@@ -31,7 +31,7 @@ MAX_AP_LOSS = 0.01
 
 
 class ExportRequest(NamedTuple):
-    """What to write; the options of `ssdctl export`."""
+    """The options of `ssdctl export`."""
 
     format: str
     out: Path
