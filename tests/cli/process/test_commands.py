@@ -130,7 +130,7 @@ def test_a_checkpoint_that_training_deletes_is_left_out(
     cli: Cli, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `--keep`, while `evaluate --all` opens it."""
-    checkpoints = shutil.copytree(tiny_run, "run") / "checkpoints"
+    checkpoints = shutil.copytree(tiny_run, Path("run")) / "checkpoints"
     lost = Path(shutil.copy(checkpoints / "step-00000003.pt", checkpoints / "step-00000002.pt"))
 
     def check(path: Path) -> None:
@@ -328,8 +328,7 @@ def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
 
 
 def test_the_rate_is_measured_on_this_machine() -> None:
-    resolved = resolve(environment={})
-    assert 1e-3 <= demo.seconds_per_step(resolved) < 60
+    assert 1e-3 <= demo.seconds_per_step(resolve(environment={})) < 60
 
 
 DEAD = "0123456789ab.999999999.tmp"
