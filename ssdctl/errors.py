@@ -26,7 +26,7 @@ class ExitCode(enum.IntEnum):
     DISK = 6, "a file cannot be read or written"
     NON_FINITE = 7, "NaN or infinite loss, gradient or output"
     DISTRIBUTED = 8, "a rank failed or was lost"
-    STOPPED = 75, "stopped by a signal, progress saved; run the same command again to continue"
+    STOPPED = 75, "stopped by a signal, work so far is kept; run the same command again to continue"
     INTERRUPTED = 130, "stopped by Ctrl-C (by the second one where the first saves progress)"
 
     def __new__(cls, code: int, meaning: str) -> ExitCode:
@@ -57,6 +57,11 @@ class SsdctlError(Exception):
         self.hint, self.command = hint, command
         self.is_from_all_ranks = False  # the same error was raised on every rank
 
+    @property
+    def message(self) -> str:
+        """What is wrong, without the hint that `hints_in_messages` adds."""
+        return str(self).removesuffix(f"\nhint: {self.hint}")
+
 
 class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as contextlib's own
     """Around functions of the Python API: their expected errors print with their hints."""
@@ -65,8 +70,7 @@ class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as context
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if isinstance(error, SsdctlError) and error.hint is not None:
-            hint = f"\nhint: {error.hint}"
-            error.args = (str(error).removesuffix(hint) + hint,)  # once, also in nested calls
+            error.args = (f"{error.message}\nhint: {error.hint}",)
 
 
 class UsageError(SsdctlError):

@@ -17,7 +17,6 @@ from data.formats import exports
 from reporting.test_damaged_runs import make_run
 
 from ssdctl.data.shapes import generate
-from ssdctl.runs.reader import read_run
 
 HUGE_BYTES = 5 << 30
 MAX_GROWTH_BYTES = 200 << 20
@@ -97,18 +96,12 @@ def test_manifest_and_host_file(cli: Cli) -> None:
     refuse(cli("launch", "--cpus", 2, *hosts, "--dry-run"), 2, "large")
 
 
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "evaluation.json"])
+@pytest.mark.parametrize(
+    "name", ["config.toml", "environment.json", "metrics.jsonl", "evaluation.json"]
+)
 def test_files_of_a_run(name: str, cli: Cli) -> None:
     enlarge(make_run(Path("run")) / name)
     refuse(cli("report", "run"), 3, name)
-
-
-def test_a_huge_environment_of_a_run_is_skipped() -> None:
-    folder = make_run(Path("run"))
-    enlarge(folder / "environment.json")
-    run = read_run(folder)
-    assert run.environment == {}
-    assert len(run.problems) == 1
 
 
 def test_a_huge_lock_file_of_another_run(cli: Cli) -> None:

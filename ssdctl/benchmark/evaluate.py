@@ -134,7 +134,6 @@ def _latencies(split: Split, detector: Detector, seconds: float, device: Device)
 
 
 def _scoring(num_images: int) -> Measurements:
-    """Measure the scoring of a synthetic split."""
     share = num_images / NUM_IMAGES
     truth, detections = make_split(
         num_images, max(int(NUM_BOXES * share), 1), max(int(NUM_DETECTIONS * share), 3)

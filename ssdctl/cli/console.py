@@ -85,7 +85,7 @@ class Console(logging.Handler):
     def closing(
         self, facts: Sequence[tuple[str, str | Path]], next_commands: Sequence[str] = ()
     ) -> None:
-        """Write the last block of a command to stderr: what it wrote, and what to run next.
+        """Write the last block of a command to stderr: the written files, and commands to run next.
 
         Nothing is written with -q or --json, and on ranks that are quiet; no commands inside
         another command, which has its own.
@@ -93,21 +93,28 @@ class Console(logging.Handler):
         if self.quiet or self.as_json:
             return
         commands = [] if self.is_nested else next_commands
-        self.facts([*facts, *(("" if n else "next", line) for n, line in enumerate(commands))])
+        self.facts(facts, commands)
 
-    def facts(self, rows: Sequence[tuple[str, str | Path]]) -> None:
+    def facts(
+        self, rows: Sequence[tuple[str, str | Path]], next_commands: Sequence[str] = ()
+    ) -> None:
         """Write lines of a name and a text to stderr, aligned, unless quiet.
 
-        A path becomes a link where the terminal has links.
+        A path becomes a link where the terminal has links. A command stays in one line: a
+        terminal's own wrapping can be copied.
         """
         if self.quiet:
             return
+        commands = [("" if n else "next", line) for n, line in enumerate(next_commands)]
+        rows = [*rows, *commands]
         width = max((len(name) for name, _ in rows), default=0)
         has_links = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "linux")
         for name, text in rows:
             start = f"{name:<{width}}  "
             line = start + printable_line(redact_urls(str(text)))
-            shown = wrapped(line, sys.stderr, len(start)).removeprefix(start)
+            is_command = (name, text) in commands
+            line = line if is_command else wrapped(line, sys.stderr, len(start))
+            shown = line.removeprefix(start)
             if has_links and isinstance(text, Path):
                 shown = f"\033]8;;{text.absolute().as_uri()}\033\\{shown}\033]8;;\033\\"
             label = painted(name, "green" if name == "best" else "bold", sys.stderr)
@@ -117,7 +124,7 @@ class Console(logging.Handler):
         """Write the message and the hint of an expected failure, or of a stop, to stderr."""
         is_stop = isinstance(error, (Interrupted, Stopped))
         label, style = ("", "") if is_stop else ("error", "red")
-        self._message(str(error), label=label, style=style)
+        self._message(error.message, label=label, style=style)
         if error.hint:
             self._message(error.hint, label="hint", style="cyan")
         if error.command:  # in one line: a terminal's own wrapping can be copied

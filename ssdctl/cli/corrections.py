@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ssdctl.cli.app import click_root
+from ssdctl.cli.help import click_root
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.resolve import preset_overrides
 from ssdctl.config.settings import Setting, all_settings, other_programs
@@ -98,7 +98,7 @@ class Word(NamedTuple):
 
 
 class CommandWithAliases(Protocol):
-    """A command whose words can be corrected: `AliasCommand`."""
+    """The interface of `AliasCommand` for the corrections."""
 
     settings: Sequence[Setting]
 
@@ -300,7 +300,7 @@ class _CorrectedLine:
         return "--hpus" if find_hardware().num_gaudi else "--gpus"
 
     def _setting(self, flag: str) -> str:
-        """Return the setting of an option of the target; the option itself if it has none."""
+        """Return the setting that an option of the target sets, else the option itself."""
         option, _, value = self.templates.get(flag, flag).partition("=")
         if option == "--set":
             return value.partition("=")[0]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.help import completer
-from ssdctl.cli.results import newest_run
+from ssdctl.cli.results import name_newest_run
 from ssdctl.config import Config
 from ssdctl.errors import UsageError
 from ssdctl.exporting import (
@@ -27,6 +27,31 @@ from ssdctl.exporting import (
 
 MESSAGE = "Upload an SSD300 trained with ssdctl"
 SAMPLES = 4
+
+Format = Annotated[
+    str,
+    Option(
+        "--format",
+        metavar="FORMAT",
+        help="onnx, openvino, pt2, safetensors, mlperf, nvidia",
+        autocompletion=completer(FORMATS),
+    ),
+]
+CheckpointToExport = Annotated[
+    str | None,
+    Argument(
+        metavar="CKPT|RUN",
+        help="Checkpoint, run folder, detector, or hf://org/name [default: the newest run]",
+    ),
+]
+Nms = Annotated[
+    str | None,
+    Option(
+        metavar="NMS",
+        help="onnx, efficientnms (TensorRT), or none [default: onnx, pt2: none]",
+        autocompletion=completer(NMS),
+    ),
+]
 
 
 @command(
@@ -47,31 +72,10 @@ SAMPLES = 4
 )
 def export(
     call: Call,
-    kind: Annotated[
-        str,
-        Option(
-            "--format",
-            metavar="FORMAT",
-            help="onnx, openvino, pt2, safetensors, mlperf, nvidia",
-            autocompletion=completer(FORMATS),
-        ),
-    ],
+    kind: Format,
     out: Annotated[str, Option(metavar="FILE", help="File to write")],
-    checkpoint: Annotated[
-        str | None,
-        Argument(
-            metavar="CKPT|RUN",
-            help="Checkpoint, run folder, detector, or hf://org/name [default: the newest run]",
-        ),
-    ] = None,
-    nms: Annotated[
-        str | None,
-        Option(
-            metavar="NMS",
-            help="onnx, efficientnms (TensorRT), or none [default: onnx, pt2: none]",
-            autocompletion=completer(NMS),
-        ),
-    ] = None,
+    checkpoint: CheckpointToExport = None,
+    nms: Nms = None,
     raw: Annotated[
         bool, Option("--raw", help="Export raw outputs, without decoding and NMS")
     ] = False,
@@ -103,8 +107,8 @@ def export(
     request = ExportRequest(
         kind, Path(out), nms, raw, _batch_size(batch), fp16, int8, calibrate, max_ap_loss
     )
-    checkpoint = checkpoint or newest_run(call.console)
-    result = export_checkpoint(checkpoint, request, call.resolved, progress=call.console.progress)
+    checkpoint = checkpoint or name_newest_run(call.console)
+    result = export_checkpoint(checkpoint, request, call.config, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
     files = [request.out, *[request.out.with_suffix(".bin")] * (kind == "openvino")]
     sizes = (f"{file} ({file.stat().st_size / 1e6:.1f} MB)" for file in files)
@@ -113,7 +117,7 @@ def export(
 
 
 def _next_command(request: ExportRequest, config: Config) -> str:
-    """Return a command that runs the file, if there is one: ssdctl reads only some formats."""
+    """Return a command that runs the file; empty if ssdctl does not read the format."""
     out, size = str(request.out), request.batch or 1
     if request.format == "pt2":
         images = f"torch.zeros({size}, 300, 300, 3, dtype=torch.uint8)"
@@ -186,35 +190,37 @@ def push(
     reference = parse_reference(target)
     if out is None:
         hub_package()
+    if license_id == "other":
+        call.console.warning("no --license: the card says `other`")
+    about = {"license_id": license_id, "data_license": data_license, "samples": samples}
+    result = {"repository": reference.repo, "url": None, "folder": out}
+    if out is not None:
+        names = _write_model(call, checkpoint, Path(out), reference.repo, about)
+        call.console.result({"files": names, **result}, f"{len(names)} files in {out}")
+        again = ["ssdctl", "push", checkpoint, target]
+        again += [f"--license={license_id}"] * (license_id != "other")
+        again += [f"--data-license={data_license}"] * bool(data_license)
+        again += [f"--samples={samples}"] * (samples != SAMPLES) + ["--private"] * private
+        again += [f"--message={message}"] * (message != MESSAGE)
+        wrote = ("wrote", f"{out} (nothing was uploaded)")
+        call.console.closing([wrote], [shlex.join(again)])
+        return
+    with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as folder:
+        names = _write_model(call, checkpoint, Path(folder), reference.repo, about)
+        from ssdctl.exporting.hub import upload_folder  # imports torch
+
+        url = upload_folder(reference, Path(folder), names, is_private=private, message=message)
+    call.console.result({"files": names, **result, "url": url}, f"{len(names)} files: {url}")
+    call.console.closing([], [f"ssdctl predict {target} photo.jpg"])
+
+
+def _write_model(
+    call: Call, checkpoint: str, folder: Path, repo: str, about: dict[str, Any]
+) -> list[str]:
     from ssdctl.checkpoint.file import load_checkpoint, load_network
-    from ssdctl.exporting.hub import upload_folder, write_model_folder
+    from ssdctl.exporting.hub import write_model_folder
     from ssdctl.inference.locate import locate_checkpoint
 
     content = load_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
     load_network(content)
-    with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as temporary:
-        folder = Path(temporary if out is None else out)
-        names = write_model_folder(
-            content,
-            folder,
-            repo=reference.repo,
-            license_id=license_id,
-            data_license=data_license,
-            samples=samples,
-        )
-        if license_id == "other":
-            call.console.warning("no --license: the card says `other`")
-        result = {"files": names, "repository": reference.repo, "url": None, "folder": out}
-        if out is not None:
-            call.console.result(result, f"{len(names)} files in {folder}")
-            again = ["ssdctl", "push", checkpoint, target]
-            again += [f"--license={license_id}"] * (license_id != "other")
-            again += [f"--data-license={data_license}"] * bool(data_license)
-            again += [f"--samples={samples}"] * (samples != SAMPLES) + ["--private"] * private
-            again += [f"--message={message}"] * (message != MESSAGE)
-            wrote = ("wrote", f"{folder} (nothing was uploaded)")
-            call.console.closing([wrote], [shlex.join(again)])
-            return
-        url = upload_folder(reference, folder, names, is_private=private, message=message)
-        call.console.result({**result, "url": url}, f"{len(names)} files: {url}")
-        call.console.closing([], [f"ssdctl predict {target} photo.jpg"])
+    return write_model_folder(content, folder, repo=repo, **about)

@@ -1,11 +1,11 @@
-"""Help pages, and the completion of command lines in shells.
+"""The application, its help pages, and the completion of command lines in shells.
 
-`COMMAND --help` shows every option, `COMMAND -h` those that most people need: a line with an
-option's flags, below it its text over the whole width.
+`COMMAND --help` shows every option, `COMMAND -h` the most important ones: a line of flags, and
+below it the text over the whole width.
 
 The completion scripts (completions/, `ssdctl --install-completion`) are typer's. They call the
-program with `_SSDCTL_COMPLETE=complete_bash` or that of another shell, and typer answers from the
-options of the one command on the line: about 0.15 s, without torch.
+program with `_SSDCTL_COMPLETE=complete_SHELL`, and typer answers from the options of the one
+command on the line: about 0.15 s, without torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMON = "Common"  # the heading of the options that every command has
 COMPLETION_VARIABLE = "_SSDCTL_COMPLETE"
 BASH_WORDS, BASH_POSITION = "COMP_WORDS", "COMP_CWORD"
 OTHER_WORDS, POWERSHELL_WORD = "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_WORD_TO_COMPLETE"
-# Without special characters of a shell: zsh evaluates the output, and run folders have any name.
+# No special characters of shells: zsh evaluates the output, and a run folder may have any name.
 PLAIN_WORD = re.compile(r"[\w./+=-]+")
 
 Completer = Callable[[str], list[str]]
@@ -84,6 +84,34 @@ class HelpGroup(typer.core.TyperGroup):
             parts.append(_section(panel.replace("Options", "Commands"), rows))
         parts.append(_section("Options", _rows(self.get_params(ctx))))
         formatter.write("\n\n".join([*parts, *filter(None, [_wrapped(self.epilog or "")])]) + "\n")
+
+
+app = typer.Typer(
+    name="ssdctl",
+    cls=HelpGroup,
+    help="Train an object detector on your own images, or SSD300 on COCO across a cluster.",
+    epilog="New here? Run `ssdctl demo`. `ssdctl COMMAND -h` shows the most important options of a "
+    "command, `ssdctl help COMMAND` all of them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# Commands without options so far: (command or group, function that adds them). Creating the
+# hundreds of options would take half of the time of `ssdctl --help`, which shows none of them.
+without_options: list[tuple[str | None, Callable[[], None]]] = []
+
+
+def click_root(command: str | None = None) -> typer.core.TyperGroup:
+    """Return the click command of `app`; only this command or group gets its options, if given."""
+    for entry in list(without_options):
+        if command in (None, entry[0]):
+            entry[1]()
+            without_options.remove(entry)
+    root = typer.main.get_command(app)
+    assert isinstance(root, typer.core.TyperGroup)
+    return root
 
 
 def show_short_help(ctx: typer.Context, is_requested: bool) -> None:
@@ -138,7 +166,7 @@ def _section(name: str, rows: Iterable[str]) -> str:
 
 
 def _example(line: str) -> str:
-    """Return an example; its comment is on a line above if both do not fit into one."""
+    """Return an example; its comment is on a line above if it does not fit beside it."""
     command, _, comment = line.removeprefix("$ ").partition("   # ")
     is_long = comment and len(line) > min(shutil.get_terminal_size().columns, MAX_WIDTH)
     return f"  # {comment}\n  {command}" if is_long else "  " + line.removeprefix("$ ")
@@ -191,7 +219,7 @@ def command_line() -> list[str]:
 
 def _keep_help_plain() -> None:
     """Keep typer from rendering help with rich: it would wrap it, and take a third of a TAB."""
-    with contextlib.suppress(ImportError):  # this typer does not render it
+    with contextlib.suppress(ImportError):  # this release of typer does not render it
         from typer import _completion_classes
 
         vars(_completion_classes)["_sanitize_help_text"] = str

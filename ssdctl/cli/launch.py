@@ -100,7 +100,6 @@ def launch(
 
 
 def _counted_device(counts: dict[str, int | None]) -> tuple[str, int]:
-    """Return the type and number of the devices of a launch."""
     given = [(device, count) for device, count in counts.items() if count is not None]
     if len(given) != 1:
         raise UsageError(
@@ -122,7 +121,6 @@ def _as_json(job: Job) -> dict[str, object]:
 
 
 def _write(call: Call, engine: Engine, job: Job, write: str) -> None:
-    """Write the script or manifest of a job."""
     from ssdctl.launch.base import BatchEngine
 
     path = Path(write)
@@ -139,7 +137,6 @@ def _write(call: Call, engine: Engine, job: Job, write: str) -> None:
 
 
 def _start(call: Call, engine: Engine, request: LaunchRequest, job: Job, *, wait: bool) -> None:
-    """Run or submit a job; exit with the code of a job that fails."""
     from ssdctl.launch.base import BatchEngine
 
     engine.require()
@@ -158,7 +155,7 @@ def _start(call: Call, engine: Engine, request: LaunchRequest, job: Job, *, wait
 
 
 def _run(call: Call, engine: Engine, request: LaunchRequest, job: Job) -> int:
-    """Run the job with a local launcher, again after crashes; return its exit code."""
+    """Run the job again after crashes, at most `--restarts` times; return its exit code."""
     from ssdctl.cli.launch_request import resumed
     from ssdctl.launch import processes
     from ssdctl.launch.base import make_job, read_node

@@ -21,6 +21,7 @@ from ssdctl.runtime.system import tune_process
 if TYPE_CHECKING:
     from ssdctl.benchmark.data import Measurements
     from ssdctl.data.store import Split
+    from ssdctl.doctor import Check
 
 DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that is not a terminal
 group = command_group(
@@ -62,8 +63,8 @@ def doctor(
     Exits with 2 if a check fails. Nothing is changed; --self-test briefly writes a temporary file.
     Output contains no secrets; safe to paste into an issue.
     """
-    from ssdctl.doctor import FAIL, Check
-    from ssdctl.doctor.run_checks import ASCII_MARKS, MARKS, examine, problems, to_text
+    from ssdctl.doctor import FAIL
+    from ssdctl.doctor.run_checks import examine
 
     checks: list[Check]
     with stoppable("nothing was changed"):
@@ -75,25 +76,25 @@ def doctor(
                 return
         else:
             checks = examine(call.config, network=network, self_test=self_test)
-    width = min(shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns, MAX_WIDTH)
-    if call.console.quiet:
-        text = problems(checks, width, painted)
-    else:
-        data = call.config.data.root
-        options = f" --data {shlex.quote(data)}" if data else ""
-        has_dataset = any(check.name == "store" for check in checks)
-        text = to_text(
-            checks,
-            width,
-            f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo",
-            painted,
-            verbose=call.console.verbose,
-            marks=MARKS if is_encodable("".join(MARKS.values()), sys.stdout) else ASCII_MARKS,
-        )
+    text = _text(call, checks)
     if text or call.console.as_json:
         call.console.result([check._asdict() for check in checks], text, is_painted=True)
     if any(check.state == FAIL for check in checks):
         raise SystemExit(UsageError.exit_code)
+
+
+def _text(call: Call, checks: list[Check]) -> str:
+    from ssdctl.doctor.run_checks import ASCII_MARKS, MARKS, problems, to_text
+
+    width = min(shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns, MAX_WIDTH)
+    if call.console.quiet:
+        return problems(checks, width, painted)
+    data, has_dataset = call.config.data.root, any(check.name == "store" for check in checks)
+    options = f" --data {shlex.quote(data)}" if data else ""
+    command = f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo"
+    has_marks = is_encodable("".join(MARKS.values()), sys.stdout)
+    marks = MARKS if has_marks else ASCII_MARKS
+    return to_text(checks, width, command, painted, verbose=call.console.verbose, marks=marks)
 
 
 @command(
@@ -177,7 +178,7 @@ def train(
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
         split = splits["train"] if splits else None
-        metrics = benchmark_train(split, call.resolved, seconds)
+        metrics = benchmark_train(split, call.config, seconds)
     if metrics is not None:
         _print_metrics(call, metrics)
 

@@ -20,10 +20,9 @@ from ssdctl.cli import (  # noqa: F401 - importing a module registers its comman
     results,
     train,
 )
-from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import STDOUT, Console
-from ssdctl.cli.help import command_line, is_completion
+from ssdctl.cli.help import app, click_root, command_line, is_completion
 from ssdctl.cli.option_aliases import check_local_rank, is_local_rank
 from ssdctl.errors import ExitCode
 
@@ -40,7 +39,7 @@ app.registered_groups.sort(key=lambda info: COMMANDS.index(str(info.name)))
 def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
     """Print the versions and the device that `--device auto` finds, without importing torch.
 
-    The commit is that of a git checkout from which ssdctl runs; a wheel has none.
+    The commit is shown if ssdctl runs from a git checkout.
     """
     if not is_requested or ctx.resilient_parsing:
         return
@@ -48,7 +47,7 @@ def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
     from pathlib import Path
 
     from ssdctl._version import __version__
-    from ssdctl.runs.metrics import git_commit
+    from ssdctl.runs.environment import git_commit
     from ssdctl.runtime.hardware import device_names
     from ssdctl.runtime.packages import package_version
     from ssdctl.runtime.system import usable_cores
@@ -83,8 +82,7 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with one of the documented codes.
 
-    If the reader of stdout is closed, as with `| head`, the exit code is that of an output that
-    cannot be written, without a message.
+    If the reader of stdout has ended, as with `| head`, exit with 6 without a message.
     """
     if is_completion():
         arguments = command_line()

@@ -36,11 +36,7 @@ class AliasCommand(HelpCommand):
         return super().parse_args(ctx, args)
 
     def without_aliases(self, args: Sequence[str], name: str = "train") -> list[str]:
-        """Return the command line with every alias replaced by ssdctl's option.
-
-        Raises:
-            UsageError: Options of other programs or commands; or an option without a value.
-        """
+        """Return the command line with every alias replaced by ssdctl's option."""
         words, templates = self.read_words(args), self.templates
         refuse(name, self, words)
         checkpoints, rewritten = list[str](), list[str]()

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import shlex
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.results import newest_run
+from ssdctl.cli.results import name_newest_run
 from ssdctl.errors import DataError, DiskError, NetworkError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ssdctl.inference.video import Frame, Video
 
 MAX_NAMED = 3  # failed images in the error
-# Errors of one image: the others are done. If they differ, the first kind here is the exit code.
+# An image with such an error is skipped. The first kind here that occurred is the exit code.
 IMAGE_FAILURES = (NetworkError, DiskError, DataError)
 
 CheckpointAndImages = Annotated[
@@ -91,7 +92,8 @@ def predict(
     """Detect objects in images and videos.
 
     Results are counted, drawn (--out), or saved for labeling tools (--save); -v prints the boxes.
-    An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
+    An image that fails does not stop the others; the command then exits with 3, 4 (download) or
+    6 (refused by the file system).
     """
     from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
@@ -99,7 +101,7 @@ def predict(
     if settings.save is not None and out is None:
         raise UsageError(f"--save {settings.save} requires a folder", hint="add --out DIR")
     if looks_like_image(arguments[0]):
-        checkpoint, images = newest_run(call.console), arguments
+        checkpoint, images = name_newest_run(call.console), arguments
     else:
         checkpoint, images = arguments[0], arguments[1:]
     if not images:
@@ -182,7 +184,7 @@ def _predict(
         if target is not None:
             if isinstance(result.image, io.BytesIO):
                 result.image.seek(0)
-            # Opened a second time: to keep every image until it is drawn would take gigabytes.
+            # Open the image again: keeping every image until it is drawn would take gigabytes.
             result.save(target, **style)
         if writer is not None:
             writer.add(found.item, result)
@@ -191,7 +193,12 @@ def _predict(
     if console.as_json:
         console.result(records)
     total = f"{counted(len(sources) - len(failures), 'image')}, {counted(objects, 'object')}"
-    console.closing([("done", " -> ".join(filter(None, [total, ", ".join(written)])))])
+    done = ("done", " -> ".join(filter(None, [total, ", ".join(written)])))
+    is_dataset = settings.save == "yolo"
+    console.closing(
+        [done, *[("then", "correct the boxes in your labeling tool")] * is_dataset],
+        [shlex.join(["ssdctl", "prepare", "--data", str(out)])] * is_dataset,
+    )
     if failures:
         raise _error(failures, len(sources))
 

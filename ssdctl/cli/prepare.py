@@ -66,13 +66,7 @@ def prepare(
         check_target(preview)
     with stoppable("the finished parts are kept"):
         outcome = prepare_dataset(call.config, force=force, progress=call.console.progress)
-    if outcome.unchanged:
-        call.console.info("Already up to date (use --force to rebuild)")
-    for report in outcome.splits:
-        for note in report.notes:
-            call.console.info(f"{report.split}: {note}")
-        for warning in report.warnings:
-            call.console.warning(f"{report.split}: {warning}")
+    _show_notes(call, outcome)
     data: dict[str, Any] = msgspec.to_builtins(outcome)
     if audit:
         _audit(call, outcome, data)
@@ -92,6 +86,16 @@ def prepare(
     call.console.closing(facts, [command])
 
 
+def _show_notes(call: Call, outcome: Outcome) -> None:
+    if outcome.unchanged:
+        call.console.info("Already up to date (use --force to rebuild)")
+    for report in outcome.splits:
+        for note in report.notes:
+            call.console.info(f"{report.split}: {note}")
+        for warning in report.warnings:
+            call.console.warning(f"{report.split}: {warning}")
+
+
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
     from ssdctl.data.store import open_splits
     from ssdctl.reporting.preview import preview
@@ -102,7 +106,6 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 
 
 def _audit(call: Call, outcome: Outcome, data: dict[str, Any]) -> None:
-    """Warn about near-duplicates and add them to the data of each split."""
     from ssdctl.data.audit import audit
     from ssdctl.data.duplicates import duplicate_warnings
 
@@ -154,7 +157,7 @@ def _sizes(sizes: ObjectSizes) -> str:
 
 
 def _class_table(outcome: Outcome) -> list[Any]:
-    """Return a table of the boxes per class and split, and how many classes it leaves out.
+    """Return a table of the boxes per class and split, and the number of classes left out.
 
     Of many classes, those with the most and the fewest training boxes are shown.
     """
@@ -173,7 +176,6 @@ def _class_table(outcome: Outcome) -> list[Any]:
 
 
 def _example(item: Finding) -> str:
-    """Return one finding with the ids of its image and annotation."""
     annotation = "" if item.annotation_id is None else f", annotation {item.annotation_id}"
     return f"image {item.image_id}{annotation}: {item.detail}"
 

@@ -1,11 +1,11 @@
-"""`ssdctl evaluate`, `runs` and `report`, and the run that commands use if none is named."""
+"""`ssdctl evaluate`, `runs` and `report`, and the run that commands use by default."""
 
 from __future__ import annotations
 
 import datetime
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -14,14 +14,13 @@ from ssdctl.cli.console import Console, table
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
-from ssdctl.runs.layout import RUNS, RunDir
+from ssdctl.runs.layout import RUNS, RunDir, running_on
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from ssdctl.runs.evaluation import Evaluation
-    from ssdctl.runs.reader import RunSummary
 
 SIZES = ("APs", "APm", "APl")
 SIZE_NAMES = {"APs": "small", "APm": "medium", "APl": "large"}
@@ -36,22 +35,45 @@ def runs(
 
     Runs in progress and runs with broken files are listed, too.
     """
-    from ssdctl.runs.reader import summarize_runs
+    from ssdctl.runs.run import newest_runs
 
-    found = summarize_runs(Path(folder))
-    call.console.result(
-        [{**run._asdict(), "path": str(run.path), "date": _date(run)} for run in found],
-        (lambda: _table(found)) if found else f"{folder}: no runs",
-    )
-    if found:
-        call.console.closing([], [f"ssdctl report {found[0].path}"])
+    if not Path(folder).is_dir():
+        raise UsageError(
+            f"{folder}: no such folder", hint="`ssdctl train` makes runs/, `--out` another folder"
+        )
+    rows = [_row(path) for path in newest_runs(Path(folder))]
+    call.console.result(rows, (lambda: _table(rows)) if rows else f"{folder}: no runs")
+    if rows:
+        call.console.closing([], [f"ssdctl report {rows[0]['path']}"])
 
 
-def newest_run(console: Console, *, has_checkpoint: bool = True) -> str:
+def _row(path: Path) -> dict[str, Any]:
+    """Return a line of the list; `state` is `running on HOST`, or what is wrong with the run."""
+    from ssdctl.runs.run import Run, written_at
+
+    run, time = Run(path), written_at(path)
+    row = {"path": str(path), "time": time, "data": "", "network": "", "steps": 0, "ap": None}
+    host = running_on(path)
+    try:
+        data = Path(str(run.settings.get("data.root") or ""))
+        row |= {
+            "data": (data.parent if data.suffix else data).name,
+            "network": run.settings.get("model.backbone", ""),
+            "steps": run.num_steps,
+            "ap": (run.best_metrics or {}).get("AP"),
+            "state": f"running on {host}" if host else "",
+        }
+    except SsdctlError as error:
+        row["state"] = f"broken: {error.message}"
+    date = datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
+    return {**row, "date": date}
+
+
+def name_newest_run(console: Console, *, has_checkpoint: bool = True) -> str:
     """Return the newest run of `runs/`, and name it in a line."""
-    from ssdctl.runs import reader
+    from ssdctl.runs.run import newest_run
 
-    path = reader.newest_run(has_checkpoint=has_checkpoint)
+    path = newest_run(has_checkpoint=has_checkpoint)
     console.info(f"using the newest run: {path}")
     return str(path)
 
@@ -72,10 +94,10 @@ def report(
 ) -> None:
     """Write an HTML report of one or more runs."""
     from ssdctl.reporting.page import write_report
-    from ssdctl.runs.reader import read_runs
+    from ssdctl.runs.run import open_runs
 
-    named = runs or [newest_run(call.console, has_checkpoint=False)]
-    contents = read_runs([Path(run) for run in named])
+    named = runs or [name_newest_run(call.console, has_checkpoint=False)]
+    contents = open_runs([Path(run) for run in named])
     target = Path(out) if out else RunDir(Path(named[0])).report
     write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")
@@ -83,11 +105,11 @@ def report(
     call.console.closing([], [f"ssdctl predict {named[0]} photo.jpg --out drawn"] * has_checkpoints)
 
 
-def _table(found: list[RunSummary]) -> Group:
+def _table(found: list[dict[str, Any]]) -> Group:
     from rich.console import Group
 
     rows = [
-        (str(r.path), _date(r), r.data, r.network, f"{r.steps:,}", format_score(r.ap))
+        (r["path"], r["date"], r["data"], r["network"], f"{r['steps']:,}", format_score(r["ap"]))
         for r in found
     ]
     runs = table("run", "date", "data", "network", "steps", "AP", rows=rows, left=range(4))
@@ -96,11 +118,17 @@ def _table(found: list[RunSummary]) -> Group:
             column.overflow = "fold"
         else:
             column.no_wrap = True
-    return Group(runs, *(f"{run.path}: {run.state}" for run in found if run.state))
+    return Group(runs, *(f"{r['path']}: {r['state']}" for r in found if r["state"]))
 
 
-def _date(run: RunSummary) -> str:
-    return datetime.datetime.fromtimestamp(run.time).isoformat(" ", "minutes")
+WhatToScore = Annotated[
+    str | None,
+    Argument(
+        metavar="CKPT|RUN|DETECTIONS.json",
+        help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
+        "[default: the newest run]",
+    ),
+]
 
 
 @command(
@@ -120,14 +148,7 @@ def _date(run: RunSummary) -> str:
 )
 def evaluate(
     call: Call,
-    what: Annotated[
-        str | None,
-        Argument(
-            metavar="CKPT|RUN|DETECTIONS.json",
-            help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
-            "[default: the newest run]",
-        ),
-    ] = None,
+    what: WhatToScore = None,
     every: Annotated[
         bool, Option("--all", help="Score every checkpoint of a run, in one table")
     ] = False,
@@ -143,7 +164,7 @@ def evaluate(
     """
     from ssdctl.inference.locate import is_model_folder, locate_checkpoint
 
-    what = what or newest_run(call.console)
+    what = what or name_newest_run(call.console)
     is_run = Path(what).is_dir() and not is_model_folder(Path(what))
     if every and not is_run:
         raise UsageError(f"--all: {what} is not a run folder", hint="leave --all out")
@@ -154,8 +175,14 @@ def evaluate(
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
     evaluations = _evaluate(call, files, Path(detections) if detections else None)
-    if not evaluations:  # not the main rank
-        return
+    if evaluations:  # else not the main rank
+        _show(call, evaluations, is_run=is_run, every=every, report=report)
+
+
+def _show(
+    call: Call, evaluations: list[Evaluation], *, is_run: bool, every: bool, report: str | None
+) -> None:
+    """Print the evaluations of one checkpoint or of `every` checkpoint of a run."""
     best = max(evaluations, key=lambda e: e.metrics["AP"])
     results = [{"checkpoint": e.about.source, **e.as_json()} for e in evaluations]
     if every:
@@ -175,14 +202,14 @@ def evaluate(
     facts.insert(0, ("best" if every else "checkpoint", best.about.source))
     next_commands = [f"ssdctl predict {best.about.source} photo.jpg --out drawn"]
     if report is None:
-        is_chosen = call.resolved.is_chosen("data.root")
+        is_chosen = call.config.is_chosen("data.root")
         data = f" --data {shlex.quote(str(call.config.data.root))}" * is_chosen
         next_commands.append(f"ssdctl evaluate {best.about.source}{data} --report evaluation")
     call.console.closing(facts, next_commands)
 
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score all files; the list is empty on ranks other than the main one."""
+    """Score all files; return an empty list on ranks other than the main one."""
     from ssdctl.evaluation.evaluate import evaluate_files
 
     tune_process()
@@ -191,7 +218,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
     evaluations = []
     try:
         for evaluation in evaluate_files(
-            files, call.resolved, progress=call.console.progress, detections_file=detections
+            files, call.config, progress=call.console.progress, detections_file=detections
         ):
             if not ranks.is_main:
                 continue
@@ -216,7 +243,7 @@ def headline(evaluation: Evaluation) -> str:
 
 
 def tables(evaluation: Evaluation) -> Group:
-    """Return the classes, the other metrics, the errors by type, and what they mean."""
+    """Return tables of the classes, the other metrics, and the errors by type."""
     from rich.console import Group
 
     from ssdctl.evaluation.analysis import ERROR_NAMES, diagnosis
@@ -261,7 +288,7 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
 
 
 def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
-    """Return the metrics that exist: COCO's sizes without objects have none."""
+    """Return the metrics with a value; sizes without objects have no AP."""
     return [name for name in names if evaluation.metrics.get(name, -1) >= 0]
 
 

@@ -107,11 +107,7 @@ class DeviceType(NamedTuple):
         return f"--{self.plural}"
 
     def choose_execution(self, requested: str | None) -> str:
-        """Return the requested execution, or the default one.
-
-        Raises:
-            UsageError: The device does not support it.
-        """
+        """Return the requested execution, or the default one; UsageError if it is not supported."""
         if requested is not None and requested not in self.executions:
             raise UsageError(
                 f"device {self.name} does not support {requested} execution",

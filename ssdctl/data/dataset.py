@@ -285,6 +285,11 @@ def _hint_for(folder: Path, files: list[Path]) -> str:
     for file in files:
         if file.suffix.lower() in ARCHIVES:
             return f"unpack {folder / file}"
+    if files and all(is_image(file) for file in files):
+        return (
+            "these images have no labels: draw the boxes of about 50 in CVAT, Label Studio or "
+            "labelImg; the detector that learns from them labels the rest (docs/labeling.md)"
+        )
     return (
         "give the folder that an export was unpacked to, with the labels in one of the formats "
         f"{', '.join(built_in())}; or describe the dataset in a dataset.toml "

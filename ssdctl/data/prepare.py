@@ -216,7 +216,8 @@ def _make_store_dir(folder: Path) -> None:
         raise DiskError(str(error), hint="choose another folder with --store DIR") from None
 
 
-def _read_report(folder: Path) -> Outcome | None:
+def read_report(folder: Path) -> Outcome | None:
+    """Return what `prepare` reported when it wrote a store; None if it is unknown."""
     try:
         content = read_limited(folder / REPORT, MAX_REPORT_BYTES)
         return msgspec.json.decode(content, type=Outcome)
@@ -228,7 +229,7 @@ def _unchanged_outcome(
     root: Path, folder: Path, config: PrepareConfig, conversion: Conversion
 ) -> Outcome | None:
     """Return the last outcome if the dataset and the options are unchanged; else None."""
-    outcome, made = _read_report(folder), index.read_made(folder)
+    outcome, made = read_report(folder), index.read_made(folder)
     if outcome is None or made is None or made.conversion != conversion:
         return None
     if changes(root, folder, made):
@@ -300,12 +301,7 @@ def _prepare_split(
     """Check the labels and images of a split; `known` images are not checked again."""
     annotations, num_bytes = dataset.splits.pop(split)  # frees its objects at the end
     objects, is_empty, findings, warnings = check(annotations)
-    if not earlier:  # all splits have the same classes
-        warnings = warnings + duplicate_names(annotations.classes)
-    if split == "val" and dataset.conversion.split and not dataset.conversion.group:
-        names = [c.name for c in annotations.classes]
-        train_names = earlier["train"].annotations.file_names
-        warnings = warnings + series_warning(train_names, annotations.file_names, names)
+    warnings = [*warnings, *_name_warnings(split, annotations, dataset.conversion, earlier)]
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
@@ -341,6 +337,22 @@ def _prepare_split(
     if not store.config.allow_dropped:
         refuse_dropped(report, annotations.origin, num_boxes)
     return _PreparedSplit(annotations, objects, is_empty, images, versions, report)
+
+
+def _name_warnings(
+    split: str,
+    annotations: Annotations,
+    conversion: Conversion,
+    earlier: Mapping[str, _PreparedSplit],
+) -> list[str]:
+    """Return warnings about names of classes, and about series of images in two splits."""
+    # All splits have the same classes.
+    warnings = [] if earlier else duplicate_names(annotations.classes)
+    if split == "val" and conversion.split and not conversion.group:
+        names = [c.name for c in annotations.classes]
+        train_names = earlier["train"].annotations.file_names
+        warnings = warnings + series_warning(train_names, annotations.file_names, names)
+    return warnings
 
 
 def _check_images(
@@ -421,7 +433,7 @@ def _known_images(
     Packed images may have been deleted; those that exist must be unchanged.
     """
     folder = store.folder
-    metadata, outcome = index.read_metadata(folder, split), _read_report(folder)
+    metadata, outcome = index.read_metadata(folder, split), read_report(folder)
     if store.force or metadata is None or outcome is None:
         return None
     reports = [r for r in outcome.splits if r.split == split and r.key == metadata.key]

@@ -8,14 +8,13 @@ Not run on hardware yet: tested with a recording fake.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import warnings
 
 import torch
 from torch import Tensor, nn
 
 from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.device import Device
+from ssdctl.device import Device, refused_device, require_package
 from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import find_hardware
@@ -71,17 +70,9 @@ class Tpu(Device):
 
 
 def open_device(local_rank: int, execution: str | None) -> Tpu:
-    """Open this process's TPU; torchrun's variables say which one.
-
-    Raises:
-        UsageError: torch_tpu is absent, or this machine has no TPU that it supports.
-    """
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise UsageError(
-            f"device tpu: the package {PACKAGE} is not installed here",
-            hint=f"pip install {PACKAGE} (Python 3.11 or newer, torch 2.11 to 2.15); TPU v2 and v3 "
-            "need --device xla",
-        )
+    versions = "Python 3.11 or newer, torch 2.11 to 2.15"
+    hint = f"pip install {PACKAGE} ({versions}); TPU v2 and v3 need --device xla"
+    require_package("tpu", PACKAGE, hint)
     # Without a TPU its runtime would ask Google's cloud for minutes.
     if not any(chip.counts for chip in find_hardware().tpus):
         raise UsageError(
@@ -90,10 +81,5 @@ def open_device(local_rank: int, execution: str | None) -> Tpu:
         )
     execution = DEVICE_TYPES["tpu"].choose_execution(execution)
     importlib.import_module(PACKAGE)  # if TORCH_DEVICE_BACKEND_AUTOLOAD is 0
-    try:
+    with refused_device("tpu", "one process at a time can hold a chip"):
         return Tpu(execution)
-    except (RuntimeError, ImportError) as error:
-        raise UsageError(
-            f"device tpu: {str(error).splitlines()[0]}",
-            hint="one process at a time can hold a chip",
-        ) from error

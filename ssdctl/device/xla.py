@@ -4,8 +4,8 @@ Lazy: operations are collected, then compiled and run at each `mark_step`.
 
 One of several processes drives one core (TPU v4 and later: one process per chip); gradients are
 added up over the replicas. A single process may drive several cores (all of a host with TPU v2 or
-v3): then one program trains on all of them (SPMD), each batch is split over the cores, and the
-compiler inserts the reductions, so that the result is that of one core with the complete batch.
+v3): then one program trains on all of them (SPMD). Each batch is split over the cores, and the
+compiler inserts the reductions; the result equals one core's with the complete batch.
 
 Tested on the CPU (`PJRT_DEVICE=CPU`, also with `CPU_NUM_DEVICES=2`); not on a TPU yet.
 """
@@ -13,7 +13,6 @@ Tested on the CPU (`PJRT_DEVICE=CPU`, also with `CPU_NUM_DEVICES=2`); not on a T
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.device import Device
+from ssdctl.device import Device, refused_device, require_package
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import private_cache_dir
 
@@ -62,7 +61,7 @@ class Xla(Device):
                 )
             runtime.use_spmd()
             self._split_batch = _batch_splitter(self.num_cores)
-        # It warns at each change of precision.
+        # torch_xla warns at each change of precision.
         logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)
         self._products = ""
         self.set_tf32(False)
@@ -152,22 +151,8 @@ def _batch_splitter(num_cores: int) -> Callable[[int], Any]:
 
 
 def open_device(local_rank: int, execution: str | None) -> Xla:
-    """Open this process's XLA device.
-
-    Raises:
-        UsageError: torch_xla is absent, or PJRT finds no device.
-    """
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise UsageError(
-            f"device xla: the package {PACKAGE} is not installed here",
-            hint="pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*': its newest release fits only "
-            "that torch, and libtpu is in its extra tpu",
-        )
+    hint = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*': its newest release fits only "
+    require_package("xla", PACKAGE, hint + "that torch, and libtpu is in its extra tpu")
     DEVICE_TYPES["xla"].choose_execution(execution)
-    try:
+    with refused_device("xla", "PJRT_DEVICE names the hardware (TPU, or CPU to try it out)"):
         return Xla(local_rank)
-    except (RuntimeError, ImportError) as error:
-        raise UsageError(
-            f"device xla: {str(error).splitlines()[0]}",
-            hint="PJRT_DEVICE names the hardware (TPU, or CPU to try it out)",
-        ) from error

@@ -1,10 +1,10 @@
 """What a rank leaves for `ssdctl launch`: its process id, its exit code, and its log. Torch-free.
 
-torchrun exits with 1 whatever the codes of its ranks, and mpirun and srun return one of them. So
-each rank records its code in a folder that the launch created and named in the environment. The
+torchrun exits with 1 if any rank fails, and mpirun and srun return the code of one rank. So each
+rank records its code in a folder that the launch created and named in the environment. The
 kernel kills a rank of a local launch together with the launcher that started it.
 
-The output of each rank is in RUN/logs/rank-N.log, that of rank 0 on the terminal too.
+Each rank writes its output to RUN/logs/rank-N.log, rank 0 also to the terminal.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ssdctl.distributed.ranks import RANK_NUMBERS
 from ssdctl.errors import ExitCode
 from ssdctl.files import no_follow
 
-# Names the folder. Not SSDCTL_*: those are settings. Only `ssdctl launch` sets it.
+# The folder, set by `ssdctl launch`. The name does not begin with SSDCTL_, as settings do.
 EXITS_VARIABLE = "_SSDCTL_RANK_EXITS"
-LAUNCHER_VARIABLE = "_SSDCTL_LOCAL_LAUNCHER"  # names the file with its process id
+LAUNCHER_VARIABLE = "_SSDCTL_LOCAL_LAUNCHER"  # the file with the launcher's process id
 # Codes that come from ssdctl, never from a launcher itself.
 PASSED_ON = frozenset(ExitCode) - {ExitCode.OK, ExitCode.BUG}
 HEADER = "--- rank "
@@ -80,7 +80,7 @@ def die_with_parent() -> None:
 
 
 def _has_ended(launcher: Path) -> bool:
-    """Return whether the launcher ended before this process asked to die with it."""
+    """Return whether the launcher ended before `die_with_parent` took effect."""
     try:
         status = Path(f"/proc/{int(launcher.read_text())}/stat").read_text()
     except (OSError, ValueError):

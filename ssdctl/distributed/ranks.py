@@ -33,7 +33,7 @@ OUTSIDE = "192.0.2.1"  # unassigned (RFC 5737): routed by the default route
 
 
 class Ranks(NamedTuple):
-    """This process among all processes of a run."""
+    """The number of this process among all processes of a run."""
 
     rank: int
     world_size: int
@@ -96,7 +96,7 @@ def own_addresses() -> dict[str, str]:
 
 
 def own_names() -> tuple[str, ...]:
-    """Return the names of this machine; the one that other machines use comes first."""
+    """Return the names of this machine, starting with the one that other machines use."""
     name = socket.gethostname()
     return (name, name.partition(".")[0], "localhost", *own_addresses().values())
 
@@ -109,7 +109,7 @@ def free_port() -> int:
 
 
 def interface_for_peers(leader: str, world_size: int) -> str | None:
-    """Return the interface that other machines reach; None if gloo chooses it or none is needed.
+    """Return the interface that other machines reach; None if gloo chooses a good one itself.
 
     gloo listens at the address of the machine's own name; on many machines that is 127.0.1.1, which
     other machines cannot reach.
@@ -125,7 +125,7 @@ def interface_for_peers(leader: str, world_size: int) -> str | None:
 
 
 def address_for_peers(leader: str) -> str | None:
-    """Return the address of this machine that leads to the leader; None if only the loopback does.
+    """Return this machine's address on the route to the leader; None if it is only the loopback.
 
     On the leader its own name may resolve to the loopback: then the address of the default route
     is returned.

@@ -45,17 +45,14 @@ class Check(NamedTuple):
 
 
 def result(name: str, detail: str, remedy: str | None = None, *, is_wanted: bool = False) -> Check:
-    """Return that all is well if `remedy` is None, else a problem.
-
-    A problem is a failure if the config needs what has it, else a warning.
-    """
+    """Return OK without a remedy; FAIL if the config needs the component, otherwise WARN."""
     if remedy is None:
         return Check(name, OK, detail)
     return Check(name, FAIL if is_wanted else WARN, detail, remedy)
 
 
 def absent(name: str, detail: str, remedy: str = "", *, is_wanted: bool = False) -> Check:
-    """Return the result for an absent component: a failure only if the config needs it."""
+    """Return the result for an absent component: FAIL if the config needs it, otherwise ABSENT."""
     return Check(name, FAIL, detail, remedy) if is_wanted else Check(name, ABSENT, detail)
 
 
@@ -76,7 +73,7 @@ class ProgramOutput(NamedTuple):
 
 
 class Doctor:
-    """What all checks use: the config, the cards in sysfs, what torch detects, other programs.
+    """The config, the cards and the programs that all checks share.
 
     Programs may hang or crash: each has a time limit, and `stop` ends all of them.
     """
@@ -88,7 +85,7 @@ class Doctor:
         self._is_over = False
 
     def start_torch(self) -> None:
-        """Start to import torch in a subprocess; `torch` will be what it detects."""
+        """Import torch in a subprocess; the future `torch` has its output."""
         self.torch = run_in_daemon_thread(partial(self.run_probe, "torch", timeout_s=IMPORT_S))
 
     def run(
@@ -103,7 +100,7 @@ class Doctor:
         Args:
             timeout_s: After this time it is killed with its children; its output so far is kept.
             text: What it reads from stdin.
-            environment: Its environment variables; None passes those of this process.
+            environment: Its environment variables; None passes this process's.
         """
         pipe = subprocess.PIPE
         with self._lock:
@@ -130,11 +127,11 @@ class Doctor:
         return ProgramOutput(out, _failure(process.returncode, stderr, out))
 
     def run_python(self, *arguments: str, timeout_s: float, **options: Any) -> ProgramOutput:
-        """Run Python with these arguments; `options` are those of `run`."""
+        """Run Python with these arguments and the `options` of `run`."""
         return self.run([sys.executable, "-W", "ignore", *arguments], timeout_s, **options)
 
     def run_probe(self, *arguments: str, timeout_s: float, **options: Any) -> ProgramOutput:
-        """Run a function of probes.py; `options` are those of `run`."""
+        """Run a function of probes.py with the `options` of `run`."""
         module = f"{__name__}.probes"
         return self.run_python("-m", module, *arguments, timeout_s=timeout_s, **options)
 
@@ -162,7 +159,7 @@ def _kill(process: subprocess.Popen[str]) -> str:
 
 
 def _failure(code: int, stderr: str, out: str) -> str:
-    """Return why a program failed: the signal that ended it, else its last line of text."""
+    """Return the signal that ended a program, else its last line of text; empty if it succeeded."""
     if code == 0:
         return ""
     if code < 0:

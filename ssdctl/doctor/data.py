@@ -124,7 +124,7 @@ def _weights(config: Config) -> Check:
         return result("weights", f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified")
     remedy = f"ssdctl fetch-weights {name}"
     if cached.is_file():
-        detail = f"{cached}: its size or SHA-256 is not that of the published file"
+        detail = f"{cached}: its size or SHA-256 differs from the published file"
         return result("weights", detail, f"{remedy} replaces it")
     if not os.access(nearest_folder(cached.parent), os.W_OK):
         remedy += ", with TORCH_HOME set to a folder that can be written"

@@ -41,7 +41,7 @@ from ssdctl.download.fetch import (
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress, partial_path
-from ssdctl.errors import IntegrityError
+from ssdctl.errors import IntegrityError, SsdctlError
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_error,
@@ -239,7 +239,7 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
 
 
 def _read_record(dest: Path, file: PinnedFile) -> Record | None:
-    """Return the record of an archive that was unpacked here, if it is the pinned one."""
+    """Return the record of an unpacked archive; None if another one is pinned."""
     try:
         content = read_limited(_record_path(dest, file), MAX_RECORD_BYTES)
         record = msgspec.json.decode(content, type=Record)
@@ -249,7 +249,7 @@ def _read_record(dest: Path, file: PinnedFile) -> Record | None:
 
 
 def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
-    """Return the same, if each of its files exists with its size; no file is read."""
+    """Return the record of an archive if each of its files exists with its size."""
     record = _read_record(dest, file)
     if record is None or not all(has_size(safe_join(dest, e.path), e.size) for e in record.entries):
         return None
@@ -257,7 +257,7 @@ def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
 
 
 def _differing(dest: Path, record: Record, progress: Progress) -> list[str]:
-    """Return the paths of files whose size or CRC is not the recorded one."""
+    """Return the paths of files whose size or CRC differs from the record."""
     total, done, differing = sum(entry.size for entry in record.entries), 0, []
     for path, size, expected in record.entries:
         crc, target = 0, safe_join(dest, path)
@@ -297,7 +297,7 @@ def unpack(
                 owner, other = owners.get(entry.path, ("", entry))
                 if other != entry:
                     raise IntegrityError(
-                        f"{archive}: its {entry.path!r} would replace that of {owner}",
+                        f"{archive}: its {entry.path!r} would replace the file of {owner}",
                         hint="give each archive a manifest and a --dest of its own",
                     )
             num_bytes = sum(info.file_size for info in infos)
@@ -308,20 +308,24 @@ def unpack(
         with disk_errors(dest, "writing"):
             _publish(temporary, dest)
     except BROKEN_ZIP as error:
-        reason = str(error) or type(error).__name__
-        if isinstance(error, OSError):
-            if error.errno not in OF_ARCHIVE:
-                raise disk_error(error, error.filename or archive, "unpacking") from error
-            if error.filename:
-                reason = f"{os.path.relpath(error.filename, temporary)!r:.60}: {error.strerror}"
-        raise IntegrityError(
-            f"{archive}: broken archive: {reason}",
-            hint="only zip archives are unpacked: delete it and fetch it again, or leave unpack "
-            "out of its manifest",
-        ) from error
+        raise _broken(archive, temporary, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [_entry(info) for info in infos if not info.is_dir()]
+
+
+def _broken(archive: Path, temporary: Path, error: Exception) -> SsdctlError:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, OSError):
+        if error.errno not in OF_ARCHIVE:
+            return disk_error(error, error.filename or archive, "unpacking")
+        if error.filename:
+            reason = f"{os.path.relpath(error.filename, temporary)!r:.60}: {error.strerror}"
+    return IntegrityError(
+        f"{archive}: broken archive: {reason}",
+        hint="only zip archives are unpacked: delete it and fetch it again, or leave unpack "
+        "out of its manifest",
+    )
 
 
 def _entry(info: zipfile.ZipInfo) -> Entry:

@@ -92,11 +92,7 @@ def fetch_one(name: str, file: PinnedFile, folder: Path, **how: Any) -> Path:
 
 
 def cached_detector(detector: DetectorSource, dest: Path | None = None) -> Path | None:
-    """Return the detector's verified file in `dest` (default: torch.hub's cache), or None.
-
-    Raises:
-        IntegrityError: A file without published checksum has changed since its first use.
-    """
+    """Return the detector's verified file in `dest` (default: torch.hub's cache), or None."""
     path = (dest or torch_cache_dir()) / detector.file.name
     if detector.trust == "prefix":
         return path if is_whole(path, detector.file) else None
@@ -110,12 +106,7 @@ def fetch_detector(detector: DetectorSource, dest: Path | None = None, **how: An
     """Return the file of a detector, fetched if `dest` (default: the cache) has none.
 
     A file without published checksum still has to pass `remember_checksum` once it has been read.
-    `how` are the options `mirror`, `retry_policy` and `progress` of `fetch`.
-
-    Raises:
-        NetworkError: It cannot be fetched; the hint names the file and its folder.
-        IntegrityError: The server's file is another one, or a file changed since its first use.
-        DiskError: No space or no permission.
+    `how` are `mirror`, `retry_policy` and `progress` of `fetch`; its errors are raised.
     """
     folder = dest or torch_cache_dir()
     found = cached_detector(detector, folder)

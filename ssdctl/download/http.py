@@ -1,6 +1,6 @@
 """HTTP for downloads: sessions, requests that are tried again, headers, errors in words.
 
-Proxies and CA bundles are those of the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
+The environment sets proxies and CA bundles (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 
 class RetryPolicy(NamedTuple):
-    """Timeouts and retries."""
-
     connect_s: float = 10.0
     read_s: float = 15.0  # for the next byte on one connection; then it is opened again
     stall_s: float = 30.0  # less than `min_rate` on average over this time is a failure
@@ -200,7 +198,7 @@ def length_and_range(reply: requests.Response) -> tuple[int | None, range | None
 
 
 def _refusal(reply: requests.Response, url: str) -> SsdctlError | None:
-    """Return what is wrong with a response; None if it is about the file, or a part of it."""
+    """Return the reason to refuse a response; None if it has the file or a part of it."""
     status = reply.status_code
     message = f"{redact_url(url)}: the server answers {status} {reply.reason or ''}".rstrip()
     if status in ABSENT:
@@ -236,8 +234,7 @@ def _request_error(error: Exception, url: str) -> NetworkError:
         return NetworkError(message, hint="check the URL, or try --mirror")
     failure = TemporaryFailure(
         message,
-        hint=f"{RESUME}. Proxies are those of HTTPS_PROXY and HTTP_PROXY; --mirror fetches from "
-        "elsewhere",
+        hint=f"{RESUME}. HTTPS_PROXY and HTTP_PROXY set proxies; --mirror fetches from elsewhere",
     )
     failure.is_connect = isinstance(error, requests.ConnectionError) and not isinstance(
         next(iter(error.args), None), urllib3.exceptions.ProtocolError

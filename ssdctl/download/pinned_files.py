@@ -1,6 +1,6 @@
 """Pinned files to fetch: COCO 2017, torchvision's weights, detectors, and users' own manifests.
 
-Sizes and hashes are those of the publishers' files. If only the start of a SHA-256 is known
+Sizes and hashes are from the publishers. If only the start of a SHA-256 is known
 (torchvision puts its first 8 digits into the file name), that start is pinned and checked. Of
 NVIDIA's detector nothing is known: fetch.py has what is checked instead.
 """
@@ -84,8 +84,6 @@ COCO2017 = {
 
 
 class DetectorSource(NamedTuple):
-    """A published detector."""
-
     name: str  # what the user types
     file: PinnedFile  # an empty `sha256` if the publisher gives none
     network: str
@@ -139,7 +137,6 @@ DETECTORS = (
 
 
 def find_detector(name: str) -> DetectorSource | None:
-    """Return the detector called `name`, or None."""
     return next((d for d in DETECTORS if d.name == name), None)
 
 

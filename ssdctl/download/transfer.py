@@ -168,7 +168,7 @@ class PartialFile:
                 data, position = data[count:], position + count
 
     def _read_state(self) -> State:
-        """Return what an earlier download received; a file without a state may be complete."""
+        """Return the state of an earlier download; a file without a state may be complete."""
         nothing = State("", "", [Piece(0, self.num_bytes)])
         if os.fstat(self._file).st_size < self.num_bytes:
             return nothing
@@ -287,7 +287,7 @@ class _Attempt:
             return None if self.over.is_set() else self.partial.take()
 
     def _pause(self, seconds: float, is_asked: bool) -> None:
-        """Wait, or until the transfer ends; a wait that the server asked for is not a stall."""
+        """Wait, at most until the transfer ends; a wait that the server requests is not a stall."""
         with self.lock:
             if is_asked:
                 until_s = time.monotonic() + seconds + self.policy.stall_s
@@ -296,7 +296,7 @@ class _Attempt:
             raise _Halted
 
     def _request(self, piece: Piece) -> None:
-        """Send one request for what the piece lacks, and write what is received."""
+        """Request the missing bytes of a piece once, and write the received ones."""
         wanted, problem = piece.missing, "the server closed the connection without a byte"
         known = self.partial.state.validator if self.watch_version else ""
         reply = get(self.session, self.url, wanted if self.ranges else None, known, self.policy)
@@ -313,7 +313,7 @@ class _Attempt:
             )
 
     def _accepted(self, reply: requests.Response, piece: Piece, wanted: range) -> range:
-        """Return the bytes that this response contains, by its headers."""
+        """Return the range of bytes in a response, by its headers."""
         total, span = length_and_range(reply)
         version = reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
         if total is not None and total != self.partial.num_bytes:

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 SCORER = "from ssdctl.evaluation.analysis import serve; serve()"
 CURVE_IOUS = (0.5, 0.75, 0.9)
-NUM_SAMPLES = 12  # worst images, and as many random ones
+NUM_SAMPLES = 12  # worst images, and the same number of random ones
 SEED = 0  # random samples
 MAX_SAMPLE_BOXES = 100  # per image
 NUM_CONFUSIONS = 12
@@ -110,7 +110,7 @@ def score(
 
 
 class BackgroundScoring:
-    """An evaluation that a background process computes; the arguments are those of `score`.
+    """Compute an evaluation in a background process; takes the arguments of `score`.
 
     The process reads detections from stdin and writes an `Evaluation` to stdout. It ignores
     signals: the parent process handles them.
@@ -262,7 +262,7 @@ def best_threshold(evaluation: Evaluation) -> tuple[float, float] | None:
 
 
 def _curve(precision: NDArray[np.float64]) -> list[float]:
-    """Return the mean of (K, 101) precisions, without classes that have no objects (-1)."""
+    """Return the mean of (K, 101) precisions over the classes that have objects."""
     measured = precision[(precision > -1).all(axis=1)]
     return measured.mean(axis=0).round(4).tolist() if len(measured) else []
 
@@ -311,7 +311,7 @@ def _image_errors(scoring: Scoring) -> tuple[NDArray[np.float64], NDArray[np.int
 
 
 def _shown(scoring: Scoring) -> tuple[NDArray[np.float64], dict[str, Any]]:
-    """Return the detections with the score shown, and the engine's view of each one and image."""
+    """Return the detections above SHOWN_SCORE, and the engine's diagnostics of images and boxes."""
     table = scoring.table[scoring.table[:, 5] >= SHOWN_SCORE]
     return table, _evaluated(scoring, table).image_diagnostics(iou_thr=IOU_FOUND)
 

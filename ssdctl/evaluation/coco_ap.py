@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, ClassName
 from ssdctl.data.coco_json import coco_document
 from ssdctl.data.formats.coco import positions
 from ssdctl.errors import DataError, IntegrityError
@@ -81,7 +81,7 @@ class ClassScore(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The metrics, and what `analyze` computes the rest from."""
+    """The metrics, and the input of `analyze`."""
 
     metrics: dict[str, float]  # COCO's 12 by name; -1 if there is nothing to measure
     per_class: list[ClassScore]  # by ascending category id
@@ -161,16 +161,18 @@ def run_scoring(
     engine = evaluated(annotations, table, positions(all_ids, scored).tolist())
     engine.accumulate()
     metrics = {name: _metric(engine.eval, *spec) for name, spec in COCO_METRICS.items()}
-    per_class = []
-    for k, entry in enumerate(classes):
-        own = {"precision": engine.eval["precision"][:, :, [k]]}
-        values = (_metric(own, *COCO_METRICS[name]) for name in ClassScore._fields[2:])
-        per_class.append(ClassScore(int(entry.id or 0), entry.name, *values))
     if verify:
         columns = (column.tolist() for column in objects.values())
         document = coco_document(images, categories, zip(*columns, strict=True))
         _verify(metrics, document, table, engine.params.img_ids)
+    per_class = [_class_score(engine, k, entry) for k, entry in enumerate(classes)]
     return Scoring(metrics, per_class, engine, table, truth, scored)
+
+
+def _class_score(engine: Any, k: int, entry: ClassName) -> ClassScore:
+    own = {"precision": engine.eval["precision"][:, :, [k]]}
+    values = (_metric(own, *COCO_METRICS[name]) for name in ClassScore._fields[2:])
+    return ClassScore(int(entry.id or 0), entry.name, *values)
 
 
 def evaluated(annotations: Any, table: NDArray[np.float64], image_numbers: list[int]) -> Any:
@@ -189,7 +191,7 @@ def _detection_table(
     category_ids: NDArray[np.int64],
     origin: Path,
 ) -> NDArray[np.float64]:
-    """Return the detections of listed categories with numbers for ids, K x 7, as engines take."""
+    """Return a K x 7 table of the detections of listed categories, with numbers for ids."""
     images = positions(image_ids, detections.image_ids)
     if len(unlisted := np.unique(detections.image_ids[images < 0])):
         raise DataError(

@@ -30,8 +30,8 @@ from ssdctl.model.postprocess import ImageDetections
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.safe_text import listed
 
-MAX_PENDING = 2  # outputs that wait to be decoded
-FEW_CORES = 4  # on 2, the thread cost 3 to 5% of the rate (benchmarks/RESULTS.md)
+MAX_PENDING = 2  # outputs waiting to be decoded
+FEW_CORES = 4  # on 2 cores the thread lowered the rate by 3 to 5% (benchmarks/RESULTS.md)
 # A single image uses other convolution kernels than a batch, and their last digits differ: the
 # AP would depend on the distribution of the images over ranks.
 MIN_BATCH = 2
@@ -57,10 +57,6 @@ def detect(
         category_ids: The category id of each class of the network, -1 to leave it out; None: the
             split's, in order.
         losses: Adds up the losses of the images.
-
-    Raises:
-        NonFiniteError: The network's output is NaN or infinite.
-        DataError: An image cannot be decoded. An error of one rank is raised on every rank.
     """
     share = rows[ranks.rank :: ranks.world_size]
     share = share[split.usable[share]]

@@ -6,7 +6,7 @@ Input `images`: (B, 300, 300, 3) uint8 RGB images; normalization is inside. By `
   best first and padded with label 0, `count` (B)
 - `none`: `all_boxes` (B, 8732, 4), `all_scores` (B, C - 1, 8732) without background
 - `raw`: `offsets` (B, 4, 8732) and `logits` (B, C, 8732)
-- `efficientnms`: those of TensorRT's plugin EfficientNMS_TRT
+- `efficientnms`: the outputs of TensorRT's plugin EfficientNMS_TRT
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOLERANCE_FP16 = 1e-2
 # Share of detections: at an overlap of almost exactly the threshold, rounding decides.
 MAX_DIFFERENT = 0.01
 MAX_DIFFERENT_FP16 = 0.05
-NUM_IMAGES = 5  # that a file is compared on
+NUM_IMAGES = 5  # images for the comparison
 MAX_TRIED = 10  # images of the dataset that are opened for each that is needed
 
 Outputs = Literal["onnx", "none", "efficientnms", "raw"]
@@ -56,7 +56,7 @@ Differences = dict[str, Any]
 
 
 class Deployment(NamedTuple):
-    """A network, and what a file of it computes."""
+    """A network, and the outputs of its exported file."""
 
     checkpoint: Checkpoint
     outputs: Outputs = "onnx"
@@ -179,14 +179,14 @@ class Reference:
             )
 
     def _run(self, run: Runner) -> list[NDArray[Any]]:
-        """Run a model on the images in batches of its size, or of 1 and of the others."""
+        """Run a model on the images; with any batch size, on one image and on the others."""
         images, batch = self._images, self._deployment.batch
         batches = [images[:1], images[1:]] if batch is None else filled_batches(images, batch)
         outputs = zip(*map(run, batches), strict=True)
         return [np.concatenate(arrays)[: len(images)] for arrays in outputs]
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
-        """Return how many detections of `a` have no counterpart in `b`."""
+        """Count the detections of `a` that have no counterpart in `b`."""
         is_same = (
             (np.abs(a[0][:, None] - b[0][None]).max(axis=2, initial=0) <= self._tolerance)
             & (np.abs(a[1][:, None] - b[1][None]) <= self._tolerance)
@@ -202,7 +202,7 @@ class Reference:
 
 
 def images_of(root: Path, store: Path) -> tuple[Images, str]:
-    """Return images to compare two programs on, and their source."""
+    """Return images for the comparison of two programs, and their source."""
     images = list(dataset_images(root, store, NUM_IMAGES))
     if len(images) == NUM_IMAGES:
         return np.stack([resized(image) for image in images]), str(root)

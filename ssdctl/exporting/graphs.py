@@ -120,7 +120,8 @@ def export_graph(
 
     Raises:
         UsageError: A package is absent.
-        IntegrityError: The outputs differ.
+        IntegrityError: The outputs differ from PyTorch's.
+        NonFiniteError: The network's output is NaN or infinite.
     """
     images, source = images_of(*dataset)
     if kind == "openvino":
@@ -137,7 +138,7 @@ def export_graph(
         log.info(
             "with OpenVINO's default precision on this CPU (%(default_precision)s): boxes "
             "%(default_box_difference).1g of the image size, scores %(default_score_difference).1g;"
-            " the agreement above is that of INFERENCE_PRECISION_HINT f32",
+            " the agreement above is with INFERENCE_PRECISION_HINT f32",
             found,
         )
     return {"fp16": deployment.is_fp16, "images": len(images), **found}
@@ -173,13 +174,7 @@ def pt2_program(deployment: Deployment, images: Images) -> tuple[bytes, Differen
 
 
 def onnx_model(deployment: Deployment, images: Images) -> tuple[bytes, Differences]:
-    """Return a checkpoint's network as an ONNX file that gives PyTorch's outputs on the images.
-
-    Raises:
-        UsageError: The packages of the extra `onnx` are not installed.
-        IntegrityError: onnxruntime's outputs differ from PyTorch's.
-        NonFiniteError: The network's output is NaN or infinite.
-    """
+    """Return a checkpoint's network as an ONNX file that gives PyTorch's outputs on the images."""
     require_onnx()
     reference = Reference(deployment, images, "onnxruntime")
     model = network_graph(deployment)
@@ -192,7 +187,6 @@ def onnx_model(deployment: Deployment, images: Images) -> tuple[bytes, Differenc
 
 
 def require_onnx() -> None:
-    """Raise UsageError unless the packages of the extra `onnx` are installed."""
     for name in ("onnx", "onnx.compose", "onnx.parser", "onnxruntime", "onnxscript"):
         import_package(name, *PACKAGES, "onnxscript")  # onnxscript: for PyTorch's exporter
 
@@ -251,7 +245,7 @@ def clean_opsets(model: Any) -> None:
 
 
 def description(deployment: Deployment) -> OnnxDescription:
-    """Return what a reader needs in addition to the graph."""
+    """Return the metadata that a reader needs besides the graph."""
     checkpoint = deployment.checkpoint
     score_threshold, nms_iou = deployment.thresholds if deployment.has_nms else (None, None)
     return OnnxDescription(
@@ -288,10 +282,6 @@ def write_openvino(deployment: Deployment, images: Images, target: Path) -> Diff
     """Write the network as IR, NAME.xml and NAME.bin, if OpenVINO gives PyTorch's outputs.
 
     Return the differences, also those without a hint for the precision (`default_*`).
-
-    Raises:
-        UsageError: OpenVINO is not installed.
-        IntegrityError: The outputs differ.
     """
     require_onnx()
     openvino = import_package("openvino")

@@ -33,7 +33,7 @@ from ssdctl.download.hub import (
     hub_package,
     no_progress_bars,
 )
-from ssdctl.errors import NetworkError, SsdctlError
+from ssdctl.errors import NetworkError
 from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.evaluation.evaluate import trained_on
 from ssdctl.exporting.deployed import Deployment, dataset_images, images_of
@@ -46,8 +46,7 @@ from ssdctl.inference.image_detector import ImageDetector
 from ssdctl.inference.predict import Predictor, class_names, open_detector
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
-from ssdctl.runs.layout import RunDir
-from ssdctl.runs.reader import read_run
+from ssdctl.runs.run import Run
 from ssdctl.runtime.safe_text import listed
 
 MAX_CLASSES = 100  # in the card
@@ -118,12 +117,12 @@ def model_card(checkpoint: Checkpoint, **facts: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return foreign text as one line of plain Markdown."""
+    """Escape foreign text for one line of Markdown."""
     return re.sub(r"([\\`*_{}\[\]()#|<>!&~])", r"\\\1", one_line(text, 200))
 
 
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the content of config.json: what the reader needs, and what other programs need."""
+    """Return the content of config.json, for ssdctl and other programs."""
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     return {
         "model_type": "ssd300",
@@ -145,15 +144,11 @@ def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]]:
     """Return the metrics of this step and the AP of each class, from the run folder."""
-    folder = checkpoint.path.parent.parent
-    if not RunDir(folder).metrics.is_file():
+    run = Run(checkpoint.path.parent.parent)
+    if not run.is_trained:
         return {}, {}
-    try:
-        run = read_run(folder)
-    except SsdctlError:  # weights of a broken run are pushed without metrics
-        return {}, {}
-    records = [r for r in (*run.evals, run.best or {}) if r.get("step") == checkpoint.step]
-    return (dict(records[-1]), run.class_ap_at(checkpoint.step)) if records else ({}, {})
+    records = [record for record in run.evals if record["step"] == checkpoint.step]
+    return (records[-1], run.class_ap_at(checkpoint.step)) if records else ({}, {})
 
 
 def _draw(

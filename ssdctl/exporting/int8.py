@@ -1,4 +1,4 @@
-"""Quantize an ONNX graph to int8 and measure what it costs: AP, size and latency before and after.
+"""Quantize an ONNX graph to int8; measure AP, size and latency before and after.
 
 Static quantization by onnxruntime: QDQ format, weights per channel, activations by the ranges on
 images of the training split. Decoding and NMS stay in fp32.
@@ -151,7 +151,7 @@ def quantize(graph: Any, calibration: Images, batch: int | None, *, keep_heads: 
 
 
 def _fp32_nodes(model: Any, keep_heads: bool) -> list[str]:
-    """Return the names of the nodes after the heads, and of the heads if they are kept."""
+    """Return the nodes that stay in fp32: all after the heads, and the heads if they are kept."""
     heads = [
         node
         for node in model.graph.node

@@ -44,7 +44,7 @@ DEFAULTS = DetectorConfig()
 
 
 class DetectorBackend(Protocol):
-    """What `predict` and `evaluate` need of a detector: images in, detections out."""
+    """The interface of detectors for `predict` and `evaluate`."""
 
     score_threshold: float
     nms_iou: float
@@ -104,7 +104,6 @@ class Detector:
             return offsets, logits
 
     def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
-        """Decode the output of `forward`; may run in another thread."""
         offsets, logits = output
         with torch.no_grad(), self._out_of_memory_hints(len(offsets)):
             refuse_non_finite(output)
@@ -149,11 +148,11 @@ def detect_batches(
     on_output: Callable[[T, tuple[Tensor, ...]], None] | None = None,
     describe: Callable[[T], str] | None = None,
 ) -> Iterator[tuple[T, list[ImageDetections]]]:
-    """Run a network on batches of images; yield what each batch is of, and its detections.
+    """Run a network on batches of images; yield the item of each batch and its detections.
 
     Args:
         detector: The network.
-        batches: What the images are of, and the images, (B, 300, 300, 3) uint8 RGB.
+        batches: An item that names the images, and the images, (B, 300, 300, 3) uint8 RGB.
         min_batch: A smaller batch is filled with its first image, whose further detections are
             left out.
         ahead: Outputs that a thread decodes while the network runs on; 0: no thread.
@@ -164,15 +163,6 @@ def detect_batches(
         NonFiniteError: The network's output is NaN or infinite.
     """
 
-    def outputs() -> Iterator[tuple[T, tuple[Tensor, ...]]]:
-        for item, images_BHW3 in batches:
-            missing = max(min_batch - len(images_BHW3), 0)
-            filler = images_BHW3[:1].expand(missing, -1, -1, -1)
-            output = detector.forward(torch.cat([images_BHW3, filler]) if missing else images_BHW3)
-            if on_output is not None:
-                on_output(item, output)
-            yield item, tuple(t[: len(images_BHW3)] for t in output)
-
     def finished(entry: tuple[T, tuple[Tensor, ...]]) -> tuple[T, list[ImageDetections]]:
         try:
             return entry[0], detector.finish(entry[1])
@@ -182,14 +172,30 @@ def detect_batches(
             images = describe(entry[0])
             raise NonFiniteError(f"{error} (images {images})", hint=error.hint) from None
 
+    outputs = _outputs(detector, batches, min_batch, on_output)
     if not ahead:
-        yield from map(finished, outputs())
+        yield from map(finished, outputs)
         return
     with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
         try:
-            yield from map_ahead(pool, finished, outputs(), ahead)
+            yield from map_ahead(pool, finished, outputs, ahead)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _outputs(
+    detector: DetectorBackend,
+    batches: Iterable[tuple[T, Tensor]],
+    min_batch: int,
+    on_output: Callable[[T, tuple[Tensor, ...]], None] | None,
+) -> Iterator[tuple[T, tuple[Tensor, ...]]]:
+    for item, images_BHW3 in batches:
+        missing = max(min_batch - len(images_BHW3), 0)
+        filler = images_BHW3[:1].expand(missing, -1, -1, -1)
+        output = detector.forward(torch.cat([images_BHW3, filler]) if missing else images_BHW3)
+        if on_output is not None:
+            on_output(item, output)
+        yield item, tuple(t[: len(images_BHW3)] for t in output)
 
 
 def refuse_non_finite(output: tuple[Tensor, ...]) -> None:

@@ -115,10 +115,7 @@ def draw(
     for box, outline, color in reversed(list(zip(corners, drawn, colors, strict=True))):
         pen.rectangle(outline, outline=OUTLINE, width=line + 2 * halo)
         pen.rectangle(_grown(box, line // 2), outline=color, width=line)
-    texts = [""] * len(corners) if names is None else [one_line(str(name)) for name in names]
-    if scores is not None:
-        pairs = zip(texts, scores, strict=True)
-        texts = [f"{text} {score:.2f}".strip() for text, score in pairs]
+    texts = _texts(len(corners), names, scores)
     height = font.getbbox("Ag|")[3] + line  # the same for all labels
     sizes = [(font.getlength(text) + 2 * (line + 1), height) if text else (0, 0) for text in texts]
     rectangles = _free_rectangles(drawn, sizes, image.size)
@@ -142,6 +139,17 @@ def save_image(image: Image.Image, path: Path) -> None:
         raise UsageError(f"{path}: give a name that ends in {', '.join(DRAWN_FORMATS)}")
     with atomic_write(path) as file:
         image.save(file, kind, **SAVE_OPTIONS.get(kind, {}))
+
+
+def _texts(
+    count: int,
+    names: Sequence[str] | NDArray[np.str_] | None,
+    scores: Sequence[float] | NDArray[Any] | None,
+) -> list[str]:
+    texts = [""] * count if names is None else [one_line(str(name)) for name in names]
+    if scores is None:
+        return texts
+    return [f"{text} {score:.2f}".strip() for text, score in zip(texts, scores, strict=True)]
 
 
 def _grown(box: Rectangle, distance: int) -> Rectangle:

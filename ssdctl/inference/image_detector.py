@@ -59,7 +59,7 @@ View: TypeAlias = tuple[Window, NDArray[np.uint8]]  # (300, 300, 3), as the netw
 
 
 class PreparedImage(NamedTuple):
-    """What is kept of an opened image until it goes through the network."""
+    """An opened image that waits for the network."""
 
     item: Any  # which of the stream
     source: Any  # opens the image again, to draw on it
@@ -76,7 +76,7 @@ class Prediction(NamedTuple):
 
 
 class ImageDetector:
-    """A network with the choice of what it returns.
+    """A network with the options of `predict`.
 
     Raises:
         UsageError: The network has no class of that name.
@@ -95,11 +95,11 @@ class ImageDetector:
 
     @property
     def selected_classes(self) -> dict[int, ClassName]:
-        """The classes that results may have, by label."""
+        """The classes of the results, by label."""
         return {label: self.classes[label - 1] for label in self._selected}
 
     def prepare(self, item: Any, source: Any, image: Image.Image) -> PreparedImage:
-        """Return what `detect` needs of an RGB image."""
+        """Return the views of an RGB image for `detect`."""
         tile = self.options.tile
         windows = tile_windows(*image.size, tile, self.options.tile_overlap)
         views = ((window, resized(image, window)) for window in windows)
@@ -207,7 +207,7 @@ def _in_pixels(
 
 
 def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
-    """Return the labels of the chosen classes, or of all; an unknown name is a UsageError."""
+    """Return the labels of the chosen classes, or all; UsageError for an unknown name."""
     for name in chosen:
         if name not in names:
             lower = {name.lower(): name for name in names}

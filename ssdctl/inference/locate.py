@@ -56,7 +56,7 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
 
 
 def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | DetectorSource:
-    """Return what the name of a checkpoint stands for, without fetching it."""
+    """Return the file, Hub model or detector that a name refers to, without fetching it."""
     name = os.fspath(source)
     if is_reference(name):
         return parse_reference(name)
@@ -80,11 +80,7 @@ def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | Dete
 
 
 def trust_first_use(name: str, file: Path) -> None:
-    """Read a detector's file, for which no checksum is published, and record its SHA-256.
-
-    Raises:
-        IntegrityError: It is not a checkpoint (it is moved aside), or changed since its first use.
-    """
+    """Read a detector's file, for which no checksum is published, and record its SHA-256."""
     from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
 
     try:

@@ -161,7 +161,7 @@ def load_detector(
     *,
     mirror: str | None = None,
 ) -> tuple[ImageDetector, str]:
-    """Return the detector that a user names, and what it is: `ssd300-resnet34`.
+    """Return the detector that a user names, and its kind: `ssd300-resnet34`.
 
     See `locate_checkpoint`; `auto` is the accelerator of this machine or rank, else the CPU.
     """

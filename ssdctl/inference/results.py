@@ -61,7 +61,7 @@ class Result:
         scores: NDArray[np.float64],
         labels: NDArray[np.int64],
         *,
-        classes: Sequence[ClassName],  # the network's; that of label 1 is first
+        classes: Sequence[ClassName],  # the network's, starting with label 1
         size: tuple[int, int],
         image: Any,
         open_image: Callable[[Any], Image.Image],  # in RGB, to draw on it
@@ -173,7 +173,7 @@ class Result:
         return Path(path)
 
     def _repr_png_(self) -> bytes | None:
-        """Return what a notebook shows: the plot, reduced if it is large."""
+        """Return the plot for a notebook, reduced if it is large."""
         try:
             image = self.plot()
         except SsdctlError:  # the file is gone

@@ -60,7 +60,7 @@ class ImageSource(NamedTuple):
         return redact_url(self.url) if self.url else str(self.path)
 
     def open(self, canceled: threading.Event | None = None) -> Path | io.BytesIO:
-        """Return what `read_rgb` takes; a URL is fetched."""
+        """Return the path, or the fetched content of a URL, for `read_rgb`."""
         if not self.url:
             return self.path
         file = io.BytesIO(fetch_image(self.url, canceled))
@@ -149,7 +149,7 @@ def is_camera(name: str) -> bool:
 
 
 def split_videos(names: Sequence[str]) -> list[str]:
-    """Return the names if they are videos and cameras, an empty list if none is one.
+    """Return the names if all are videos or cameras, an empty list if all are images.
 
     Raises:
         UsageError: Some are and some are not, or a video is given by URL.
@@ -171,7 +171,7 @@ def split_videos(names: Sequence[str]) -> list[str]:
 
 
 def _in_folder(folder: Path, recursive: bool) -> list[Path]:
-    """Return the images in a folder; hidden ones and links to folders are left out."""
+    """Return the images in a folder, without hidden files and links to folders."""
 
     def is_image(path: Path) -> bool:
         is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)

@@ -40,16 +40,12 @@ UNKNOWN_SIZE = (1 << 56) - 1  # live recordings have it
 
 
 class Frame(NamedTuple):
-    """A frame of a video."""
-
     number: int  # from 0, counted in the file
     time_s: float  # since the start
     pixels: NDArray[np.uint8]  # (H, W, 3), upright
 
 
 class Video:
-    """An open video or camera."""
-
     def __init__(self, av: ModuleType, container: Any, name: str) -> None:
         self._av, self._container, self._name = av, container, name
         if not container.streams.video:
@@ -100,7 +96,7 @@ class Video:
             return 0 <= size < UNKNOWN_SIZE and start + size > container.size
         if count >= stream.frames or not stream.duration:
             return False
-        if kind == "avi":  # in frames; FFmpeg estimates that of a truncated file from its size
+        if kind == "avi":  # in frames; FFmpeg estimates it for a truncated file from the size
             return bool(stream.duration < stream.frames)
         missing_s = stream.duration * stream.time_base - last_s
         return kind.startswith("mov") and missing_s > MAX_MISSING_S
@@ -157,7 +153,7 @@ def predict_frames(
 class VideoWriter:
     """Write frames with their detections as an MP4 file, which must be seekable.
 
-    The rate is a hint for the encoder; times are those of the frames. The style is keywords of
+    The rate is a hint for the encoder; each frame keeps its time. The style is keywords of
     `Result.plot`.
     """
 

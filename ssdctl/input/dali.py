@@ -41,7 +41,6 @@ class DaliLoader:
         self._decoder = decoder
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """Yield the micro-batches of steps start to end, as `TrainLoader.batches`."""
         positions = self._config.positions(start_step, end_step)
         feed = _Feed(self._split, map(self._native.draw, positions))
         pipeline = self._open(feed)
@@ -100,7 +99,7 @@ class _Feed:
         self.fed: deque[Samples] = deque()  # to the pipeline, not used yet
 
     def start_again(self) -> None:
-        """Give a new pipeline what the broken one had not finished."""
+        """Restart the pipeline with the samples that the broken one had not finished."""
         self._work = itertools.chain(self.fed, self._work)
         self.fed = deque()
 
@@ -121,7 +120,7 @@ class _Feed:
         )
 
     def _read(self, row: int) -> NDArray[np.uint8]:
-        """Return the encoded image; one that DALI might decode differently is decoded here."""
+        """Return the encoded image, or its pixels if DALI might decode it differently."""
         try:
             if not (self._split.is_raw or self._split.upright):
                 content, size = self._split.read(row), self._split.pixel_sizes[row].tolist()

@@ -71,7 +71,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
             "store": store and os.fspath(store),
         }
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
-        config = resolve_call(None, given).config
+        config = resolve_call(None, given)
         require_dataset(config.data)
         splits = open_dataset(*dataset_folders(config.data))
         if split not in splits:
@@ -125,7 +125,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         return pixels.permute(2, 0, 1) / 255, boxes, labels
 
     def _drawn(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return an image with the augmentation of a random epoch."""
+        """Return an image, augmented as in a random epoch."""
         split = self._split
         seed, epoch = torch.randint(MAX_EPOCH, (2,)).tolist()
         config = LoaderConfig(

@@ -77,7 +77,7 @@ class TrainLoader:
         return draw_samples(self._split, self._config, rows, epochs, start)
 
     def _replace(self, samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
-        """Put the next good sample of the stream into a slot of a micro-batch and its pixels."""
+        """Put the next good sample of the stream into a slot of a batch."""
         split, position = self._split, samples.start + slot
         bad = int(samples.rows[slot])
         tried, step = {bad}, 0
@@ -205,7 +205,7 @@ def crop_edges(split: Split, samples: Samples, slot: int) -> tuple[Edges, int]:
 
 
 def _put(source: Samples, target: Samples, slot: int) -> None:
-    """Copy the only sample of `source` into a slot of `target`, except its position."""
+    """Copy the only sample of `source` into a slot of `target`, without its position."""
     target.rows[slot] = source.rows[0]
     for name in ("rect", "flip", "jitter"):
         if (values := getattr(target.view, name)) is not None:
@@ -247,7 +247,7 @@ def resize_crop(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
 
 
 def _resize_padded(pixels: Pixels, box: Edges, flip: bool, out: Pixels) -> None:
-    """Resize a crop that leaves the image: what is inside is resized, the rest filled."""
+    """Resize a crop that leaves the image; the part outside is filled."""
     low, high = np.array(box[:2]), np.array(box[2:])
     size = np.array(pixels.shape[1::-1])  # width, height
     inner_low, inner_high = low.clip(0, size - 1), high.clip(1, size)

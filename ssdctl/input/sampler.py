@@ -19,7 +19,7 @@ from ssdctl.data.store import Split
 from ssdctl.input.augmentations import Boxes, Keys, View, hashed, load, whole
 from ssdctl.input.batch import LoaderConfig
 
-# Separate these random numbers from those of augmentations.
+# Keep the random numbers apart from the augmentations' streams.
 ORDER_STREAM, BACKGROUND_STREAM = 1, 6
 
 
@@ -28,7 +28,7 @@ class SampleStream:
 
     Args:
         rows: The images of each epoch.
-        background: Images without objects, of which each epoch takes the next `num_background`.
+        background: Images without objects; each epoch takes the next `num_background`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SampleStream:
         return rows, epochs
 
     def _permutation(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows of an epoch in their order, and the epoch of each."""
+        """Return the rows of an epoch in order, and each row's epoch."""
         if epoch not in self._permutations:
             order = np.argsort(
                 hashed(self._stream, self._seed, epoch, np.arange(len(self))), kind="stable"

@@ -4,7 +4,7 @@
     job = make_job(engine, request, read_node())
     job.argv, job.environment
 
-base.py has the request and the abstract launcher, job.py what to run, engines/ a file for each
-launcher. processes.py runs a job on this machine, client.py talks to a batch engine, exit_codes.py
-derives a job's exit code and the rank that failed first.
+base.py has the request and the abstract launchers, job.py what to run, engines/ a file for each
+launcher. processes.py runs a job on this machine, exit_codes.py derives a job's exit code and the
+rank that failed first.
 """

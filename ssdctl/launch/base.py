@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ssdctl.config.sections import LAUNCHERS, LaunchConfig
-from ssdctl.errors import UsageError
+from ssdctl.errors import DistributedError, UsageError
 from ssdctl.launch.job import Job
 from ssdctl.runtime.hardware import TpuType, find_hardware
 from ssdctl.runtime.packages import load_plugin
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 Write = Callable[[str], object]
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
+POLL_S = 2.0
+UNREACHABLE_S = 120.0  # how long the controller of a batch engine may be unavailable
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(;[A-Za-z0-9._-]*)?")
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class LaunchRequest:
 
     @property
     def is_planned(self) -> bool:
-        """Return whether the job may be for another machine: it is not run now."""
+        """Return whether the job may run on another machine: it is not run now."""
         return self.is_dry_run or self.is_written
 
 
@@ -70,12 +75,12 @@ class Node:
 
     @property
     def local_cores(self) -> int:
-        """Return the cores whose time the ranks on this machine can use."""
+        """Return the number of cores that the ranks on this machine can use."""
         return min(self.cores, self.quota or self.cores)
 
 
 def read_node() -> Node:
-    """Return the part of this machine that this process may use."""
+    """Return this machine, without the parts that this process may not use."""
     cores, has_topology = physical_cores(usable_cpus())
     sockets, tpus = {socket for socket, _ in cores}, find_hardware().tpus
     return Node(
@@ -100,7 +105,7 @@ class Engine(ABC):
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Self:
-        """Return the launcher with its settings and what this machine says, such as a version."""
+        """Return the launcher with its settings and facts about this machine, such as a version."""
         return cls()
 
     @abstractmethod
@@ -109,7 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the job, without side effects; `make_job` calls it."""
+        """Return the job, without side effects."""
 
 
 class BatchEngine(Engine):
@@ -143,12 +148,12 @@ def load_engine(name: str) -> type[Engine]:
 
 
 def make_job(engine: Engine, request: LaunchRequest, node: Node) -> Job:
-    """Return the job of a launch, without side effects."""
+    """Return the job of a launch, without side effects; UsageError if the counts do not fit."""
     config, ranks = request.config, request.ranks_per_node
     if request.count % config.nodes:
         raise UsageError(
             f"{request.count} devices do not divide by --nodes {config.nodes}",
-            hint="the count is that of all nodes together",
+            hint="the count is for all nodes together",
         )
     if config.devices_per_node is not None and config.devices_per_node < ranks:
         raise UsageError(
@@ -167,7 +172,7 @@ def check_text(argument: str) -> None:
 
 
 def check_form(engine: str, name: str, value: str, form: str, max_length: int = 1 << 20) -> str:
-    """Return the value of a setting in the engine's table; refuse one without the form."""
+    """Return a value from the engine's table; UsageError unless it has the form."""
     if not re.fullmatch(form, value, re.ASCII | re.DOTALL) or len(value) > max_length:
         raise UsageError(
             f"{engine.lower()}.{name}: {value!r} is not a value that {engine} accepts there"
@@ -178,6 +183,48 @@ def check_form(engine: str, name: str, value: str, form: str, max_length: int = 
 def require_program(program: str, hint: str) -> None:
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not on PATH", hint=hint)
+
+
+def submit_text(job: Job, list_command: str) -> str:
+    """Give a script or manifest to sbatch or kubectl; return the id that it prints.
+
+    Raises:
+        UsageError: The engine rejects it; its message is included.
+        DistributedError: The engine accepts it, but does not print its id.
+    """
+    process = _call(job.argv, job.text)
+    if process.returncode:
+        raise UsageError(f"{job.argv[0]} refused the job: {process.stderr.strip()}")
+    job_id = process.stdout.strip().rpartition("\n")[2]  # kubectl: one line per object, it is last
+    if not JOB_ID.fullmatch(job_id):
+        raise DistributedError(
+            f"{job.argv[0]} printed {job_id[:200]!r} instead of the id of the job",
+            hint=f"the job may run: `{list_command}` lists the jobs",
+        )
+    return job_id
+
+
+def query(*argv: str) -> str:
+    """Return the output of an engine's client; retry while the controller is unavailable.
+
+    Raises:
+        DistributedError: The engine no longer answers or no longer lists the job.
+    """
+    end = time.monotonic() + UNREACHABLE_S
+    while True:
+        process = _call(argv)
+        if process.returncode == 0:
+            return process.stdout
+        if "Invalid job id" in process.stderr or "NotFound" in process.stderr:
+            raise DistributedError(f"{argv[0]} no longer lists the job: {process.stderr.strip()}")
+        if time.monotonic() > end:
+            raise DistributedError(f"{argv[0]} does not answer: {process.stderr.strip()}")
+        time.sleep(POLL_S)
+
+
+def _call(argv: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    # Its output may have any bytes.
+    return subprocess.run(argv, input=text, capture_output=True, encoding="utf-8", errors="replace")
 
 
 def last_value(command: Sequence[str], option: str) -> str | None:
@@ -192,5 +239,5 @@ def last_value(command: Sequence[str], option: str) -> str | None:
 
 
 def resume_setting(request: LaunchRequest, variables: Mapping[str, str]) -> str | None:
-    """Return the `--resume` of a launched training; None if it is not given."""
+    """Return the `--resume` of a launched training, or None."""
     return last_value(request.command, "--resume") or variables.get("SSDCTL_TRAIN__RESUME")

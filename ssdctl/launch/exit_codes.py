@@ -74,7 +74,7 @@ def first_failure(
 
 
 def main(folder: str, launcher_code: str, num_ranks: str) -> int:
-    """Return the job's exit code at the end of a batch script; print the failed ranks to stderr."""
+    """Print the failed ranks to stderr; return the job's exit code for a batch script."""
     exits, count = read_exits(Path(folder)), int(num_ranks)
     code = job_exit_code(int(launcher_code), list(exits.values()), count)
     if failure := first_failure(code, exits, count):

@@ -34,13 +34,13 @@ from ssdctl.launch.exit_codes import first_failure, job_exit_code
 from ssdctl.launch.job import Job
 from ssdctl.runtime.system import memory_kills
 
-TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.quiet_torchrun"
+TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.torchrun"
 POLL_S = 0.1
 REPEAT_S = 5.0
-EARLY_S = 20.0  # Python has installed its handlers by then; torchrun waits 30 s or more
+EARLY_S = 20.0  # Python has installed its signal handlers by then; torchrun waits 30 s or more
 HANG_S = 20.0  # how long the other ranks may continue after one has failed
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
-# Variables of an outer job that this one is started from. Rank 0 would wait for the store of the
+# Variables of an outer job that starts this one. With them, rank 0 would wait for the store of the
 # outer torchrun; PET_* are torchrun's options.
 OUTER_JOB = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|GROUP_RANK|LOCAL_WORLD_SIZE|TORCHELASTIC_USE_AGENT_STORE|PET_.*|"
@@ -89,8 +89,6 @@ def run(job: Job, *, stdout_to_stderr: bool = False) -> JobOutcome:
 
 
 class _RunningJob:
-    """A running launcher and its ranks on this machine."""
-
     def __init__(self, job: Job, folder: Path, stdout: int | None) -> None:
         self.job, self.folder = job, folder
         self.seen: set[int] = set()  # ranks that have begun
@@ -109,7 +107,7 @@ class _RunningJob:
                 env={**environment, **job.environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
-                start_new_session=True,  # a terminal's Ctrl-C must reach the ranks once
+                start_new_session=True,  # a terminal's Ctrl-C must reach the ranks only once
                 preexec_fn=die_with_parent,
             )
         except OSError as error:
@@ -138,10 +136,10 @@ class _RunningJob:
         return job_exit_code(code, exits, self.job.num_ranks, received[0] if is_early else None)
 
     def _watch(self) -> None:
-        """Wait for a moment; note the first rank that ends without an exit code.
+        """Wait a moment; remember the first rank that ends without an exit code.
 
         Open MPI 5 kills the other ranks within half a second, before they can report the lost one.
-        A process's file becomes readable when it ends, so that this wakes then.
+        A process's handle becomes readable when it ends, which ends this wait.
         """
         self._find_ranks()
         readable = select.select(list(self.files.values()), [], [], POLL_S)[0]
@@ -153,7 +151,7 @@ class _RunningJob:
             (self.lost,) = lost
 
     def _find_ranks(self) -> None:
-        """Open the processes of ranks that have begun, once: the number may be another's later."""
+        """Open a handle to each new rank; its process id may belong to another process later."""
         for rank, pid in read_processes(self.folder).items():
             if rank in self.seen:
                 continue
@@ -187,7 +185,7 @@ class _RunningJob:
             self.launcher.send_signal(launchers_signal or signal.SIGTERM)
 
     def _end(self) -> None:
-        """End the launcher and the ranks that remain."""
+        """End the launcher and all remaining ranks."""
         if self.launcher.poll() is None:
             self.launcher.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

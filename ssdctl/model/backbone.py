@@ -84,7 +84,7 @@ def without_weights() -> Iterator[None]:
 
 
 class _NoRandomNumbers(TorchFunctionMode):
-    """Drawing them on the meta device would import the compiler, a second of CPU time."""
+    """Skip random numbers, which import the compiler on the meta device (a second of CPU time)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -79,7 +79,7 @@ class JoinedHeads(SSD300):
     def predict(self, level: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         """Concatenate the heads' weights, with rows of zeros up to a multiple of `ALIGNMENT`.
 
-        This happens at every call, so parameters and checkpoints are those of separate heads.
+        This happens at every call, so parameters and checkpoints keep separate heads.
         """
         heads = [cast(nn.Conv2d, h[level]) for h in (self.class_heads, self.box_heads)]
         widths = [head.out_channels for head in heads]

@@ -152,10 +152,10 @@ class MultiboxLoss(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each box: (B, C, N) logits and (B, N) labels -> (B, N).
+    """Compute the cross-entropy of each box: (B, C, N) logits and (B, N) labels -> (B, N).
 
-    Equal to PyTorch's own in two passes less over a table of the logits' size, nearly the whole
-    cost of the loss: its backward writes a table of zeros and reads it again.
+    Equal to PyTorch's own with two passes less over a table of the logits' size, nearly the whole
+    cost of the loss: PyTorch's backward writes a table of zeros and reads it again.
     """
 
     @staticmethod

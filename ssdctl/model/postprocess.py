@@ -136,7 +136,7 @@ def nms_static(boxes_BCK4: Tensor, keep_BCK: Tensor, nms_iou: float) -> Tensor:
         keep_BCK: The candidates that take part.
         nms_iou: A box with a higher IoU with a better box of its class is dropped.
     """
-    # The overlaps of one image at a time: those of a batch would take gigabytes.
+    # One image at a time: the overlaps of a batch would take gigabytes.
     over = torch.stack([_overlaps(boxes_CK4, nms_iou) for boxes_CK4 in boxes_BCK4])
     for i in range(boxes_BCK4.shape[2]):  # greedy: a removed box removes no other
         keep_BCK = keep_BCK & ~(over[:, :, i] & keep_BCK[:, :, i : i + 1])
@@ -144,7 +144,7 @@ def nms_static(boxes_BCK4: Tensor, keep_BCK: Tensor, nms_iou: float) -> Tensor:
 
 
 def _overlaps(boxes_CK4: Tensor, nms_iou: float) -> Tensor:
-    """Return (C, K, K) flags: box i has an IoU over `nms_iou` with a worse box j of its class."""
+    """Return (C, K, K) flags: box i overlaps a worse box j of its class by more than `nms_iou`."""
     a, b = boxes_CK4.unsqueeze(2), boxes_CK4.unsqueeze(1)
     size = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
     overlap = size.clamp(min=0).prod(dim=-1)

@@ -31,7 +31,7 @@ HASHED_NAME = re.compile(r"-([0-9a-f]{8})\.pth$")  # as PyTorch names its files
 
 
 class Weights(NamedTuple):
-    """Pinned weights of a backbone; its file names the keys."""
+    """Pinned weights of a backbone."""
 
     alias: str  # BACKBONE-KEY, such as resnet34-imagenet-v1
     file: PinnedFile
@@ -91,11 +91,7 @@ def weights_of(model: ModelConfig) -> str | None:
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:
-    """Return the intact file of the weights called `name` in `dest` (default: the cache), or None.
-
-    Raises:
-        UsageError: There are no weights of that name.
-    """
+    """Return the intact file of the weights `name` in `dest` (default: the cache), or None."""
     file = weights_named(name).file
     path = (dest or torch_cache_dir()) / file.name
     return path if is_whole(path, file) else None

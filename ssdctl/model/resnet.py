@@ -119,7 +119,7 @@ class ResNetBackbone(Backbone):
 def _layers(
     block: type[BasicBlock | Bottleneck], depths: tuple[int, ...], width: int
 ) -> OrderedDict[str, nn.Module]:
-    """Return the layers up to layer3; the classifier's last layers only draw their weights."""
+    """Return the layers up to layer3; the others are built only to draw random numbers."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
         bn1=nn.BatchNorm2d(width),

@@ -175,7 +175,7 @@ class SSD300(nn.Module):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> SSD300:
-        """Set the mode; what is frozen stays in evaluation mode."""
+        """Set the mode; frozen modules stay in evaluation mode."""
         super().train(mode)
         for module in self._frozen_modules():
             module.eval()

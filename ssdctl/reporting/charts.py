@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ssdctl.evaluation.analysis import best_threshold, f1_curve
 from ssdctl.inference.drawing import class_color, one_line
 from ssdctl.runs.evaluation import Evaluation
-from ssdctl.runs.metrics import Record, is_number
-from ssdctl.runs.reader import RunData
+from ssdctl.runs.metrics import Record
+from ssdctl.runs.run import Run
 
 WIDTH, HEIGHT = 420, 240  # pixels of the drawing, which the page scales
 LEFT, TOP, RIGHT, BOTTOM = 46, 10, 408, 204  # edges of the plot in it
@@ -137,7 +137,7 @@ class Chart(NamedTuple):
         }
 
 
-def training_charts(runs: Sequence[RunData]) -> list[Chart]:
+def training_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the curves of training over the steps; those with fewer than two points are left out.
 
     Several runs have a color each, several metrics of a chart a line style each.
@@ -203,7 +203,7 @@ def calibration(evaluation: Evaluation) -> Chart | None:
     return Chart("Calibration", "score", [ideal], UNIT, "precision", bars, hover=right)
 
 
-def runs_precision_recall(runs: Sequence[RunData]) -> Chart | None:
+def runs_precision_recall(runs: Sequence[Run]) -> Chart | None:
     """Return the mean precision over recall at IoU 0.5 of several runs."""
     lines = [
         Line(one_line(run.name), _shares(curve), np.array(curve), _color(number))
@@ -243,7 +243,7 @@ def _shares(curve: Sequence[float] | Values) -> Values:
 
 def _points(records: Sequence[Record], key: str, num_runs: int) -> tuple[Values, Values]:
     """Return steps and values, averaged if they are many, without values that do not exist (-1)."""
-    pairs = [(r["step"], float(r[key])) for r in records if is_number(r.get(key))]
+    pairs = [(r["step"], float(r[key])) for r in records if key in r]
     points = np.array([p for p in pairs if p[1] >= 0], np.float64).reshape(-1, 2)
     if len(points) > (limit := max(MOST_POINTS // num_runs, LEAST_POINTS)):
         points = np.array([part.mean(axis=0) for part in np.array_split(points, limit)])

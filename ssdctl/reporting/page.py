@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ from markupsafe import Markup
 from PIL import Image
 
 from ssdctl._version import __version__
+from ssdctl.config.render import toml_value
 from ssdctl.data.dataset import require_split
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.open_dataset import annotations_with_images
+from ssdctl.data.prepare import read_report
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
@@ -34,7 +35,7 @@ from ssdctl.reporting.charts import Chart
 from ssdctl.runs.display import duration
 from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.reader import RunData, different_settings, prepare_findings, read_run
+from ssdctl.runs.run import Run, different_settings
 
 HERE = Path(__file__).parent
 MAX_IMAGES, MIN_IMAGES = 24, 4  # all runs, each run: the page stays small
@@ -43,10 +44,11 @@ MAX_SIDE = 480  # pixels of an embedded image
 JPEG_QUALITY = 78
 Reader = Callable[[SampleImage], tuple[Pixels, int]]
 STEMS = {"resnet": "ResNet", "vgg": "VGG"}
+EVENT_KEYS = ("kind", "step", "epoch", "event")
 SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
 
 
-def write_report(runs: Sequence[RunData], target: Path) -> None:
+def write_report(runs: Sequence[Run], target: Path) -> None:
     remove_stale_temporaries(target.parent, target.name)
     limit = max(MAX_IMAGES // len(runs), MIN_IMAGES)
     analyses = [_analysis(run, limit) for run in runs]
@@ -94,16 +96,16 @@ def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:
     """Write an evaluation and its report to a folder, and return the page's path."""
     run = RunDir(make_dir(folder))
     write_evaluation(run.evaluation, evaluation)
-    write_report([read_run(folder)], run.report)
+    write_report([Run(folder)], run.report)
     return run.report
 
 
-def _facts(run: RunData) -> dict[str, str]:
+def _facts(run: Run) -> dict[str, str]:
     """Return what the header says about a run, by its label; what is unknown is left out."""
     started, about = run.started, run.evaluation.about if run.evaluation else None
     facts = {}
-    if date := _date(started.get("time")):
-        facts["Date"] = date
+    if started is not None:
+        facts["Date"] = f"{started.time:%Y-%m-%d %H:%M}"
     if backbone := run.settings.get("model.backbone"):
         if match := re.fullmatch(r"([a-z]+)(\d+)", str(backbone)):
             backbone = f"{STEMS.get(match[1], match[1])}-{match[2]}"
@@ -115,19 +117,17 @@ def _facts(run: RunData) -> dict[str, str]:
         facts["Classes"] = f"{len(names)}: {shown}{', ...' if len(names) > SHOWN_CLASSES else ''}"
     root = run.settings.get("data.root") or (about.data if about else None)
     data = [Path(str(root)).name or str(root)] if root else []
-    counts = [("train", started.get("train_images")), ("val", started.get("val_images"))]
-    if about and "val_images" not in started:
-        counts[1] = (about.split, about.images)
-    for name, count in counts:
-        if isinstance(count, int) and count:
-            data.append(f"{count:,} {name}")
+    counts = {} if about is None else {about.split: about.images}
+    if started is not None:
+        counts = {"train": started.train_images, "val": started.val_images}
+    data += [f"{count:,} {name}" for name, count in counts.items() if count]
     if data:
         facts["Data"] = ", ".join(data)
-    device, world_size = run.environment.get("device"), run.environment.get("world_size")
-    precision = run.settings.get("train.precision")
-    if device:
-        count = f"{world_size} x " if isinstance(world_size, int) and world_size > 1 else ""
-        facts["Device"] = f"{count}{device}" + (f", {precision}" if precision else "")
+    if run.environment is not None:
+        device, count = run.environment.device, run.environment.world_size
+        precision = run.settings.get("train.precision")
+        facts["Device"] = f"{count} x {device}" if count > 1 else device
+        facts["Device"] += f", {precision}" if precision else ""
     length = []
     if run.train:
         last = run.train[-1]
@@ -139,24 +139,17 @@ def _facts(run: RunData) -> dict[str, str]:
     return facts
 
 
-def _date(time: Any) -> str | None:
-    try:
-        return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M}"
-    except (TypeError, ValueError):
-        return None
-
-
-def _command(run: RunData) -> str | None:
+def _command(run: Run) -> str | None:
     """Return the command that trained a run, to be copied."""
-    words = run.environment.get("command")
-    if not isinstance(words, list) or not words:
+    if run.environment is None:
         return None
+    words = run.environment.command
     name = Path(words[0]).name
     start = "python -m ssdctl" if name == "__main__.py" else shlex.quote(name)
     return shlex.join(["", *words[1:]]).replace("''", start, 1)
 
 
-def _analysis(run: RunData, limit: int) -> dict[str, Any]:
+def _analysis(run: Run, limit: int) -> dict[str, Any]:
     evaluation = run.evaluation
     images, reason = embed_samples(evaluation, limit)
     kinds = (charts.precision_recall, charts.f1_over_score, charts.calibration)
@@ -167,6 +160,9 @@ def _analysis(run: RunData, limit: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "command": _command(run),
+        "chosen_settings": _chosen_settings(run),
+        "all_settings": RunDir(run.path).config.read_text("utf-8") if run.is_trained else "",
+        "events": _shown_events(run),
         "evaluation": evaluation,
         "is_other": _is_other(run),
         "diagnosis": diagnosis(evaluation) if evaluation else None,
@@ -177,13 +173,41 @@ def _analysis(run: RunData, limit: int) -> dict[str, Any]:
         "reason": reason,
         "charts": [chart for chart in drawn if chart],
         "largest_error": max((e.delta_ap for e in errors), default=0),
-        "findings": prepare_findings(Path(evaluation.about.store)) if evaluation else [],
+        "findings": _findings(Path(evaluation.about.store)) if evaluation else [],
     }
 
 
-def _is_other(run: RunData) -> bool:
+def _findings(store: Path) -> list[tuple[str, str, int]]:
+    """Return what `prepare` dropped or repaired: split, kind, count. Empty if it is unknown."""
+    splits = outcome.splits if (outcome := read_report(store)) else []
+    return [(s.split, kind, count) for s in splits for kind, count in s.counts().items()]
+
+
+def _shown_events(run: Run) -> list[tuple[int, str, str]]:
+    """Return the events as step, name and facts in readable form."""
+    shown = []
+    for event in run.events:
+        if event["event"] != "class_ap":
+            facts = (
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in event.items()
+                if name not in EVENT_KEYS
+            )
+            shown.append((event["step"], event["event"], ", ".join(facts)))
+    return shown
+
+
+def _chosen_settings(run: Run) -> list[tuple[str, str, str]]:
+    """Return the settings that neither a preset nor a default gave: name, value, source."""
+    if run.environment is None:
+        return []
+    sources, values = run.environment.sources, run.settings
+    return [(path, toml_value(values[path]), sources[path]) for path in values if path in sources]
+
+
+def _is_other(run: Run) -> bool:
     """Return whether the evaluation in the folder is not the best one of training."""
-    evaluation, best = run.evaluation, run.best
+    evaluation, best = run.evaluation, run.best_metrics
     if evaluation is None or best is None or not run.evals:
         return False
     other = {"step": evaluation.about.step, **evaluation.metrics}
@@ -215,9 +239,9 @@ def _score(value: float | None) -> str:
     return "\u2013" if value is None or value < 0 else f"{value:.3f}"
 
 
-def _best(runs: Sequence[RunData], name: str) -> float | None:
+def _best(runs: Sequence[Run], name: str) -> float | None:
     """Return the best value of a metric if several runs have one."""
-    values = [run.best[name] for run in runs if run.best and name in run.best]
+    values = [run.best_metrics[name] for run in runs if run.best_metrics]
     return max(values) if len(values) > 1 else None
 
 

@@ -7,11 +7,9 @@ import json
 import logging
 import math
 import os
-import platform
-import subprocess
-import sys
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -21,24 +19,65 @@ from ssdctl.files import (
     disk_errors,
     make_dir,
     no_follow,
+    reason_of,
     remove_stale_temporaries,
     retry_transient,
     unreadable,
-    write_text,
+    write_bytes,
 )
 from ssdctl.runs.layout import RunDir
-from ssdctl.runtime.packages import package_version
-from ssdctl.runtime.safe_text import redact_arguments
 
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-# The numbers that records of a kind have in addition to the step.
-REQUIRED = {"train": ("epoch",), "eval": ("epoch", "AP")}
-LARGEST_NUMBER = 2**63
+LARGEST = 2**53  # exact as a float
+Number = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)] | float
+# Records of these kinds contain only numbers; these are used.
+REQUIRED = {"train": ("loss", "images_per_second"), "epoch": (), "eval": ("AP", "AP50", "AP75")}
 MAX_BYTES = 1 << 30  # ten million records of training
-GIT_S = 10.0  # seconds that git may take
-PACKAGES = ("ssdctl", "torch", "torchvision", "numpy", "pillow", "pyarrow", "hotcoco")
+
+
+class Position(msgspec.Struct, frozen=True):
+    """What every record contains."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+    epoch: float
+
+
+class Event(Position, frozen=True):
+    """Something that happened; most kinds have more facts."""
+
+    event: str
+
+
+class Started(Event, frozen=True):
+    """The first record of every start of training."""
+
+    time: datetime
+    train_images: int
+    val_images: int
+
+
+class Ended(Event, frozen=True):
+    """The last record of a start that did not crash."""
+
+    total_s: float
+
+
+class ClassAP(Event, frozen=True):
+    """AP of each class in the evaluation of this step."""
+
+    AP: dict[str, float]
+
+
+# The events that are used.
+EVENTS: dict[str, type[Event]] = {
+    "started": Started,
+    "stopped": Ended,
+    "finished": Ended,
+    "class_ap": ClassAP,
+}
+E = TypeVar("E", bound=Event)
 
 
 class MetricsFile:
@@ -67,7 +106,7 @@ class MetricsFile:
         }
         retry_transient(lambda: self._append(_line(record)))
 
-    def _append(self, line: str) -> None:
+    def _append(self, line: bytes) -> None:
         """Append a line, or nothing: a part of it would make the next one unreadable."""
         with (
             disk_errors(self.path, "writing"),
@@ -75,7 +114,7 @@ class MetricsFile:
         ):
             size = os.fstat(file.fileno()).st_size
             try:
-                rest = line.encode()
+                rest = line
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
@@ -86,12 +125,13 @@ class MetricsFile:
 
 def cut_metrics(path: Path, step: int) -> list[Record]:
     """Rewrite a metrics file without the records after `step`; return the others."""
-    records, skipped = read_metrics(path)
-    if skipped:
-        log.warning("%s: dropped %d lines that are not records", path, skipped)
+    records, problems = read_metrics(path)
+    if problems:
+        log.warning("%s: dropped %d lines that are not records", path, len(problems))
     kept = [r for r in records if r["step"] <= step]
-    if skipped or len(kept) < len(records):
-        write_text(path, "".join(map(_line, kept)))
+    content = b"".join(map(_line, kept))
+    if content != path.read_bytes():  # also if the last line has no end
+        write_bytes(path, content)
     return kept
 
 
@@ -106,22 +146,17 @@ def open_run(run: RunDir, start_step: int) -> MetricsFile:
     return MetricsFile(run.metrics, start_step)
 
 
-def describe(run: RunDir, config: str, environment: Record) -> None:
-    """Write the settings and the environment that a run is trained with."""
-    write_text(run.config, config)
-    write_text(run.environment, json.dumps(environment, indent=2) + "\n")
-
-
-def read_metrics(path: Path) -> tuple[list[Record], int]:
+def read_metrics(path: Path) -> tuple[list[Record], list[str]]:
     """Read the records of a metrics file, which may have been cut short or edited.
 
     Returns:
-        The records, and how many lines were skipped because they are not records: broken JSON or
-        text, no `kind`, or without the numbers that every record of their kind has.
+        The records, and what is wrong with each line that is not one: `line 7: ...`. A last line
+        without an end, which another process may be writing, is neither.
 
     Raises:
         DataError: The file cannot be read.
     """
+    records, problems = [], []
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
@@ -130,57 +165,39 @@ def read_metrics(path: Path) -> tuple[list[Record], int]:
                 hint="move the file away: training continues without the earlier records",
             )
         with path.open("rb") as file:
-            read = [_record(line) for line in file if line.strip()]
+            for number, line in enumerate(file, start=1):
+                try:
+                    records += [_record(line)] if line.strip() else []
+                except DECODE_ERRORS as error:
+                    if line.endswith(b"\n"):
+                        problems.append(f"line {number}: not a record: {reason_of(error)}")
     except OSError as error:
         raise unreadable(path, error) from None
-    records = [record for record in read if record is not None]
-    return records, len(read) - len(records)
+    return records, [problem.replace("`", "") for problem in problems]
 
 
-def _record(line: bytes) -> Record | None:
-    try:
-        value = msgspec.json.decode(line)
-    except DECODE_ERRORS:
-        return None
-    if not isinstance(value, dict) or not isinstance(kind := value.get("kind"), str):
-        return None
-    has_step = isinstance(value.get("step"), int)
-    has_numbers = all(is_number(value.get(key)) for key in ("step", *REQUIRED.get(kind, ())))
-    has_name = kind != "event" or isinstance(value.get("event"), str)
-    return value if has_step and has_numbers and has_name else None
+def _record(line: bytes) -> Record:
+    """Decode a record; raise ValidationError if a part that is used is absent or wrong."""
+    record = msgspec.json.decode(line, type=dict[str, Any])
+    kind, values = record.get("kind"), {k: v for k, v in record.items() if k != "kind"}
+    if kind == "event":
+        event = msgspec.convert(values, Event)
+        msgspec.convert(values, EVENTS.get(event.event, Event))
+    elif isinstance(kind, str) and kind in REQUIRED:
+        msgspec.convert(values, Position)
+        msgspec.convert(values, dict[str, Number])
+        if missing := [name for name in REQUIRED[kind] if name not in values]:
+            raise msgspec.ValidationError(f"no {missing[0]}")
+    else:
+        raise msgspec.ValidationError(f"unknown kind {kind!r:.40}")
+    return record
 
 
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a JSON value is a number that fits 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < LARGEST_NUMBER
+def events_of(records: list[Record], kind: type[E]) -> list[E]:
+    """Return the events of a kind."""
+    return [msgspec.convert(r, kind) for r in records if EVENTS.get(r.get("event", "")) is kind]
 
 
-def _line(record: Record) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
-
-
-def environment(device_label: str, world_size: int) -> Record:
-    """Return versions, device, command and git commit of a run, for environment.json."""
-    facts = {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "device": device_label,
-        "world_size": world_size,
-        "packages": {name: package_version(name) for name in PACKAGES},
-        "command": redact_arguments(sys.argv),
-    }
-    commit = git_commit()
-    return facts | ({"git_commit": commit} if commit else {})
-
-
-def git_commit(folder: Path = Path()) -> str | None:
-    """Return the git commit of a folder; None if it is not in a repository."""
-    words = ["git", "-C", str(folder), "-c", "core.fsmonitor="]
-    words += ["rev-parse", "--verify", "--quiet", "HEAD"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_S, check=True)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+def _line(record: Record) -> bytes:
+    text = json.dumps(record, allow_nan=False, ensure_ascii=False)
+    return text.encode("utf-8", "replace") + b"\n"

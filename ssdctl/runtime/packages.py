@@ -19,7 +19,7 @@ from typing import Any
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import UNLIMITED
 
-OLDEST_TORCH = (2, 6)  # the last that first-generation Gaudi cards have
+OLDEST_TORCH = (2, 6)  # the last release for first-generation Gaudi cards
 NEWEST_CUDA = 13
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 OUT_OF_MEMORY = re.compile(
@@ -58,7 +58,7 @@ def dali_extra() -> str:
 
 
 def dali_package() -> str:
-    """Return the name of the nvidia-dali package of that extra."""
+    """Return the nvidia-dali package of `dali_extra`."""
     return f"nvidia-{dali_extra()}0"
 
 
@@ -96,7 +96,7 @@ def without_tf32_warnings() -> Iterator[None]:
 
 
 def library_error(error: BaseException | None) -> UsageError | None:
-    """Return the error for a package that a shared library keeps from loading; None for others."""
+    """Return the error for a package that a shared library keeps from loading, else None."""
     package = ""
     while error is not None:
         package = _importing_package(error) or package
@@ -117,7 +117,7 @@ def library_error(error: BaseException | None) -> UsageError | None:
 
 
 def memory_limit_error(error: BaseException) -> UsageError | None:
-    """Return the error for an allocation that `ulimit -v` refused; None for other errors."""
+    """Return the error for an allocation that `ulimit -v` refused, else None."""
     is_refused = isinstance(error, MemoryError) or (
         isinstance(error, (RuntimeError, OSError, ImportError)) and OUT_OF_MEMORY.search(str(error))
     )
@@ -125,7 +125,6 @@ def memory_limit_error(error: BaseException) -> UsageError | None:
 
 
 def _memory_limit() -> UsageError | None:
-    """Return the error for a limit of virtual memory that is too small, if there is a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == UNLIMITED:
         return None

@@ -75,15 +75,12 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Replace what a terminal would obey instead of show by its escape sequence in Python.
-
-    Tabs and newlines stay.
-    """
+    """Escape characters that a terminal would obey; tabs and newlines stay."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def printable_line(text: str) -> str:
-    """Like `printable`, but tabs and newlines are escaped too: the result is one line."""
+    """Escape as `printable`, tabs and newlines too: the result is one line."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

@@ -59,7 +59,7 @@ def restore() -> None:
 def handled() -> Iterator[None]:
     """Handle the signals in the block and restore the earlier handlers afterwards.
 
-    Only the main thread can: in others the block runs without.
+    Only the main thread can install handlers; in other threads the block runs without.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

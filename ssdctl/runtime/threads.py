@@ -34,15 +34,15 @@ def map_ahead(
 ) -> Iterator[R]:
     """Yield `function(item)` for each item in order; up to `ahead` more calls are under way.
 
-    An exception of the function is raised when its result is due. Items are taken only as far as
-    needed, so they may be endless.
+    If a call fails, its exception is raised when its result is yielded. Items are taken only as far
+    as needed, so they may be endless.
     """
     futures = (pool.submit(function, item) for item in items)
     return (future.result() for future in take_ahead(futures, ahead))
 
 
 def take_ahead(items: Iterable[T], ahead: int) -> Iterator[T]:
-    """Yield items in order, each after the `ahead` items that follow it were taken."""
+    """Yield items in order; `ahead` more items are taken before each is yielded."""
     taken: deque[T] = deque()
     for item in items:
         taken.append(item)

@@ -149,6 +149,15 @@ def test_a_path_is_a_link_only_where_terminals_have_links(
         assert str(page) in " ".join(err.getvalue().split())
 
 
+def test_a_next_command_stays_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, err = replace_streams(monkeypatch, Terminal)
+    command = "ssdctl predict " + "a-folder/" * 5 + "run photo.jpg --out drawn"
+    Console().closing([("store", "word " * 20)], [command, command])
+    lines = [ESCAPES.sub("", line) for line in err.getvalue().splitlines()]
+    assert [line.lstrip(" ") for line in lines[-2:]] == [f"next   {command}", command]
+    assert all(len(line) <= 60 for line in lines[:-2])
+
+
 def test_the_next_commands_are_those_of_the_outer_command(monkeypatch: pytest.MonkeyPatch) -> None:
     _, err = replace_streams(monkeypatch)
     outer, inner = Console(), Console()

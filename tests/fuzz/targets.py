@@ -56,7 +56,7 @@ from ssdctl.exporting.weights import export_weights
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.metrics import MetricsFile, read_metrics
-from ssdctl.runs.reader import read_run
+from ssdctl.runs.run import Run
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.state import restore
 
@@ -204,7 +204,7 @@ def build(path: Path) -> tuple[Any, Any, Any]:
     """Read a checkpoint and build its network, with an optimizer."""
     read = load_checkpoint(path)
     model = load_network(read)
-    config = resolve(environment={}).config.train
+    config = resolve(environment={}).train
     return read, model, build_optimizer(model, config, open_device("cpu"))
 
 
@@ -428,15 +428,12 @@ def metrics(folder: Path) -> Iterator[Target]:
     path = run_folder / "metrics.jsonl"
 
     def read() -> None:
-        run = read_run(run_folder)
-        records, _ = read_metrics(path)
-        assert run.best is None or run.best["AP"] is not None
-        assert isinstance(run.class_ap, dict)
-        assert all(isinstance(name, str) for _, name, _ in run.shown_events)
+        run, (records, problems) = Run(run_folder), read_metrics(path)
+        if not problems:
+            assert run.best_metrics is None or run.best_metrics["AP"] is not None
+            assert isinstance(run.class_ap, dict)
         MetricsFile(path, start_step=2)
-        kept, num_skipped = read_metrics(path)  # rewritten
-        assert num_skipped == 0
-        assert kept == [r for r in records if r["step"] <= 2]
+        assert Run(run_folder).metrics == [r for r in records if r["step"] <= 2]  # rewritten
 
     tokens = (b'"kind"', b"eval", b'"step":', b'"AP": ', b"NaN", b"\n{}\n", b"null", b"true")
     yield file_target(path, mutated_bytes([path.read_bytes()], tokens), read)

@@ -19,7 +19,7 @@ import pytest
 from launch.plans import IN_A_POD
 
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch import client
+from ssdctl.launch import base
 from ssdctl.launch.engines import _pods, kubernetes, slurm
 from ssdctl.launch.engines.kubernetes import Kubernetes
 from ssdctl.launch.engines.slurm import Slurm
@@ -59,7 +59,7 @@ def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
         path.write_text(CLIENT.format(python=sys.executable, folder=str(tmp_path)))
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    for module in (client, _pods, slurm):
+    for module in (base, _pods, slurm):
         monkeypatch.setattr(module, "POLL_S", 0.01)
 
     def setter(answers: Answers) -> None:
@@ -152,7 +152,7 @@ def test_a_controller_may_be_unavailable_for_a_while(
     set_answers([away, away, job("COMPLETED", "0:0", tmp_path / "none")])
     assert follow("1", SLURM) == (0, [])
     assert len(client_calls(tmp_path)) == 3
-    monkeypatch.setattr(client, "UNREACHABLE_S", 0.05)
+    monkeypatch.setattr(base, "UNREACHABLE_S", 0.05)
     set_answers([away])
     with pytest.raises(DistributedError, match=r"scontrol.*slurm controller"):
         follow("1", SLURM)

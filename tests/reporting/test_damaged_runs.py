@@ -1,4 +1,4 @@
-"""Edited, cut or hostile run folders give a page, with what was skipped counted on it."""
+"""Edited, cut or hostile run folders: a broken file is refused by name, strange text is drawn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from PIL import Image
 
 from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.inference.drawing import MAX_LABEL, draw, one_line
-from ssdctl.runs.metrics import MetricsFile, read_metrics
-from ssdctl.runs.reader import read_run
+from ssdctl.runs.metrics import MetricsFile
+from ssdctl.runs.run import Run
 
 HOSTILE = ["a\nb", "a\rb", "a\x85b", "a\u2028b", "\x1b[31m", "$\\frac{$", "$x", "\u4e2d\u6587",
            "\U0001f600", "_hidden", "x" * 100_000, "\u202eabc", "\ud800", " ", "", "<b>&"]  # fmt: skip
+
+
+ENVIRONMENT = (
+    b'{"python": "3.11", "platform": "Linux", "device": "cpu", "world_size": 1, '
+    b'"packages": {"torch": "2"}, "command": ["ssdctl"], "sources": {"train.epochs": "--epochs"}}'
+)
 
 
 def record(kind: str, step: int, **values: Any) -> dict[str, Any]:
@@ -27,31 +33,40 @@ def record(kind: str, step: int, **values: Any) -> dict[str, Any]:
 
 def make_run(folder: Path, *lines: bytes) -> Path:
     """Write a run folder of three steps, then the lines."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     rate = {"images_per_second": 20.0, "lr": 0.1}
     records = [record("train", s, loss=3.0 / s, **rate) for s in (1, 2, 3)]
     records.append(record("eval", 3, **dict.fromkeys(COCO_METRICS, 0.25)))
     records.append(record("event", 3, event="class_ap", AP={"ball": 0.25}))
     written = b"".join(json.dumps(r).encode() + b"\n" for r in records)
     (folder / "metrics.jsonl").write_bytes(written + b"".join(line + b"\n" for line in lines))
-    (folder / "environment.json").write_text('{"python": "3.11", "packages": {"torch": "2"}}')
+    (folder / "environment.json").write_bytes(ENVIRONMENT)
     (folder / "config.toml").write_text("[train]\nepochs = 1\n")
     return folder
 
 
 DAMAGED = [
     *(b"7", b"[1, 2]", b'"text"', b"null", b"true", b"{}"),
-    *(b'{"kind": "train"', b'{"kind": "train"}', b'{"kind": 7, "step": 4}'),
-    b'{"kind": "train", "step": "4", "epoch": 1}',
-    b'{"kind": "train", "step": true, "epoch": 1}',
-    b'{"kind": "train", "step": 4, "epoch": null}',
+    *(b'{"kind": "train"', b'{"kind": "train"}', b'{"kind": 7, "step": 4, "epoch": 1}'),
+    b'{"kind": "train", "step": "4", "epoch": 1, "loss": 1, "images_per_second": 1}',
+    b'{"kind": "train", "step": true, "epoch": 1, "loss": 1, "images_per_second": 1}',
+    b'{"kind": "train", "step": -1, "epoch": 1, "loss": 1, "images_per_second": 1}',
+    b'{"kind": "train", "step": 4, "epoch": null, "loss": 1, "images_per_second": 1}',
+    b'{"kind": "train", "step": 4, "epoch": 1, "loss": "low", "images_per_second": 1}',
+    b'{"kind": "train", "step": 4, "epoch": 1, "loss": 1}',
     b'{"kind": "train", "step": 1e400, "epoch": 1}',
     b'{"kind": "eval", "step": 4, "epoch": 1}',
-    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": "0.9"}',
-    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": NaN}',
-    b'{"kind": "event", "step": 4}',
-    b'{"kind": "other", "step": "x"}',
-    b'{"kind": "event", "step": 4, "event": "\xff\xfe"}',
+    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": "0.9", "AP50": 0.9, "AP75": 0.9}',
+    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": NaN, "AP50": 0.9, "AP75": 0.9}',
+    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": 0.9, "AP50": {}, "AP75": 0.9}',
+    b'{"kind": "event", "step": 4, "epoch": 1}',
+    b'{"kind": "event", "step": 4, "epoch": 1, "event": ["x"]}',
+    b'{"kind": "event", "step": 4, "epoch": 1, "event": "class_ap", "AP": [1]}',
+    b'{"kind": "event", "step": 4, "epoch": 1, "event": "class_ap", "AP": {"ball": "x"}}',
+    b'{"kind": "event", "step": 4, "epoch": 1, "event": "started", "time": "now"}',
+    b'{"kind": "event", "step": 4, "epoch": 1, "event": "finished", "total_s": "7"}',
+    b'{"kind": "other", "step": 4, "epoch": 1}',
+    b'{"kind": "event", "step": 4, "epoch": 1, "event": "\xff\xfe"}',
     b"\xff\xfe\x00",
     b"[" * 100_000,
     b'{"kind": "train", "step": 4, "epoch": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -73,61 +88,75 @@ def report(cli: Cli, run: Path) -> str:
     return (run / "report.html").read_text()
 
 
-def test_damaged_metrics_are_skipped_and_counted(tmp_path: Path, cli: Cli) -> None:
-    run = make_run(tmp_path / "run", *DAMAGED)
-    page = report(cli, run)
-    assert f"{len(DAMAGED)} lines" in page
-    assert "0.250" in page
+def refuse(cli: Cli, run: Path, *named: str) -> None:
+    """Check that the report of a run is refused as bad data, with these words."""
+    result = cli("report", run)
+    assert result.code == 3, result.err
+    assert all(word in result.err for word in named), result.err
+    assert "`" not in result.err
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_is_refused_by_name_and_dropped_by_a_resume(
+    line: bytes, tmp_path: Path, cli: Cli
+) -> None:
+    run = make_run(tmp_path / "run", line)
+    refuse(cli, run, "metrics.jsonl", "line 6", "delete the line")
     metrics = MetricsFile(run / "metrics.jsonl", start_step=3)  # as a resume does
-    assert [(r["step"], r["AP"]) for r in metrics.past_records if r["kind"] == "eval"] == [
-        (3, 0.25)
-    ]
-    records, skipped = read_metrics(run / "metrics.jsonl")  # written again without them
-    assert (len(records), skipped) == (5, 0)
-    for number, line in enumerate(DAMAGED):
-        records, skipped = read_metrics(make_run(tmp_path / str(number), line) / "metrics.jsonl")
-        assert (len(records), skipped) == (5, 1), line
+    assert [r["step"] for r in metrics.past_records] == [1, 2, 3, 3, 3]
+    assert "0.250" in report(cli, run)
 
 
-def test_strange_records_are_drawn(tmp_path: Path, cli: Cli) -> None:
-    lines = [
-        b'{"kind": "train", "step": 4, "epoch": 1, "loss": "low", "images_per_second": null}',
-        b'{"kind": "eval", "step": 4, "epoch": 1, "AP": 0.9, "AP50": {}}',
-        b'{"kind": "event", "step": 4, "event": "class_ap", "AP": [1]}',
-        b'{"kind": "event", "step": 4, "event": "class_ap", "AP": {"ball": "x"}}',
-        b'{"kind": "event", "step": 4, "event": "x", "facts": [{"a": null}]}',
-        *[b'{"kind": "train", "step": 3, "epoch": 0, "loss": 1}'] * 3,  # steps do not grow
-    ]
-    assert report(cli, make_run(tmp_path / "run", *lines))
+def test_a_run_with_a_damaged_line_is_listed_as_broken(tmp_path: Path, cli: Cli) -> None:
+    make_run(tmp_path / "runs" / "broken", b"{}")
+    make_run(tmp_path / "runs" / "whole")
+    rows = json.loads(cli("runs", "--json").out)
+    assert {Path(row["path"]).name: row["state"][:7] for row in rows} == {
+        "broken": "broken:",
+        "whole": "",
+    }
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "run", b'{"kind": "train"')
+    path = run / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert "0.250" in report(cli, run)
+    MetricsFile(path, start_step=3).write(record("event", 3, event="x"))  # after a kill
+    assert [r["kind"] for r in Run(run).metrics[-2:]] == ["event", "event"]
+
+
+def test_a_name_that_is_not_utf8_leaves_the_metrics_readable(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "run")
+    bad_image = record("event", 4, event="bad_image", file="caf\udce9.jpg")
+    MetricsFile(run / "metrics.jsonl", start_step=3).write(bad_image)
+    assert "caf?.jpg" in report(cli, run)
 
 
 def test_the_duration_is_unknown_after_a_crash(tmp_path: Path) -> None:
-    ended = [
-        b'{"kind": "event", "step": 1, "event": "%b", "total_s": 7}' % n
-        for n in (b"started", b"finished")
-    ]
-    run = make_run(tmp_path / "run", *ended)
-    assert read_run(run).duration_s == 7
-    assert read_run(make_run(tmp_path / "crashed", ended[0], *ended)).duration_s is None
+    facts = {"time": "2026-01-01T00:00:00+00:00", "train_images": 2, "val_images": 1}
+    began = json.dumps(record("event", 0, event="started", **facts)).encode()
+    ended = json.dumps(record("event", 1, event="finished", total_s=7)).encode()
+    assert Run(make_run(tmp_path / "run", began, ended)).duration_s == 7
+    assert Run(make_run(tmp_path / "crashed", began, began, ended)).duration_s is None
 
 
-def test_an_environment_of_another_type(tmp_path: Path, cli: Cli) -> None:
+def test_another_environment_is_refused(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run")
-    for content in (b"", b"[]", b"7", b"null", b"{", b"\xff", b"[" * 100_000):
+    strange = (b'{"packages": {"torch": {"a": 1}}}', ENVIRONMENT.replace(b'["ssdctl"]', b"3"))
+    for content in (b"", b"[]", b"7", b"null", b"{", b"\xff", b"[" * 100_000, *strange):
         (run / "environment.json").write_bytes(content)
-        data = read_run(run)
-        assert data.environment == {}
-        assert "environment.json" in data.problems[0]
-    assert "environment.json" in report(cli, run)
-    strange = {"packages": {"torch": {"a": 1}}, "command": 3, "device": None, "x": [[], {}]}
-    (run / "environment.json").write_text(json.dumps(strange))
-    assert report(cli, run)
-    (run / "environment.json").write_text('{"packages": [1]}')
-    assert read_run(run).environment == {}
+        refuse(cli, run, "environment.json", "the next start")
+    (run / "environment.json").unlink()
+    refuse(cli, run, "environment.json")
 
 
 def test_curves_have_two_points_that_exist(tmp_path: Path, cli: Cli) -> None:
-    run = make_run(tmp_path / "run", b'{"kind": "train", "step": 4, "epoch": 1, "loss": -1}')
+    run = make_run(
+        tmp_path / "run",
+        b'{"kind": "train", "step": 3, "epoch": 1, "loss": -1, "images_per_second": 1}',
+    )
     loss, *_ = script_data(report(cli, run))["charts"]
     assert loss["lines"][0]["y"] == [3, 1.5, 1]
     first = (run / "metrics.jsonl").read_bytes().splitlines()[0]

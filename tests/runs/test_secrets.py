@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, to_snapshot_toml
+from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, snapshot_sources, to_snapshot_toml
 from ssdctl.config.resolve import Override, of_call, read_toml, resolve
 from ssdctl.config.settings import all_settings
+from ssdctl.runs.environment import find_environment, write_environment
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import describe, environment, open_run
-from ssdctl.runs.reader import read_run
+from ssdctl.runs.metrics import open_run
+from ssdctl.runs.run import Run
 
 MIRROR = "https://bob:S3CRET@host/coco?X-Amz-Signature=S3CRET"
 SECRETS = [
@@ -32,10 +33,12 @@ COMMAND = [
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(sys, "argv", COMMAND)
     run = RunDir(tmp_path / "run")
-    config = to_snapshot_toml(resolve(overrides=SECRETS))
-    describe(run, config, environment("cpu", 1))
+    resolved = resolve(overrides=SECRETS)
     metrics = open_run(run, 0)
-    metrics.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "started"})
+    run.config.write_text(to_snapshot_toml(resolved))
+    environment = find_environment("cpu", 1, snapshot_sources(resolved))
+    write_environment(run.environment, environment)
+    metrics.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "begin"})
     return run
 
 
@@ -43,13 +46,15 @@ def test_a_run_folder_has_no_secrets_and_repeats_what_explains_the_result(run: R
     for path in run.path.rglob("*"):
         if path.is_file():
             assert "S3CRET" not in path.read_text(), path
-    command = read_run(run.path).environment["command"]
+    environment = Run(run.path).environment
+    assert environment is not None
+    command = environment.command
     assert command[:4] == [*COMMAND[:3], "kubernetes.env=A=***,B=***"]
     assert command[-1] == "--lr=0.5"
     sections = {o.path.partition(".")[0] for o in read_toml(run.config)}
     assert sections <= set(SNAPSHOT_SECTIONS)
-    assert resolve(file=str(run.config)).config.train.lr == 0.5
-    settings = snapshot(resolve(overrides=SECRETS).config)
+    assert resolve(file=str(run.config)).train.lr == 0.5
+    settings = snapshot(resolve(overrides=SECRETS))
     assert "S3CRET" not in repr(settings)
     compared = {s.path for s in all_settings().values() if s.is_compared}
     assert compared <= set(settings)

@@ -35,12 +35,12 @@ HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
 INSTALLED = "/opt/ssdctl"
 # Host keys are generated if the image has none; sshd requires the folder. The mounted key is a link
 # into a secret, which sshd's StrictModes refuses.
-# sshd does not pass on the container's environment: those of a part of a node's cards.
+# sshd does not pass on the container's environment, so set HABANA_VISIBLE_MODULES explicitly.
 SSHD = (
     "ssh-keygen -A && mkdir -p /run/sshd && exec /usr/sbin/sshd -De -o StrictModes=no "
     '${HABANA_VISIBLE_MODULES:+-o "SetEnv=HABANA_VISIBLE_MODULES=$HABANA_VISIBLE_MODULES"}'
 )
-# A deleted worker signals its ranks to save, which stops those of all workers, and waits for them.
+# A deleted worker signals its ranks to save, which stops the ranks of all workers, and waits.
 WAIT_FOR_RANKS = (
     "pkill -USR1 -f '[-]m ssdctl train'; "
     "while pgrep -f '[-]m ssdctl' >/dev/null 2>&1; do sleep 1; done"
@@ -68,8 +68,6 @@ FORMS = {
 
 @dataclass(frozen=True)
 class ManifestBuilder:
-    """Builds the manifest of one launch."""
-
     request: LaunchRequest
     settings: KubernetesConfig
     patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
@@ -177,7 +175,7 @@ class ManifestBuilder:
         count = f"{DEVICE_TYPES[self.request.device].count_option}={self.request.count}"
         arguments = ["launch", count, f"--launcher={launcher}"]
         if launcher == "mpirun":
-            # The launcher's number of cores is not that of the workers.
+            # The launcher and the workers have different numbers of cores.
             bind_to = config.bind_to if config.cores_per_node else "none"
             arguments += [f"--rank-by={config.rank_by}", f"--bind-to={bind_to}"]
         if config.nodes > 1:
@@ -262,7 +260,7 @@ class ManifestBuilder:
 
 
 def _given(**fields: Any) -> Manifest:
-    """Return the fields that have a value."""
+    """Return only the fields that have a value."""
     return {name: value for name, value in fields.items() if value}
 
 
@@ -272,7 +270,7 @@ def checked(name: str, value: str | None) -> str:
 
 
 def pairs(name: str, config: Any) -> dict[str, str]:
-    """Return the `KEY=VALUE` entries of a setting as a dict."""
+    """Return a setting's `KEY=VALUE` entries as a dict."""
     entries = getattr(config, name)
     for entry in entries:
         checked(name, entry)
@@ -285,7 +283,7 @@ def escape_k8s(text: str) -> str:
 
 
 def read_volumes(entries: Iterable[str]) -> tuple[list[Manifest], list[Manifest]]:
-    """Return the mounts and the volumes that `SOURCE:PATH[:ro]` entries name."""
+    """Return the mounts and volumes of `SOURCE:PATH[:ro]` entries."""
     mounts, volumes = list[Manifest](), list[Manifest]()
     for number, entry in enumerate(entries):
         source, path, mode = (*entry.split(":", 2), "", "")[:3]

@@ -11,13 +11,12 @@ import msgspec
 
 from ssdctl.distributed.rank_process import PASSED_ON
 from ssdctl.errors import DistributedError, ExitCode
-from ssdctl.launch.base import Write
-from ssdctl.launch.client import POLL_S, query
+from ssdctl.launch.base import POLL_S, Write, query
 from ssdctl.launch.job import Job
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]  # an object of Kubernetes
-INSTALLATIONS = 4  # starts of a worker's installation, about two minutes with the waits between
+INSTALLATIONS = 4  # attempts to install a worker: about two minutes with the waits
 POD_0 = "batch.kubernetes.io/job-completion-index=0"
 
 
@@ -37,7 +36,6 @@ def follow(job_id: str, job: Job, write: Write) -> int:
 
 
 def _is_indexed(job: Job) -> bool:
-    """Return whether the manifest is a list of a Service and an Indexed Job."""
     return job.manifest is not None and "items" in job.manifest
 
 
@@ -51,10 +49,10 @@ class _Follower:
     """Copies the output of a job's first rank; reports each state of a pod once."""
 
     def __init__(self, job_id: str, job: Job, write: Write) -> None:
-        self.job_id, self.write = job_id, write  # its kind and name, as kubectl prints them
+        self.job_id, self.write = job_id, write  # job_id: kind and name, as kubectl prints them
         self.cancel, self.namespace = cancel(job_id, job), _namespace(job)
         name = job_id.rpartition("/")[2]
-        # The labels of the pod whose output is followed, and of those that it waits for.
+        # Labels of the pod whose output is followed, and of the pods that it waits for.
         self.first, self.workers = f"job-name={name}", ""
         if job_id.startswith("mpijob"):
             self.first = f"job-name={name}-launcher"
@@ -88,7 +86,7 @@ class _Follower:
             if ends & {"Succeeded", "Complete"}:
                 return 0
             if "Failed" in ends:
-                # Queried again: the earlier states are from before their logs were followed.
+                # Query again: the logs were followed after the earlier query.
                 return _exit_code(self._pods(self.first))
             time.sleep(POLL_S)
 
@@ -110,7 +108,7 @@ class _Follower:
             ) from None
 
     def _report(self, pod: Json) -> tuple[Json, int]:
-        """Log a new state of a pod; return the failure of its installation, if any."""
+        """Log a pod's new state; return its failed init container and exit code, else {} and 0."""
         name, (container, code) = pod["metadata"]["name"], _installation_failure(pod)
         state = f"{container['name']} failed with exit code {code}" if code else _wait(_status(pod))
         if self.reported.get(name, "") != state:
@@ -136,7 +134,7 @@ def _status(item: Json) -> Json:
 
 
 def _end(container: Json, state: str = "state") -> int | None:
-    """Return the exit code of a container, or in `lastState` that of its previous start."""
+    """Return the exit code of a container; of its previous start if `state` is lastState."""
     end = container.get(state, {}).get("terminated")
     return None if end is None else end["exitCode"]
 
@@ -156,7 +154,7 @@ def _installation_failure(pod: Json) -> tuple[Json, int]:
 
 
 def _wait(status: Json) -> str:
-    """Return why a pod does not run, such as no free node or no image; empty if it runs."""
+    """Return why a pod does not run, such as no free node; empty if it runs."""
     if status.get("phase") in ("Succeeded", "Failed"):
         return ""
     for condition in status.get("conditions") or []:

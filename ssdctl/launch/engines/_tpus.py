@@ -8,9 +8,9 @@ from ssdctl.errors import UsageError
 from ssdctl.launch.base import LaunchRequest, Node
 from ssdctl.runtime.hardware import TPU_VERSIONS
 
-MODULE = "ssdctl.distributed.tpu_torchrun"  # starts the ranks of TorchTPU
+MODULE = ("ssdctl.distributed.torchrun", "--tpu")  # starts the ranks of TorchTPU
 WORKERS = "TPU_WORKER_HOSTNAMES"  # the hosts of a slice, in their order
-# libtpu's names for some chips of a host, by their number.
+# libtpu's shape for a number of chips of a host.
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 UNKNOWN = (
     "this machine has no TPU, so TPU v4 or newer is assumed, with one process per chip: give "
@@ -26,7 +26,7 @@ def choose_device(version: str | None, node: Node, packages: set[str]) -> str:
     """Return the device type of `--tpus`: `tpu` by TorchTPU, or `xla` by torch_xla.
 
     Args:
-        packages: Those of `torch_tpu` and `torch_xla` that are installed where the ranks run.
+        packages: Which of `torch_tpu` and `torch_xla` are installed where the ranks run.
     """
     chip = TPU_VERSIONS[version] if version else node.tpu
     is_older = chip is not None and chip.has_two_cores
@@ -34,7 +34,7 @@ def choose_device(version: str | None, node: Node, packages: set[str]) -> str:
 
 
 def with_version(request: LaunchRequest, node: Node) -> Node:
-    """Return the node, or for `--tpu-version` another one with chips of that version."""
+    """Return the node; for `--tpu-version`, another node with chips of that version."""
     version = request.config.tpu_version
     if version is None or node.tpu == TPU_VERSIONS[version]:
         return node
@@ -44,7 +44,7 @@ def with_version(request: LaunchRequest, node: Node) -> Node:
 
 
 def num_processes(request: LaunchRequest, node: Node) -> int:
-    """Return the number of ranks on a host, after a check that it can be divided so.
+    """Return the number of ranks on a host; UsageError if its chips cannot be divided so.
 
     The two cores of a chip of v2 or v3 belong to one process, which drives all chips
     (ssdctl/device/xla.py).
@@ -105,6 +105,6 @@ def variables(request: LaunchRequest, node: Node) -> dict[str, str]:
 
 
 def node_rank(request: LaunchRequest) -> str | None:
-    """Return the number of this host in the slice, if the list of its hosts names it."""
+    """Return the number of this host in the list of the slice's hosts; None if it is not listed."""
     hosts = request.hosts or tuple(request.environment.get(WORKERS, "").split(","))
     return next((str(n) for n, host in enumerate(hosts) if host in request.own_names), None)

@@ -1,4 +1,4 @@
-"""Kubernetes: the settings of a job and its pods, what a job lacks, and kubectl.
+"""Kubernetes: the settings of a job and its pods, its missing settings, and kubectl.
 
 _manifest.py builds the manifest, _pods.py cancels and follows the job.
 """
@@ -28,8 +28,8 @@ from ssdctl.launch.base import (
     last_value,
     require_program,
     resume_setting,
+    submit_text,
 )
-from ssdctl.launch.client import submit_text
 from ssdctl.launch.engines import _pods
 from ssdctl.launch.engines._manifest import ManifestBuilder, pairs, read_volumes
 from ssdctl.launch.job import Job
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
 TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
-PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # text to every reader of YAML
+PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # a string for every YAML reader
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
 FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
@@ -49,15 +49,13 @@ NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a n
 
 @dataclass(frozen=True)
 class Kubernetes(BatchEngine):
-    """kubectl, and a manifest for it."""
-
     name = "kubernetes"
     submit_command = "kubectl create -f"
     runs_elsewhere = True
     settings: KubernetesConfig = field(default_factory=KubernetesConfig)
     patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
     job_name: str = "ssdctl"  # a unique one
-    paths: Mapping[str, str] = field(default_factory=dict)  # a training's, by their options
+    paths: Mapping[str, str] = field(default_factory=dict)  # of a training, by option
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Kubernetes:
@@ -111,7 +109,7 @@ class Kubernetes(BatchEngine):
         return _pods.follow(job_id, job, write)
 
     def _missing(self, request: LaunchRequest) -> Iterator[UsageError]:
-        """Yield an error for each thing without which pods cannot run or keep their results."""
+        """Yield an error for each setting without which pods cannot run or keep their results."""
         config, command = self.settings, request.command
         folders, writable = _mounted(config)
         if config.image is None:
@@ -147,7 +145,7 @@ class Kubernetes(BatchEngine):
                 yield _not_mounted(option, path, needed)
 
     def _warnings(self, request: LaunchRequest) -> Iterator[str]:
-        """Yield what the cluster may need in addition to the manifest."""
+        """Yield settings that the cluster may need besides."""
         config = self.settings
         torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
         if torch and (int(torch[1]), int(torch[2])) < OLDEST_TORCH:
@@ -176,7 +174,7 @@ ENGINE = Kubernetes
 
 
 def _paths(config: Config) -> dict[str, str]:
-    """Return the files and folders of a training, by their options."""
+    """Return the files and folders that a training names, by option."""
     train, data = config.train, config.data
     paths = {
         "--mllog": train.mllog,
@@ -205,7 +203,7 @@ def _not_mounted(option: str, path: str, folders: list[str]) -> UsageError:
 
 
 def _mounted(config: KubernetesConfig) -> tuple[list[str], list[str]]:
-    """Return the folders at which volumes are mounted: all, and those that are writable."""
+    """Return the folders at which volumes are mounted: all folders, and the writable ones."""
     mounts, _ = read_volumes(config.volumes)
     return [m["mountPath"] for m in mounts], [m["mountPath"] for m in mounts if "readOnly" not in m]
 
@@ -228,7 +226,7 @@ def _patch(path: Path) -> dict[str, Any]:
     if not is_mapping or not set(patch) <= set(PATCHED):
         raise UsageError(
             f"kubernetes.patch {path}: has other keys than {', '.join(PATCHED)}",
-            hint="spec and metadata are those of the pods, job is the spec of the job: "
+            hint="spec and metadata are merged into the pods, job into the spec of the job: "
             "spec: {hostNetwork: true}",
         )
     return dict(patch)

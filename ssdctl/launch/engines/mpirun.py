@@ -34,8 +34,8 @@ MAX_HOSTFILE_BYTES = 16 << 20
 # A name as long as in DNS, or an IPv6 address; not NAME:SLOTS of other launchers.
 HOST = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,252}|(?=.*:.*:)[0-9A-Fa-f:.]{2,45}")
 SLOTS = re.compile(r"(?:slots|count|cpus?)\s*=\s*(\S*)", re.IGNORECASE)
-MAX_SLOTS = 65_536  # far more than a machine has, and far fewer than mpirun has memory for
-UNKNOWN_SOCKETS = 2  # assumed for other machines: Gaudi nodes have two
+MAX_SLOTS = 65_536  # more than any machine has, and few enough for mpirun's memory
+UNKNOWN_SOCKETS = 2  # Gaudi nodes have two
 # Variables that ranks on other nodes need; mpirun does not export any by default. Each rank sets
 # PT_HPU_AUTOLOAD itself (ssdctl/__main__.py).
 EXPORTED = re.compile(
@@ -52,15 +52,13 @@ MISSING_HOST = "mpirun on several nodes needs --hostfile FILE, or MASTER_ADDR in
 
 @dataclass(frozen=True)
 class Mpirun(Engine):
-    """Open MPI's mpirun on the first node."""
-
     name = "mpirun"
     open_mpi: int | None = None  # major version, if it is known
     port: int = 29500  # a free one, where the ranks meet
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Mpirun:
-        """Read the major version of this machine's Open MPI, and find a free port."""
+        """Read the version of Open MPI, and find a free port."""
         command = ["mpirun", "--version"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -77,7 +75,6 @@ class Mpirun(Engine):
         )
 
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the command line of mpirun."""
         config = request.config
         _refuse_unsupported(request)
         is_local = config.nodes == 1 and not request.hosts
@@ -102,18 +99,18 @@ class Mpirun(Engine):
         )
 
     def _ssh(self, request: LaunchRequest) -> list[str]:
-        """Return the options for mpirun's installation on other hosts, and for its ssh in pods."""
+        """Return the options for mpirun's own installation and, in pods, for ssh."""
         root = request.environment.get("MPI_ROOT")
         options = ["--prefix", root] if root else []
         if IN_AN_MPI_JOB not in request.environment:
             return options
-        # As options: the operator's own variable overrides one of the manifest.
+        # As options, because the operator's own variable overrides the manifest's.
         is_new = self.open_mpi is not None and self.open_mpi >= 5
         name = ["--prtemca", "plm_ssh_args"] if is_new else ["--mca", "plm_rsh_args"]
         return [*options, *name, POD_SSH]
 
     def _meeting_point(self, request: LaunchRequest) -> tuple[str, str, str | None]:
-        """Return address and port of rank 0, and what is missing for them."""
+        """Return address and port of rank 0, and the option that is missing to know them."""
         address, port, missing = "127.0.0.1", str(self.port), None
         if request.hosts:
             address = self._first_rank(request)
@@ -129,7 +126,7 @@ class Mpirun(Engine):
         return address, port, missing
 
     def _warnings(self, request: LaunchRequest) -> Iterator[str]:
-        """Yield what was assumed about the version of Open MPI and about the nodes."""
+        """Yield the assumptions about Open MPI's version and the nodes."""
         config, version = request.config, self.open_mpi
         if config.rank_by == "core" and version != 4:
             which = "an unknown version of Open MPI" if version is None else f"Open MPI {version}"
@@ -150,7 +147,7 @@ class Mpirun(Engine):
     def _first_rank(self, request: LaunchRequest) -> str:
         """Return the host of rank 0, by the name that the other hosts use.
 
-        Open MPI 4 starts at the launching host if the file lists it; version 5 at the first host.
+        Open MPI 4 starts rank 0 on the launching host if it is listed, version 5 on the first host.
         """
         listed = request.hosts[:1] if self.open_mpi != 4 else request.hosts
         own = next((host for host in listed if host in request.own_names), None)
@@ -212,7 +209,7 @@ def _hostfile(request: LaunchRequest) -> list[str]:
 
 
 def _exports(request: LaunchRequest) -> list[str]:
-    """Return the options that export variables to other nodes, by name: mpirun has the values."""
+    """Return the options that pass variables to other nodes; mpirun reads their values."""
     chosen = request.config.export_env
     present = {**request.environment, **request.variables}
     names = sorted(n for n in present if EXPORTED.fullmatch(n) or n in chosen)

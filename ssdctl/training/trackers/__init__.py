@@ -35,13 +35,13 @@ from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.runs.evaluation import SHOWN_SCORE
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import Record, is_number
+from ssdctl.runs.metrics import Record
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 from ssdctl.runtime.safe_text import redact_urls
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,8 @@ def metrics_of(record: Record) -> Metrics | None:
     values = {
         str(name): float(value) if math.isfinite(value) else -1.0
         for name, value in metrics.items()
-        if (is_number(value) or (isinstance(value, float) and not math.isfinite(value)))
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
         and (group == "class_AP" or name not in POSITION)
         and not (group in ("eval", "class_AP") and value < 0)
     }
@@ -301,13 +302,13 @@ def tracker_id(run: RunDir) -> str:
 def open_trackers(
     opened: OpenedRun, start_step: int, environment: dict[str, Any], records: Sequence[Record]
 ) -> Trackers:
-    run, config = RunDir(opened.run.out), opened.run.config.train
+    run, config = RunDir(opened.plan.out), opened.plan.config.train
     tracked = TrackedRun(
         id=tracker_id(run),
         name=run.path.resolve().name,
         folder=run.path,
         start_step=start_step,
-        config=snapshot(opened.run.config),
+        config=snapshot(opened.plan.config),
         environment=environment,
         records=records,
     )

@@ -175,7 +175,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
         (
             {"photos/a.jpg": "", "b.JPG": ""},
             r"2 \.jpg files such as b\.JPG \(",
-            "one of the formats",
+            "these images have no labels: draw",
         ),
         ({"b/a.jpg": "", "b/a.txt": "cat 1 2 3 4"}, r"b/a\.jpg.*b/a\.txt", "yolo"),
         ({"train.record-00000-of-00010": "?"}, r"train\.record-0", "ssdctl download"),

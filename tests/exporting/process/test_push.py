@@ -90,7 +90,9 @@ def test_the_cards_class_ap_is_of_its_checkpoint(cli: Cli, tiny_run: Path) -> No
     with (run / "metrics.jsonl").open("a") as file:
         for step, ap in ((3, 0.123), (9, 0.987)):
             common = {"step": step, "epoch": 1.0}
-            print(json.dumps({"kind": "eval", **common, "AP": ap}), file=file)
+            print(
+                json.dumps({"kind": "eval", **common, "AP": ap, "AP50": ap, "AP75": ap}), file=file
+            )
             event = {"kind": "event", "event": "class_ap", **common, "AP": {"ball": ap}}
             print(json.dumps(event), file=file)
     result = push(cli, run / "checkpoints/last.pt", "--out", "card", "--samples", 0)

@@ -18,7 +18,7 @@ from PIL import Image
 from reporting.test_damaged_runs import evaluated, report, script_data
 
 from ssdctl.evaluation.analysis import best_threshold, diagnosis
-from ssdctl.runs.reader import read_run
+from ssdctl.runs.run import Run
 
 VOID = {"meta", "link", "img", "br", "input", "hr", "rect", "line", "circle", "polyline"}
 
@@ -86,28 +86,33 @@ def test_page_shows_the_run(page: str, tiny_run: Path) -> None:
     assert places == sorted(places)
     assert len(re.findall(r'<tr class="pick" data-class="\d"', page)) == 5
     assert page.count('data-kind="') == 6  # TIDE's types of error
-    run = read_run(tiny_run)
+    run = Run(tiny_run)
+    assert run.started is not None
+    assert run.environment is not None
     header = html.unescape(section(page, "<h1>", 'id="samples"'))
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", header))
     assert facts["Network"] == "SSD300, tiny"
     assert facts["Classes"].startswith("5: ")
-    assert facts["Data"] == f"shapes, {run.started['train_images']} train, 9 val"
-    assert facts["Date"] == run.started["time"][:16].replace("T", " ")
+    assert facts["Data"] == f"shapes, {run.started.train_images} train, 9 val"
+    assert facts["Date"] == f"{run.started.time:%Y-%m-%d %H:%M}"
     assert "fp32" in facts["Device"]
     assert re.match(r"3 steps, 0\.3 epochs, \d", facts["Length"])
     assert f"<b>{max(r['AP'] for r in run.evals):.3f}</b>" in header
     assert run.evaluation is not None
     assert diagnosis(run.evaluation) in header
-    assert shlex.join(run.environment["command"][1:]) in header
+    assert shlex.join(run.environment.command[1:]) in header
 
 
 def test_the_configuration_shows_what_differs(page: str, tiny_run: Path) -> None:
-    settings = read_run(tiny_run).chosen_settings
-    assert 0 < len(settings) < len(read_run(tiny_run).settings)
-    assert not any(source.startswith(("default", "preset")) for _, _, source in settings)
-    assert ("model.backbone", '"tiny"', "--backbone") in settings
+    environment = Run(tiny_run).environment
+    assert environment is not None
+    sources, settings = environment.sources, Run(tiny_run).settings
+    assert 0 < len(sources) < len(settings)
+    assert not any(source.startswith(("default", "preset")) for source in sources.values())
+    assert (sources["model.backbone"], settings["model.backbone"]) == ("--backbone", "tiny")
     part = section(page, 'id="run"', "All settings")
-    assert re.findall(r"<tr><td>(\w+\.\w+)</td>", part) == [name for name, _, _ in settings]
+    shown = re.findall(r"<tr><td>(\w+\.\w+)</td>", part)
+    assert shown == [path for path in settings if path in sources]
 
 
 def test_the_curves(page: str, tiny_run: Path) -> None:
@@ -124,7 +129,7 @@ def test_the_curves(page: str, tiny_run: Path) -> None:
     for point, x, y in zip(points, line["x"], line["y"], strict=True):
         expected = left + (x - x0) / (x1 - x0) * width, top + (y1 - y) / (y1 - y0) * height
         assert [float(v) for v in point] == pytest.approx(expected, abs=0.06)
-    evaluation = read_run(tiny_run).evaluation
+    evaluation = Run(tiny_run).evaluation
     assert evaluation is not None
     best = best_threshold(evaluation)
     assert best is not None
