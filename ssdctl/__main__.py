@@ -74,7 +74,7 @@ TRAINS = ("train", "launch", "demo")  # commands that a signal stops with exit 7
 def run() -> None:
     open_missing_streams()
     ignore_lost_messages()
-    # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.
+    # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set its mode.
     os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
     # Large images are refused by name, and odd metadata does not matter.
     warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -1,8 +1,8 @@
 """The rank of this process in a run, and the address at which other ranks reach it. Torch-free.
 
-The rank comes from the process group that the caller has made, else from torchrun's, Open MPI's or
-Slurm's variables; without them the process is the only one. So is the shell of an `sbatch` script: Slurm sets its rank to 0 of all tasks, but only
-`srun` starts the tasks, and those have a step id.
+The rank comes from a process group that the caller has made, else from torchrun's, Open MPI's or
+Slurm's variables; without them the process is the only one. So is the shell of an `sbatch` script:
+Slurm sets its rank to 0 of all tasks, but only `srun` starts the tasks, and those have a step id.
 """
 
 from __future__ import annotations
