@@ -46,8 +46,9 @@ def open_missing_streams() -> None:
 
 
 class _Messages(io.FileIO):
-    """The file of stderr, in which lost messages are no error: a closed terminal must not end a run
-    before it is saved."""
+    """The file of stderr, which drops lost messages: a closed terminal must not end a run before it
+    is saved.
+    """
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
@@ -56,7 +57,7 @@ class _Messages(io.FileIO):
 
 
 def ignore_lost_messages() -> None:
-    """Let stderr, and what libraries print there, drop what cannot be written."""
+    """Drop messages that cannot be written to stderr, also those that libraries print."""
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False)),
         encoding=sys.stderr.encoding,

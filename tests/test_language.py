@@ -60,8 +60,10 @@ def test_no_import_circle() -> None:
     texts = {name: path.read_text(encoding="utf-8") for name, path in PATHS.items()}
     graph = {n: _imports(ast.walk(ast.parse(text))) - {n} for n, text in texts.items()}
     graphlib.TopologicalSorter(graph).prepare()  # an error names the circle
-    for name, text in texts.items():
-        assert not re.search(r"import_module\(\s*f?\"ssdctl", text), name
+    hidden = r"import_module\(\s*f?\"ssdctl|__import__|modules\[\"ssdctl"
+    found = {name for name, text in texts.items() if re.search(hidden, text)}
+    # Methods that are public functions of the package, in a layer above.
+    assert found == {"ssdctl.model.ssd300", "ssdctl.runs.run"}
 
 
 def test_plugins_are_loaded_by_the_package_that_has_them() -> None:
@@ -77,7 +79,7 @@ def test_plugins_are_loaded_by_the_package_that_has_them() -> None:
     assert [load for load in loads if not packages[load[1]].startswith(load[0])] == []
 
 
-@pytest.mark.parametrize(("module", "most"), [("step", 30), ("trainer", 90)])
+@pytest.mark.parametrize(("module", "most"), [("step", 20), ("trainer", 90)])
 def test_a_reader_of_the_step_and_the_loop_needs_few_modules(module: str, most: int) -> None:
     """The modules that importing it leads to; packages count only where they are imported from."""
     start = f"ssdctl.training.{module}"

@@ -168,7 +168,8 @@ class ImageFinder:
     ) -> list[Found | None]:
         """Find the images whose names are exact paths below one of the usual folders.
 
-        Of several such folders, the one that has most images of the same labels is right.
+        Of several such folders, the one that has most images of the same labels is right. A file
+        that a longer path names is not the file of a shorter one.
         """
         exact = [[o for o in possible if o.prefix is not None] for possible in options]
         counts = Counter(
@@ -176,18 +177,21 @@ class ImageFinder:
             for entry, possible in zip(wanted, exact, strict=True)
             for option in possible
         )
-        named = {name for name in names if "/" in name}
-        found: list[Found | None] = []
-        for entry, name, possible in zip(wanted, names, exact, strict=True):
+        depths = [name.count("/") for name in names]
+        owners: dict[str, int] = {}  # the depth of the longest name, by file
+        found: list[Found | None] = [None] * len(wanted)
+        for row in sorted(range(len(wanted)), key=lambda row: -depths[row]):
+            entry, depth = wanted[row], depths[row]
 
-            def rank(option: _Option, entry: Wanted = entry, name: str = name) -> tuple[int, ...]:
-                is_own = name == option.file or option.file not in named
+            def rank(option: _Option, entry: Wanted = entry, depth: int = depth) -> tuple[int, ...]:
+                is_own = owners.get(option.file, 0) <= depth
                 count = counts[entry.labels, entry.split, option.prefix]
                 evidence = option.tail, option.is_in_split, is_own, count
                 return (*evidence, -option.standard, option.num_shared)
 
-            best = self._best(entry, possible, rank, ambiguous) if possible else None
-            found.append(Found(best.file, is_exact=True) if best else None)
+            if exact[row] and (best := self._best(entry, exact[row], rank, ambiguous)):
+                found[row] = Found(best.file, is_exact=True)
+                owners.setdefault(best.file, depth)
         return found
 
     def _name(self, name: str) -> str:

@@ -27,7 +27,7 @@ from ssdctl.runtime.system import is_on_network, private_cache_dir
 
 BRIDGE = "habana_frameworks"
 BRIDGE_PACKAGE = "habana-torch-plugin"
-COMPILE_RELEASE = (1, 22)  # from here on torch.compile is the vendor's default; lazy is legacy
+COMPILE_RELEASE = (1, 22)  # first release with torch.compile as default; lazy is legacy
 TORCH_DEVICE = "hpu"  # the tests' fake computes on the CPU
 MODE = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
@@ -157,7 +157,6 @@ def _clear_errors() -> Iterator[None]:
 
 
 def open_device(local_rank: int, execution: str | None) -> Hpu:
-    """Open this process's Gaudi card."""
     if importlib.util.find_spec(BRIDGE) is None:
         raise UsageError(
             f"device hpu: the Gaudi bridge ({BRIDGE}) is not installed here",

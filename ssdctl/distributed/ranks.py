@@ -32,7 +32,7 @@ OUTSIDE = "192.0.2.1"  # unassigned (RFC 5737): routed by the default route
 
 
 class Ranks(NamedTuple):
-    """This process among all processes of a run."""
+    """The number of this process among all processes of a run."""
 
     rank: int
     world_size: int

@@ -45,7 +45,7 @@ TOLERANCE_FP16 = 1e-2
 # Share of detections: at an overlap of almost exactly the threshold, rounding decides.
 MAX_DIFFERENT = 0.01
 MAX_DIFFERENT_FP16 = 0.05
-NUM_IMAGES = 5  # that a file is compared on
+NUM_IMAGES = 5  # images for the comparison
 MAX_TRIED = 10  # images of the dataset that are opened for each that is needed
 
 Outputs = Literal["onnx", "none", "efficientnms", "raw"]
@@ -202,7 +202,7 @@ class Reference:
 
 
 def images_of(root: Path, store: Path) -> tuple[Images, str]:
-    """Return images to compare two programs on, and their source."""
+    """Return images for the comparison of two programs, and their source."""
     images = list(dataset_images(root, store, NUM_IMAGES))
     if len(images) == NUM_IMAGES:
         return np.stack([resized(image) for image in images]), str(root)

@@ -24,7 +24,7 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
         return
     waiting: Batch | None = None
     for batch in batches:
-        device.wait_for_copies()  # the waiting batch's, not the next one's
+        device.wait_for_copies()  # for the waiting batch
         is_on_device = batch.images.device.type != "cpu"  # decoded there
         copied = batch._replace(
             images=batch.images if is_on_device else device.copy(batch.images),

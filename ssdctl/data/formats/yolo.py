@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -53,6 +53,15 @@ FOLDERS = ("images", "img", "JPEGImages", "data", "")  # of images; "": the data
 MAX_TRIED = 200  # label files
 # A data.yaml, or Darknet's file, and its content: text, lists and tables.
 _Description = tuple[Path, dict[str, Any]]
+
+
+class _Listed(NamedTuple):
+    """An image in a list of images, or in data.yaml."""
+
+    split: str
+    path: Path  # of the list
+    folder: str  # of the list, relative to the dataset folder
+    name: str
 
 
 class _DistinctKeys(yaml.BaseLoader):
@@ -229,10 +238,10 @@ def _named_images(
     named: dict[str, list[str]] = {}
     used: dict[str, tuple[str, list[str]]] = {}  # what each folder is used for
     stale: dict[str, str] = {}  # the problem, by split
+    listed: list[_Listed] = []
     for split, text in _entries(content):
-        files = named.setdefault(split, [])
         if is_image(PurePosixPath(text)):
-            files += _listed_images(finder, origin, "", split, [text])
+            listed.append(_Listed(split, origin, "", text))
             continue
         parts = parts_of(text)
         found = _below(finder, before, parts)
@@ -248,7 +257,18 @@ def _named_images(
         own = parts_of(found)
         if own and [*before, *parts][-len(own) :] != own:
             notes.append(f"{origin.name}: {split}: {text} does not exist: {found} is used")
-        files += _images_of(finder, found, split)
+        if found.endswith(".txt"):
+            lines, folder = (
+                read_lines(finder.root / found, MAX_LIST_BYTES),
+                found.rpartition("/")[0],
+            )
+            names = (line.strip() for _, line in lines)
+            listed += [_Listed(split, finder.root / found, folder, name) for name in names]
+        else:
+            images = (f for f, names in finder.files.items() if names[: len(own)] == own)
+            named.setdefault(split, []).extend(images)
+    for split, files in _listed_images(finder, origin, listed).items():
+        named.setdefault(split, []).extend(files)
     found_splits = {split: sorted(set(files)) for split, files in named.items() if files}
     words = {split_of(file.rpartition("/")[0]) for file in finder.files}
     if "train" in stale and "train" not in words | {*found_splits}:
@@ -296,23 +316,28 @@ def _renamed(parts: list[str], split: str | None) -> Iterator[list[str]]:
                 yield [*parts[:n], word, *parts[n + 1 :]]
 
 
-def _images_of(finder: ImageFinder, folder: str, split: str) -> list[str]:
-    """Return the images in a folder, or those that a list names."""
-    if not folder.endswith(".txt"):
-        parts = parts_of(folder)
-        return [file for file, own in finder.files.items() if own[: len(parts)] == parts]
-    path = finder.root / folder
-    lines = [line.strip() for _, line in read_lines(path, MAX_LIST_BYTES)]
-    return _listed_images(finder, path, folder.rpartition("/")[0], split, lines)
-
-
 def _listed_images(
-    finder: ImageFinder, path: Path, folder: str, split: str, names: list[str]
-) -> list[str]:
-    found = finder.find([Wanted(name, folder, split) for name in names], path)
-    absent = [name for name, item in zip(names, found, strict=True) if item is None]
-    refuse(path, "images that do not exist", absent)
-    return [item.file for item in found if item]
+    finder: ImageFinder, origin: Path, listed: Sequence[_Listed]
+) -> dict[str, list[str]]:
+    """Return the image files of each split; a missing image never gets that of another split."""
+    splits: dict[tuple[str, str], set[str]] = {}
+    for entry in listed:
+        splits.setdefault((entry.folder, entry.name), set()).add(entry.split)
+    wanted = [
+        Wanted(name, folder, next(iter(words)) if len(words) == 1 else None)
+        for (folder, name), words in splits.items()
+    ]
+    found = dict(zip(splits, finder.find(wanted, origin), strict=True))
+    files: dict[str, list[str]] = {}
+    absent: dict[Path, list[str]] = {}
+    for split, path, folder, name in listed:
+        if item := found[folder, name]:
+            files.setdefault(split, []).append(item.file)
+        else:
+            absent.setdefault(path, []).append(name)
+    for path, names in absent.items():
+        refuse(path, "images that do not exist", names)
+    return files
 
 
 def _label_files(finder: ImageFinder, texts: list[PurePosixPath]) -> dict[str, PurePosixPath]:

@@ -1,0 +1,141 @@
+"""Commands in forks of a process that has everything imported, with a fault at a file operation.
+
+A run folder changes only at file operations: a process that is killed at each of them has been
+killed at every moment that leaves another folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+IMPORTED = """
+    pytest pandas pydantic hotcoco PIL.BmpImagePlugin PIL.GifImagePlugin PIL.JpegImagePlugin
+    PIL.PngImagePlugin PIL.PpmImagePlugin rich.table rich.jupyter typer._adapters safetensors.torch
+    encodings.utf_8_sig ssdctl.cli.main ssdctl.training.setup ssdctl.evaluation.evaluate
+    ssdctl.evaluation.analysis ssdctl.reporting.page ssdctl.inference.predict ssdctl.inference.save
+    ssdctl.exporting.deployed ssdctl.model.backbones.tiny ssdctl.cli.results
+"""
+CREATING = {"os.link", "os.mkdir", "os.truncate"}
+CHANGING = {"os.rename", "os.remove", "os.rmdir", *CREATING}
+DEADLINE_S = 120.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(IMPORTED.split())
+
+
+class Fault(NamedTuple):
+    """What happens at a file operation below a folder.
+
+    A signal comes at the operation. An error is raised by it and by all later ones that need space.
+    """
+
+    at: int  # counted from 1
+    name: str  # of a signal or an error
+
+    @property
+    def is_signal(self) -> bool:
+        return self.name.startswith("SIG")
+
+
+class Command:
+    """`ssdctl ARGUMENTS` in a fork, which scores evaluations in a thread.
+
+    Args:
+        folder: The operations below it are counted.
+        has_links: Whether its file system has hard links.
+        variables: Added to the environment.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        folder: Path,
+        log: Path,
+        *,
+        fault: Fault | None = None,
+        has_links: bool = True,
+        **variables: str,
+    ) -> None:
+        words = [str(a) for a in arguments]
+        self.line = f"ssdctl {shlex.join(words)}"
+        if fault is not None:
+            self.line += f"   # {fault.name} at file operation {fault.at} below {folder}"
+        self._log = log
+        hook = _Hook(str(folder), fault, has_links)
+        self._process = CONTEXT.Process(
+            target=_run, args=(words, log, hook, variables), daemon=True
+        )
+        self._process.start()
+
+    def wait(self) -> tuple[int, str]:
+        """Return the exit code and what the command wrote."""
+        self._process.join(DEADLINE_S)
+        code = self._process.exitcode
+        self._process.kill()
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        assert code is not None, f"hangs: {self.line}: {text}"
+        return code, text
+
+
+class _Hook:
+    def __init__(self, folder: str, fault: Fault | None, has_links: bool) -> None:
+        self._folder, self._fault, self._has_links = folder, fault, has_links
+        self._count = 0
+
+    def install(self) -> None:
+        lock = threading.Lock()
+
+        def hook(event: str, given: tuple[Any, ...]) -> None:
+            if event != "open" and event not in CHANGING:
+                return
+            if not any(str(path).startswith(self._folder) for path in given[:2]):
+                return
+            with lock:
+                self._count += 1
+                count = self._count
+            if event == "os.link" and not self._has_links:
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+            if self._fault is not None:
+                needs_space = event in CREATING or (event == "open" and given[2] & os.O_ACCMODE)
+                self._fail(self._fault, count, bool(needs_space), str(given[0]))
+
+        sys.addaudithook(hook)
+
+    @staticmethod
+    def _fail(fault: Fault, count: int, needs_space: bool, path: str) -> None:
+        if fault.is_signal:
+            if count == fault.at:
+                os.kill(os.getpid(), getattr(signal, fault.name))
+        elif count >= fault.at and needs_space:
+            number = getattr(errno, fault.name)
+            raise OSError(number, os.strerror(number), path)
+
+
+def _run(words: list[str], log: Path, hook: _Hook, variables: dict[str, str]) -> None:
+    from ssdctl.cli.main import main
+    from ssdctl.evaluation.analysis import BackgroundScoring, score
+    from ssdctl.evaluation.coco_ap import read_ground_truth
+    from ssdctl.runs.evaluation import Evaluation
+
+    def score_here(
+        scoring: BackgroundScoring,
+    ) -> Evaluation:  # a process of its own would import for a second
+        return score(read_ground_truth(scoring._annotations), *scoring._job)
+
+    BackgroundScoring._run = score_here  # type: ignore[assignment, method-assign]
+    os.environ.update(variables)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook.install()
+    main(words)

@@ -1,0 +1,400 @@
+"""Random lives of a run folder: trained, killed, damaged, moved, read, and continued.
+
+    scripts/test tests/runs/process/test_life.py                  # a few lives
+    scripts/test -m slow tests/runs/process/test_life.py          # 30 minutes of others
+    SEED=7 scripts/test -m slow tests/runs/process/test_life.py   # the same again
+
+The oracle is an undisturbed run: as long as nothing that changes what a run computes was changed,
+every loss, AP and weight is equal to its. A failure prints the shortest life as commands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from faults import Command, Fault
+from hypothesis import HealthCheck, Phase, note, settings
+from hypothesis import seed as with_seed
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ssdctl.data.shapes import generate
+
+SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
+OPTIONS = (
+    "--preset stable-r34 --backbone tiny --backbone-weights none --bs 2 --warmup 1st --log-every 1 "
+    "--fp32 --device cpu --optimizer adamw --lr 0.0025"
+)
+LENGTH = 8  # steps of the undisturbed run
+SLOW_S = 30 * 60
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+ERRORS = ("ENOSPC", "EDQUOT", "EROFS")
+faults = st.builds(Fault, st.integers(1, 160), st.sampled_from(SIGNALS + ERRORS))
+readers = st.sampled_from(["evaluate", "all", "report", "runs", "predict", "export"])
+often = st.sampled_from(["1st", "2st", "3st", "5st"])
+lengths = st.integers(1, LENGTH)
+
+
+class Settings(NamedTuple):
+    """What may differ from start to start."""
+
+    keep: int
+    save_every: str
+    eval_every: str
+    workers: int
+
+    def options(self) -> list[object]:
+        names = (f"--{name.replace('_', '-')}" for name in self._fields)
+        return list(itertools.chain(*zip(names, self, strict=True)))
+
+
+changing = st.builds(Settings, st.integers(1, 4), often, often, st.integers(1, 2))
+
+
+class Undisturbed(NamedTuple):
+    data: Path
+    losses: dict[int, float]
+    aps: dict[int, float]
+    states: dict[int, str]
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """Return the contents of a checkpoint; None if it is damaged."""
+    try:
+        content: dict[str, Any] = torch.load(path, weights_only=True)
+    except Exception:
+        return None
+    return content
+
+
+def digest(content: dict[str, Any]) -> str:
+    tensors = [*content["model"].values()]
+    for state in content["optimizer"]["state"].values():
+        tensors += map(torch.as_tensor, state.values())
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def steps(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("step-????????.pt"))
+
+
+def step_of(path: Path) -> int:
+    return int(path.name[5:13])
+
+
+def files(run: Path) -> dict[Path, bytes]:
+    found = (p for p in run.rglob("*") if p.is_file() and p.name not in (".lock", "report.html"))
+    return {p: hashlib.sha256(p.read_bytes()).digest() for p in found}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    data, run = folder / "data", folder / "run"
+    generate(data, num_train=8, num_val=3, seed=0)
+    every = Settings(99, "1st", "1st", 1).options()
+    words = ["train", "--data", data, "--out", run, *OPTIONS.split(), "--steps", LENGTH, *every]
+    code, text = Command(words, run, folder / "log").wait()
+    assert code == 0, text
+    contents = {step_of(path): load(path) for path in steps(run)}
+    return Undisturbed(
+        data,
+        {r["step"]: r["loss"] for r in records(run, "train")},
+        {r["step"]: r["AP"] for r in records(run, "eval")},
+        {step: digest(content) for step, content in contents.items() if content},
+    )
+
+
+class Life(RuleBasedStateMachine):
+    """The life of one run folder, and what must be true of it after each command."""
+
+    undisturbed: Undisturbed
+    about: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="life-"))
+        self.names = (f"{number:02d}" for number in itertools.count())
+        self.run = self.folder / next(self.names)
+        self.data = shutil.copytree(self.undisturbed.data, self.folder / "data")
+        self.own: list[object] = []  # options that change what the run computes
+        self.first = 1  # the first step in metrics.jsonl
+        self.is_exact = True  # whether it computes what the undisturbed run does
+        self.may_lack_best = False  # whether the weights of the best may be nowhere
+        self.newest = 0  # the newest intact checkpoint's step
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder)
+
+    @initialize(has_links=st.booleans())
+    def begin(self, has_links: bool) -> None:
+        self.has_links = has_links
+        note(self.about)
+
+    # What a user does
+
+    @rule(to=lengths, chosen=changing, fault=st.none() | faults)
+    def train(self, to: int, chosen: Settings, fault: Fault | None) -> None:
+        self.check(to, chosen, *self.start(self.training(to, chosen), fault).wait(), fault)
+
+    @precondition(lambda self: self.newest > 0)
+    @rule(back=st.integers(0, 3), by=lengths, chosen=changing, fault=st.none() | faults)
+    def go_back(self, back: int, by: int, chosen: Settings, fault: Fault | None) -> None:
+        """Train again from an earlier checkpoint; the same command again continues."""
+        file = [path for path in steps(self.run) if load(path)][-1 - back :][0]
+        to = step_of(file) + by
+        words = [*self.training(to, chosen), "--resume", file]
+        self.may_lack_best, self.newest = True, step_of(file)
+        result = self.start(words, fault).wait()
+        if fault is not None and result[0] != 0:
+            self.newest = min(self.newest, self.newest_intact())
+            result = self.start(words).wait()
+        self.check(to, chosen, *result, None)
+        self.check(to, chosen, *self.start(words).wait(), None)
+
+    @precondition(lambda self: self.newest > 0)
+    @rule(to=lengths, chosen=changing)
+    def begin_elsewhere(self, to: int, chosen: Settings) -> None:
+        """Continue in a new folder from a checkpoint of this one."""
+        file, self.run = steps(self.run)[-1], self.folder / next(self.names)
+        to += self.newest
+        words = [*self.training(to, chosen), "--resume", file]
+        self.first, self.may_lack_best = self.newest + 1, False
+        for _ in range(2):
+            self.check(to, chosen, *self.start(words).wait(), None)
+
+    @precondition(lambda self: self.newest > 0)
+    @rule(to=lengths, chosen=changing, fault=st.none() | faults)
+    def change(self, to: int, chosen: Settings, fault: Fault | None) -> None:
+        """Continue with another global batch."""
+        is_larger = "--accumulate" not in self.own
+        self.own = ["--accumulate", 2] if is_larger else ["--accumulate", 1]
+        self.own.append("--resume-changed")
+        if not is_larger:
+            self.own[:2] = []
+        self.is_exact, self.may_lack_best = False, True
+        before, self.newest = self.newest, 0
+        words = self.training(to, chosen)
+        result = self.start(words, fault).wait()
+        if fault is not None and result[0] != 0:
+            result = self.start(words).wait()
+        assert result[0] == 0, result
+        counted = before // 2 if is_larger else 2 * before
+        self.check(max(to, counted), chosen, *result, None)
+
+    @precondition(lambda self: len([p for p in steps(self.run) if load(p)]) > 1)
+    @rule(how=st.sampled_from(["delete", "cut", "flip"]))
+    def damage(self, how: str) -> None:
+        """Damage the newest checkpoint; that of a link is damaged, too."""
+        path = steps(self.run)[-1]
+        note(f"{how} {path}")
+        if how == "delete":
+            path.unlink()
+        else:
+            with path.open("r+b") as file:
+                file.truncate(file.seek(0, 2) // 2) if how == "cut" else file.seek(70_000)
+                file.write(b"\xff\x00\xff") if how == "flip" else None
+        self.may_lack_best, self.newest = True, self.newest_intact()
+
+    @rule(name=st.sampled_from(["best.pt", "last.pt"]))
+    def remove(self, name: str) -> None:
+        note(f"rm {self.run}/checkpoints/{name}")
+        (self.run / "checkpoints" / name).unlink(missing_ok=True)
+        self.may_lack_best |= name == "best.pt"
+
+    @precondition(lambda self: self.run.exists())
+    @rule(is_copied=st.booleans())
+    def move(self, is_copied: bool) -> None:
+        target = self.folder / next(self.names)
+        note(f"{'cp -r' if is_copied else 'mv'} {self.run} {target}")
+        (shutil.copytree if is_copied else shutil.move)(self.run, target)
+        self.run = target
+
+    @rule()
+    def move_data(self) -> None:
+        target = self.folder / f"data-{next(self.names)}"
+        note(f"mv {self.data} {target}")
+        self.data = self.data.rename(target)
+
+    @rule(encoding=st.sampled_from(["jpeg", "raw"]))
+    def prepare(self, encoding: str) -> None:
+        words = ["prepare", "--data", self.data, "--encoding", encoding, "--force"]
+        code, text = self.start(words).wait()
+        assert code == 0, text
+
+    @precondition(lambda self: self.newest > 0)
+    @rule(reader=readers)
+    def read(self, reader: str) -> None:
+        before = files(self.run)
+        code, text = self.start(self.reading(reader)).wait()
+        assert code == 0, text
+        assert files(self.run) == before, "a command that reads changed the run"
+
+    @precondition(lambda self: self.newest > 0)
+    @rule(reader=readers, to=lengths, chosen=changing)
+    def read_meanwhile(self, reader: str, to: int, chosen: Settings) -> None:
+        training, reading = self.start(self.training(to, chosen)), self.start(self.reading(reader))
+        code, text = reading.wait()
+        assert code == 0, text
+        self.check(to, chosen, *training.wait(), None)
+
+    @rule(to=lengths, chosen=changing)
+    def train_twice_at_once(self, to: int, chosen: Settings) -> None:
+        """The second one waits for the first."""
+        both = [self.start(self.training(to, chosen)) for _ in range(2)]
+        for code, text in [command.wait() for command in both]:
+            assert code in (0, 2), text
+            assert code == 0 or "another ssdctl process" in text
+        self.check(to, chosen, 0, "", None)
+
+    # How a command is started
+
+    def training(self, to: int, chosen: Settings) -> list[object]:
+        words = ["train", "--data", self.data, "--out", self.run, *OPTIONS.split(), *self.own]
+        return [*words, "--steps", to, *chosen.options()]
+
+    def reading(self, reader: str) -> list[object]:
+        run, out = self.run, self.folder / next(self.names)
+        return {
+            "evaluate": ["evaluate", run, "--data", self.data],
+            "all": ["evaluate", run, "--all", "--data", self.data],
+            "report": ["report", run],
+            "runs": ["runs", run.parent],
+            "predict": ["predict", run, self.data / "val2017", "--out", out],
+            "export": ["export", run, "--format", "safetensors", "--out", f"{out}.safetensors"],
+        }[reader]
+
+    def start(self, words: list[object], fault: Fault | None = None, **variables: str) -> Command:
+        log = self.folder / f"log-{next(self.names)}"
+        command = Command(
+            words,
+            self.run,
+            log,
+            fault=fault,
+            has_links=self.has_links,
+            OMP_NUM_THREADS="1",
+            **variables,
+        )
+        note(command.line)
+        return command
+
+    # What must be true
+
+    def newest_intact(self) -> int:
+        return next((step_of(p) for p in reversed(steps(self.run)) if load(p)), 0)
+
+    def check(self, to: int, chosen: Settings, code: int, text: str, fault: Fault | None) -> None:
+        """Check a run after a command of training."""
+        assert "Traceback" not in text, text
+        expected = {0}
+        if fault is not None:
+            expected.add(-9 if fault.name == "SIGKILL" else 75 if fault.is_signal else 6)
+        assert code in expected, f"exit code {code}, not in {expected}: {text}"
+        before, self.newest = self.newest, self.newest_intact()
+        assert self.newest >= before, f"was at step {before}, is at {self.newest}"
+        if code == -9:
+            return
+        left = list(self.run.rglob("*.tmp"))
+        assert not left, f"left: {left}"
+        if code == 6:
+            assert any(word in text for word in ("no space left", "no permission")), text
+            return
+        if code == 0:
+            assert self.newest == max(to, before)
+            assert not text or f"{self.run}: {self.newest} steps" in text, text
+        elif "before the first step" in text:
+            return
+        else:
+            stopped = re.search(r"at step (\d+)/(\d+); progress saved in (\S+)", text)
+            assert stopped, text
+            assert stopped.groups() == (str(self.newest), str(to), str(self.run))
+        self.check_records()
+        self.check_checkpoints(chosen.keep)
+
+    def check_records(self) -> None:
+        trained = [r["step"] for r in records(self.run, "train")]
+        assert trained == list(range(self.first, self.newest + 1))
+        scored = [r["step"] for r in records(self.run, "eval")]
+        assert len(scored) == len(set(scored)), f"evaluated twice: {scored}"
+        if self.is_exact:
+            for record in records(self.run, "train"):
+                assert record["loss"] == self.undisturbed.losses.get(record["step"], record["loss"])
+            for record in records(self.run, "eval"):
+                assert record["AP"] == self.undisturbed.aps.get(record["step"], record["AP"])
+
+    def check_checkpoints(self, keep: int) -> None:
+        folder = self.run / "checkpoints"
+        kept = [*steps(self.run), *folder.glob("*.pt.retired")]
+        assert len(kept) <= keep, f"--keep {keep}: {sorted(p.name for p in kept)}"
+        last = load(folder / "last.pt")
+        assert last is not None
+        assert last["step"] == self.newest, "last.pt is not the newest"
+        if self.is_exact and self.newest in self.undisturbed.states:
+            assert digest(last) == self.undisturbed.states[self.newest], "other weights"
+        evaluations = [r for r in records(self.run, "eval") if r["AP"] >= 0]
+        if not evaluations:
+            return
+        step = max(evaluations, key=lambda r: r["AP"])["step"]
+        best, of_best = folder / "best.pt", folder / f"step-{step:08d}.pt"
+        assert best.exists() or (self.may_lack_best and not of_best.exists()), "no best.pt"
+        if best.exists() and not ("--accumulate" in self.own or not self.is_exact):
+            content = load(best)
+            assert content is not None, "best.pt is damaged"
+            assert content["step"] == step, f"best is {step}, best.pt is {content['step']}"
+            details = json.loads((self.run / "evaluation.json").read_text())
+            assert details["about"]["step"] == step
+
+
+def live(undisturbed: Undisturbed, number: int | None, lives: int, commands: int) -> None:
+    """Live some lives; without a seed always the same."""
+    machine = type("Life", (Life,), {"undisturbed": undisturbed, "about": f"SEED={number}"})
+    machine = machine if number is None else with_seed(number)(machine)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=lives,
+            stateful_step_count=commands,
+            database=None,
+            derandomize=number is None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink],
+            report_multiple_bugs=False,
+        ),
+    )
+
+
+def test_lives(undisturbed: Undisturbed) -> None:
+    live(undisturbed, None, 5, 5)
+
+
+@pytest.mark.slow
+def test_many_lives(undisturbed: Undisturbed) -> None:
+    end = time.monotonic() + SLOW_S
+    for number in itertools.count(SEED):
+        live(undisturbed, number, 20, 12)
+        if time.monotonic() > end:
+            break
