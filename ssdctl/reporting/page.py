@@ -32,10 +32,10 @@ from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_te
 from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
-from ssdctl.runs.display import duration
 from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.run import Run, different_settings
+from ssdctl.runtime.progress import duration
 
 HERE = Path(__file__).parent
 MAX_IMAGES, MIN_IMAGES = 24, 4  # all runs, each run: the page stays small
