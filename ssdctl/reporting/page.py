@@ -88,8 +88,19 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
         sizes=SIZES,
         version=__version__,
     )
+    page = _with_relative_paths(page, target.absolute().parent)
     # File names that are not UTF-8 contain surrogates, which a page cannot.
     write_text(target, page.encode("utf-8", "backslashreplace").decode())
+
+
+def _with_relative_paths(page: str, folder: Path) -> str:
+    """Make the absolute paths near the page relative to it: a shared page names no home folder."""
+    for ups, above in enumerate((folder, *folder.parents)):
+        if len(above.parts) > 2:  # not /home, not /tmp
+            relative = "/".join([".."] * ups) or "."
+            page = re.sub(rf"(?<![\w./-]){re.escape(str(above))}(?![\w.-])", relative, page)
+    home = str(Path.home())
+    return re.sub(rf"(?<![\w./-]){re.escape(home)}(?![\w.-])", "~", page) if home != "/" else page
 
 
 def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:
