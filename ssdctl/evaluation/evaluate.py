@@ -1,6 +1,6 @@
 """Score a checkpoint, all checkpoints of a run, or a file of detections.
 
-for evaluation in evaluate_files([find_checkpoint("runs/a")], resolved, progress=progress_bar):
+for evaluation in evaluate_files([find_checkpoint("runs/a")], config, progress=progress_bar):
     evaluation.metrics["AP"]
 
 A file of detections is scored without torch.
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.config import Config, DataConfig, Resolved
+from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
@@ -28,7 +28,7 @@ from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import score
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
 from ssdctl.files import DECODE_ERRORS, write_bytes
@@ -37,7 +37,7 @@ from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.format import ModelFile
+    from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
     from ssdctl.data.store import Split
     from ssdctl.device import Device
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 def evaluate_files(
     files: Sequence[Path],
-    resolved: Resolved,
+    config: Config,
     *,
     progress: Progress,
     detections_file: Path | None = None,
@@ -69,23 +69,25 @@ def evaluate_files(
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
     if is_results:
-        yield _evaluate_results(files[0], resolved)
+        yield _evaluate_results(files[0], config)
         return
+    from ssdctl.checkpoint.file import read_model
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import broadcast, process_group
+    from ssdctl.distributed.collectives import any_rank, broadcast, process_group
 
     ranks = find_ranks()
-    device = open_device(resolved.config.evaluate.device, ranks.local_rank)
+    device = open_device(config.evaluate.device, ranks.local_rank)
     with process_group(ranks, device):
         for file in files:
-            if len(files) > 1 and broadcast(not file.exists(), ranks):
+            checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
+            if len(files) > 1 and any_rank([checkpoint is None], ranks)[0]:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
             evaluation = evaluate_checkpoint(
-                file,
-                resolved.config,
+                checkpoint or file,
+                config,
                 device,
-                given=resolved.explicit_settings(),
+                given=config.explicit_settings(),
                 progress=progress,
                 ranks=ranks,
                 detections_file=detections_file,
@@ -95,16 +97,27 @@ def evaluate_files(
             yield evaluation
 
 
-def _evaluate_results(path: Path, resolved: Resolved) -> Evaluation:
+def _read_unless_deleted(file: Path) -> NetworkWeights | OnnxGraph | None:
+    from ssdctl.checkpoint.file import read_model
+
+    try:
+        return read_model(file)
+    except SsdctlError:
+        if file.exists():
+            raise
+        return None
+
+
+def _evaluate_results(path: Path, config: Config) -> Evaluation:
     """Score detections against the annotations only; no image is read.
 
     The split of an annotation file is the file, unless the call chooses one.
     """
-    settings = resolved.config.evaluate
-    root, store = dataset_folders(resolved.config.data)
+    settings = config.evaluate
+    root, store = dataset_folders(config.data)
     name: str = settings.split
     splits = annotations_of(root, store)
-    if root.is_file() and len(splits) == 1 and not resolved.is_chosen("evaluate.split"):
+    if root.is_file() and len(splits) == 1 and not config.is_chosen("evaluate.split"):
         name = next(iter(splits))
     truth = ground_truth(require_split(splits, name, root))
     image_ids = truth.image_ids
@@ -157,7 +170,7 @@ def read_detections(path: Path) -> Detections:
 
 
 def evaluate_checkpoint(
-    path: Path,
+    source: Path | NetworkWeights | OnnxGraph,
     config: Config,
     device: Device,
     *,
@@ -184,7 +197,7 @@ def evaluate_checkpoint(
     from ssdctl.inference.predict import open_detector
 
     settings = config.evaluate
-    checkpoint = read_model(path)
+    checkpoint = read_model(source) if isinstance(source, Path) else source
     data = choose_data(checkpoint, config.data, given)
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
@@ -192,7 +205,8 @@ def evaluate_checkpoint(
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
-    rows = _rows_to_score(split, settings, f"{name or path} (step {checkpoint.step}) on {dataset}")
+    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
+    rows = _rows_to_score(split, settings, what)
     precision = choose_precision(checkpoint, settings, device)
     thresholds = settings.score_threshold, settings.nms_iou
     detector = open_detector(checkpoint, device, DetectorConfig(precision, *thresholds))
@@ -212,7 +226,7 @@ def evaluate_checkpoint(
         write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
         log.info("%d detections written to %s", len(detections.scores), detections_file)
     about = EvaluationInfo(
-        source=str(path),
+        source=str(checkpoint.path),
         step=checkpoint.step,
         epoch=round(checkpoint.epoch, 4),
         data=str(root.absolute()),
