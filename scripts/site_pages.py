@@ -35,7 +35,8 @@ def on_files(files: Any, *, config: Any) -> None:
 # Wide tables get their scrolling frame when the page is shown.
 FOCUSABLE = """<script>
 document$.subscribe(() => setTimeout(() => {
-  for (const frame of document.querySelectorAll(".md-typeset__scrollwrap, pre > code")) frame.tabIndex = 0
+  const frames = document.querySelectorAll(".md-typeset__scrollwrap, pre > code")
+  for (const frame of frames) frame.tabIndex = 0
 }))
 </script>
 </body>"""
