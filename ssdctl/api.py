@@ -51,7 +51,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
         for table, settings in tables.items()
         for key, value in settings.items()
     ]
-    return resolve_call(config, given).config
+    return resolve_call(config, given)
 
 
 @hints_in_messages()
@@ -102,7 +102,7 @@ def load(
         "tile": tile,
         "tile_overlap": tile_overlap,
     }
-    settings = resolve_call(None, overrides_of("predict", given)).config.predict
+    settings = resolve_call(None, overrides_of("predict", given)).predict
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
     return Predictor(*load_detector(checkpoint, settings))
@@ -153,10 +153,10 @@ def prepare(
         "shrink": shrink,
         "jobs": jobs,
     }
-    resolved = resolve_call(config, overrides_of("prepare", given))
+    config = resolve_call(config, overrides_of("prepare", given))
     from ssdctl.data.open_dataset import prepare_dataset
 
-    return prepare_dataset(resolved.config, force=force, progress=_progress(progress))
+    return prepare_dataset(config, force=force, progress=_progress(progress))
 
 
 @hints_in_messages()
@@ -297,15 +297,15 @@ def evaluate(
         "score_threshold": score_threshold,
         "nms_iou": nms_iou,
     }
-    resolved = resolve_call(config, overrides_of("evaluate", given))
+    config = resolve_call(config, overrides_of("evaluate", given))
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
     from ssdctl.inference.locate import locate_checkpoint
 
-    path = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
+    path = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(
         [path],
-        resolved,
+        config,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
     )
@@ -372,13 +372,13 @@ def export(
         "data": data,
         "limit": limit,
     }
-    resolved = resolve_call(config, overrides_of("evaluate", given))
+    config = resolve_call(config, overrides_of("evaluate", given))
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(
         os.fspath(checkpoint),
         ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
-        resolved,
+        config,
         progress=_progress(progress),
     )
 

@@ -106,21 +106,21 @@ class Trainer:
             "workers": workers,
             "seed": seed,
         }
-        resolved = resolve_call(config, overrides_of("train", given))
+        config = resolve_call(config, overrides_of("train", given))
         with contextlib.ExitStack() as stack, signals.handled():
             is_live = progress and can_redraw()
             display = RunDisplay(_log_facts, _log_line, is_live=is_live, has_steps=True)
             stack.callback(display.close)
             self._trainer = stack.enter_context(
                 setup.open_trainer(
-                    with_absolute_data(resolved),
+                    with_absolute_data(config),
                     emit=display.show,
                     progress=progress_bar if progress else without_progress,
                 )
             )
             self._resources = stack.pop_all()
         self._is_open = True
-        self.path = Path(self._trainer.opened.run.out)
+        self.path = Path(self._trainer.opened.plan.out)
         self.model: SSD300 = self._trainer.model
         self.optimizer: torch.optim.Optimizer = self._trainer.optimizer
         self.total_steps: int = self._trainer.plan.total_steps

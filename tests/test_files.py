@@ -299,7 +299,7 @@ def hold_run(path: Path) -> None:
 
 
 def log_for_mlperf(path: Path) -> None:
-    config = resolve(overrides=[Override("train.mllog", str(path), of_call("--mllog"))]).config
+    config = resolve(overrides=[Override("train.mllog", str(path), of_call("--mllog"))])
     run = SimpleNamespace(config=config, plan=make_plan(config.train, 9, 1))
     device, ranks = SimpleNamespace(label="cpu"), SINGLE_PROCESS
     MLLog(SimpleNamespace(run=run, device=device, ranks=ranks, val=None))  # type: ignore[arg-type]

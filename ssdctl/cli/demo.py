@@ -18,7 +18,7 @@ from typer import Option
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import painted
 from ssdctl.cli.help import click_root
-from ssdctl.config import Resolved
+from ssdctl.config import Config
 from ssdctl.errors import ExitCode
 from ssdctl.runs.display import duration, step_time
 from ssdctl.runs.layout import RunDir
@@ -92,7 +92,7 @@ def _announced_steps(call: Call, run: Path, start: float) -> int:
     steps, about = steps_of_run(run), "Continues an earlier start."
     if steps is None:
         console.info("Measuring the speed of this machine...")
-        step_s = seconds_per_step(call.resolved)
+        step_s = seconds_per_step(call.config)
         steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
         time_s, pace = duration(total_seconds(steps, step_s)), step_time(step_s)
         about = f"This takes about {time_s} on this machine ({pace} measured just now)."
@@ -129,24 +129,25 @@ def recipe(steps: int) -> str:
     return RECIPE.format(end=steps / FULL_STEPS, every=steps // EVALUATIONS)
 
 
-def seconds_per_step(resolved: Resolved) -> float:
+def seconds_per_step(config: Config) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
     from ssdctl.benchmark import train as benchmark
+    from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.model.ssd300 import Architecture
-    from ssdctl.training.run import finalize
+    from ssdctl.training.plan import make_plan
 
-    config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
-    device = open_device(config.device, 0, config.execution)
+    settings = msgspec.structs.replace(config.train, optimizer="adamw", clip_grad=10.0)
+    device = open_device(settings.device, 0, settings.execution)
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
-    run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
+    plan = make_plan(config, device, SINGLE_PROCESS, DatasetSize(IMAGES, None, 0, []))
     architecture = Architecture("resnet18", "batch", len(CLASSES) + 1)
-    return benchmark.seconds_per_step(architecture, config, device, run.precision, BATCH_SIZE)
+    return benchmark.seconds_per_step(architecture, settings, device, plan.precision, BATCH_SIZE)
 
 
 def affordable_steps(step_s: float, left_s: float) -> int:

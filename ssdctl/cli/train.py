@@ -23,7 +23,7 @@ from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_c
 if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
-    from ssdctl.training.run import SettledRun
+    from ssdctl.training.plan import Plan
     from ssdctl.training.trainer import Summary
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
@@ -77,11 +77,11 @@ def train(
         display = RunDisplay(
             console.facts, console.info, is_live=console.live, is_verbose=console.verbose
         )
-        resolved = with_absolute_data(call.resolved)
+        config = with_absolute_data(call.config)
         with (
             closing(display),
             signals.announced(console.info),
-            open_trainer(resolved, emit=display.show, progress=console.progress) as trainer,
+            open_trainer(config, emit=display.show, progress=console.progress) as trainer,
         ):
             start = trainer.step
             summary = trainer.run()
@@ -126,7 +126,7 @@ def _show_plan(call: Call) -> None:
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
     from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
-    from ssdctl.training.run import finalize, settings_of_run
+    from ssdctl.training.plan import make_plan, settings_of_run
 
     root, size = _dataset_size(call)
     if not size.trainable:
@@ -135,37 +135,31 @@ def _show_plan(call: Call) -> None:
     if call.config.train.init is not None:
         from ssdctl.training.setup import planned_network  # late: torch takes seconds
 
-        network = planned_network(call.resolved)
+        network = planned_network(call.config)
     device = _device(call.config.train.device)
     device.choose_execution(call.config.train.execution)
     is_chosen = call.config.train.device != "auto"
-    is_any = not is_chosen and call.resolved.is_chosen("train.precision")  # also of another machine
-    run = finalize(
-        call.resolved,
-        None if is_any else device,
-        ranks,
-        size.trainable,
-        background=size.background,
-        before=settings_of_run(call.config),
-        network=network,
-    )
-    for notice in run.notices:
+    is_any = not is_chosen and call.config.is_chosen("train.precision")  # also of another machine
+    before = settings_of_run(call.config)
+    known = None if is_any else device
+    plan = make_plan(call.config, known, ranks, size, before=before, network=network)
+    config = plan.config
+    for notice in plan.notices:
         call.console.warning(notice)
-    if is_any and run.precision not in ("auto", *device.precisions):
+    if is_any and plan.precision not in ("auto", *device.precisions):
         call.console.warning(
-            f"{device.name}, the device of this machine, does not compute in {run.precision}: "
+            f"{device.name}, the device of this machine, does not compute in {plan.precision}: "
             "the plan is for another one"
         )
-    plan, config = run.plan, run.config
     check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    for warning in description.warnings_of_unreached(run):
+    for warning in description.warnings_of_unreached(plan):
         call.console.warning(warning)
     workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     data = {
         **plan.as_json(),
-        "recipe": run.rule or f"preset {config.train.preset}",
+        "recipe": plan.rule or f"preset {config.train.preset}",
         "workers": workers,
         "cpu_quota": quota,
     }
@@ -176,15 +170,15 @@ def _show_plan(call: Call) -> None:
     repeated = repeated if plan.global_batch_size > plan.images else ""
     validation = min(size.validation, config.train.overfit or size.validation)
     rows = description.facts(
-        run,
+        plan,
         size.classes,
         validation,
         f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
-        f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
+        f"{AUTO_PRECISION if plan.precision == 'auto' else plan.precision}",
     )
     classes = len(size.classes) or COCO_NUM_CLASSES
     rows |= {
-        "time": _time(call, run, device.name, validation, classes),
+        "time": _time(call, plan, device.name, validation, classes),
         "to stop": "Ctrl-C at any time: the run is saved, and the same command continues it",
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
@@ -193,10 +187,10 @@ def _show_plan(call: Call) -> None:
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
         "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
-        "checkpoints": _disk_needed(run, classes),
-        "run": str(run.out),
+        "checkpoints": _disk_needed(plan, classes),
+        "run": str(plan.out),
     }
-    if call.console.verbose and (details := description.details(run)):
+    if call.console.verbose and (details := description.details(plan)):
         rows["details"] = details
     call.console.result(None, aligned(list(rows.items())))
 
@@ -230,14 +224,13 @@ def _device(name: str) -> DeviceType:
     return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
-def _time(call: Call, run: SettledRun, device: str, val_images: int, classes: int) -> str:
+def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) -> str:
     """Return how long the run takes, by an earlier run or, on a terminal, by measured steps."""
     from ssdctl.runs.display import EVALUATION_COST
-    from ssdctl.training.description import evaluations_after
 
-    evaluations = len(evaluations_after(run, 0)) * val_images
-    images = run.plan.total_steps * run.plan.global_batch_size + EVALUATION_COST * evaluations
-    if (known := _known_rate(run, device)) is not None:
+    evaluations = len(plan.evaluations_after(0)) * val_images
+    images = plan.total_steps * plan.global_batch_size + EVALUATION_COST * evaluations
+    if (known := _known_rate(plan, device)) is not None:
         rate, source = known[0], f"in {known[1]}"
     elif call.console.live and device == "cpu" and find_ranks().is_single_process:
         call.console.info("Measuring training steps...")
@@ -245,25 +238,25 @@ def _time(call: Call, run: SettledRun, device: str, val_images: int, classes: in
         from ssdctl.device import open_device
         from ssdctl.model.ssd300 import Architecture
 
-        model, config, size = run.config.model, run.config.train, MEASURED_BATCH
+        model, config, size = plan.config.model, plan.config.train, MEASURED_BATCH
         architecture = Architecture(model.backbone, model.extra_norm, classes + 1)
         opened = open_device(device, execution=config.execution)
-        rate = size / seconds_per_step(architecture, config, opened, run.precision, size)
+        rate = size / seconds_per_step(architecture, config, opened, plan.precision, size)
         source = "measured now"
     else:
         return "unknown before a first run; `ssdctl benchmark train` measures the speed"
     return f"about {duration(images / rate)} on this machine, {rate:.1f} img/s {source}"
 
 
-def _known_rate(run: SettledRun, device: str) -> tuple[float, Path] | None:
+def _known_rate(plan: Plan, device: str) -> tuple[float, Path] | None:
     """Return images per second of this run, or else of a similar one.
 
     That is the newest run of `runs/` with the same network and precision, on as many devices.
     """
     from ssdctl.runs.run import Run, newest_runs
 
-    ours = run.config.model.backbone, run.precision, find_ranks().world_size, device == "cpu"
-    for known in map(Run, (run.out, *newest_runs()[:MAX_SIMILAR])):
+    ours = plan.config.model.backbone, plan.precision, find_ranks().world_size, device == "cpu"
+    for known in map(Run, (plan.out, *newest_runs()[:MAX_SIMILAR])):
         try:
             settings, environment, steps = known.settings, known.environment, known.train
         except SsdctlError:
@@ -277,20 +270,18 @@ def _known_rate(run: SettledRun, device: str) -> tuple[float, Path] | None:
             environment.world_size,
             environment.device == processor()[0],
         )
-        if known.path == run.out or theirs == ours:
+        if known.path == plan.out or theirs == ours:
             return rate, known.path
     return None
 
 
-def _disk_needed(run: SettledRun, classes: int) -> str:
+def _disk_needed(plan: Plan, classes: int) -> str:
     from ssdctl.files import free_bytes
-    from ssdctl.training.schedule import checkpoint_bytes
 
-    config = run.config
-    each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
-    kept = config.train.keep + 2
+    each, keep = plan.checkpoint_bytes(classes + 1), plan.config.train.keep
+    kept = keep + 2
     return (
         f"{each / 1e6:,.0f} MB each, {max(kept * each / 1e9, 0.1):.1f} GB at most "
-        f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run.out.absolute()) / 1e9:,.0f} GB free"
+        f"(--keep {keep}, the best, one being written); "
+        f"{free_bytes(plan.out.absolute()) / 1e9:,.0f} GB free"
     )

@@ -7,15 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ssdctl.config.render import values
-from ssdctl.config.resolve import (
-    Kind,
-    Override,
-    Resolved,
-    of_call,
-    resolve,
-    sources_of,
-)
-from ssdctl.config.settings import Config
+from ssdctl.config.resolve import Override, of_call, resolve
+from ssdctl.config.settings import Config, Kind
 from ssdctl.errors import UsageError
 
 PathLike = str | os.PathLike[str]
@@ -47,17 +40,29 @@ def override_of(path: str, value: Any, label: str) -> Override:
     return Override(path, list(value) if isinstance(value, tuple) else value, of_call(label))
 
 
-def resolve_call(config: ConfigLike | None, given: Sequence[Override]) -> Resolved:
+def resolve_call(config: ConfigLike | None, given: Sequence[Override]) -> Config:
     """Resolve the config of a call from `config` and `given`; nothing else is read."""
     if isinstance(config, Mapping):
         raise UsageError("config: a dictionary", hint="write config=ssdctl.configure(train={...})")
     if not isinstance(config, Config):
         file = None if config is None else os.fspath(config)
         return resolve(file=file, overrides=given, environment={}, default_file=False)
-    sources = sources_of(config)
-    chosen = [
-        Override(path, value, sources[path])
-        for path, value in values(config).items()
-        if sources[path].kind >= Kind.FILE  # the call may name another preset
-    ]
-    return resolve(overrides=[*chosen, *given], environment={}, default_file=False)
+    return resolve(overrides=[*_chosen(config), *given], environment={}, default_file=False)
+
+
+def _chosen(config: Config) -> list[Override]:
+    """Return the user's values; the call may name another preset.
+
+    `msgspec.structs.replace` changes values without their sources.
+    """
+    names = ("train.preset", config.train.preset), ("launch.cluster", config.launch.cluster)
+    presets = [Override(path, value, of_call("config")) for path, value in names]
+    plain = values(resolve(overrides=presets, environment={}, default_file=False))
+    chosen = []
+    for path, value in values(config).items():
+        source = config.sources[path]
+        if source.kind >= Kind.FILE:
+            chosen.append(Override(path, value, source))
+        elif source.kind is not Kind.RULE and value != plain[path]:
+            chosen.append(Override(path, value, of_call("config")))
+    return chosen

@@ -1,6 +1,6 @@
 """Score a checkpoint, all checkpoints of a run, or a file of detections.
 
-for evaluation in evaluate_files([find_checkpoint("runs/a")], resolved, progress=progress_bar):
+for evaluation in evaluate_files([find_checkpoint("runs/a")], config, progress=progress_bar):
     evaluation.metrics["AP"]
 
 A file of detections is scored without torch.
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.config import Config, DataConfig, Resolved
+from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 def evaluate_files(
     files: Sequence[Path],
-    resolved: Resolved,
+    config: Config,
     *,
     progress: Progress,
     detections_file: Path | None = None,
@@ -69,13 +69,13 @@ def evaluate_files(
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
     if is_results:
-        yield _evaluate_results(files[0], resolved)
+        yield _evaluate_results(files[0], config)
         return
     from ssdctl.device import open_device
     from ssdctl.distributed.collectives import broadcast, process_group
 
     ranks = find_ranks()
-    device = open_device(resolved.config.evaluate.device, ranks.local_rank)
+    device = open_device(config.evaluate.device, ranks.local_rank)
     with process_group(ranks, device):
         for file in files:
             if len(files) > 1 and broadcast(not file.exists(), ranks):
@@ -83,9 +83,9 @@ def evaluate_files(
                 continue
             evaluation = evaluate_checkpoint(
                 file,
-                resolved.config,
+                config,
                 device,
-                given=resolved.explicit_settings(),
+                given=config.explicit_settings(),
                 progress=progress,
                 ranks=ranks,
                 detections_file=detections_file,
@@ -95,16 +95,16 @@ def evaluate_files(
             yield evaluation
 
 
-def _evaluate_results(path: Path, resolved: Resolved) -> Evaluation:
+def _evaluate_results(path: Path, config: Config) -> Evaluation:
     """Score detections against the annotations only; no image is read.
 
     The split of an annotation file is the file, unless the call chooses one.
     """
-    settings = resolved.config.evaluate
-    root, store = dataset_folders(resolved.config.data)
+    settings = config.evaluate
+    root, store = dataset_folders(config.data)
     name: str = settings.split
     splits = annotations_of(root, store)
-    if root.is_file() and len(splits) == 1 and not resolved.is_chosen("evaluate.split"):
+    if root.is_file() and len(splits) == 1 and not config.is_chosen("evaluate.split"):
         name = next(iter(splits))
     truth = ground_truth(require_split(splits, name, root))
     image_ids = truth.image_ids

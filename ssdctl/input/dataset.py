@@ -71,7 +71,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
             "store": store and os.fspath(store),
         }
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
-        config = resolve_call(None, given).config
+        config = resolve_call(None, given)
         require_dataset(config.data)
         splits = open_dataset(*dataset_folders(config.data))
         if split not in splits:

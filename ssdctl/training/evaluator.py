@@ -21,10 +21,9 @@ from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
-from ssdctl.training.schedule import next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 
 class EarlyStopping:
@@ -64,7 +63,7 @@ class Evaluator:
     """
 
     def __init__(self, opened: OpenedRun, past: Sequence[Record], best_ap: float | None) -> None:
-        config = opened.run.config.train
+        config = opened.plan.config.train
         self._opened = opened
         self._scoring: BackgroundScoring | None = None
         first = None if past else best_ap
@@ -85,9 +84,8 @@ class Evaluator:
         """Return whether an evaluation is due after this step and was not made yet."""
         if self._opened.val is None or self.evaluated_step == step:
             return False
-        run = self._opened.run
-        step = min(step, run.plan.total_steps)
-        return next_evaluation(run.config.train, run.plan, step - 1) == step
+        plan = self._opened.plan
+        return plan.evaluates_at(min(step, plan.total_steps))
 
     def detect(self) -> Detections | None:
         """Return the detections on the validation split; None on ranks other than the first.
@@ -101,8 +99,8 @@ class Evaluator:
         """
         opened = self._opened
         assert opened.val is not None
-        settings, losses = opened.run.config.evaluate, ValidationLoss(opened.model, opened.device)
-        config = DetectorConfig(opened.run.precision, settings.score_threshold, settings.nms_iou)
+        settings, losses = opened.plan.config.evaluate, ValidationLoss(opened.model, opened.device)
+        config = DetectorConfig(opened.plan.precision, settings.score_threshold, settings.nms_iou)
         detections = detect(
             Detector(opened.model, opened.device, config),
             opened.val,
@@ -119,18 +117,18 @@ class Evaluator:
     def start_scoring(self, detections: Detections, step: int) -> None:
         """Start to score detections in the background; only one score is computed at a time."""
         assert self._scoring is None
-        opened, run = self._opened, self._opened.run
+        opened, plan = self._opened, self._opened.plan
         assert opened.val is not None
-        root, store = dataset_folders(run.config.data)
+        root, store = dataset_folders(plan.config.data)
         image_ids = None if opened.val_rows is None else opened.val.image_ids[opened.val_rows]
         about = EvaluationInfo(
-            source=str(RunDir(run.out).best),
+            source=str(RunDir(plan.out).best),
             step=step,
-            epoch=round(run.plan.epoch(step), 4),
+            epoch=round(plan.epoch(step), 4),
             data=str(root),
             store=str(store),
             split="val" if opened.val_rows is None else "train",
-            precision=run.precision,
+            precision=plan.precision,
             warnings=[*opened.val.warnings] if opened.val_rows is None else [],
         )
         self._scoring = BackgroundScoring(opened.val.index_file, detections, about, image_ids)

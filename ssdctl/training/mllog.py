@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ssdctl.files import disk_errors, no_follow
 from ssdctl.runs.metrics import Record
-from ssdctl.training.schedule import next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 BENCHMARK = "ssd"
 CROP_ATTEMPTS = 1  # per mode: ssdctl/input/crop.py
@@ -28,7 +27,7 @@ class MLLog:
     """Appends MLPerf log lines to the file of `--mllog`; a resumed run's log continues."""
 
     def __init__(self, opened: OpenedRun, *, is_resumed: bool = False) -> None:
-        self._config, self._plan = opened.run.config.train, opened.run.plan
+        self._config, self._plan = opened.plan.config.train, opened.plan
         assert self._config.mllog is not None
         self._path = Path(self._config.mllog)
         self._block: int | None = None  # the first epoch of the block in progress
@@ -92,7 +91,7 @@ class MLLog:
         epoch = self._plan.epochs_ended(step) + 1
         if self._block is None:
             self._block = epoch
-            end = next_evaluation(self._config, self._plan, step)
+            end = self._plan.next_evaluation(step)
             count = max(round(self._plan.epoch(end) - self._plan.epoch(step)), 1)
             self._start("block", first_epoch_num=epoch, epoch_count=count)
         if self._epoch is None:

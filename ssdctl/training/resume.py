@@ -11,8 +11,7 @@ from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.config.render import values
-from ssdctl.config.resolve import Kind
-from ssdctl.config.settings import all_settings
+from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
@@ -20,7 +19,7 @@ from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.layout import RunDir
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ def find_checkpoint(opened: OpenedRun) -> Checkpoint | None:
     ranks = opened.ranks
     checkpoint = collectives.broadcast(_find(opened) if ranks.is_main else None, ranks)
     if checkpoint is not None:
-        step, total = opened.run.plan.step_of(checkpoint), opened.run.plan.total_steps
+        step, total = opened.plan.step_of(checkpoint), opened.plan.total_steps
         if step < total:
             log.info("resuming from %s (step %d of %d)", checkpoint.path, step, total)
         else:
@@ -46,7 +45,7 @@ def find_checkpoint(opened: OpenedRun) -> Checkpoint | None:
 
 
 def _find(opened: OpenedRun) -> Checkpoint | None:
-    config, out = opened.run.config.train, opened.run.out
+    config, out = opened.plan.config.train, opened.plan.out
     resume = config.resume
     if resume == "never":
         if RunDir(out).is_started():
@@ -73,7 +72,7 @@ def _find(opened: OpenedRun) -> Checkpoint | None:
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
     _check_changes(opened, checkpoint)
-    before, now = checkpoint.config.get("data.root"), opened.run.config.data.root
+    before, now = checkpoint.config.get("data.root"), opened.plan.config.data.root
     if before and now and before != now:  # not an error: datasets are moved
         text = "%s was trained on %s, this run continues with %s"
         log.warning(text, checkpoint.path, before, now)
@@ -133,8 +132,8 @@ def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
     Raises:
         UsageError: One differs, without --resume-changed; or the network is another one.
     """
-    changed, plan = _changed_settings(opened, checkpoint), opened.run.plan
-    now = values(opened.run.config)
+    changed, plan = _changed_settings(opened, checkpoint), opened.plan
+    now = values(opened.plan.config)
     texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
     if is_other_batch := checkpoint.global_batch != plan.global_batch_size:
         texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
@@ -143,10 +142,10 @@ def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
     if not texts:
         return
     is_other_network = not {"model.backbone", "model.extra_norm"}.isdisjoint(changed)
-    if opened.run.config.train.resume_changed and not is_other_network:
+    if opened.plan.config.train.resume_changed and not is_other_network:
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
-    sources = opened.run.resolved.sources
+    sources = opened.plan.config.sources
     options = [
         all_settings()[path].as_option(saved)
         for path, saved in changed.items()
@@ -171,7 +170,7 @@ def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
 
 def _changed_settings(opened: OpenedRun, checkpoint: Checkpoint) -> dict[str, object]:
     """Return the values that the checkpoint was trained with, of the settings that differ."""
-    now = values(opened.run.config)
+    now = values(opened.plan.config)
     before, changed = checkpoint.config, dict[str, object]()
     for path, setting in all_settings().items():
         if setting.is_compared:

@@ -40,7 +40,7 @@ from ssdctl.training.trackers import open_trackers
 
 if TYPE_CHECKING:
     from ssdctl.data.store import Split
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 log = logging.getLogger(__name__)
 Observer = Callable[[Record], None]
@@ -139,9 +139,9 @@ def _images_of(train: Split) -> Record:
 
 class RunLog:
     def __init__(self, opened: OpenedRun, start_step: int, emit: Observer) -> None:
-        plan = opened.run.plan
+        plan = opened.plan
         self._opened, self._emit = opened, emit
-        self._folder = RunDir(opened.run.out)
+        self._folder = RunDir(opened.plan.out)
         self.throughput = ThroughputMeter(plan.global_batch_size)
         self._epochs_ended = int(plan.epoch(start_step))
         self._epoch_began = time.monotonic(), 0.0, 0  # with seconds and images of training
@@ -157,7 +157,7 @@ class RunLog:
         self._read_bad_images()
 
     def _open(self, start_step: int) -> None:
-        opened, config = self._opened, self._opened.run.config.train
+        opened, config = self._opened, self._opened.plan.config.train
         facts = msgspec.to_builtins(self._environment())
         del facts["sources"]  # of settings, which trackers do not show
         self._metrics = open_run(self._folder, start_step)
@@ -171,12 +171,12 @@ class RunLog:
 
     def _environment(self) -> Environment:
         device, ranks = self._opened.device, self._opened.ranks
-        sources = snapshot_sources(self._opened.run.resolved)
+        sources = snapshot_sources(self._opened.plan.config)
         return find_environment(device.label, ranks.world_size, sources)
 
     def _describe(self) -> None:
         """Write the settings and the environment that the run is trained with."""
-        write_text(self._folder.config, to_snapshot_toml(self._opened.run.resolved))
+        write_text(self._folder.config, to_snapshot_toml(self._opened.plan.config))
         write_environment(self._folder.environment, self._environment())
         self._is_described = True
 
@@ -187,7 +187,7 @@ class RunLog:
         self._bad_image_ids = collectives.broadcast(ids, self._opened.ranks)
 
     def start(self, step: int) -> None:
-        opened, plan = self._opened, self._opened.run.plan
+        opened, plan = self._opened, self._opened.plan
         best, images = self.best_evaluation(), _images_of(opened.train)
         self._warn_of_other_images(images)
         self._best_step = best.get("step")
@@ -308,7 +308,7 @@ class RunLog:
 
     def epoch(self, step: int) -> None:
         """Record an epoch if it ended with this step; the first after a resume began there."""
-        ended, meter = int(self._opened.run.plan.epoch(step)), self.throughput
+        ended, meter = int(self._opened.plan.epoch(step)), self.throughput
         if ended == self._epochs_ended:
             return
         now = time.monotonic(), meter.training_s, meter.images
@@ -344,7 +344,7 @@ class RunLog:
     def rewind(self, step: int) -> None:
         self.record("rewind", step)
         self._read_bad_images()
-        self._epochs_ended = int(self._opened.run.plan.epoch(step))
+        self._epochs_ended = int(self._opened.plan.epoch(step))
 
     def close(self, step: int, *, is_success: bool) -> None:
         """Close the observers, which takes a limited time. A second call does nothing."""
@@ -358,7 +358,7 @@ class RunLog:
     def record(self, kind: str, step: int, **values: Any) -> None:
         if self._metrics is None:
             return
-        epoch = round(self._opened.run.plan.epoch(step), 4)
+        epoch = round(self._opened.plan.epoch(step), 4)
         record = {"kind": kind, "step": step, "epoch": epoch, **values}
         if kind in WRITTEN:
             self._metrics.write(record)

@@ -1,6 +1,6 @@
 """Open a run before its first step, in the order of the checks: options, device, dataset, weights.
 
-with open_trainer(resolved, emit=show, progress=progress_bar) as trainer:
+with open_trainer(config, emit=show, progress=progress_bar) as trainer:
     trainer.run()
 """
 
@@ -12,10 +12,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from ssdctl.checkpoint import Checkpoint
@@ -29,8 +31,8 @@ from ssdctl.checkpoint.file import (
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.config import Config, TrainConfig
-from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
+from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.device import Device, open_device
@@ -50,17 +52,10 @@ from ssdctl.runtime import signals
 from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.runtime.system import usable_cores
 from ssdctl.training.description import warning_of_cut
-from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
+from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
 from ssdctl.training.optimizer import without_dynamo
+from ssdctl.training.plan import Network, Plan, check_settings, settings_of_run
 from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.run import (
-    Network,
-    OpenedRun,
-    SettledRun,
-    check_without_data,
-    finalize,
-    settings_of_run,
-)
 from ssdctl.training.trackers import find_trackers
 from ssdctl.training.trainer import Trainer
 
@@ -68,9 +63,24 @@ log = logging.getLogger(__name__)
 InitReader = Callable[[], Checkpoint]  # reads the checkpoint of --init
 
 
+class OpenedRun(NamedTuple):
+    """The parts of a run before its first step."""
+
+    plan: Plan
+    device: Device
+    ranks: Ranks
+    train: Split
+    val: Split | None
+    val_rows: NDArray[np.int64] | None  # the images of `val` to score; None: all
+    architecture: Architecture
+    model: SSD300
+    threads: int
+    memory_hints: Callable[[], contextlib.AbstractContextManager[None]]  # explains a full memory
+
+
 @contextlib.contextmanager
 def open_trainer(
-    resolved: Resolved, *, emit: Callable[[Record], None], progress: Progress
+    config: Config, *, emit: Callable[[Record], None], progress: Progress
 ) -> Iterator[Trainer]:
     """Open device, ranks, dataset, network and run folder for the duration of the block.
 
@@ -84,24 +94,24 @@ def open_trainer(
         DistributedError: Another rank was lost.
         Stopped: A signal came.
     """
-    ranks, config = find_ranks(), resolved.config.train
+    ranks, train = find_ranks(), config.train
     with signals.ending_at_once():
-        device = open_device(config.device, ranks.local_rank, config.execution)
+        device = open_device(train.device, ranks.local_rank, train.execution)
     with (
-        deterministic_kernels(config.deterministic),
+        deterministic_kernels(train.deterministic),
         without_dynamo(),
-        process_group(ranks, device, config.rank_timeout),
+        process_group(ranks, device, train.rank_timeout),
         contextlib.ExitStack() as exit_stack,
     ):
         for notice in device.notices:
             log.warning("%s", notice)
         with signals.ending_at_once():
-            init = _init_reader(resolved.config)
+            init = _init_reader(config)
             shown = progress if ranks.is_main else without_progress
-            opened = prepare_run(resolved, device, ranks, shown, init)
+            opened = prepare_run(config, device, ranks, shown, init)
             if ranks.is_main:
-                exit_stack.enter_context(exclusive_run(opened.run.out))
-                CheckpointFolder(opened.run.out, opened.run.config.train.keep).repair()
+                exit_stack.enter_context(exclusive_run(opened.plan.out))
+                CheckpointFolder(opened.plan.out, opened.plan.config.train.keep).repair()
             checkpoint = find_checkpoint(opened)
             if checkpoint is None:
                 load_first_weights(opened, init)
@@ -110,10 +120,10 @@ def open_trainer(
             exit_stack.callback(trainer.close)
             trainer.run_log.start(trainer.step)
             del checkpoint
-        if warning := warning_of_cut(opened.run):
+        if warning := warning_of_cut(opened.plan):
             log.warning("%s", warning)
-        if opened.val is None and not opened.run.config.train.fake_data:
-            root, _ = dataset_folders(opened.run.config.data)
+        if opened.val is None and not opened.plan.config.train.fake_data:
+            root, _ = dataset_folders(opened.plan.config.data)
             log.warning("%s", warning_without_validation(root))
         if opened.val is not None and opened.val_rows is None:
             for warning in opened.val.warnings:
@@ -127,67 +137,47 @@ def _init_reader(config: Config) -> InitReader:
 
 
 def prepare_run(
-    resolved: Resolved, device: Device, ranks: Ranks, progress: Progress, init: InitReader
+    config: Config, device: Device, ranks: Ranks, progress: Progress, init: InitReader
 ) -> OpenedRun:
-    """Open the dataset, settle the run, build the network with random weights."""
-    config = resolved.config
+    """Open the dataset, plan the run, build the network with random weights."""
     check_pipeline(config.train.pipeline)
     find_trackers(config.train)
-    check_without_data(resolved, device)  # before the dataset, which may take long to prepare
-    if not (config.train.fake_data or resolved.is_chosen("data.root")):
+    check_settings(config, device)  # before the dataset, which may take long to prepare
+    if not (config.train.fake_data or config.is_chosen("data.root")):
         require_dataset(msgspec.structs.replace(config.data, root=None))
     train, val = _open_splits(config, ranks, progress)
-
-    def architecture_of(settled: Config) -> Architecture:
-        model = settled.model
-        return Architecture(model.backbone, model.extra_norm, len(train.classes) + 1)
-
-    def measured(settled: Config) -> int:
-        architecture, precision = architecture_of(settled), settled.train.precision
-        return largest_batch(settled.train, architecture, device, ranks, precision)
-
     network = None
     before = collectives.broadcast(settings_of_run(config) if ranks.is_main else None, ranks)
-    if _takes_network_of_init(resolved):
+    if _takes_network_of_init(config):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
-    run = finalize(
-        resolved,
-        device,
-        ranks,
-        len(train.trainable),
-        background=len(train.background),
-        before=before,
-        network=network,
-        largest_batch=measured,
-    )
-    check_shares(run.plan.batch_size, device)
-    for notice in run.notices:
-        log.warning("%s", notice)
-    train = _limited(train, run)
+    names = [c.name for c in train.classes]
+    num_val = 0 if val is None else len(val.image_ids)
+    size = DatasetSize(len(train.trainable), len(train.background), num_val, names)
+    num_classes = len(names) + 1
+    plan = plan_on_device(config, device, ranks, size, num_classes, before=before, network=network)
+    train = _limited(train, plan)
     is_overfit = config.train.overfit is not None  # trains and evaluates on the same few images
-    architecture, settled = architecture_of(run.config), run.config.train
+    architecture = architecture_of(plan.config, num_classes)
     return OpenedRun(
-        run=run,
+        plan=plan,
         device=device,
         ranks=ranks,
         train=train,
         val=train if is_overfit else val,
         val_rows=np.concatenate([train.trainable, train.background]) if is_overfit else None,
         architecture=architecture,
-        model=device.place(_new_model(architecture, settled, device, ranks)),
+        model=device.place(_new_model(architecture, plan.config.train, device, ranks)),
         threads=config.train.workers or usable_cores(ranks.world_size),
-        memory_hints=functools.partial(out_of_memory_hints, run, architecture, device),
+        memory_hints=functools.partial(out_of_memory_hints, plan, architecture, device),
     )
 
 
-def _limited(train: Split, run: SettledRun) -> Split:
+def _limited(train: Split, plan: Plan) -> Split:
     """Return the split with only the images that the run trains on."""
-    plan, config = run.plan, run.config.train
+    config = plan.config.train
     is_limited = (config.limit_train or config.overfit) is not None
     rows = train.background[: plan.background if is_limited or not plan.background else None]
-    return train._replace(
-        trainable=train.trainable[: plan.images - plan.background], background=rows
-    )
+    return train._replace(trainable=train.trainable[: plan.trainable], background=rows)
 
 
 def _new_model(
@@ -203,14 +193,13 @@ def _new_model(
     return with_sync_bn(model, device, ranks) if config.sync_bn else model
 
 
-def planned_network(resolved: Resolved) -> Network | None:
+def planned_network(config: Config) -> Network | None:
     """Return the network of `--init`, or of the run to resume; None for a model of the Hub.
 
     Raises:
         UsageError, IntegrityError: There is no such file or name, or it is damaged.
     """
-    config = resolved.config
-    if not _takes_network_of_init(resolved):
+    if not _takes_network_of_init(config):
         return None
     if not run_dir(config).step_checkpoints():
         source = resolve_source(str(config.train.init))
@@ -221,8 +210,8 @@ def planned_network(resolved: Resolved) -> Network | None:
     return _network_of(config, _init_reader(config))
 
 
-def _takes_network_of_init(resolved: Resolved) -> bool:
-    return resolved.config.train.init is not None and not resolved.is_chosen("train.preset")
+def _takes_network_of_init(config: Config) -> bool:
+    return config.train.init is not None and not config.is_chosen("train.preset")
 
 
 def _network_of(config: Config, init: InitReader) -> Network:
@@ -285,7 +274,7 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
 
 def load_first_weights(opened: OpenedRun, init: InitReader) -> None:
     """Load the weights of a new run: those of `--init`, or pretrained backbone weights."""
-    config, model, classes = opened.run.config, opened.model, opened.train.classes
+    config, model, classes = opened.plan.config, opened.model, opened.train.classes
     if config.train.init is not None:
         checkpoint = init()
         _refuse_another_network(checkpoint, opened.architecture)

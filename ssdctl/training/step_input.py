@@ -11,7 +11,7 @@ from ssdctl.input.batch import Batch, LoaderConfig
 from ssdctl.input.open import copy_ahead, open_input
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 
 class StepInput:
@@ -30,7 +30,7 @@ class StepInput:
         self._error: DataError | DiskError | None = None
 
     def start(self, samples_seen: int, steps: int) -> None:
-        opened, config, plan = self._opened, self._opened.run.config.train, self._opened.run.plan
+        opened, config, plan = self._opened, self._opened.plan.config.train, self._opened.plan
         loaded = LoaderConfig.of(
             config,
             opened.train,
@@ -71,7 +71,7 @@ class StepInput:
             raise self._error
 
     def _fetched(self) -> list[Batch]:
-        accumulate = self._opened.run.config.train.accumulate
+        accumulate = self._opened.plan.config.train.accumulate
         try:
             batches = list(itertools.islice(self._batches, accumulate))
         except (DataError, DiskError) as error:

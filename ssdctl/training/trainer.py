@@ -33,7 +33,7 @@ from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint import Checkpoint
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +61,17 @@ class Trainer:
     """
 
     def __init__(self, opened: OpenedRun, checkpoint: Checkpoint | None, emit: Observer) -> None:
-        config, ranks = opened.run.config.train, opened.ranks
-        self.opened, self.plan, self.model = opened, opened.run.plan, opened.model
+        config, ranks = opened.plan.config.train, opened.ranks
+        self.opened, self.plan, self.model = opened, opened.plan, opened.model
         self.step = self.samples_seen = 0
-        self.train_step = build_step(self.model, config, opened.device, opened.run.precision, ranks)
+        precision = self.plan.precision
+        self.train_step = build_step(self.model, config, opened.device, precision, ranks)
         self.optimizer = self.train_step.optimizer
         self.ema = EMA(self.model, config.ema) if config.ema else None
         self.statistics = RankStatistics(self.model, self.ema, ranks)
         if checkpoint is not None:
             self.load_state(checkpoint)
-        self.saver = Saver(opened.run, ranks)
+        self.saver = Saver(opened.plan, ranks)
         self.saver.start(self.step, checkpoint)
         self.run_log = RunLog(opened, self.step, emit)
         best_ap = checkpoint and checkpoint.best_ap
@@ -79,7 +80,7 @@ class Trainer:
         self.input = StepInput(opened)
         self.flags = collectives.FlagExchange(ranks)
         self.guard = NonFiniteGuard(config.on_nonfinite)
-        profile = RunDir(opened.run.out).profile
+        profile = RunDir(opened.plan.out).profile
         self.profiler = StepProfiler(config.profile, profile, opened.device, ranks)
         self._evaluated_before = self.evaluator.evaluated_step
 
@@ -104,7 +105,7 @@ class Trainer:
                 break
             result = self._take_step(batches)
             is_last = self.step == self.plan.total_steps
-            log_every = self.opened.run.config.train.log_every
+            log_every = self.opened.plan.config.train.log_every
             if is_last or (log_every and self.step % log_every == 0):
                 self._log(result)
             self.run_log.epoch(self.step)
@@ -131,7 +132,7 @@ class Trainer:
             "architecture": self.opened.architecture._asdict(),
             # label = index + 1; ids are COCO's
             "classes": msgspec.to_builtins(self.opened.train.classes),
-            "config": snapshot(self.opened.run.config),
+            "config": snapshot(self.opened.plan.config),
             "step": self.step,
             "samples_seen": self.samples_seen,
             "images": self.plan.images,  # per epoch
@@ -191,7 +192,7 @@ class Trainer:
     def summary(self) -> Summary:
         throughput = self.run_log.throughput
         return Summary(
-            out=str(self.opened.run.out),
+            out=str(self.opened.plan.out),
             step=self.step,
             images_per_second=round(throughput.images_per_second, 2),
             best_ap=self.evaluator.early_stopping.ap,
@@ -262,7 +263,7 @@ class Trainer:
             self.run_log.bad_images(self.step)
         if bad := self.guard.check():
             self.run_log.bad_steps(self.step, bad)
-            if self.guard.should_roll_back(bad, str(RunDir(self.opened.run.out).nonfinite)):
+            if self.guard.should_roll_back(bad, str(RunDir(self.opened.plan.out).nonfinite)):
                 self._roll_back()
 
     def _agree_with_other_ranks(self, *, wait: bool = False) -> bool:
@@ -304,12 +305,12 @@ class Trainer:
         collectives.barrier(self.opened.ranks)
         raise Stopped(
             f"stopped by {signal_name or 'another rank'} at step {self.step}/"
-            f"{self.plan.total_steps}; progress saved in {self.opened.run.out}",
+            f"{self.plan.total_steps}; progress saved in {self.opened.plan.out}",
             hint=self._how_to_continue(),
         )
 
     def _how_to_continue(self) -> str:
-        is_same = self.opened.run.config.train.resume != "never"
+        is_same = self.opened.plan.config.train.resume != "never"
         return f"run the same command again{'' if is_same else ' with --resume auto'} to continue"
 
     @contextlib.contextmanager

@@ -211,7 +211,7 @@ def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
 def named(*names: str, **settings: Any) -> Config:
     settings["tracker"] = ",".join(names)
     overrides = [Override(f"train.{k}", v, of_call(k)) for k, v in settings.items()]
-    return resolve(overrides=overrides).config
+    return resolve(overrides=overrides)
 
 
 @pytest.fixture

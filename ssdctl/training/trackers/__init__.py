@@ -41,7 +41,7 @@ from ssdctl.runtime.safe_text import redact_urls
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun
+    from ssdctl.training.setup import OpenedRun
 
 log = logging.getLogger(__name__)
 
@@ -302,13 +302,13 @@ def tracker_id(run: RunDir) -> str:
 def open_trackers(
     opened: OpenedRun, start_step: int, environment: dict[str, Any], records: Sequence[Record]
 ) -> Trackers:
-    run, config = RunDir(opened.run.out), opened.run.config.train
+    run, config = RunDir(opened.plan.out), opened.plan.config.train
     tracked = TrackedRun(
         id=tracker_id(run),
         name=run.path.resolve().name,
         folder=run.path,
         start_step=start_step,
-        config=snapshot(opened.run.config),
+        config=snapshot(opened.plan.config),
         environment=environment,
         records=records,
     )
