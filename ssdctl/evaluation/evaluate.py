@@ -28,7 +28,7 @@ from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import score
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
 from ssdctl.files import DECODE_ERRORS, write_bytes
@@ -71,21 +71,35 @@ def evaluate_files(
     if is_results:
         yield _evaluate_results(files[0], config)
         return
+    from ssdctl.checkpoint.file import read_model
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import broadcast, process_group
+    from ssdctl.distributed.collectives import any_rank, broadcast, process_group
 
     ranks = find_ranks()
     device = open_device(config.evaluate.device, ranks.local_rank)
     with process_group(ranks, device):
         for file in files:
-            if len(files) > 1 and broadcast(not file.exists(), ranks):
+            checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
+            is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
+            if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
-            found = detect_on_split(file, config, device, progress=progress, ranks=ranks)
+            found = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
             evaluation = None if found is None else _score(found, config, detections_file)
             evaluation = broadcast(evaluation, ranks)
             assert evaluation is not None
             yield evaluation
+
+
+def _read_unless_deleted(file: Path) -> Checkpoint | None:
+    from ssdctl.checkpoint.file import read_model
+
+    try:
+        return read_model(file)
+    except SsdctlError:
+        if file.exists():
+            raise
+        return None
 
 
 def _score(found: DetectedSplit, config: Config, detections_file: Path | None) -> Evaluation:
@@ -172,7 +186,7 @@ class DetectedSplit(NamedTuple):
 
 
 def detect_on_split(
-    path: Path,
+    checkpoint: Checkpoint,
     config: Config,
     device: Device,
     *,
@@ -180,7 +194,7 @@ def detect_on_split(
     ranks: Ranks = SINGLE_PROCESS,
     name: str | None = None,
 ) -> DetectedSplit | None:
-    """Detect with a checkpoint or an ONNX file on a split; None on ranks other than the first.
+    """Detect with the network of a checkpoint on a split; None on ranks other than the first.
 
     The split is of the checkpoint's dataset, unless the call names another one.
 
@@ -188,13 +202,12 @@ def detect_on_split(
         ranks: Each detects on its share of the images.
         name: Replaces the path in messages.
     """
-    from ssdctl.checkpoint.file import read_model  # late: torch takes seconds
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import open_detector
 
-    settings, checkpoint = config.evaluate, read_model(path)
+    settings = config.evaluate
     data = choose_data(checkpoint, config.data, config.explicit_settings())
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
@@ -202,7 +215,8 @@ def detect_on_split(
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
-    rows = _rows_to_score(split, settings, f"{name or path} (step {checkpoint.step}) on {dataset}")
+    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
+    rows = _rows_to_score(split, settings, what)
     precision = choose_precision(checkpoint, settings, device)
     detector_config = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, detector_config)
@@ -211,7 +225,7 @@ def detect_on_split(
     how: dict[str, Any] = {"batch_size": settings.batch_size, "threads": threads, "ranks": ranks}
     found = detect(detector, split, rows, **how, progress=shown, category_ids=category_ids)
     about = EvaluationInfo(
-        source=str(path),
+        source=str(checkpoint.path),
         step=checkpoint.step,
         epoch=round(checkpoint.epoch, 4),
         data=str(root.absolute()),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ssdctl.checkpoint.file import read_model
 from ssdctl.config import Config
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
@@ -100,7 +101,8 @@ def _cost(
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
         path = Path(folder) / "model.onnx"
         path.write_bytes(graphs.with_metadata(graph, measured))
-        found = detect_on_split(path, config, open_device("cpu"), progress=progress, name=name)
+        device, checkpoint = open_device("cpu"), read_model(path)
+        found = detect_on_split(checkpoint, config, device, progress=progress, name=name)
         assert found is not None  # a single process
         evaluation, size = found.score(verify=config.evaluate.verify), path.stat().st_size
     latency_ms = _latency_ms(graphs.runner(graph), measured.batch)
