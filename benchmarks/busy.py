@@ -73,7 +73,7 @@ from ssdctl.runtime.system import tune_process
 from ssdctl.input.fake import random_batch
 from ssdctl.training.step import build_step
 tune_process()
-device, config, precision = open_device("cpu"), resolve(environment={}).config.train, sys.argv[3]
+device, config, precision = open_device("cpu"), resolve(environment={}).train, sys.argv[3]
 model = device.place(Architecture("resnet18", "none", 81).build()).train()
 step = build_step(model, config, device, precision)
 batch = random_batch(8, 81, 7)

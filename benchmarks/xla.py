@@ -49,7 +49,7 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     device.register_backend()
     dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
-    config = resolve(environment={"HOME": "/"}).config.train
+    config = resolve(environment={"HOME": "/"}).train
     model = device.place(Architecture(backbone, "none", 81).build()).train()
     step = build_step(model, config, device, "bf16", Ranks(0, 2, 0))
     batch = random_batch(batch_size, 81)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 from ssdctl import errors
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
     from ssdctl.model.ssd300 import SSD300
     from ssdctl.runs.evaluation import Evaluation
     from ssdctl.runs.run import Run
-    from ssdctl.trainer import Trainer
+    from ssdctl.training.observers import Observer
+    from ssdctl.training.trainer import Trainer
 
 __all__ = [
     "SSD300",
@@ -40,6 +40,7 @@ __all__ = [
     "Detection",
     "Evaluation",
     "MultiboxLoss",
+    "Observer",
     "Predictor",
     "Result",
     "Run",
@@ -63,15 +64,14 @@ _MODULES = {
     "Detection": "ssdctl.inference.results",
     "Evaluation": "ssdctl.runs.evaluation",
     "MultiboxLoss": "ssdctl.model.loss",
+    "Observer": "ssdctl.training.observers",
     "Predictor": "ssdctl.inference.predict",
     "Result": "ssdctl.inference.results",
     "Run": "ssdctl.runs.run",
     "SSD300": "ssdctl.model.ssd300",
-    "Trainer": "ssdctl.trainer",
+    "Trainer": "ssdctl.training.trainer",
 }
 
-# `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.
-os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # applications add theirs
 
 

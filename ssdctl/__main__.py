@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,8 +47,9 @@ def open_missing_streams() -> None:
 
 
 class _Messages(io.FileIO):
-    """The file of stderr, in which lost messages are no error: a closed terminal must not end a run
-    before it is saved."""
+    """The file of stderr, which drops lost messages: a closed terminal must not end a run before it
+    is saved.
+    """
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
@@ -56,7 +58,7 @@ class _Messages(io.FileIO):
 
 
 def ignore_lost_messages() -> None:
-    """Let stderr, and what libraries print there, drop what cannot be written."""
+    """Drop messages that cannot be written to stderr, also those that libraries print."""
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False)),
         encoding=sys.stderr.encoding,
@@ -72,6 +74,10 @@ TRAINS = ("train", "launch", "demo")  # commands that a signal stops with exit 7
 def run() -> None:
     open_missing_streams()
     ignore_lost_messages()
+    # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set its mode.
+    os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
+    # Large images are refused by name, and odd metadata does not matter.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     # torch.distributed.launch puts --local-rank=N before the command
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     is_training = command in TRAINS

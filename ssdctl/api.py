@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ssdctl.config.call import ConfigLike, PathLike, override_of, overrides_of, resolve_call
+from ssdctl.config.call import (
+    ConfigLike,
+    PathLike,
+    TrainSettings,
+    override_of,
+    overrides_of,
+    resolve_call,
+    takes_settings,
+)
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.runs.layout import RunDir
@@ -21,11 +29,13 @@ from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
     from ssdctl.config.fields import DeviceName, Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
+    from ssdctl.training.observers import Observer
 
 
 @hints_in_messages()
@@ -51,7 +61,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
         for table, settings in tables.items()
         for key, value in settings.items()
     ]
-    return resolve_call(config, given).config
+    return resolve_call(config, given)
 
 
 @hints_in_messages()
@@ -102,7 +112,7 @@ def load(
         "tile": tile,
         "tile_overlap": tile_overlap,
     }
-    settings = resolve_call(None, overrides_of("predict", given)).config.predict
+    settings = resolve_call(None, overrides_of("predict", given)).predict
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
     return Predictor(*load_detector(checkpoint, settings))
@@ -153,33 +163,21 @@ def prepare(
         "shrink": shrink,
         "jobs": jobs,
     }
-    resolved = resolve_call(config, overrides_of("prepare", given))
+    config = resolve_call(config, overrides_of("prepare", given))
     from ssdctl.data.open_dataset import prepare_dataset
 
-    return prepare_dataset(resolved.config, force=force, progress=_progress(progress))
+    return prepare_dataset(config, force=force, progress=_progress(progress))
 
 
+@takes_settings(TrainSettings)
 @hints_in_messages()
 def train(
     data: PathLike | None = None,
     *,
-    out: PathLike | None = None,
-    init: PathLike | None = None,
-    preset: str | None = None,
-    backbone: str | None = None,
-    backbone_weights: PathLike | None = None,
-    epochs: int | None = None,
-    steps: int | None = None,
-    batch_size: int | Literal["auto"] | None = None,
-    lr: float | None = None,
-    warmup: str | float | None = None,
-    optimizer: Literal["sgd", "adamw"] | None = None,
-    precision: Precision | None = None,
-    device: DeviceName | None = None,
-    workers: int | None = None,
-    seed: int | None = None,
     config: ConfigLike | None = None,
+    observers: Sequence[Observer] = (),
     progress: bool = True,
+    **settings: Unpack[TrainSettings],
 ) -> Run:
     """Train a detector, or resume the stopped run in the folder `out`.
 
@@ -188,6 +186,9 @@ def train(
 
     Args:
         data: The dataset folder or file.
+        config: A config, or a config file, with other settings.
+        observers: Are told about the run, on the first rank: see `ssdctl.Observer`.
+        progress: Show a progress bar, on a terminal and in a notebook.
         out: The run folder; None is `runs/DATASET-BACKBONE`, with `init` `runs/DATASET-NAME`.
         init: Start from the weights of this checkpoint; other classes get new class heads.
         preset: The recipe, such as `stable-r34` or `nvidia-r50`.
@@ -203,8 +204,6 @@ def train(
         device: `auto` is the accelerator of this machine, else the CPU.
         workers: Threads that decode images.
         seed: Seed of the weights, the data order and the augmentation.
-        config: A config, or a config file, with other settings.
-        progress: Show a progress bar, on a terminal and in a notebook.
 
     Returns:
         The run.
@@ -216,28 +215,12 @@ def train(
         ssdctl.errors.Stopped: Interrupted, as by a notebook's stop button; everything is saved, and
             the same call continues.
     """
-    from ssdctl.trainer import Trainer  # late: torch takes seconds
+    from ssdctl.training.trainer import Trainer  # late: torch takes seconds
 
-    return Trainer(
-        data,
-        out=out,
-        init=init,
-        preset=preset,
-        backbone=backbone,
-        backbone_weights=backbone_weights,
-        epochs=epochs,
-        steps=steps,
-        batch_size=batch_size,
-        lr=lr,
-        warmup=warmup,
-        optimizer=optimizer,
-        precision=precision,
-        device=device,
-        workers=workers,
-        seed=seed,
-        config=config,
-        progress=progress,
-    ).run()
+    with Trainer(
+        data, config=config, observers=observers, progress=progress, **settings
+    ) as trainer:
+        return trainer.run()
 
 
 @hints_in_messages()
@@ -297,15 +280,15 @@ def evaluate(
         "score_threshold": score_threshold,
         "nms_iou": nms_iou,
     }
-    resolved = resolve_call(config, overrides_of("evaluate", given))
+    config = resolve_call(config, overrides_of("evaluate", given))
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
     from ssdctl.inference.locate import locate_checkpoint
 
-    path = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
+    path = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(
         [path],
-        resolved,
+        config,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
     )
@@ -372,13 +355,13 @@ def export(
         "data": data,
         "limit": limit,
     }
-    resolved = resolve_call(config, overrides_of("evaluate", given))
+    config = resolve_call(config, overrides_of("evaluate", given))
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(
         os.fspath(checkpoint),
         ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
-        resolved,
+        config,
         progress=_progress(progress),
     )
 

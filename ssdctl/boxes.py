@@ -70,7 +70,7 @@ def pairwise_iou(a: Tensor, b: Tensor) -> Tensor:
     area_a = (a[..., 2] - a[..., 0]) * (a[..., 3] - a[..., 1])
     area_b = (right - left) * (bottom - top)
     least = torch.finfo(area_b.dtype).tiny
-    # Areas are clamped before they become a table: a pass over the table costs as much as the rest.
+    # Clamp areas before they become a table: a pass over the table costs as much as the rest.
     union = (area_a.clamp(min=0) + area_b.clamp(min=least)).sub_(overlap)
     return overlap.div_(union)
 

@@ -38,15 +38,15 @@ else:
 log = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
 TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
-# What decoding damaged or deeply nested JSON raises; ValidationError is a DecodeError.
+# Errors of damaged or deeply nested JSON; ValidationError is a DecodeError.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 LOCK_POLL_S = 0.1
-# Errors of a path or a file that is not what is needed.
+# Errors of an unsuitable path or file.
 UNSUITABLE_PATH = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
     errno.EFBIG, errno.ENXIO,
 )  # fmt: skip
-# Errors after which the same operation may succeed: of a network file system, of a busy disk.
+# Errors of a network file system or a busy disk, after which the same operation may succeed.
 TRANSIENT = (
     errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EBUSY, errno.EAGAIN, errno.EINTR,
 )  # fmt: skip
@@ -189,7 +189,6 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically."""
     with atomic_write(path) as file:
         file.write(content)
 

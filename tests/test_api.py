@@ -47,6 +47,7 @@ def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> N
     command = ("config", "show", "--json", "--set", "train.lr=2e-3", "--set", "train.bs=4")
     shown = {path: entry["value"] for path, entry in json.loads(cli(*command).out).items()}
     tables = json.loads(msgspec.json.encode(config))
+    assert tables.pop("sources").keys() == shown.keys()
     assert {f"{s}.{k}": v for s, table in tables.items() for k, v in table.items()} == shown
     assert ssdctl.configure(config) == config
     numbers = {"lr": np.float64(0.25), "batch_size": np.int64(3), "decay_epochs": np.array([1, 2])}

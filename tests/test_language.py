@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ssdctl.errors import missing_package
-from ssdctl.training.trackers import BUILT_IN
+from ssdctl.training.observers.trackers import BUILT_IN
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,7 +33,6 @@ def test_no_public_class_name_has_two_meanings() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(path.relative_to(ROOT).as_posix())
     repeated = {name: paths for name, paths in files.items() if len(paths) > 1}
-    repeated.pop("Trainer")  # one meaning: ssdctl.Trainer opens that of training/ and steps it
     assert not repeated
 
 
@@ -60,8 +59,10 @@ def test_no_import_circle() -> None:
     texts = {name: path.read_text(encoding="utf-8") for name, path in PATHS.items()}
     graph = {n: _imports(ast.walk(ast.parse(text))) - {n} for n, text in texts.items()}
     graphlib.TopologicalSorter(graph).prepare()  # an error names the circle
-    for name, text in texts.items():
-        assert not re.search(r"import_module\(\s*f?\"ssdctl", text), name
+    hidden = r"import_module\(\s*f?\"ssdctl|__import__|modules\[\"ssdctl"
+    found = {name for name, text in texts.items() if re.search(hidden, text)}
+    # Methods that are public functions of the package, in a layer above.
+    assert found == {"ssdctl.model.ssd300", "ssdctl.runs.run"}
 
 
 def test_plugins_are_loaded_by_the_package_that_has_them() -> None:
@@ -77,7 +78,7 @@ def test_plugins_are_loaded_by_the_package_that_has_them() -> None:
     assert [load for load in loads if not packages[load[1]].startswith(load[0])] == []
 
 
-@pytest.mark.parametrize(("module", "most"), [("step", 30), ("trainer", 90)])
+@pytest.mark.parametrize(("module", "most"), [("step", 20), ("trainer", 90)])
 def test_a_reader_of_the_step_and_the_loop_needs_few_modules(module: str, most: int) -> None:
     """The modules that importing it leads to; packages count only where they are imported from."""
     start = f"ssdctl.training.{module}"
@@ -119,3 +120,12 @@ def test_a_missing_package_is_named_with_its_command() -> None:
     error = missing_package("onnx", "onnx", "onnxruntime")
     assert "onnx" in str(error)
     assert error.hint == "pip install onnx onnxruntime"
+
+
+def test_functions_are_short() -> None:
+    """The functions of the Python API list their keywords, and explain each."""
+    for name, path in PATHS.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and name != "ssdctl.api":
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= 60, (name, node.name, lines)

@@ -37,7 +37,7 @@ class Tiny(nn.Module):
 
 def config(**changes: object) -> TrainConfig:
     overrides = [Override(f"train.{k}", v, of_call("test")) for k, v in changes.items()]
-    return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
+    return resolve(overrides=overrides, environment={"HOME": "/"}).train
 
 
 def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:

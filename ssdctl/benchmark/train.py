@@ -16,8 +16,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.data import Measurements, endless_batches
-from ssdctl.config import Resolved, TrainConfig
+from ssdctl.config import Config, TrainConfig
 from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
+from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
 from ssdctl.device import Device, open_device
 from ssdctl.distributed import collectives
@@ -28,9 +29,9 @@ from ssdctl.input.fake import random_batch
 from ssdctl.input.open import copy_ahead
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.system import usable_cores
-from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
+from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
 from ssdctl.training.optimizer import without_dynamo
-from ssdctl.training.run import SettledRun, finalize
+from ssdctl.training.plan import Plan
 from ssdctl.training.step import TrainStep, build_step
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ CHECK_EVERY = 10  # steps
 FEWEST_STEPS, MOST_STEPS, MEASURED_S = 3, 8, 5.0  # of `seconds_per_step`; the first allocates
 
 
-def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> Measurements | None:
+def benchmark_train(split: Split | None, config: Config, seconds: float) -> Measurements | None:
     """Measure optimizer steps of a run as long as one on COCO, each kind for some seconds.
 
     Args:
@@ -56,27 +57,15 @@ def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> 
         UsageError: The device is absent, does not support the precision, or has too little memory.
     """
     ranks = find_ranks()
-    config = resolved.config.train
-    device = open_device(config.device, ranks.local_rank, config.execution)
+    device = open_device(config.train.device, ranks.local_rank, config.train.execution)
     for notice in device.notices:
         log.info(notice)
     with process_group(ranks, device), without_dynamo():
-        model = resolved.config.model
-        architecture = Architecture(model.backbone, model.extra_norm, COCO_OUTPUTS)
-        run = finalize(
-            resolved,
-            device,
-            ranks,
-            COCO_NUM_IMAGES,
-            largest_batch=lambda settled: largest_batch(
-                settled.train, architecture, device, ranks, settled.train.precision
-            ),
-        )
-        check_shares(run.plan.batch_size, device)
-        for notice in run.notices:
-            log.warning("%s", notice)
-        bench = _Bench(run, architecture, device, ranks)
-        with out_of_memory_hints(run, architecture, device):
+        size = DatasetSize(COCO_NUM_IMAGES, None, 0, [])
+        plan = plan_on_device(config, device, ranks, size, COCO_OUTPUTS)
+        architecture = architecture_of(plan.config, COCO_OUTPUTS)
+        bench = _Bench(plan, architecture, device, ranks)
+        with out_of_memory_hints(plan, architecture, device):
             metrics = bench.metrics(split, seconds)
         return metrics if ranks.is_main else None
 
@@ -101,11 +90,11 @@ class _Bench:
     """Time training steps of one network on one device."""
 
     def __init__(
-        self, run: SettledRun, architecture: Architecture, device: Device, ranks: Ranks
+        self, plan: Plan, architecture: Architecture, device: Device, ranks: Ranks
     ) -> None:
-        self.config, self.architecture, self.device = run.config, architecture, device
-        self.ranks, self.precision, self.size = ranks, run.precision, run.plan.batch_size
-        torch.manual_seed(run.config.train.seed)
+        self.config, self.architecture, self.device = plan.config, architecture, device
+        self.ranks, self.precision, self.size = ranks, plan.precision, plan.batch_size
+        torch.manual_seed(plan.config.train.seed)
         self.model = device.place(architecture.build()).train()
 
     def metrics(self, split: Split | None, seconds: float) -> Measurements:

@@ -40,7 +40,6 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.render import plain_value
 from ssdctl.config.resolve import (
     Override,
-    Resolved,
     of_call,
     parse_assignments,
     preset_overrides,
@@ -67,15 +66,11 @@ FITTED = {
 class Call(NamedTuple):
     """One call of a command: its config, its console, and the options on its command line."""
 
-    resolved: Resolved
+    config: Config
     console: Console
     config_file: str | None
     assignments: list[str]
     overrides: list[Override]
-
-    @property
-    def config(self) -> Config:
-        return self.resolved.config
 
 
 def command_group(name: str, panel: str, text: str) -> typer.Typer:
@@ -282,13 +277,13 @@ def _call(
             if constant and overrides and overrides[-1].path == setting.path:
                 raise UsageError(f"{overrides[-1].source} and {flag}: give one of them")
             overrides.append(Override(setting.path, constant or value, of_call(flag)))
-    resolved = resolve(
+    config = resolve(
         file=file,
         overrides=[*parse_assignments(assignments), *overrides],
         environment={} if is_isolated else None,
         default_file=not is_isolated,
     )
-    return Call(resolved, console, file, assignments, overrides)
+    return Call(config, console, file, assignments, overrides)
 
 
 def _options(setting: Setting) -> list[tuple[str, str, str | None]]:

@@ -14,13 +14,12 @@ from ssdctl.config import render
 from ssdctl.config.resolve import (
     DEFAULT_FILE,
     PRESET_DIR,
-    Kind,
     nearest_key,
     preset_overrides,
     resolve,
     setting_path,
 )
-from ssdctl.config.settings import all_settings
+from ssdctl.config.settings import Kind, all_settings
 from ssdctl.errors import UsageError
 from ssdctl.files import write_text
 
@@ -55,7 +54,7 @@ def show(
     ] = None,
 ) -> None:
     """Show settings, their values and the source of each value."""
-    values, sources = render.values(call.config), call.resolved.sources
+    values, sources = render.values(call.config), call.config.sources
     paths = [path for key in keys or [] for path in _paths_of_key(key)] or list(values)
     data = {path: {"value": values[path], "source": sources[path].label} for path in paths}
     call.console.result(data, lambda: _table(data, with_help=bool(keys)))
@@ -157,7 +156,7 @@ def init(
     path = Path(file)
     if path.exists() and not force:
         raise UsageError(f"{path}: already exists", hint="use --force to overwrite it")
-    write_text(path, render.to_template_toml(call.resolved))
+    write_text(path, render.to_template_toml(call.config))
     call.console.result({"file": file}, f"wrote {file}")
     option = "" if file == DEFAULT_FILE else f" --config {shlex.quote(file)}"
     call.console.closing(

@@ -98,7 +98,7 @@ class Word(NamedTuple):
 
 
 class CommandWithAliases(Protocol):
-    """A command whose words can be corrected: `AliasCommand`."""
+    """The interface of `AliasCommand` for the corrections."""
 
     settings: Sequence[Setting]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shlex
 import sys
@@ -17,13 +18,13 @@ from typer import Option
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import painted
 from ssdctl.cli.help import click_root
-from ssdctl.config import Resolved
+from ssdctl.config import Config
 from ssdctl.errors import ExitCode
-from ssdctl.runs.display import duration, step_time
 from ssdctl.runs.layout import RunDir
+from ssdctl.runtime.progress import duration, step_time
 
-# Tuned on two cores (benchmarks/RESULTS.md), from random weights. There is no augmentation, because
-# each image is used only once.
+# Tuned on two cores from random weights (benchmarks/RESULTS.md); without augmentation, because each
+# image is used only once.
 BATCH_SIZE = 2
 RECIPE = (
     "--preset stable-r34 --backbone resnet18 --backbone-weights none --extra-norm batch "
@@ -65,36 +66,12 @@ def demo(
     command is printed before it runs. Run the demo again to continue an interrupted one.
     """
     start = time.monotonic()
-    folder, console = Path(out), call.console
+    folder = Path(out)
     data, run, sheet = folder / "shapes", folder / "run", folder / "detections.png"
-    console.info("ssdctl demo: train an object detector from random weights, offline", "bold")
-    steps, about = steps_of_run(run), "Continues an earlier start."
-    if steps is None:
-        console.info("Measuring the speed of this machine...")
-        step_s = seconds_per_step(call.resolved)
-        steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
-        time_s, pace = duration(total_seconds(steps, step_s)), step_time(step_s)
-        about = f"This takes about {time_s} on this machine ({pace} measured just now)."
-    for number, (name, description) in enumerate(STAGES.items(), 1):
-        console.info(f"  {number} {name:<9} {description.format(steps=steps)}")
-    console.info(f"{about} Ctrl-C stops at any time; the same command continues.")
+    steps = _announced_steps(call, run, start)
     commands: list[str] = []
     again = shlex.join(["ssdctl", "demo", "--out", out, "--seed", str(seed)])
-
-    def run_stage(*arguments: str) -> None:
-        stage = list(STAGES)[len(commands)]
-        console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
-        console.info(echoed(arguments), "dim")
-        try:
-            with contextlib.redirect_stdout(sys.stderr if console.as_json else sys.stdout):
-                line = [*arguments, *_common_options(call)]
-                click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
-        except SystemExit as end:
-            if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
-                console.info(f"To continue the demo: {again}")
-            raise
-        commands.append(shlex.join(["ssdctl", *arguments]))
-
+    run_stage = functools.partial(_run_stage, call, commands, again)
     run_stage("download", "--dataset", "shapes", "--dest", str(data), "--images", str(IMAGES),
               "--seed", str(seed))  # fmt: skip
     run_stage("prepare", "--data", str(data))
@@ -108,6 +85,39 @@ def demo(
     _print_result(call, run, sheet, steps, commands, time.monotonic() - start)
 
 
+def _announced_steps(call: Call, run: Path, start: float) -> int:
+    """Print the stages and their expected duration; return the number of training steps."""
+    console = call.console
+    console.info("ssdctl demo: train an object detector from random weights, offline", "bold")
+    steps, about = steps_of_run(run), "Continues an earlier start."
+    if steps is None:
+        console.info("Measuring the speed of this machine...")
+        step_s = seconds_per_step(call.config)
+        steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
+        time_s, pace = duration(total_seconds(steps, step_s)), step_time(step_s)
+        about = f"This takes about {time_s} on this machine ({pace} measured just now)."
+    for number, (name, description) in enumerate(STAGES.items(), 1):
+        console.info(f"  {number} {name:<9} {description.format(steps=steps)}")
+    console.info(f"{about} Ctrl-C stops at any time; the same command continues.")
+    return steps
+
+
+def _run_stage(call: Call, commands: list[str], again: str, *arguments: str) -> None:
+    """Print a command and run it; add it to the finished `commands`."""
+    console, stage = call.console, list(STAGES)[len(commands)]
+    console.info(f"\n{len(commands) + 1}/{len(STAGES)} {stage}", "bold")
+    console.info(echoed(arguments), "dim")
+    try:
+        with contextlib.redirect_stdout(sys.stderr if console.as_json else sys.stdout):
+            line = [*arguments, *_common_options(call)]
+            click_root().main(args=line, prog_name="ssdctl", standalone_mode=False)
+    except SystemExit as end:
+        if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+            console.info(f"To continue the demo: {again}")
+        raise
+    commands.append(shlex.join(["ssdctl", *arguments]))
+
+
 def _common_options(call: Call) -> list[str]:
     options = ["--quiet"] if call.console.quiet or call.console.as_json else []
     options += ["--verbose"] if call.console.verbose else []
@@ -119,24 +129,25 @@ def recipe(steps: int) -> str:
     return RECIPE.format(end=steps / FULL_STEPS, every=steps // EVALUATIONS)
 
 
-def seconds_per_step(resolved: Resolved) -> float:
+def seconds_per_step(config: Config) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
     from ssdctl.benchmark import train as benchmark
+    from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.model.ssd300 import Architecture
-    from ssdctl.training.run import finalize
+    from ssdctl.training.plan import make_plan
 
-    config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
-    device = open_device(config.device, 0, config.execution)
+    settings = msgspec.structs.replace(config.train, optimizer="adamw", clip_grad=10.0)
+    device = open_device(settings.device, 0, settings.execution)
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
-    run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
+    plan = make_plan(config, device, SINGLE_PROCESS, DatasetSize(IMAGES, None, 0, []))
     architecture = Architecture("resnet18", "batch", len(CLASSES) + 1)
-    return benchmark.seconds_per_step(architecture, config, device, run.precision, BATCH_SIZE)
+    return benchmark.seconds_per_step(architecture, settings, device, plan.precision, BATCH_SIZE)
 
 
 def affordable_steps(step_s: float, left_s: float) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ssdctl.config.sections import DownloadConfig
     from ssdctl.download.http import RetryPolicy
     from ssdctl.download.pinned_files import PinnedFile
+    from ssdctl.download.transfer import Progress
     from ssdctl.model.pretrained import Weights
 
 COCO_DIR = "data/coco"
@@ -322,14 +323,8 @@ def models(call: Call) -> None:
 
 
 @contextlib.contextmanager
-def fetching(
-    console: Console, names: Sequence[str] = ()
-) -> Iterator[Callable[[str, int, int], None]]:
+def fetching(console: Console, names: Sequence[str] = ()) -> Iterator[Progress]:
     """Yield a progress display for work that Ctrl-C and SIGTERM stop with exit code 75.
-
-    It is called with a label, the bytes done and the bytes in total: a bar on a terminal, else a
-    line now and then. The label is the name of a file that is downloaded, or a verb and the name
-    while it is verified or unpacked.
 
     Args:
         console: The output of the command.
@@ -338,34 +333,45 @@ def fetching(
     Raises:
         Stopped: A signal was received. The downloaded bytes are kept.
     """
-    bar: Any = None
-    shown, start, first, next_line = "", 0.0, 0, 0.0
+    display = _Display(console, names)
+    with stoppable("the downloaded bytes are kept"), contextlib.closing(display):
+        yield display
 
-    def show(label: str, done: int, total: int) -> None:
-        nonlocal bar, shown, start, first, next_line
-        is_new, now = label != shown, monotonic()
+
+class _Display:
+    """Shows progress as a bar on a terminal, else as a line now and then.
+
+    The label is the name of a downloaded file, or a verb and the name while it is verified or
+    unpacked.
+    """
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        self.console, self.names = console, names
+        self.bar: Any = None
+        self.label, self.start, self.first, self.next_line = "", 0.0, 0, 0.0
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        is_new, now = label != self.label, monotonic()
         if is_new:  # bytes of an earlier attempt do not count for the rate
-            shown, start, first = label, now, done
-        is_counted = label in names and len(names) > 1
-        count = f" ({names.index(label) + 1} of {len(names)})" if is_counted else ""
+            self.label, self.start, self.first = label, now, done
+        is_counted = label in self.names and len(self.names) > 1
+        count = f" ({self.names.index(label) + 1} of {len(self.names)})" if is_counted else ""
         text = printable_line(label) + count
-        if console.live:
+        if self.console.live:
             if is_new:
-                if bar is not None:
-                    bar.close()
-                bar = progress_bar(label=text, unit="B", unit_scale=True, total=total, initial=done)
-            bar.update(done - bar.n)
-        elif is_new or now >= next_line:
-            rate = (done - first) / max(now - start, 1e-9)
-            console.info(_line(text, done, total, rate))
-            next_line = now + LINE_INTERVAL_S
+                self.close()
+                self.bar = progress_bar(
+                    label=text, unit="B", unit_scale=True, total=total, initial=done
+                )
+            self.bar.update(done - self.bar.n)
+        elif is_new or now >= self.next_line:
+            rate = (done - self.first) / max(now - self.start, 1e-9)
+            self.console.info(_line(text, done, total, rate))
+            self.next_line = now + LINE_INTERVAL_S
 
-    with stoppable("the downloaded bytes are kept"):
-        try:
-            yield show
-        finally:
-            if bar is not None:
-                bar.close()
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
 
 def _line(text: str, done: int, total: int, rate: float) -> str:

@@ -108,7 +108,7 @@ def export(
         kind, Path(out), nms, raw, _batch_size(batch), fp16, int8, calibrate, max_ap_loss
     )
     checkpoint = checkpoint or name_newest_run(call.console)
-    result = export_checkpoint(checkpoint, request, call.resolved, progress=call.console.progress)
+    result = export_checkpoint(checkpoint, request, call.config, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
     files = [request.out, *[request.out.with_suffix(".bin")] * (kind == "openvino")]
     sizes = (f"{file} ({file.stat().st_size / 1e6:.1f} MB)" for file in files)

@@ -33,7 +33,7 @@ COMMON = "Common"  # the heading of the options that every command has
 COMPLETION_VARIABLE = "_SSDCTL_COMPLETE"
 BASH_WORDS, BASH_POSITION = "COMP_WORDS", "COMP_CWORD"
 OTHER_WORDS, POWERSHELL_WORD = "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_WORD_TO_COMPLETE"
-# Without special characters of a shell: zsh evaluates the output, and run folders have any name.
+# No special characters of shells: zsh evaluates the output, and a run folder may have any name.
 PLAIN_WORD = re.compile(r"[\w./+=-]+")
 
 Completer = Callable[[str], list[str]]
@@ -219,7 +219,7 @@ def command_line() -> list[str]:
 
 def _keep_help_plain() -> None:
     """Keep typer from rendering help with rich: it would wrap it, and take a third of a TAB."""
-    with contextlib.suppress(ImportError):  # this typer does not render it
+    with contextlib.suppress(ImportError):  # this release of typer does not render it
         from typer import _completion_classes
 
         vars(_completion_classes)["_sanitize_help_text"] = str

@@ -17,8 +17,8 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.render import toml_value, values
-from ssdctl.config.resolve import Kind, Resolved, parse_assignment
-from ssdctl.config.settings import all_settings
+from ssdctl.config.resolve import parse_assignment
+from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
@@ -28,7 +28,7 @@ from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, 
 from ssdctl.launch.engines import _tpus
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.runs.layout import run_dir
-from ssdctl.training.run import check_without_data, finalize, settings_of_run
+from ssdctl.training.plan import check_settings, make_plan, settings_of_run
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", "kubernetes", "slurm")
@@ -69,7 +69,7 @@ def configure_launch(
     if not rest:
         # pods have other folders; on TPU v2 and v3 one rank has several chips
         has_data = not engine.runs_elsewhere and device != "xla"
-        for notice in check_train(call.resolved, device, count, has_data=has_data):
+        for notice in check_train(call.config, device, count, has_data=has_data):
             call.console.warning(notice)
     return engine.configure(call.config, request), request
 
@@ -81,21 +81,17 @@ def _tpu_device(call: Call) -> str:
     return _tpus.choose_device(call.config.launch.tpu_version, read_node(), packages)
 
 
-def check_train(
-    resolved: Resolved, device_name: str, count: int, *, has_data: bool
-) -> tuple[str, ...]:
+def check_train(config: Config, device_name: str, count: int, *, has_data: bool) -> tuple[str, ...]:
     """Check that the ranks will accept the settings of `train`; return notices of replaced ones.
 
     Args:
         has_data: Whether the ranks read the dataset that is prepared on this machine.
     """
-    device, config = DEVICE_TYPES[device_name], resolved.config.train
-    notices = check_without_data(resolved, device)
-    device.choose_execution(config.execution)
-    if has_data and config.batch_size != "auto" and (size := _count_images(resolved.config)):
-        before, ranks = settings_of_run(resolved.config), Ranks(0, count, 0)
-        images, background = size.trainable, size.background
-        finalize(resolved, device, ranks, images, background=background, before=before)
+    device = DEVICE_TYPES[device_name]
+    notices = check_settings(config, device)
+    device.choose_execution(config.train.execution)
+    if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
+        make_plan(config, device, Ranks(0, count, 0), size, before=settings_of_run(config))
     return notices
 
 
@@ -126,7 +122,7 @@ def exported_settings(call: Call) -> dict[str, str]:
     """Return variables that set in a pod what config files and variables set on this machine."""
     variables = {}
     for path, value in values(call.config).items():
-        source, setting = call.resolved.sources[path], all_settings()[path]
+        source, setting = call.config.sources[path], all_settings()[path]
         is_of_this_machine = source.kind in (Kind.FILE, Kind.ENVIRONMENT)
         if setting.section not in LAUNCH_TABLES and is_of_this_machine:
             variables[setting.environment] = _as_text(value)

@@ -178,7 +178,7 @@ def train(
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
         split = splits["train"] if splits else None
-        metrics = benchmark_train(split, call.resolved, seconds)
+        metrics = benchmark_train(split, call.config, seconds)
     if metrics is not None:
         _print_metrics(call, metrics)
 

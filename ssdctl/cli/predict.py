@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ssdctl.inference.video import Frame, Video
 
 MAX_NAMED = 3  # failed images in the error
-# Errors of one image: the others are done. If they differ, the first kind here is the exit code.
+# An image with such an error is skipped. The first kind here that occurred is the exit code.
 IMAGE_FAILURES = (NetworkError, DiskError, DataError)
 
 CheckpointAndImages = Annotated[
@@ -184,7 +184,7 @@ def _predict(
         if target is not None:
             if isinstance(result.image, io.BytesIO):
                 result.image.seek(0)
-            # Opened a second time: to keep every image until it is drawn would take gigabytes.
+            # Open the image again: keeping every image until it is drawn would take gigabytes.
             result.save(target, **style)
         if writer is not None:
             writer.add(found.item, result)

@@ -202,7 +202,7 @@ def _show(
     facts.insert(0, ("best" if every else "checkpoint", best.about.source))
     next_commands = [f"ssdctl predict {best.about.source} photo.jpg --out drawn"]
     if report is None:
-        is_chosen = call.resolved.is_chosen("data.root")
+        is_chosen = call.config.is_chosen("data.root")
         data = f" --data {shlex.quote(str(call.config.data.root))}" * is_chosen
         next_commands.append(f"ssdctl evaluate {best.about.source}{data} --report evaluation")
     call.console.closing(facts, next_commands)
@@ -218,7 +218,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
     evaluations = []
     try:
         for evaluation in evaluate_files(
-            files, call.resolved, progress=call.console.progress, detections_file=detections
+            files, call.config, progress=call.console.progress, detections_file=detections
         ):
             if not ranks.is_main:
                 continue

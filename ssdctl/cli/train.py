@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +13,17 @@ from ssdctl.cli.console import aligned
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
-from ssdctl.runs.display import RunDisplay, duration
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.runtime import signals
+from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import counted
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
-    from ssdctl.training.run import SettledRun
-    from ssdctl.training.trainer import Summary
+    from ssdctl.training.observers import Summary
+    from ssdctl.training.plan import Plan
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
 MAX_SIMILAR = 10  # runs whose speed may be known
@@ -70,21 +69,22 @@ def train(
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
-        from ssdctl.data.store_folder import with_absolute_data
-        from ssdctl.training.setup import open_trainer
+        from ssdctl.training.observers.display import Display
+        from ssdctl.training.trainer import Trainer
 
         console = call.console
-        display = RunDisplay(
-            console.facts, console.info, is_live=console.live, is_verbose=console.verbose
+        display = Display(
+            console.facts,
+            console.info,
+            progress=console.progress,
+            is_live=console.live,
+            is_verbose=console.verbose,
         )
-        resolved = with_absolute_data(call.resolved)
-        with (
-            closing(display),
-            signals.announced(console.info),
-            open_trainer(resolved, emit=display.show, progress=console.progress) as trainer,
-        ):
+        trainer = Trainer(config=call.config, observers=[display])
+        with signals.announced(console.info), trainer:
             start = trainer.step
-            summary = trainer.run()
+            trainer.run()
+            summary = trainer.summary()
     except Stopped as stop:
         if is_main:
             raise
@@ -122,83 +122,90 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.coco_json import COCO_NUM_CLASSES
-    from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
-    from ssdctl.inference.locate import check_weight_sources
-    from ssdctl.training import description
-    from ssdctl.training.run import finalize, settings_of_run
+    from ssdctl.data.dataset import WHAT_IS_DROPPED
 
     root, size = _dataset_size(call)
     if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    ranks, network = find_ranks(), None
-    if call.config.train.init is not None:
+    device = _device(call.config.train.device)
+    plan = _plan(call, device, size)
+    _warn_of_plan(call, plan, root, size)
+    workers = plan.config.train.workers or usable_cores(find_ranks().world_size)
+    if call.console.as_json:
+        recipe = plan.rule or f"preset {plan.config.train.preset}"
+        more = {"recipe": recipe, "workers": workers, "cpu_quota": quota_cores()}
+        call.console.result({**plan.as_json(), **more})
+        return
+    call.console.result(None, aligned(list(_plan_rows(call, plan, device, size, workers).items())))
+
+
+def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
+    """Plan for the device; for any device if only the precision is chosen."""
+    from ssdctl.training.plan import make_plan, settings_of_run
+
+    config, ranks, network = call.config, find_ranks(), None
+    if config.train.init is not None:
         from ssdctl.training.setup import planned_network  # late: torch takes seconds
 
-        network = planned_network(call.resolved)
-    device = _device(call.config.train.device)
-    device.choose_execution(call.config.train.execution)
-    is_chosen = call.config.train.device != "auto"
-    is_any = not is_chosen and call.resolved.is_chosen("train.precision")  # also of another machine
-    run = finalize(
-        call.resolved,
-        None if is_any else device,
-        ranks,
-        size.trainable,
-        background=size.background,
-        before=settings_of_run(call.config),
-        network=network,
-    )
-    for notice in run.notices:
+        network = planned_network(config)
+    device.choose_execution(config.train.execution)
+    is_any = config.train.device == "auto" and config.is_chosen("train.precision")
+    known, before = None if is_any else device, settings_of_run(config)
+    plan = make_plan(config, known, ranks, size, before=before, network=network)
+    for notice in plan.notices:
         call.console.warning(notice)
-    if is_any and run.precision not in ("auto", *device.precisions):
+    if is_any and plan.precision not in ("auto", *device.precisions):
         call.console.warning(
-            f"{device.name}, the device of this machine, does not compute in {run.precision}: "
+            f"{device.name}, the device of this machine, does not compute in {plan.precision}: "
             "the plan is for another one"
         )
-    plan, config = run.plan, run.config
+    return plan
+
+
+def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None:
+    from ssdctl.data.dataset import warning_without_validation
+    from ssdctl.inference.locate import check_weight_sources
+    from ssdctl.training import description
+
     check_weight_sources(call.config)
-    if not size.validation and root.exists() and not config.train.fake_data:
+    if not size.validation and root.exists() and not plan.config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    for warning in description.warnings_of_unreached(run):
+    for warning in description.warnings_of_unreached(plan):
         call.console.warning(warning)
-    workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
-    data = {
-        **plan.as_json(),
-        "recipe": run.rule or f"preset {config.train.preset}",
-        "workers": workers,
-        "cpu_quota": quota,
-    }
-    if call.console.as_json:
-        call.console.result(data)
-        return
-    repeated = ", more than there are images: a step uses some of them several times"
-    repeated = repeated if plan.global_batch_size > plan.images else ""
-    validation = min(size.validation, config.train.overfit or size.validation)
-    rows = description.facts(
-        run,
-        size.classes,
-        validation,
-        f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
-        f"{AUTO_PRECISION if run.precision == 'auto' else run.precision}",
-    )
+
+
+def _plan_rows(
+    call: Call, plan: Plan, device: DeviceType, size: DatasetSize, workers: int
+) -> dict[str, str]:
+    from ssdctl.data.coco_json import COCO_NUM_CLASSES
+    from ssdctl.training import description
+
+    train, quota = plan.config.train, quota_cores()
+    validation = min(size.validation, train.overfit or size.validation)
     classes = len(size.classes) or COCO_NUM_CLASSES
+    auto = " (auto)" * (call.config.train.device == "auto")
+    precision = AUTO_PRECISION if plan.precision == "auto" else plan.precision
+    repeated = ", more than there are images: a step uses some of them several times"
+    repeated *= plan.global_batch_size > plan.images
+    rows = description.facts(
+        plan, size.classes, validation, f"{device.name}{auto}, precision {precision}"
+    )
     rows |= {
-        "time": _time(call, run, device.name, validation, classes),
+        "time": _time(call, plan, device.name, validation, classes),
         "to stop": "Ctrl-C at any time: the run is saved, and the same command continues it",
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
-        "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
+        "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {train.lr:g} "
         f"(for a batch of 32) x {plan.global_batch_size} / 32",
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
         "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
-        "checkpoints": _disk_needed(run, classes),
-        "run": str(run.out),
+        "checkpoints": _disk_needed(plan, classes),
+        "run": str(plan.out),
     }
-    if call.console.verbose and (details := description.details(run)):
+    if call.console.verbose and (details := description.details(plan)):
         rows["details"] = details
-    call.console.result(None, aligned(list(rows.items())))
+    return rows
 
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
@@ -230,14 +237,13 @@ def _device(name: str) -> DeviceType:
     return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
-def _time(call: Call, run: SettledRun, device: str, val_images: int, classes: int) -> str:
+def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) -> str:
     """Return how long the run takes, by an earlier run or, on a terminal, by measured steps."""
-    from ssdctl.runs.display import EVALUATION_COST
-    from ssdctl.training.description import evaluations_after
+    from ssdctl.training.observers.display import EVALUATION_COST
 
-    evaluations = len(evaluations_after(run, 0)) * val_images
-    images = run.plan.total_steps * run.plan.global_batch_size + EVALUATION_COST * evaluations
-    if (known := _known_rate(run, device)) is not None:
+    evaluations = len(plan.evaluations_after(0)) * val_images
+    images = plan.total_steps * plan.global_batch_size + EVALUATION_COST * evaluations
+    if (known := _known_rate(plan, device)) is not None:
         rate, source = known[0], f"in {known[1]}"
     elif call.console.live and device == "cpu" and find_ranks().is_single_process:
         call.console.info("Measuring training steps...")
@@ -245,25 +251,25 @@ def _time(call: Call, run: SettledRun, device: str, val_images: int, classes: in
         from ssdctl.device import open_device
         from ssdctl.model.ssd300 import Architecture
 
-        model, config, size = run.config.model, run.config.train, MEASURED_BATCH
+        model, config, size = plan.config.model, plan.config.train, MEASURED_BATCH
         architecture = Architecture(model.backbone, model.extra_norm, classes + 1)
         opened = open_device(device, execution=config.execution)
-        rate = size / seconds_per_step(architecture, config, opened, run.precision, size)
+        rate = size / seconds_per_step(architecture, config, opened, plan.precision, size)
         source = "measured now"
     else:
         return "unknown before a first run; `ssdctl benchmark train` measures the speed"
     return f"about {duration(images / rate)} on this machine, {rate:.1f} img/s {source}"
 
 
-def _known_rate(run: SettledRun, device: str) -> tuple[float, Path] | None:
+def _known_rate(plan: Plan, device: str) -> tuple[float, Path] | None:
     """Return images per second of this run, or else of a similar one.
 
     That is the newest run of `runs/` with the same network and precision, on as many devices.
     """
     from ssdctl.runs.run import Run, newest_runs
 
-    ours = run.config.model.backbone, run.precision, find_ranks().world_size, device == "cpu"
-    for known in map(Run, (run.out, *newest_runs()[:MAX_SIMILAR])):
+    ours = plan.config.model.backbone, plan.precision, find_ranks().world_size, device == "cpu"
+    for known in map(Run, (plan.out, *newest_runs()[:MAX_SIMILAR])):
         try:
             settings, environment, steps = known.settings, known.environment, known.train
         except SsdctlError:
@@ -277,20 +283,18 @@ def _known_rate(run: SettledRun, device: str) -> tuple[float, Path] | None:
             environment.world_size,
             environment.device == processor()[0],
         )
-        if known.path == run.out or theirs == ours:
+        if known.path == plan.out or theirs == ours:
             return rate, known.path
     return None
 
 
-def _disk_needed(run: SettledRun, classes: int) -> str:
+def _disk_needed(plan: Plan, classes: int) -> str:
     from ssdctl.files import free_bytes
-    from ssdctl.training.schedule import checkpoint_bytes
 
-    config = run.config
-    each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
-    kept = config.train.keep + 2
+    each, keep = plan.checkpoint_bytes(classes + 1), plan.config.train.keep
+    kept = keep + 2
     return (
         f"{each / 1e6:,.0f} MB each, {max(kept * each / 1e9, 0.1):.1f} GB at most "
-        f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run.out.absolute()) / 1e9:,.0f} GB free"
+        f"(--keep {keep}, the best, one being written); "
+        f"{free_bytes(plan.out.absolute()) / 1e9:,.0f} GB free"
     )

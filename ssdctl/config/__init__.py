@@ -4,7 +4,7 @@ sections.py defines the settings, settings.py combines them into one config and 
 one (for options, help and docs), resolve.py layers their sources, render.py formats a config.
 """
 
-from ssdctl.config.resolve import Resolved, resolve
+from ssdctl.config.resolve import resolve
 from ssdctl.config.sections import DataConfig, ModelConfig, PrepareConfig, TrainConfig
 from ssdctl.config.settings import Config
 
@@ -13,7 +13,6 @@ __all__ = [
     "DataConfig",
     "ModelConfig",
     "PrepareConfig",
-    "Resolved",
     "TrainConfig",
     "resolve",
 ]

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ssdctl.config.resolve import Kind, Resolved, Source
-from ssdctl.config.settings import Config, Setting, all_settings
+from ssdctl.config.settings import Config, Kind, Setting, Source, all_settings
 from ssdctl.runtime.safe_text import redact_urls
 
 # The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.
@@ -30,31 +29,31 @@ def snapshot(config: Config) -> dict[str, Any]:
     }
 
 
-def snapshot_sources(resolved: Resolved) -> dict[str, str]:
+def snapshot_sources(config: Config) -> dict[str, str]:
     """Return the sources of the values in `snapshot` that are not a preset's or a default."""
     return {
         path: str(source)
-        for path, source in resolved.sources.items()
+        for path, source in config.sources.items()
         if source.kind > Kind.PRESET and path.partition(".")[0] in SNAPSHOT_SECTIONS
     }
 
 
-def to_snapshot_toml(resolved: Resolved) -> str:
+def to_snapshot_toml(config: Config) -> str:
     """Return `snapshot` as a file that `--config` reads back, with sources."""
-    return _tables(resolved, _with_source, snapshot(resolved.config))
+    return _tables(config, _with_source, snapshot(config))
 
 
-def to_template_toml(resolved: Resolved) -> str:
+def to_template_toml(config: Config) -> str:
     """Return a template config file: each setting's help and value as comments.
 
     Only values from options are active. The file changes nothing else until it is edited, and what
     stays a comment follows the presets and the defaults of later versions.
     """
-    return _tables(resolved, _with_help, values(resolved.config))
+    return _tables(config, _with_help, values(config))
 
 
 def _tables(
-    resolved: Resolved,
+    config: Config,
     lines_of: Callable[[Setting, Any, Source], list[str]],
     chosen: dict[str, Any],
 ) -> str:
@@ -65,7 +64,7 @@ def _tables(
         if setting.section != section:
             section = setting.section
             lines += ["", f"[{section}]"]
-        lines += lines_of(setting, value, resolved.sources[path])
+        lines += lines_of(setting, value, config.sources[path])
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -101,12 +100,14 @@ def plain_value(value: Any) -> str:
 
 def json_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(Config)
-    for definition in schema["$defs"].values():
+    definitions = schema["$defs"]
+    del definitions["Config"]["properties"]["sources"], definitions["Kind"], definitions["Source"]
+    for definition in definitions.values():
         definition.pop("required", None)
         definition.pop("title", None)
     for setting in all_settings().values():
         if setting.is_table:
-            section = schema["$defs"]["Config"]["properties"][setting.section]["$ref"]
-            field = schema["$defs"][section.rpartition("/")[2]]["properties"][setting.name]
+            section = definitions["Config"]["properties"][setting.section]["$ref"]
+            field = definitions[section.rpartition("/")[2]]["properties"][setting.name]
             field["type"] = ["array", "object"]
     return schema

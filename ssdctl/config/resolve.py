@@ -1,6 +1,7 @@
 """Layer the sources of a config: defaults < preset < file < environment < command line.
 
-    resolve(overrides=[Override("train.lr", "1e-3", "--lr")]) -> Resolved(config, sources)
+    config = resolve(overrides=[Override("train.lr", "1e-3", of_call("--lr"))])
+    config.train.lr, config.sources["train.lr"]
 
 Every value is checked together with its source, so that a message can name the file and line, the
 variable or the option. Values are text or TOML values; nothing is evaluated.
@@ -8,33 +9,29 @@ variable or the option. Values are text or TOML values; nothing is evaluated.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import enum
 import os
 import re
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ssdctl import files
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.settings import (
+    TABLES,
     Config,
+    Kind,
     Setting,
-    SettledConfig,
+    Source,
     all_settings,
     conflicts,
     paths_by_key,
     plain_type,
 )
 from ssdctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 DEFAULT_FILE = "ssdctl.toml"
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -53,27 +50,6 @@ PLAIN_TYPES = {
 }
 
 
-class Kind(enum.IntEnum):
-    """The layers of a config; a later one overrides those before it."""
-
-    DEFAULT = 0
-    PRESET = 1  # a recipe or a cluster
-    RULE = 2  # that adapts a run to its data or its device
-    FILE = 3
-    ENVIRONMENT = 4
-    CALL = 5  # an option, or an argument of the Python API
-
-
-class Source(NamedTuple):
-    """The source of a value: which layer of the config set it."""
-
-    kind: Kind
-    label: str  # for people: `default`, `preset NAME`, `FILE:LINE`, `SSDCTL_X`, `--option`
-
-    def __str__(self) -> str:
-        return self.label
-
-
 DEFAULT = Source(Kind.DEFAULT, "default")
 ASSIGNMENT = Source(Kind.CALL, "--set")
 
@@ -90,47 +66,13 @@ class Override(NamedTuple):
     source: Source
 
 
-@dataclasses.dataclass(frozen=True)
-class Resolved:
-    config: Config
-    sources: dict[str, Source]
-
-    def is_chosen(self, *paths: str) -> bool:
-        """Return whether the user set one of these settings: by a file, a variable or the call."""
-        return any(self.sources[path].kind >= Kind.FILE for path in paths)
-
-    def explicit_settings(self) -> set[str]:
-        """Return the settings that options or environment variables set, not those of files."""
-        return {p for p, source in self.sources.items() if source.kind >= Kind.ENVIRONMENT}
-
-    def with_value(self, path: str, value: Any, source: Source | None = None) -> Self:
-        """Return a copy with one value replaced, and its source unless that is None."""
-        section, _, name = path.partition(".")
-        table = msgspec.structs.replace(getattr(self.config, section), **{name: value})
-        sources = self.sources if source is None else {**self.sources, path: source}
-        config = msgspec.structs.replace(self.config, **{section: table})
-        return dataclasses.replace(self, config=config, sources=sources)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settled(Resolved):
-    """Settings whose batch size is a number."""
-
-    config: SettledConfig
-
-    @classmethod
-    def of(cls, resolved: Resolved) -> Settled:
-        config = msgspec.convert(resolved.config, SettledConfig, from_attributes=True)
-        return cls(config, resolved.sources)
-
-
 def resolve(
     *,
     file: str | None = None,
     overrides: Iterable[Override] = (),
     environment: Mapping[str, str] | None = None,
     default_file: bool = True,
-) -> Resolved:
+) -> Config:
     """Return a config: layers are file (None: ./ssdctl.toml), environment, `overrides`."""
     if file is None and default_file and Path(DEFAULT_FILE).is_file():
         file = DEFAULT_FILE
@@ -148,33 +90,17 @@ def resolve(
     of_cluster = _overrides_in(CLUSTER_DIR, "cluster", cluster) if cluster else []
 
     defaults = [Override(s.path, s.default, DEFAULT) for s in all_settings().values()]
-    sections: dict[str, dict[str, Any]] = {f.name: {} for f in msgspec.structs.fields(Config)}
+    sections: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
     sources: dict[str, Source] = {}
     for path, value, source in [*defaults, *recipe, *of_cluster, *checked]:
         section, _, name = path.partition(".")
         sections[section][name] = value
         sources[path] = source
-    config = msgspec.convert(sections, Config)
+    tables = {name: msgspec.convert(sections[name], table) for name, table in TABLES.items()}
+    config = Config(**tables, sources=sources)
     for path, problem in conflicts(config):
         raise UsageError(f"{_named(sources[path], path)}: {problem}")
-    config.__dict__["sources"] = sources  # for `sources_of`
-    return Resolved(config, sources)
-
-
-def sources_of(config: Config) -> dict[str, Source]:
-    """Return the source of each value of a config; those of `msgspec.structs.replace` have none.
-
-    In such a config the values that are not the preset's or the defaults are the call's.
-    """
-    if (sources := config.__dict__.get("sources")) is not None:
-        return dict(sources)
-    changed = Source(Kind.CALL, "config")
-    preset = Override("train.preset", config.train.preset, changed)
-    plain = resolve(overrides=[preset], environment={}, default_file=False)
-    return {
-        path: source if attrgetter(path)(config) == attrgetter(path)(plain.config) else changed
-        for path, source in plain.sources.items()
-    }
+    return config
 
 
 def preset_overrides(name: str) -> list[Override]:

@@ -329,12 +329,6 @@ class TrainConfig(Section, frozen=True):
     ] = None
 
 
-class SettledTrainConfig(TrainConfig, frozen=True):
-    """A training run whose batch size is a number."""
-
-    batch_size: Count
-
-
 class EvaluateConfig(Section, frozen=True):
     """The evaluation of a checkpoint."""
 

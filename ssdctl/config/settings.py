@@ -6,11 +6,12 @@ from the classes in sections.py, which define the type, bounds, default and mean
 
 from __future__ import annotations
 
+import enum
 import functools
 import shlex
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,15 +33,35 @@ from ssdctl.config.sections import (
     ModelConfig,
     PredictConfig,
     PrepareConfig,
-    SettledTrainConfig,
     TrainConfig,
 )
 from ssdctl.files import parse_toml
 from ssdctl.runtime.packages import load_plugin, plugin_names
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """All settings, resolved."""
+class Kind(enum.IntEnum):
+    """The layers of a config; a later one overrides those before it."""
+
+    DEFAULT = 0
+    PRESET = 1  # a recipe or a cluster
+    RULE = 2  # that adapts a run to its data or its device
+    FILE = 3
+    ENVIRONMENT = 4
+    CALL = 5  # an option, or an argument of the Python API
+
+
+class Source(NamedTuple):
+    """The source of a value: which layer of the config set it."""
+
+    kind: Kind
+    label: str  # for people: `default`, `preset NAME`, `FILE:LINE`, `SSDCTL_X`, `--option`
+
+    def __str__(self) -> str:
+        return self.label
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings, and the source of each."""
 
     data: DataConfig
     download: DownloadConfig
@@ -52,10 +73,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     launch: LaunchConfig
     kubernetes: KubernetesConfig
     slurm: SlurmConfig
+    sources: Mapping[str, Source]  # by path, as in `train.lr`
+
+    def is_chosen(self, *paths: str) -> bool:
+        """Return whether the user set one of these settings: by a file, a variable or the call."""
+        return any(self.sources[path].kind >= Kind.FILE for path in paths)
+
+    def explicit_settings(self) -> set[str]:
+        """Return the settings that options or environment variables set, not those of files."""
+        return {p for p, source in self.sources.items() if source.kind >= Kind.ENVIRONMENT}
+
+    def with_value(self, path: str, value: Any, source: Source | None = None) -> Config:
+        """Return a copy with one value replaced, and its source unless that is None."""
+        section, _, name = path.partition(".")
+        table = msgspec.structs.replace(getattr(self, section), **{name: value})
+        sources = self.sources if source is None else {**self.sources, path: source}
+        return msgspec.structs.replace(self, **{section: table, "sources": sources})
 
 
-class SettledConfig(Config, frozen=True):
-    train: SettledTrainConfig
+TABLES = {
+    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != "sources"
+}
 
 
 def conflicts(config: Config) -> Iterator[tuple[str, str]]:
@@ -220,9 +258,9 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
 @functools.cache
 def all_settings() -> dict[str, Setting]:
     return {
-        f"{section.name}.{field.name}": _setting(section.name, field)
-        for section in msgspec.structs.fields(Config)
-        for field in msgspec.structs.fields(section.type)
+        f"{section}.{field.name}": _setting(section, field)
+        for section, table in TABLES.items()
+        for field in msgspec.structs.fields(table)
     }
 
 

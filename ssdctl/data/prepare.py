@@ -301,12 +301,7 @@ def _prepare_split(
     """Check the labels and images of a split; `known` images are not checked again."""
     annotations, num_bytes = dataset.splits.pop(split)  # frees its objects at the end
     objects, is_empty, findings, warnings = check(annotations)
-    if not earlier:  # all splits have the same classes
-        warnings = warnings + duplicate_names(annotations.classes)
-    if split == "val" and dataset.conversion.split and not dataset.conversion.group:
-        names = [c.name for c in annotations.classes]
-        train_names = earlier["train"].annotations.file_names
-        warnings = warnings + series_warning(train_names, annotations.file_names, names)
+    warnings = [*warnings, *_name_warnings(split, annotations, dataset.conversion, earlier)]
     num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
     # The objects are hundreds of MB that are not needed any more.
     annotations = annotations.with_objects(np.zeros(len(annotations.ids), np.bool_))
@@ -342,6 +337,22 @@ def _prepare_split(
     if not store.config.allow_dropped:
         refuse_dropped(report, annotations.origin, num_boxes)
     return _PreparedSplit(annotations, objects, is_empty, images, versions, report)
+
+
+def _name_warnings(
+    split: str,
+    annotations: Annotations,
+    conversion: Conversion,
+    earlier: Mapping[str, _PreparedSplit],
+) -> list[str]:
+    """Return warnings about names of classes, and about series of images in two splits."""
+    # All splits have the same classes.
+    warnings = [] if earlier else duplicate_names(annotations.classes)
+    if split == "val" and conversion.split and not conversion.group:
+        names = [c.name for c in annotations.classes]
+        train_names = earlier["train"].annotations.file_names
+        warnings = warnings + series_warning(train_names, annotations.file_names, names)
+    return warnings
 
 
 def _check_images(

@@ -18,7 +18,7 @@ from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
 
 if TYPE_CHECKING:
-    from ssdctl.config import DataConfig, Resolved
+    from ssdctl.config import Config, DataConfig
 
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 STORE_NAME = "prepared"
@@ -58,17 +58,15 @@ def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
     return root, default_store(root)
 
 
-def with_absolute_data(resolved: Resolved) -> Resolved:
+def with_absolute_data(config: Config) -> Config:
     """Return the config with absolute paths of the dataset and its store.
 
     A checkpoint contains them, so that `evaluate CKPT` finds the dataset from any folder.
     """
-    data = resolved.config.data
-    root, _ = dataset_folders(data)
-    resolved = resolved.with_value("data.root", str(root.absolute()))
-    if data.store is not None:
-        resolved = resolved.with_value("data.store", str(Path(data.store).absolute()))
-    return resolved
+    root, _ = dataset_folders(config.data)
+    if config.data.store is not None:
+        config = config.with_value("data.store", str(Path(config.data.store).absolute()))
+    return config.with_value("data.root", str(root.absolute()))
 
 
 def default_store(root: Path) -> Path:

@@ -25,10 +25,10 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Decoder(NamedTuple):
-    """Lets a library decode images on the device itself."""
+    """A decoder of images on the device itself, for a library."""
 
     ordinal: int  # index among the devices of this type
-    # A uint8 tensor of that shape, which `fill(tensor, stream)` fills on that stream, as a copy.
+    # Return a uint8 tensor of a shape, filled by `fill(tensor, stream)` on the stream, as a copy.
     receive: Callable[[tuple[int, ...], Callable[[Tensor, Any], object]], Tensor]
 
 
@@ -44,8 +44,8 @@ class Device(ABC):
     backend: str  # torch.distributed's name for it
     auto_precision: str  # the fastest precision that trains well on this hardware
     execution: str  # eager, compile or lazy: how a step runs
-    notices: tuple[str, ...] = ()  # for the user, such as why a requested feature is not used
-    num_cores: int = 1  # that share every batch; batches are multiples of it
+    notices: tuple[str, ...] = ()  # messages for the user, such as the reason for another execution
+    num_cores: int = 1  # cores that share every batch; batch sizes are multiples of it
     is_host: bool = False  # it computes on tensors of the host: nothing is copied
     bounds_queue: bool = False  # `wait_for_copies` keeps the host at most a few steps ahead
     # Bucket size of DistributedDataParallel; None: `sum_over_ranks` after the backward pass.
@@ -54,17 +54,17 @@ class Device(ABC):
     # Its optimizers are fused: they read `found_inf` on the device and skip the step.
     supports_found_inf: bool = False
     decoder: Decoder | None = None  # for nvidia-dali; None: it decodes on the host
-    # Parts of the messages, in lower case, of errors that mean that its memory is full.
+    # Lower-case parts of error messages that mean that the device's memory is full.
     memory_errors: tuple[str, ...]
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Return the precisions that it can compute in."""
+        """The precisions that it supports."""
         return DEVICE_TYPES[self.name].precisions
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Return the forms of `model/fused.py` in which its steps compute."""
+        """The forms of `model/fused.py` in which its steps compute."""
         return ()
 
     def place(self, model: Module) -> Module:
@@ -122,8 +122,8 @@ class Device(ABC):
     ) -> torch.optim.Optimizer:
         if self.supports_found_inf:
             return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-        # With its step count and rate as tensors on the device: a skipped step can then be undone
-        # there, including its count, and a rate is an input of a compiled graph, not a constant.
+        # Step count and rate are tensors on the device: a skipped step can be undone there,
+        # including its count, and the rate is an input of a compiled graph, not a constant.
         rate = torch.tensor(lr, device=self.torch_device)
         return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)
 
@@ -182,7 +182,6 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
 
 
 def _find_accelerator() -> str:
-    """Return the device of `auto`: the accelerator that this machine has, else the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     if importlib.util.find_spec("habana_frameworks") is not None:
@@ -207,5 +206,5 @@ def refused_device(device: str, hint: str) -> Iterator[None]:
 
 
 def pageable_buffer(shape: tuple[int, ...]) -> Tensor:
-    """Return `Device.host_buffer` of devices without a use for pinned memory."""
+    """Return a host buffer for devices that do not read pinned memory."""
     return torch.empty(shape, dtype=torch.uint8)

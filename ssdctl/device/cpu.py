@@ -21,7 +21,7 @@ class Cpu(Device):
     is_host = True
     bounds_queue = True
     supports_found_inf = True
-    # PyTorch's and oneDNN's allocators raise them.
+    # Raised by PyTorch's and oneDNN's allocators.
     memory_errors = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
     def __init__(self, execution: str | None = None) -> None:
@@ -71,7 +71,7 @@ class Cpu(Device):
         resident = system.table_bytes(status, "VmRSS")
         limits = [available + resident]
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if soft != system.UNLIMITED:  # it counts addresses; most hold no memory
+        if soft != system.UNLIMITED:  # a limit of addresses, most of which hold no memory
             limits.append(soft - system.table_bytes(status, "VmSize") + resident)
         return max(min(limits), 0)
 

@@ -26,7 +26,7 @@ class Cuda(Device):
     ddp_bucket_mb = 25  # gradients are 80 MB: several buckets
     supports_found_inf = True
     has_sync_bn = True
-    # Graph capture and libraries raise them.
+    # Raised by graph capture and libraries.
     memory_errors = ("cuda error: out of memory", "status_alloc_failed")
 
     def __init__(self, local_rank: int, execution: str | None = None) -> None:
@@ -72,7 +72,7 @@ class Cuda(Device):
 
     def copy(self, tensor: Tensor) -> Tensor:
         # A pinned copy is freed at once; its memory is used again only after the transfer.
-        pinned = tensor.pin_memory()  # itself, if it is a part of a host buffer
+        pinned = tensor.pin_memory()  # no copy if it is a part of a host buffer
         with torch.cuda.stream(self._copies):
             copied = pinned.to(self.torch_device, non_blocking=True)
         copied.record_stream(torch.cuda.current_stream(self.torch_device))
@@ -115,7 +115,6 @@ class Cuda(Device):
 
 
 def open_device(local_rank: int, execution: str | None) -> Cuda:
-    """Open this process's GPU."""
     if not torch.cuda.is_available():
         raise UsageError(
             "device cuda: PyTorch finds no GPU on this machine",

@@ -27,7 +27,7 @@ from ssdctl.runtime.system import is_on_network, private_cache_dir
 
 BRIDGE = "habana_frameworks"
 BRIDGE_PACKAGE = "habana-torch-plugin"
-COMPILE_RELEASE = (1, 22)  # from here on torch.compile is the vendor's default; lazy is legacy
+COMPILE_RELEASE = (1, 22)  # first release with torch.compile as default; lazy is legacy
 TORCH_DEVICE = "hpu"  # the tests' fake computes on the CPU
 MODE = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
@@ -119,7 +119,7 @@ def _set_recipe_cache() -> tuple[str, ...]:
 def _require_mode(execution: str) -> None:
     """Raise UsageError if the bridge was loaded in the other mode, which cannot be changed.
 
-    `import torch` loads it, unless PT_HPU_AUTOLOAD is 0 (ssdctl/__init__.py).
+    `import torch` loads it, unless PT_HPU_AUTOLOAD is 0 (ssdctl/__main__.py).
     """
     if f"{BRIDGE}.torch.core" not in sys.modules:
         return
@@ -130,7 +130,7 @@ def _require_mode(execution: str) -> None:
         raise UsageError(
             f"device hpu: {BRIDGE} is already loaded in {loaded} mode, which does not fit "
             f"execution {execution}",
-            hint=f"import ssdctl before torch, or start Python with {MODE}={wanted}",
+            hint=f"start Python with {MODE}={wanted}",
         )
 
 
@@ -157,7 +157,6 @@ def _clear_errors() -> Iterator[None]:
 
 
 def open_device(local_rank: int, execution: str | None) -> Hpu:
-    """Open this process's Gaudi card."""
     if importlib.util.find_spec(BRIDGE) is None:
         raise UsageError(
             f"device hpu: the Gaudi bridge ({BRIDGE}) is not installed here",

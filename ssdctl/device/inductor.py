@@ -15,8 +15,8 @@ from torch import nn
 from ssdctl.runtime.packages import torch_release
 from ssdctl.runtime.system import private_cache_dir
 
-OLDEST_COMBO_KERNELS = (2, 9)  # PyTorch; before, they were an early experiment
-OLDEST_GPU = (7, 0)  # that Triton compiles for
+OLDEST_COMBO_KERNELS = (2, 9)  # PyTorch release; earlier ones have an experiment
+OLDEST_GPU = (7, 0)  # compute capability; Triton's minimum
 
 
 def resolve_execution(
@@ -61,7 +61,7 @@ def gpu_options(module: nn.Module | None = None) -> dict[str, Any]:
         "triton.cudagraphs": hasattr(torch.Tag, "cudagraph_unsafe")
         or module is None
         or all(getattr(part, "world_size", 1) == 1 for part in module.modules()),
-        # Otherwise heads with few channels keep the entire network from channels-last.
+        # Otherwise the heads, with few channels, prevent channels-last in the entire network.
         "force_layout_optimization": True,
         # ReLU's mask is recomputed from six values where it is used, instead of being written.
         "realize_reads_threshold": 6,

@@ -70,7 +70,6 @@ class Tpu(Device):
 
 
 def open_device(local_rank: int, execution: str | None) -> Tpu:
-    """Open this process's TPU; torchrun's variables say which one."""
     versions = "Python 3.11 or newer, torch 2.11 to 2.15"
     hint = f"pip install {PACKAGE} ({versions}); TPU v2 and v3 need --device xla"
     require_package("tpu", PACKAGE, hint)

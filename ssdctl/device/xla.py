@@ -61,7 +61,7 @@ class Xla(Device):
                 )
             runtime.use_spmd()
             self._split_batch = _batch_splitter(self.num_cores)
-        # It warns at each change of precision.
+        # torch_xla warns at each change of precision.
         logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)
         self._products = ""
         self.set_tf32(False)
@@ -151,7 +151,6 @@ def _batch_splitter(num_cores: int) -> Callable[[int], Any]:
 
 
 def open_device(local_rank: int, execution: str | None) -> Xla:
-    """Open this process's XLA device."""
     hint = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*': its newest release fits only "
     require_package("xla", PACKAGE, hint + "that torch, and libtpu is in its extra tpu")
     DEVICE_TYPES["xla"].choose_execution(execution)

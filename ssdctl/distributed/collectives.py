@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 600.0
-MIN_TIMEOUT_S = 300.0  # for ranks that still import, or wait for a node
-MISSING_RANKS_WAIT_S = 5.0  # how long a rank that lost another waits for reports of the rest
+MIN_TIMEOUT_S = 300.0  # ranks may still import, or wait for a node
+MISSING_RANKS_WAIT_S = 5.0  # after a lost rank, how long to wait for reports of the others
 POLL_S = 0.05
 FREE_TENSORS_S = 0.2  # gloo's threads need microseconds
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, left out of __all__
 ARRIVED = "arrived"  # the store's key that counts the ranks
-RANKS_PER_POLL = 64  # with more ranks each polls less often: a single process answers them all
+RANKS_PER_POLL = 64  # more ranks poll less often, because a single process answers all of them
 GRACE_S = 1.0
-# Torchrun's store outlives a group: the next one of the same processes needs other keys.
+# Torchrun's store outlives a group, so the next group of the processes needs other keys.
 _groups = itertools.count()
-LOST = (  # parts of the errors of backends
+LOST = (  # parts of backends' error messages
     *("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer"),
-    "pair closure",  # gloo's, without its name, when an all-reduce of a backward pass ends
+    "pair closure",  # gloo, when an all-reduce of a backward pass ends
 )
 # The gloo group of the hosts, and the key-value store of all ranks, while the ranks are joined.
 _group: Any = None
@@ -65,6 +65,8 @@ def process_group(
 ) -> Iterator[None]:
     """Join the other ranks for the duration of the block.
 
+    A process group that the caller has made is used, and kept.
+
     Args:
         timeout_s: How long a rank waits for another before that one counts as lost.
 
@@ -75,9 +77,11 @@ def process_group(
     if ranks.is_single_process:
         yield
         return
+    is_ours = not dist.is_initialized()
     try:
         with _stdout_to_stderr():
-            _join(ranks, device, datetime.timedelta(seconds=timeout_s))
+            timeout = datetime.timedelta(seconds=timeout_s)
+            _join(ranks, device, timeout) if is_ours else _use_joined(timeout)
         yield
     except RuntimeError as error:  # dist.DistError is one
         if not isinstance(error, dist.DistError) and not any(w in str(error).lower() for w in LOST):
@@ -91,14 +95,14 @@ def process_group(
             f"how long a rank is waited for (now {timeout_s:g} s)",
         ) from error
     finally:
-        _group = _store = None
-        if dist.is_initialized():
+        group, _group, _store = _group, None, None
+        if dist.is_initialized() and (is_ours or group is not None):
             # Destroying a group waits for gloo's threads and holds the interpreter's lock, which
             # they need to free the tensors of the last operation: a deadlock with torch up to 2.7
             # (pytorch/pytorch#154976).
             time.sleep(FREE_TENSORS_S)
             with contextlib.suppress(RuntimeError):  # the other ranks may be gone
-                dist.destroy_process_group()
+                dist.destroy_process_group(None if is_ours else group)
 
 
 def wait_for_main(ranks: Ranks, task: str) -> None:
@@ -165,6 +169,15 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
     _store = _PrefixStore("ssdctl", store)
 
 
+def _use_joined(timeout: datetime.timedelta) -> None:
+    """Exchange values of the hosts in a process group that the caller has made."""
+    global _group, _store
+    if dist.get_backend() != "gloo":
+        _group = dist.new_group(backend="gloo", timeout=timeout)
+    store = dist.distributed_c10d._get_default_store()
+    _store = _PrefixStore(f"ssdctl-{next(_groups)}", store)
+
+
 def _missing_ranks(ranks: Ranks) -> str:
     """Return the ranks that did not check in within some seconds, for a message."""
     if _store is None:
@@ -195,7 +208,7 @@ def _rendezvous(ranks: Ranks, timeout_s: float) -> Any:
     except Stopped:
         with contextlib.suppress(RuntimeError):  # the first rank is gone
             if store.add(ARRIVED, 0) >= ranks.world_size:
-                return store  # all had arrived, and some may have continued: stop where they do
+                return store  # all had arrived, some may have continued: stop where they stop
             store.add(ARRIVED, -1)
         raise
     return store
@@ -208,7 +221,7 @@ def _wait_for_all(store: Any, world_size: int, timeout_s: float) -> None:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"timed out: only {arrived} of {world_size} ranks have joined")
             time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
-    except RuntimeError:  # rank 0 is gone; if a signal ended it, ours may be about to arrive
+    except RuntimeError:  # rank 0 is gone; its signal may be about to arrive here
         time.sleep(GRACE_S)
         raise
 

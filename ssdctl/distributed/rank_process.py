@@ -22,9 +22,9 @@ from ssdctl.distributed.ranks import RANK_NUMBERS
 from ssdctl.errors import ExitCode
 from ssdctl.files import no_follow
 
-# Names the folder. Not SSDCTL_*: those are settings. Only `ssdctl launch` sets it.
+# The folder, set by `ssdctl launch`. The name does not begin with SSDCTL_, as settings do.
 EXITS_VARIABLE = "_SSDCTL_RANK_EXITS"
-LAUNCHER_VARIABLE = "_SSDCTL_LOCAL_LAUNCHER"  # names the file with its process id
+LAUNCHER_VARIABLE = "_SSDCTL_LOCAL_LAUNCHER"  # the file with the launcher's process id
 # Codes that come from ssdctl, never from a launcher itself.
 PASSED_ON = frozenset(ExitCode) - {ExitCode.OK, ExitCode.BUG}
 HEADER = "--- rank "
@@ -89,7 +89,6 @@ def _has_ended(launcher: Path) -> bool:
 
 
 def _write(path: Path, text: str) -> bool:
-    """Write a file for the launch; return whether that succeeded."""
     with contextlib.suppress(OSError):  # the launch is gone, or on another node
         temporary = path.with_name(f"{path.name}.tmp")
         temporary.unlink(missing_ok=True)

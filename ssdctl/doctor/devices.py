@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ssdctl.doctor import DRIVER_S, IMPORT_S, OK, Check, Doctor, absent, result
+from ssdctl.doctor import DRIVER_S, IMPORT_S, Check, Doctor, absent, result
 from ssdctl.runtime import hardware
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.system import read_table, read_text
@@ -19,8 +19,6 @@ NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
 IMAGE = "run in the vendor's PyTorch image for Gaudi: its torch and bridge match"
-GAUDI2 = re.compile(r"HL-2[2-9]")  # HL-225 and similar; HL-20x is the first Gaudi, HL-3xx the third
-GAUDI2_BATCH = 24
 # Pages of 2 MiB. Voyager's pods get 95,000 MiB for eight cards; the 153,600 pages of Habana's
 # TensorFlow guide also hold that framework's dataset cache, which ssdctl does not have.
 HUGE_PAGES_PER_CARD = 5_937
@@ -33,7 +31,6 @@ XLA = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*', which TPU v2 and v3 n
 
 
 def check_cpu(doctor: Doctor) -> Iterator[Check]:
-    """Yield the results of the torch probe for the CPU."""
     if (cpu := doctor.torch.result().facts().get("cpu")) is None:
         return
     native = "bf16 native" if cpu["has_native_bf16"] else "bf16 works but slowly: prefer --fp32"
@@ -146,19 +143,12 @@ def check_gaudi(doctor: Doctor) -> Iterator[Check]:
             detail = f"cannot be imported: {imported.problem}"
             yield result("hpu bridge", detail, IMAGE, is_wanted=is_wanted)
         yield result("hpu precision", "fp32, bf16 native; no fp16")
-        size = doctor.config.train.batch_size
-        if size != "auto" and size % GAUDI2_BATCH and any(GAUDI2.match(name) for name in names):
-            below = size - size % GAUDI2_BATCH
-            hint = " or ".join(f"--bs {n}" for n in (below, below + GAUDI2_BATCH) if n)
-            detail = f"{size} a device; Gaudi2 is faster at multiples of 24"
-            yield Check("hpu batch", OK, detail, hint)
     if num_cards:
         yield from _numa_map()
     yield _huge_pages(num_cards)
 
 
 def _releases(detail: str, driver: str, bridge: str, problem: str) -> Check:
-    """Check that driver and bridge are of the same release."""
     has, needs = (re.match(r"\d+\.\d+", version) for version in (driver, bridge))
     if has and needs and has[0] != needs[0]:
         remedy = f"use the vendor's image of release {has[0]}, or update the driver to {needs[0]}"

@@ -166,7 +166,6 @@ def _extras(
 
 
 def check_machine(doctor: Doctor) -> Iterator[Check]:
-    """Yield the results for cores, memory and limits of this process."""
     yield _cores()
     yield _memory()
     yield _shared_memory(doctor.hardware)
@@ -236,7 +235,6 @@ def _open_files(soft: int, hard: int) -> Check:
 
 
 def check_launchers(doctor: Doctor) -> Iterator[Check]:
-    """Run every installed program in parallel."""
     outputs = {
         words: run_in_daemon_thread(partial(doctor.run, words.split(), VERSION_S))
         for words, *_ in TOOLS

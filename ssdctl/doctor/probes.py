@@ -38,7 +38,6 @@ COLLECTIVES_S = 300.0
 
 
 def report(**facts: object) -> None:
-    """Print facts for `ProgramOutput.facts`."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -145,28 +144,28 @@ def probe_step() -> None:
     import msgspec
     import torch
 
-    from ssdctl.config import Resolved
+    from ssdctl.config import Config
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
+    from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch
     from ssdctl.model.ssd300 import SSD300
     from ssdctl.training.optimizer import without_dynamo
-    from ssdctl.training.run import finalize
+    from ssdctl.training.plan import make_plan
     from ssdctl.training.step import build_step
 
-    resolved = msgspec.json.decode(sys.stdin.buffer.read(), type=Resolved)
-    config = resolved.config.train
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=Config)
     start = time.perf_counter()
-    device = open_device(config.device, 0, config.execution)
-    images = COCO_NUM_IMAGES
-    run = finalize(resolved, device, SINGLE_PROCESS, images, largest_batch=lambda _: BATCH_SIZE)
-    how = {"precision": run.precision, "execution": device.execution}
+    device = open_device(config.train.device, 0, config.train.execution)
+    size = DatasetSize(COCO_NUM_IMAGES, None, 0, [])
+    plan = make_plan(config, device, SINGLE_PROCESS, size, largest_batch=BATCH_SIZE)
+    how = {"precision": plan.precision, "execution": device.execution}
     report(device=device.name, label=device.label, **how)
     torch.manual_seed(0)
     with without_dynamo():
         model = device.place(SSD300("resnet18", STEP_CLASSES)).train()
-        step = build_step(model, config, device, run.precision)
+        step = build_step(model, config.train, device, plan.precision)
         batch = random_batch(BATCH_SIZE, STEP_CLASSES)
         before = [p.detach().clone() for p in model.parameters()]
         loss = step([batch], LR).read(SINGLE_PROCESS)["loss"]
@@ -183,7 +182,7 @@ def probe_step() -> None:
 
 
 class Card(NamedTuple):
-    """A rank's place and rate."""
+    """The place and the rate of a rank."""
 
     host: str
     local_rank: int

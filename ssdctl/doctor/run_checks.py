@@ -18,8 +18,7 @@ from types import ModuleType
 
 import msgspec
 
-from ssdctl.config import Config, Resolved
-from ssdctl.config.resolve import sources_of
+from ssdctl.config import Config
 from ssdctl.distributed.ranks import free_port
 from ssdctl.doctor import ABSENT, FAIL, IMPORT_S, OK, WARN, Check, Doctor, ProgramOutput, result
 from ssdctl.doctor.devices import check_cpu, check_gaudi, check_gpus, check_tpus
@@ -177,7 +176,7 @@ def _ranks(doctor: Doctor) -> Check:
 
 def _step(doctor: Doctor) -> Check:
     start, config = time.perf_counter(), doctor.config
-    text = msgspec.json.encode(Resolved(config, sources_of(config))).decode()
+    text = msgspec.json.encode(config).decode()
     answer = doctor.run_probe("step", timeout_s=STEP_S, text=text, environment=_without_job())
     facts = answer.facts()
     where = f"--device {config.train.device}"
@@ -239,7 +238,7 @@ def to_text(
 
 
 def problems(checks: Sequence[Check], width: int, paint: Paint) -> str:
-    """Return only warnings and failures, one line or more for each."""
+    """Return only warnings and failures."""
     wrong = [check for check in checks if check.state in (WARN, FAIL)]
     return "\n".join(_table(wrong, width, paint, ASCII_MARKS))
 

@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 
 class RetryPolicy(NamedTuple):
-    """Timeouts and retries."""
-
     connect_s: float = 10.0
     read_s: float = 15.0  # for the next byte on one connection; then it is opened again
     stall_s: float = 30.0  # less than `min_rate` on average over this time is a failure

@@ -58,7 +58,7 @@ class HubReference(NamedTuple):
 
 
 def is_reference(name: str) -> bool:
-    """Return whether a name is meant as a model on the Hub."""
+    """Return whether a name has the form of a model on the Hub."""
     return name.lower().startswith(SCHEME)
 
 
@@ -129,7 +129,7 @@ def _check_blob(path: Path) -> None:
 
 
 def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlError:
-    """Return our error for one of huggingface_hub at `url`, without tokens."""
+    """Convert an error of huggingface_hub at `url` to ours, without tokens."""
     errors = hub.errors
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
         return DiskError(f"{what}: {error.strerror}: {error.filename}", hint="see HF_HOME")
@@ -160,7 +160,6 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
 
 
 def _is_unreachable(hub: ModuleType, error: Exception) -> bool:
-    """Return whether there was no answer, or one of a server that is not working."""
     if isinstance(error, hub.errors.HfHubHTTPError):
         status = _status(error)
         return status is not None and status >= 500
@@ -173,7 +172,6 @@ def _status(error: Exception) -> int | None:
 
 
 def _reason(hub: ModuleType, error: Exception) -> str:
-    """Return the first line of an error, or the server's own words, without tokens."""
     text = getattr(error, "server_message", None) or describe_error(error)
     status = _status(error)
     line = redact_urls(text.splitlines()[0][:300])

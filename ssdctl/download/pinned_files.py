@@ -84,8 +84,6 @@ COCO2017 = {
 
 
 class DetectorSource(NamedTuple):
-    """A published detector."""
-
     name: str  # what the user types
     file: PinnedFile  # an empty `sha256` if the publisher gives none
     network: str
@@ -139,7 +137,6 @@ DETECTORS = (
 
 
 def find_detector(name: str) -> DetectorSource | None:
-    """Return the detector called `name`, or None."""
     return next((d for d in DETECTORS if d.name == name), None)
 
 

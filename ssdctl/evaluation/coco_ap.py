@@ -81,7 +81,7 @@ class ClassScore(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The metrics, and what `analyze` computes the rest from."""
+    """The metrics, and the input of `analyze`."""
 
     metrics: dict[str, float]  # COCO's 12 by name; -1 if there is nothing to measure
     per_class: list[ClassScore]  # by ascending category id

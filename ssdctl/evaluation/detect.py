@@ -30,8 +30,8 @@ from ssdctl.model.postprocess import ImageDetections
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.safe_text import listed
 
-MAX_PENDING = 2  # outputs that wait to be decoded
-FEW_CORES = 4  # on 2, the thread cost 3 to 5% of the rate (benchmarks/RESULTS.md)
+MAX_PENDING = 2  # outputs waiting to be decoded
+FEW_CORES = 4  # on 2 cores the thread lowered the rate by 3 to 5% (benchmarks/RESULTS.md)
 # A single image uses other convolution kernels than a batch, and their last digits differ: the
 # AP would depend on the distribution of the images over ranks.
 MIN_BATCH = 2

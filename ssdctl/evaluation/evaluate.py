@@ -1,6 +1,6 @@
 """Score a checkpoint, all checkpoints of a run, or a file of detections.
 
-for evaluation in evaluate_files([find_checkpoint("runs/a")], resolved, progress=progress_bar):
+for evaluation in evaluate_files([find_checkpoint("runs/a")], config, progress=progress_bar):
     evaluation.metrics["AP"]
 
 A file of detections is scored without torch.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.config import Config, DataConfig, Resolved
+from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections import EvaluateConfig
 from ssdctl.data.annotations import ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
@@ -28,7 +28,7 @@ from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import score
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
 from ssdctl.files import DECODE_ERRORS, write_bytes
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 def evaluate_files(
     files: Sequence[Path],
-    resolved: Resolved,
+    config: Config,
     *,
     progress: Progress,
     detections_file: Path | None = None,
@@ -69,42 +69,58 @@ def evaluate_files(
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
     if is_results:
-        yield _evaluate_results(files[0], resolved)
+        yield _evaluate_results(files[0], config)
         return
+    from ssdctl.checkpoint.file import read_model
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import broadcast, process_group
+    from ssdctl.distributed.collectives import any_rank, broadcast, process_group
 
     ranks = find_ranks()
-    device = open_device(resolved.config.evaluate.device, ranks.local_rank)
+    device = open_device(config.evaluate.device, ranks.local_rank)
     with process_group(ranks, device):
         for file in files:
-            if len(files) > 1 and broadcast(not file.exists(), ranks):
+            checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
+            is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
+            if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
-            evaluation = evaluate_checkpoint(
-                file,
-                resolved.config,
-                device,
-                given=resolved.explicit_settings(),
-                progress=progress,
-                ranks=ranks,
-                detections_file=detections_file,
-            )
+            found = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
+            evaluation = None if found is None else _score(found, config, detections_file)
             evaluation = broadcast(evaluation, ranks)
             assert evaluation is not None
             yield evaluation
 
 
-def _evaluate_results(path: Path, resolved: Resolved) -> Evaluation:
+def _read_unless_deleted(file: Path) -> Checkpoint | None:
+    from ssdctl.checkpoint.file import read_model
+
+    try:
+        return read_model(file)
+    except SsdctlError:
+        if file.exists():
+            raise
+        return None
+
+
+def _score(found: DetectedSplit, config: Config, detections_file: Path | None) -> Evaluation:
+    """Score detections, after they are written."""
+    if detections_file is not None:
+        write_bytes(detections_file, msgspec.json.encode(found.detections.to_coco()))
+        count = len(found.detections.scores)
+        log.info("%d detections written to %s", count, detections_file)
+    return found.score(verify=config.evaluate.verify)
+
+
+def _evaluate_results(path: Path, config: Config) -> Evaluation:
     """Score detections against the annotations only; no image is read.
 
     The split of an annotation file is the file, unless the call chooses one.
     """
-    settings = resolved.config.evaluate
-    root, store = dataset_folders(resolved.config.data)
+    settings = config.evaluate
+    root, store = dataset_folders(config.data)
     name: str = settings.split
     splits = annotations_of(root, store)
-    if root.is_file() and len(splits) == 1 and not resolved.is_chosen("evaluate.split"):
+    if root.is_file() and len(splits) == 1 and not config.is_chosen("evaluate.split"):
         name = next(iter(splits))
     truth = ground_truth(require_split(splits, name, root))
     image_ids = truth.image_ids
@@ -156,63 +172,60 @@ def read_detections(path: Path) -> Detections:
     return Detections(image_ids, boxes, scores, category_ids)
 
 
-def evaluate_checkpoint(
-    path: Path,
+class DetectedSplit(NamedTuple):
+    """The detections of a checkpoint on a split, ready to be scored."""
+
+    detections: Detections
+    split: Split
+    rows: NDArray[np.int64]  # the images
+    about: EvaluationInfo
+
+    def score(self, *, verify: bool) -> Evaluation:
+        truth, image_ids = read_ground_truth(self.split.index_file), self.split.image_ids[self.rows]
+        return score(truth, self.detections, self.about, image_ids, verify=verify)
+
+
+def detect_on_split(
+    checkpoint: Checkpoint,
     config: Config,
     device: Device,
     *,
-    given: set[str],
     progress: Progress,
     ranks: Ranks = SINGLE_PROCESS,
-    detections_file: Path | None = None,
     name: str | None = None,
-) -> Evaluation | None:
-    """Score one checkpoint, or an ONNX file, on a split; None on ranks other than the first.
+) -> DetectedSplit | None:
+    """Detect with the network of a checkpoint on a split; None on ranks other than the first.
 
-    Each rank detects on its share, the first one scores. The checkpoint's dataset replaces the
-    config's unless `given`, the settings that the call names, has it.
-    `name` replaces the path in messages.
+    The split is of the checkpoint's dataset, unless the call names another one.
 
-    Raises:
-        UsageError, DataError, IntegrityError, NonFiniteError: See the functions called. An error of
-            one rank during detection is raised on every rank.
+    Args:
+        ranks: Each detects on its share of the images.
+        name: Replaces the path in messages.
     """
-    from ssdctl.checkpoint.file import read_model  # late: torch takes seconds
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import open_detector
 
     settings = config.evaluate
-    checkpoint = read_model(path)
-    data = choose_data(checkpoint, config.data, given)
+    data = choose_data(checkpoint, config.data, config.explicit_settings())
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
     for warning in split.warnings:
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
-    rows = _rows_to_score(split, settings, f"{name or path} (step {checkpoint.step}) on {dataset}")
+    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
+    rows = _rows_to_score(split, settings, what)
     precision = choose_precision(checkpoint, settings, device)
-    thresholds = settings.score_threshold, settings.nms_iou
-    detector = open_detector(checkpoint, device, DetectorConfig(precision, *thresholds))
-    detections = detect(
-        detector,
-        split,
-        rows,
-        batch_size=settings.batch_size,
-        threads=settings.workers or usable_cores(ranks.world_size),
-        ranks=ranks,
-        progress=progress if ranks.is_main else None,
-        category_ids=category_ids,
-    )
-    if detections is None:
-        return None
-    if detections_file is not None:
-        write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
-        log.info("%d detections written to %s", len(detections.scores), detections_file)
+    detector_config = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
+    detector = open_detector(checkpoint, device, detector_config)
+    threads = settings.workers or usable_cores(ranks.world_size)
+    shown = progress if ranks.is_main else None
+    how: dict[str, Any] = {"batch_size": settings.batch_size, "threads": threads, "ranks": ranks}
+    found = detect(detector, split, rows, **how, progress=shown, category_ids=category_ids)
     about = EvaluationInfo(
-        source=str(path),
+        source=str(checkpoint.path),
         step=checkpoint.step,
         epoch=round(checkpoint.epoch, 4),
         data=str(root.absolute()),
@@ -222,8 +235,7 @@ def evaluate_checkpoint(
         score_threshold=detector.score_threshold,
         warnings=[*split.warnings],
     )
-    truth = read_ground_truth(split.index_file)
-    return score(truth, detections, about, split.image_ids[rows], verify=settings.verify)
+    return None if found is None else DetectedSplit(found, split, rows, about)
 
 
 def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from ssdctl.config import Resolved
+from ssdctl.config import Config
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import UsageError
 from ssdctl.files import remove_stale_temporaries
@@ -31,7 +31,7 @@ MAX_AP_LOSS = 0.01
 
 
 class ExportRequest(NamedTuple):
-    """What to write; the options of `ssdctl export`."""
+    """The options of `ssdctl export`."""
 
     format: str
     out: Path
@@ -45,7 +45,7 @@ class ExportRequest(NamedTuple):
 
 
 def export_checkpoint(
-    checkpoint: str, request: ExportRequest, resolved: Resolved, *, progress: Progress
+    checkpoint: str, request: ExportRequest, config: Config, *, progress: Progress
 ) -> dict[str, Any]:
     """Write a checkpoint in another format; return the file, its source, and the comparison.
 
@@ -62,7 +62,7 @@ def export_checkpoint(
         log.warning("%s: ssdctl and other programs may not recognize it", problem)
     from ssdctl.inference.locate import locate_checkpoint
 
-    source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
+    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     if request.out.exists() and request.out.samefile(source):
         raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
@@ -81,9 +81,9 @@ def export_checkpoint(
     if request.format not in GRAPH_FORMATS:
         weights.export_weights(content, request.format, request.out)
         return result
-    thresholds = resolved.config.evaluate.score_threshold, resolved.config.evaluate.nms_iou
+    thresholds = config.evaluate.score_threshold, config.evaluate.nms_iou
     deployment = Deployment(content, outputs, request.batch, request.fp16, *thresholds)
-    data = choose_data(content, resolved.config.data, resolved.explicit_settings())
+    data = choose_data(content, config.data, config.explicit_settings())
     result |= {"nms": outputs, "batch": request.batch or "dynamic"}
     if not request.int8:
         folders = dataset_folders(data)
@@ -91,7 +91,7 @@ def export_checkpoint(
     return result | int8.write_int8(
         deployment,
         request.out,
-        msgspec.structs.replace(resolved.config, data=data),
+        msgspec.structs.replace(config, data=data),
         num_images=CALIBRATION_IMAGES if request.calibrate is None else request.calibrate,
         max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
         progress=progress,

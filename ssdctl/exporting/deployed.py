@@ -45,7 +45,7 @@ TOLERANCE_FP16 = 1e-2
 # Share of detections: at an overlap of almost exactly the threshold, rounding decides.
 MAX_DIFFERENT = 0.01
 MAX_DIFFERENT_FP16 = 0.05
-NUM_IMAGES = 5  # that a file is compared on
+NUM_IMAGES = 5  # images for the comparison
 MAX_TRIED = 10  # images of the dataset that are opened for each that is needed
 
 Outputs = Literal["onnx", "none", "efficientnms", "raw"]
@@ -186,7 +186,6 @@ class Reference:
         return [np.concatenate(arrays)[: len(images)] for arrays in outputs]
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
-        """Count the detections of `a` that have no counterpart in `b`."""
         is_same = (
             (np.abs(a[0][:, None] - b[0][None]).max(axis=2, initial=0) <= self._tolerance)
             & (np.abs(a[1][:, None] - b[1][None]) <= self._tolerance)
@@ -202,7 +201,7 @@ class Reference:
 
 
 def images_of(root: Path, store: Path) -> tuple[Images, str]:
-    """Return images to compare two programs on, and their source."""
+    """Return images for the comparison of two programs, and their source."""
     images = list(dataset_images(root, store, NUM_IMAGES))
     if len(images) == NUM_IMAGES:
         return np.stack([resized(image) for image in images]), str(root)

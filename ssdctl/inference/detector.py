@@ -104,7 +104,6 @@ class Detector:
             return offsets, logits
 
     def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
-        """Decode the output of `forward`; may run in another thread."""
         offsets, logits = output
         with torch.no_grad(), self._out_of_memory_hints(len(offsets)):
             refuse_non_finite(output)

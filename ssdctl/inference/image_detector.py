@@ -95,11 +95,11 @@ class ImageDetector:
 
     @property
     def selected_classes(self) -> dict[int, ClassName]:
-        """The classes that results may have, by label."""
+        """The classes of the results, by label."""
         return {label: self.classes[label - 1] for label in self._selected}
 
     def prepare(self, item: Any, source: Any, image: Image.Image) -> PreparedImage:
-        """Return what `detect` needs of an RGB image."""
+        """Return the views of an RGB image for `detect`."""
         tile = self.options.tile
         windows = tile_windows(*image.size, tile, self.options.tile_overlap)
         views = ((window, resized(image, window)) for window in windows)

@@ -132,7 +132,7 @@ class YoloWriter(Writer):
         import yaml
 
         names = dict(enumerate(c.name for c in self.classes.values()))
-        content = {"train": "images", "val": "images", "names": names}
+        content = {"train": "images", "names": names}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_text(self.folder / "data.yaml", text)
         return f"labels of {len(self._stems)} images in {self.folder / 'labels'}, and data.yaml"
@@ -197,7 +197,6 @@ WRITERS: dict[SaveFormat, type[Writer]] = {
 
 
 def _address(source: ImageSource, root: Path | None) -> str:
-    """Return the URL or path at which Label Studio finds an image."""
     if source.url or root is None:
         return source.name
     return LOCAL_FILES + quote(source.path.absolute().relative_to(root).as_posix())

@@ -60,7 +60,7 @@ class ImageSource(NamedTuple):
         return redact_url(self.url) if self.url else str(self.path)
 
     def open(self, canceled: threading.Event | None = None) -> Path | io.BytesIO:
-        """Return what `read_rgb` takes; a URL is fetched."""
+        """Return the path, or the fetched content of a URL, for `read_rgb`."""
         if not self.url:
             return self.path
         file = io.BytesIO(fetch_image(self.url, canceled))

@@ -40,16 +40,12 @@ UNKNOWN_SIZE = (1 << 56) - 1  # live recordings have it
 
 
 class Frame(NamedTuple):
-    """A frame of a video."""
-
     number: int  # from 0, counted in the file
     time_s: float  # since the start
     pixels: NDArray[np.uint8]  # (H, W, 3), upright
 
 
 class Video:
-    """An open video or camera."""
-
     def __init__(self, av: ModuleType, container: Any, name: str) -> None:
         self._av, self._container, self._name = av, container, name
         if not container.streams.video:

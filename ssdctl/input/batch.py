@@ -50,12 +50,12 @@ def trim_padding(batch: Batch) -> Batch:
 
 
 def num_background(images: int, share: float) -> int:
-    """Return the samples without objects in an epoch of so many other images."""
+    """Return the number of samples without objects beside `images` others, for their share."""
     return round(images * share / (1 - share))
 
 
 class LoaderConfig(NamedTuple):
-    """Which part of the stream a rank loads, and how."""
+    """The part of the stream that a rank loads, and its settings."""
 
     seed: int
     batch_size: int  # per rank and micro-batch

@@ -41,7 +41,6 @@ class DaliLoader:
         self._decoder = decoder
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """Yield the micro-batches of steps start to end, as `TrainLoader.batches`."""
         positions = self._config.positions(start_step, end_step)
         feed = _Feed(self._split, map(self._native.draw, positions))
         pipeline = self._open(feed)

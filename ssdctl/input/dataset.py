@@ -71,7 +71,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
             "store": store and os.fspath(store),
         }
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
-        config = resolve_call(None, given).config
+        config = resolve_call(None, given)
         require_dataset(config.data)
         splits = open_dataset(*dataset_folders(config.data))
         if split not in splits:
@@ -146,5 +146,5 @@ class Dataset(torch.utils.data.Dataset[Item]):
         return image, batch.boxes[0][is_real] * IMAGE_SIZE, batch.labels[0][is_real]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Open the store again in another process: its files are mapped into memory."""
+        """Open the store again in another process, because its files are memory-mapped."""
         return functools.partial(Dataset, **self._options), self._arguments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
 from ssdctl.data.store import Split
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from ssdctl.input.dali import DaliLoader
 
 
-def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
+def copy_ahead(batches: Iterable[Batch], device: Device) -> Generator[Batch, None, None]:
     """Copy batches to the device, each while the device works on the previous one."""
     if device.is_host:
         yield from map(trim_padding, batches) if device.execution == "eager" else batches
         return
     waiting: Batch | None = None
     for batch in batches:
-        device.wait_for_copies()  # the waiting batch's, not the next one's
+        device.wait_for_copies()  # for the waiting batch
         is_on_device = batch.images.device.type != "cpu"  # decoded there
         copied = batch._replace(
             images=batch.images if is_on_device else device.copy(batch.images),

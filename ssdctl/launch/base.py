@@ -57,7 +57,7 @@ class LaunchRequest:
 
     @property
     def is_planned(self) -> bool:
-        """Return whether the job may be for another machine: it is not run now."""
+        """Return whether the job may run on another machine: it is not run now."""
         return self.is_dry_run or self.is_written
 
 
@@ -80,7 +80,7 @@ class Node:
 
 
 def read_node() -> Node:
-    """Return the part of this machine that this process may use."""
+    """Return this machine, without the parts that this process may not use."""
     cores, has_topology = physical_cores(usable_cpus())
     sockets, tpus = {socket for socket, _ in cores}, find_hardware().tpus
     return Node(
@@ -114,7 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the job, without side effects; `make_job` calls it."""
+        """Return the job, without side effects."""
 
 
 class BatchEngine(Engine):

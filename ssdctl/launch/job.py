@@ -19,9 +19,9 @@ class Job:
     environment: Mapping[str, str]  # added to the caller's
     launcher: str
     num_ranks: int  # ranks that run on this machine, or report to it
-    nodes: int = 1  # only if it is 1, all ranks record their exit codes here
-    # The signal that the launcher forwards to all ranks, repeated while they run: mpirun forwards
-    # it to those it has started so far. None: the ranks here are signaled themselves.
+    nodes: int = 1  # if it is 1, all ranks record their exit codes on this machine
+    # The signal that the launcher forwards to all ranks. It is repeated, because mpirun forwards it
+    # only to the ranks that have started. None: signal the ranks on this machine directly.
     stop_signal: signal.Signals | None = None
     missing: str | None = None  # what the user must still specify
     text: str | None = None  # the script or manifest for a batch engine

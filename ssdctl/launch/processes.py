@@ -34,13 +34,13 @@ from ssdctl.launch.exit_codes import first_failure, job_exit_code
 from ssdctl.launch.job import Job
 from ssdctl.runtime.system import memory_kills
 
-TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.quiet_torchrun"
+TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.distributed.torchrun"
 POLL_S = 0.1
 REPEAT_S = 5.0
-EARLY_S = 20.0  # Python has installed its handlers by then; torchrun waits 30 s or more
+EARLY_S = 20.0  # Python has installed its signal handlers by then; torchrun waits 30 s or more
 HANG_S = 20.0  # how long the other ranks may continue after one has failed
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
-# Variables of an outer job that this one is started from. Rank 0 would wait for the store of the
+# Variables of an outer job that starts this one. With them, rank 0 would wait for the store of the
 # outer torchrun; PET_* are torchrun's options.
 OUTER_JOB = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|GROUP_RANK|LOCAL_WORLD_SIZE|TORCHELASTIC_USE_AGENT_STORE|PET_.*|"
@@ -107,7 +107,7 @@ class _RunningJob:
                 env={**environment, **job.environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
-                start_new_session=True,  # a terminal's Ctrl-C must reach the ranks once
+                start_new_session=True,  # a terminal's Ctrl-C must reach the ranks only once
                 preexec_fn=die_with_parent,
             )
         except OSError as error:

@@ -31,7 +31,7 @@ HASHED_NAME = re.compile(r"-([0-9a-f]{8})\.pth$")  # as PyTorch names its files
 
 
 class Weights(NamedTuple):
-    """Pinned weights of a backbone; its file names the keys."""
+    """Pinned weights of a backbone."""
 
     alias: str  # BACKBONE-KEY, such as resnet34-imagenet-v1
     file: PinnedFile

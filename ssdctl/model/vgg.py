@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from ssdctl.model.backbone import Backbone
 
 BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions
-CONV4_3, CONV5_3 = 23, 30  # number of layers, conv1_1 to the ReLU behind it
-STAGE_STARTS = (0, 5, 10, 17)  # first four stages; pools belong to the one before
+CONV4_3, CONV5_3 = 23, 30  # number of layers from conv1_1 to the ReLU after it
+STAGE_STARTS = (0, 5, 10, 17)  # first layers of four stages; a pool belongs to the stage before
 FIRST_MAP_SCALE = 20.0  # initial factor for the L2-normalized conv4_3
 
 

@@ -187,7 +187,7 @@ class Run:
     def config(self) -> Config:
         """The settings of the run, as functions of the Python API take them."""
         file = str(self._files.config)
-        return resolve(file=file, environment={}, default_file=False).config
+        return resolve(file=file, environment={}, default_file=False)
 
     @cached_property
     @hints_in_messages()

@@ -20,11 +20,9 @@ DISPLAYS = "0x03"  # PCI class of graphics and 3D controllers
 
 
 class TpuType(NamedTuple):
-    """A version of TPUs."""
-
     name: str
-    # The numbers of a host's chips that TorchTPU can use; empty for chips of two cores, which only
-    # torch_xla supports.
+    # How many chips of a host TorchTPU can use; empty for chips with two cores, which need
+    # torch_xla.
     counts: tuple[int, ...] = ()
 
     @property
@@ -69,7 +67,6 @@ def find_hardware() -> Hardware:
 
 
 def _pci_devices(vendor: str) -> list[Path]:
-    """Return a vendor's devices, sorted by PCI address."""
     devices = sorted((SYS / "bus/pci/devices").glob("*"))
     return [path for path in devices if read_text(path / "vendor") == vendor]
 
@@ -135,7 +132,7 @@ def bind_to_card(device: str, local_rank: int) -> None:
     if not (cpus := cpus_of_rank(numa_nodes_of_cards(device), local_rank, size)):
         return
     before = set(usable_cpus())
-    with contextlib.suppress(OSError):  # none of them is in this process's cgroup
+    with contextlib.suppress(OSError):  # this process's cgroup has none of these CPUs
         os.sched_setaffinity(0, cpus)
         if len(usable_cpus()) < min(len(before), len(cpus)):
             os.sched_setaffinity(0, before)

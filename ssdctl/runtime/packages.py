@@ -19,7 +19,7 @@ from typing import Any
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import UNLIMITED
 
-OLDEST_TORCH = (2, 6)  # the last that first-generation Gaudi cards have
+OLDEST_TORCH = (2, 6)  # the last release for first-generation Gaudi cards
 NEWEST_CUDA = 13
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 OUT_OF_MEMORY = re.compile(
@@ -58,7 +58,7 @@ def dali_extra() -> str:
 
 
 def dali_package() -> str:
-    """Return the name of the nvidia-dali package of that extra."""
+    """Return the nvidia-dali package of `dali_extra`."""
     return f"nvidia-{dali_extra()}0"
 
 
@@ -135,7 +135,6 @@ def _memory_limit() -> UsageError | None:
 
 
 def _importing_package(error: BaseException) -> str:
-    """Return the package, not ours, whose import raised an error."""
     modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__)]
     names = [str(module).partition(".")[0] for module in modules]
     return next((name for name in names if name in NATIVE_PACKAGES), "")

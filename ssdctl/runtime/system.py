@@ -22,7 +22,7 @@ PROC = Path("/proc")
 SYSFS = Path("/sys/devices/system/cpu")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, in /proc/cpuinfo
 UNLIMITED = resource.RLIM_INFINITY  # a limit that is not set
-RESERVED_FILES = 512  # for everything but the store
+RESERVED_FILES = 512  # open files besides the store
 NETWORK_FILE_SYSTEMS = {
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.ceph", "gpfs", "beegfs", "pvfs2"),
     *("afs", "9p", "fuse.sshfs", "fuse.glusterfs", "glusterfs", "wekafs"),
@@ -39,8 +39,11 @@ SWITCH_INTERVAL_S = 5e-5
 # If the user sets one of these, the number or the waiting of torch's threads is not changed.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPINS, FEW_SPINS = 10_000, 1_000  # tries before a thread sleeps; libgomp's default is 300,000
-BUSY = 2.0  # processes that are ready to run, per core of the machine
+SPINS, FEW_SPINS = (
+    10_000,
+    1_000,
+)  # before a waiting thread sleeps; libgomp's default is 300,000
+BUSY = 2.0  # runnable processes per core of the machine
 
 
 def usable_cpus() -> Collection[int]:
@@ -177,7 +180,7 @@ def peak_memory_bytes() -> int:
 
 
 def is_process_running(process: int) -> bool:
-    """Return whether this machine has a process of that number."""
+    """Return whether this machine has a process with this id."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdctl.config import Config
-from ssdctl.config.resolve import Kind
+from ssdctl.config.settings import Kind
 from ssdctl.data.coco_json import COCO_NUM_CLASSES
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.safe_text import counted, listed
-from ssdctl.training.schedule import TrainSchedule, next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.run import OpenedRun, SettledRun
+    from ssdctl.training.observers import Start
+    from ssdctl.training.plan import Plan
 
 MAX_CLASSES = 8  # that are named
 NEARLY_DECAYED = 0.1  # fraction of the peak, at the end of a cosine
-MAX_EVALUATIONS = 10_000  # that are counted
 
 
-def describe_run(opened: OpenedRun, step: int) -> dict[str, Any]:
-    """Return what the display shows before the first step (ssdctl/runs/display.py)."""
-    run, val_images = opened.run, 0
-    if opened.val is not None:
-        val_images = len(opened.val.image_ids if opened.val_rows is None else opened.val_rows)
-    devices = "" if opened.ranks.is_single_process else f"{opened.ranks.world_size} x "
-    threads = counted(opened.threads, "decode thread")
-    device = f"{devices}{opened.device.label}, {run.precision}, {threads}"
-    names = [c.name for c in opened.train.classes]
-    return {
-        "facts": [*facts(run, names, val_images, device, step).items(), ("run", str(run.out))],
-        "details": details(run),
-        "images": run.plan.images,
-        "total_steps": run.plan.total_steps,
-        "global_batch_size": run.plan.global_batch_size,
-        "evaluations": evaluations_after(run, step) if val_images else [],
-        "evaluation_images": val_images,
-    }
+def facts_of_start(start: Start) -> list[tuple[str, str]]:
+    """Return the lines that the display shows before the first step."""
+    devices = "" if start.world_size == 1 else f"{start.world_size} x "
+    threads = counted(start.threads, "decode thread")
+    device = f"{devices}{start.device}, {start.plan.precision}, {threads}"
+    names = [c.name for c in start.train.classes]
+    rows = facts(start.plan, names, start.val_images, device, start.step)
+    return [*rows.items(), ("run", str(start.plan.out))]
 
 
 def facts(
-    run: SettledRun, classes: Sequence[str], val_images: int, device: str, step: int = 0
+    plan: Plan, classes: Sequence[str], val_images: int, device: str, step: int = 0
 ) -> dict[str, str]:
     """Return the lines about a run, by name, as training and a dry run show them.
 
@@ -53,21 +42,21 @@ def facts(
         step: From which the run continues.
     """
     return {
-        "data": _data(run, classes, val_images),
-        "network": _network(run.config, step),
+        "data": _data(plan, classes, val_images),
+        "network": _network(plan.config, step),
         "device": device,
-        "length": _length(run.plan, len(evaluations_after(run, step)) if val_images else 0),
-        "recipe": _recipe(run),
+        "length": _length(plan, len(plan.evaluations_after(step)) if val_images else 0),
+        "recipe": _recipe(plan),
     }
 
 
-def _data(run: SettledRun, classes: Sequence[str], val_images: int) -> str:
-    images = counted(run.plan.images, "training image")
-    if run.plan.background:
-        images += f" ({run.plan.background:,} without objects)"
+def _data(plan: Plan, classes: Sequence[str], val_images: int) -> str:
+    images = counted(plan.images, "training image")
+    if plan.background:
+        images += f" ({plan.background:,} without objects)"
     if not classes:
         return f"assumed: COCO, {images}, {COCO_NUM_CLASSES} classes"
-    root, _ = dataset_folders(run.config.data)
+    root, _ = dataset_folders(plan.config.data)
     return (
         f"{root.name or root}: {images}, {f'{val_images:,}' if val_images else 'none'} for "
         f"validation; {len(classes)} class{'es' * (len(classes) != 1)}: "
@@ -86,7 +75,7 @@ def _network(config: Config, step: int) -> str:
     return f"SSD300 with {config.model.backbone}, {weights}"
 
 
-def _length(plan: TrainSchedule, evaluations: int) -> str:
+def _length(plan: Plan, evaluations: int) -> str:
     epochs = plan.epoch(plan.total_steps)
     epochs_text = f"{epochs:.1f}" if epochs >= 10 else f"{epochs:.2f}"
     steps, images = counted(plan.total_steps, "step"), counted(plan.global_batch_size, "image")
@@ -94,10 +83,10 @@ def _length(plan: TrainSchedule, evaluations: int) -> str:
     return f"{line}, {counted(evaluations, 'evaluation')}" if evaluations else line
 
 
-def _recipe(run: SettledRun) -> str:
-    config, plan = run.config.train, run.plan
-    name = run.rule.partition(" (")[0] if run.rule else f"preset {config.preset}"
-    is_fitted = run.resolved.sources["train.decay_epochs"].kind is Kind.RULE
+def _recipe(plan: Plan) -> str:
+    config = plan.config.train
+    name = plan.rule.partition(" (")[0] if plan.rule else f"preset {config.preset}"
+    is_fitted = plan.config.sources["train.decay_epochs"].kind is Kind.RULE
     if is_fitted and config.steps == plan.total_steps:
         name += f", fitted to --steps {config.steps}"
     decay = [step for step in plan.decay_steps if step <= plan.total_steps]
@@ -109,18 +98,18 @@ def _recipe(run: SettledRun) -> str:
     return f"{name}: {config.optimizer}, learning rate {plan.peak_lr:g}, {warmup}{shape}"
 
 
-def details(run: SettledRun) -> str | None:
+def details(plan: Plan) -> str | None:
     """Return the settings that a rule chose, for -v; None without a rule."""
-    preset = run.config.train.preset
-    return run.rule and f"{run.rule}; use --preset {preset} for the full COCO recipe"
+    preset = plan.config.train.preset
+    return plan.rule and f"{plan.rule}; use --preset {preset} for the full COCO recipe"
 
 
-def warning_of_cut(run: SettledRun) -> str | None:
+def warning_of_cut(plan: Plan) -> str | None:
     """Return a warning if --steps ends the run before its learning rate does; else None.
 
     The rules for few images and fine-tuning fit the schedule to --steps, recipes do not.
     """
-    config, plan, total = run.config.train, run.plan, run.plan.total_steps
+    config, total = plan.config.train, plan.total_steps
     if config.steps is None or config.fake_data or config.steps > total:
         return None
     missed = _missed(plan)
@@ -130,7 +119,7 @@ def warning_of_cut(run: SettledRun) -> str | None:
     )
 
 
-def _missed(plan: TrainSchedule) -> str | None:
+def _missed(plan: Plan) -> str | None:
     total = plan.total_steps
     if total < plan.warmup_steps:
         return f"the end of its warm-up at step {plan.warmup_steps:,}"
@@ -141,10 +130,10 @@ def _missed(plan: TrainSchedule) -> str | None:
     return f"{what} at step {' and '.join(missed)}" if missed else None
 
 
-def warnings_of_unreached(run: SettledRun) -> list[str]:
+def warnings_of_unreached(plan: Plan) -> list[str]:
     """Return warnings about steps that the run does not reach: --steps, --profile, decays."""
-    config, plan, total = run.config.train, run.plan, run.plan.total_steps
-    warnings = list(filter(None, [warning_of_cut(run)]))
+    config, total = plan.config.train, plan.total_steps
+    warnings = list(filter(None, [warning_of_cut(plan)]))
     if config.steps is not None and config.steps > total:
         warnings.append(
             f"the run ends at step {total:,}, not at --steps {config.steps:,}: --epochs "
@@ -158,12 +147,3 @@ def warnings_of_unreached(run: SettledRun) -> list[str]:
     if (config.steps is None or config.steps > total) and (missed := _missed(plan)):
         warnings.append(f"the run ends at step {total:,}, before {missed}")
     return warnings
-
-
-def evaluations_after(run: SettledRun, step: int) -> list[int]:
-    """Return the steps after `step` with which an evaluation follows; the last one included."""
-    steps: list[int] = []
-    while step < run.plan.total_steps and len(steps) < MAX_EVALUATIONS:
-        step = next_evaluation(run.config.train, run.plan, step)
-        steps.append(step)
-    return steps

@@ -8,7 +8,9 @@ chosen.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssdctl.config import TrainConfig
+from ssdctl.config import Config, TrainConfig
+from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.device import Device
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed import collectives
@@ -25,9 +28,10 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.fake import random_batch
 from ssdctl.model.ssd300 import Architecture
-from ssdctl.training.run import SettledRun
+from ssdctl.training.plan import Network, Plan, make_plan
 from ssdctl.training.step import LossModule, build_step
 
+log = logging.getLogger(__name__)
 USED_SHARE = 0.9  # fraction of the memory; the rest is for fragmentation and workspaces
 LARGE_PROBE = 48  # images at most; the difference to a third as many gives bytes per image
 WORKSPACE = 1.15  # gradients of activations and workspaces, relative to saved activations
@@ -82,6 +86,44 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
         return sum(size for ref, size in seen.items() if ref not in parameters)
 
 
+def plan_on_device(
+    config: Config,
+    device: Device,
+    ranks: Ranks,
+    dataset: DatasetSize,
+    num_classes: int,
+    *,
+    before: Config | None = None,
+    network: Network | None = None,
+) -> Plan:
+    """Plan a run on an open device, where `--bs auto` is measured; log what was replaced.
+
+    Args:
+        num_classes: Outputs of the network, the background included.
+        before, network: See `make_plan`.
+
+    Raises:
+        UsageError: See `make_plan` and `largest_batch`; or the device's cores cannot share a batch.
+    """
+    planned = functools.partial(
+        make_plan, config, device, ranks, dataset, before=before, network=network
+    )
+    size = None
+    if config.train.batch_size == "auto":
+        trial = planned(largest_batch=2)  # for its network, precision and optimizer
+        architecture = architecture_of(trial.config, num_classes)
+        size = largest_batch(trial.config.train, architecture, device, ranks, trial.precision)
+    plan = planned(largest_batch=size)
+    _check_shares(plan.batch_size, device)
+    for notice in plan.notices:
+        log.warning("%s", notice)
+    return plan
+
+
+def architecture_of(config: Config, num_classes: int) -> Architecture:
+    return Architecture(config.model.backbone, config.model.extra_norm, num_classes)
+
+
 def largest_batch(
     config: TrainConfig, architecture: Architecture, device: Device, ranks: Ranks, precision: str
 ) -> int:
@@ -106,7 +148,7 @@ def largest_batch(
     return max(fits - fits % device.num_cores, device.num_cores)
 
 
-def check_shares(batch_size: int, device: Device) -> None:
+def _check_shares(batch_size: int, device: Device) -> None:
     """Raise UsageError unless every core of the device gets the same number of images."""
     cores = device.num_cores
     if batch_size % cores:
@@ -162,20 +204,18 @@ def _free_memory(device: Device) -> None:
 
 
 @contextlib.contextmanager
-def out_of_memory_hints(
-    run: SettledRun, architecture: Architecture, device: Device
-) -> Iterator[None]:
+def out_of_memory_hints(plan: Plan, architecture: Architecture, device: Device) -> Iterator[None]:
     """Replace an out-of-memory error by a UsageError that proposes a `--bs` that fits."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not device.is_out_of_memory(error):
             raise
-        config = run.config.train
-        need = estimate(architecture, config, run.precision)
+        config, batch_size = plan.config.train, plan.batch_size
+        need = estimate(architecture, config, plan.precision)
         raise UsageError(
-            f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
-            hint=_proposal(need, config.batch_size, config.accumulate, device),
+            f"out of memory on device {device.name} ({device.label}) at --bs {batch_size}",
+            hint=_proposal(need, batch_size, config.accumulate, device),
         ) from error
 
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
-from ssdctl.training.schedule import every
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint import Checkpoint
-    from ssdctl.training.run import SettledRun
+    from ssdctl.training.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +21,13 @@ log = logging.getLogger(__name__)
 class Saver(CheckpointFolder):
     """Writes the checkpoints of a run in a thread, on the first rank; all ranks call it alike."""
 
-    def __init__(self, run: SettledRun, ranks: Ranks) -> None:
+    def __init__(self, plan: Plan, ranks: Ranks) -> None:
         self._ranks = ranks
-        super().__init__(run.out, run.config.train.keep)
-        resume = run.config.train.resume
+        super().__init__(plan.out, plan.config.train.keep)
+        resume = plan.config.train.resume
         self._resumed = None if resume in ("auto", "never") else Path(resume)
-        self._every = every(run.config.train.save_every, run.plan)
-        self._global_batch = run.plan.global_batch_size
+        self._every = plan.every(plan.config.train.save_every)
+        self._global_batch = plan.global_batch_size
         self._since = time.monotonic()  # the last save, or the last time that one was due
         self.saved_step: int | None = None
 

@@ -163,7 +163,7 @@ def resumable(folder: Path, optimizer: str) -> tuple[SSD300, torch.optim.Optimiz
     model = load_network(load_checkpoint(save(payload(), folder)))
     content = {**payload(), "model": model.state_dict(), "trained": None}
     content["config"]["train.optimizer"] = optimizer
-    built = build_optimizer(model, resolve(overrides=overrides).config.train, open_device("cpu"))
+    built = build_optimizer(model, resolve(overrides=overrides).train, open_device("cpu"))
     return model, built, {**content, "optimizer": copy.deepcopy(built.state_dict())}
 
 

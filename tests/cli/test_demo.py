@@ -6,11 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-import tiny_network
 from PIL import Image, ImageColor
 
 from ssdctl.cli import demo
-from ssdctl.training.schedule import make_plan, next_evaluation
+from ssdctl.config import resolve
+from ssdctl.config.resolve import parse_assignments
+from ssdctl.training.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -33,13 +34,10 @@ def test_steps_follow_from_the_speed(step_s: float, left_s: float, fewest: int, 
 @pytest.mark.parametrize("steps", [demo.USEFUL_STEPS, 370, demo.FULL_STEPS])
 def test_a_demo_evaluates_often_enough_for_curves(steps: int) -> None:
     every = demo.recipe(steps).split()[-3]
-    train = tiny_network.config(
-        eval_every=every, batch_size=demo.BATCH_SIZE, steps=steps, warmup="15st"
-    )
-    plan, evaluated = make_plan(train, demo.IMAGES, 1), [0]
-    while evaluated[-1] < steps:
-        evaluated.append(next_evaluation(train, plan, evaluated[-1]))
-    assert demo.EVALUATIONS <= len(evaluated) - 1 <= demo.EVALUATIONS + 1
+    given = [f"train.eval_every={every}", f"train.bs={demo.BATCH_SIZE}", f"train.steps={steps}"]
+    config = resolve(overrides=parse_assignments(given), environment={})
+    evaluated = Plan(config, Path(), demo.IMAGES, world_size=1).evaluations_after(0)
+    assert demo.EVALUATIONS <= len(evaluated) <= demo.EVALUATIONS + 1
     assert evaluated[-1] == steps
 
 

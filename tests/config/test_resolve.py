@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from ssdctl.config.render import json_schema, to_snapshot_toml, to_template_toml, values
 from ssdctl.config.resolve import (
     Override,
-    Resolved,
     of_call,
     parse_assignments,
     preset_overrides,
     read_toml,
     resolve,
 )
-from ssdctl.config.settings import all_settings
+from ssdctl.config.settings import Config, all_settings
 from ssdctl.download import pinned_files
 from ssdctl.errors import DiskError, UsageError
 from ssdctl.launch.engines import mpirun
@@ -31,9 +30,7 @@ from ssdctl.launch.engines import mpirun
 PRESETS = all_settings()["train.preset"].choices
 
 
-def resolved(
-    *overrides: tuple[str, object], text: str | None = None, **environment: str
-) -> Resolved:
+def resolved(*overrides: tuple[str, object], text: str | None = None, **environment: str) -> Config:
     """Resolve options, variables and the text of a config file, my.toml."""
     if text is not None:
         Path("my.toml").write_text(text, encoding="utf-8")
@@ -45,23 +42,23 @@ def resolved(
 
 
 def test_each_layer_overrides_the_one_below() -> None:
-    plain = resolved().config
+    plain = resolved()
     assert (plain.train.lr, plain.evaluate.precision) == (2.5e-3, "auto")
-    assert resolved(("train.preset", "nvidia-r50")).config.train.lr == 2.6e-3
+    assert resolved(("train.preset", "nvidia-r50")).train.lr == 2.6e-3
     text = '[train]\npreset = "nvidia-r50"\nlr = 1e-3\n'
-    assert resolved(text=text).config.train.lr == 1e-3
-    assert resolved(text=text, SSDCTL_TRAIN__LR="2e-3").config.train.lr == 2e-3
+    assert resolved(text=text).train.lr == 1e-3
+    assert resolved(text=text, SSDCTL_TRAIN__LR="2e-3").train.lr == 2e-3
     for number in (".002", "+2e-3", "+.002"):
-        assert resolved(("train.lr", number)).config.train.lr == 2e-3
+        assert resolved(("train.lr", number)).train.lr == 2e-3
     top = resolved(("train.lr", "3e-3"), text=text, SSDCTL_TRAIN__LR="2e-3")
-    assert top.config.train.lr == 3e-3
-    assert top.config.model.backbone == "resnet50"  # the file names its preset
+    assert top.train.lr == 3e-3
+    assert top.model.backbone == "resnet50"  # the file names its preset
     Path("ssdctl.toml").write_text("[train]\nseed = 9\n")
-    assert resolved().config.train.seed == 9
+    assert resolved().train.seed == 9
 
 
 def test_a_variable_that_is_not_utf8_is_named() -> None:
-    assert resolved(SSDCTL_TRAIN__OUT="Läufe").config.train.out == "Läufe"
+    assert resolved(SSDCTL_TRAIN__OUT="Läufe").train.out == "Läufe"
     with pytest.raises(UsageError, match="SSDCTL_TRAIN__OUT"):
         resolved(SSDCTL_TRAIN__OUT="a\udcff")
     with pytest.raises(UsageError, match="SSDCTL_"):
@@ -98,14 +95,14 @@ def test_a_list_has_the_same_spellings_everywhere(text: str) -> None:
         resolved(override[:2]),
         resolved(SSDCTL_KUBERNETES__VOLUMES=text),
     ):
-        assert given_here.config.kubernetes.volumes == ("/a:/b", "/c:/d")
-    numbers = resolved(("train.eval_at", "[1, 2.5]"), ("train.warmup", '"3ep"')).config.train
+        assert given_here.kubernetes.volumes == ("/a:/b", "/c:/d")
+    numbers = resolved(("train.eval_at", "[1, 2.5]"), ("train.warmup", '"3ep"')).train
     assert (numbers.eval_at, numbers.warmup) == ((1.0, 2.5), "3ep")
 
 
 def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
     joined = parse_assignments(["train.tracker=a", "train.lr=1", 'train.tracker=["b", "c"]'])
-    config = resolve(overrides=joined, environment={}).config.train
+    config = resolve(overrides=joined, environment={}).train
     assert (config.tracker, config.lr) == (("a", "b", "c"), 1.0)
     assert len(parse_assignments(["train.lr=1", "train.lr=1"])) == 1
     with pytest.raises(UsageError, match=r"train\.batch_size"):
@@ -237,7 +234,7 @@ def test_written_config_reads_back(
 ) -> None:
     paths = {name.replace("__", "."): value for name, value in given_values.items()}
     before = resolved(("train.preset", preset), *paths.items())
-    assert resolved(text=to_snapshot_toml(before)).config == before.config
+    assert values(resolved(text=to_snapshot_toml(before))) == values(before)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -247,24 +244,24 @@ def test_a_preset_sets_its_recipe_and_a_template_follows_it(name: str) -> None:
     before = resolved(("train.preset", name))
     text = to_template_toml(before)
     after = resolved(text=text)
-    assert after.config == before.config
+    assert values(after) == values(before)
     assert {p for p, s in after.sources.items() if "my.toml" in s.label} == {"train.preset"}
     other = "nvidia-r50" if name != "nvidia-r50" else "mlperf-r34"
     changed = resolved(("train.preset", other), text=text)
-    assert changed.config.model.backbone == resolved(("train.preset", other)).config.model.backbone
+    assert changed.model.backbone == resolved(("train.preset", other)).model.backbone
 
 
 def test_every_line_of_a_template_can_be_set() -> None:
     set_up = resolved(text=re.sub(r"(?m)^#(\w+ = .)", r"\1", to_template_toml(resolved())))
-    assert set_up.config == resolved().config
-    unset = {p for p, v in values(set_up.config).items() if v is None}
+    assert values(set_up) == values(resolved())
+    unset = {p for p, v in values(set_up).items() if v is None}
     in_file = {p for p, s in set_up.sources.items() if "my.toml" in s.label}
     assert in_file == set(all_settings()) - unset
 
 
 def test_a_list_of_pairs_may_be_a_table() -> None:
     text = '[kubernetes]\nresources = { cpu = 95 }\n[kubernetes.labels]\n"a.io/b" = "c"\nd = true'
-    kubernetes: Any = resolved(text=text).config.kubernetes  # type: ignore[attr-defined]
+    kubernetes: Any = resolved(text=text).kubernetes  # type: ignore[attr-defined]
     assert kubernetes.labels == ("a.io/b=c", "d=true")
     assert kubernetes.resources == ("cpu=95",)
 
@@ -278,7 +275,7 @@ def test_a_dotted_key_without_quotes_is_refused() -> None:
 def test_schema_has_every_key_and_refuses_others() -> None:
     schema = json_schema()
     json.dumps(schema)
-    for path in values(resolved().config):
+    for path in values(resolved()):
         section, _, name = path.partition(".")
         reference = schema["$defs"]["Config"]["properties"][section]
         definition = reference.get("$ref") or reference["allOf"][0]["$ref"]
@@ -290,6 +287,6 @@ def test_schema_has_every_key_and_refuses_others() -> None:
 def test_an_evaluation_interval_replaces_the_evaluation_epochs_of_a_preset() -> None:
     nvidia, every = ("train.preset", "nvidia-r50"), ("train.eval_every", "10")
     for options, eval_at in (([every], ()), ([every, ("train.eval_at", "5")], (5,))):
-        train = resolved(nvidia, *options).config.train
+        train = resolved(nvidia, *options).train
         assert (train.eval_every, train.eval_at) == ("10", eval_at)
-    assert resolved(nvidia, ("train.eval_at", "5,6")).config.train.eval_at == (5, 6)
+    assert resolved(nvidia, ("train.eval_at", "5,6")).train.eval_at == (5, 6)

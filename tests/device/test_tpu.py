@@ -12,7 +12,7 @@ from conftest import TINY_RUN, Cli
 from tiny_network import batch, build_training
 
 from ssdctl.device import open_device
-from ssdctl.distributed import tpu_torchrun
+from ssdctl.distributed import torchrun
 from ssdctl.errors import UsageError
 
 
@@ -81,7 +81,7 @@ def test_the_variables_of_the_ranks_are_set_before_they_start(
     tpu: list[str], monkeypatch: pytest.MonkeyPatch, options: str, call: str, number: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "TPU_WORKER_HOSTNAMES": "a,b"})
-    tpu_torchrun.set_variables([*options.split(), "-m", "ssdctl", "train"])
+    torchrun.set_tpu_variables([*options.split(), "-m", "ssdctl", "train"])
     assert tpu == [call]
     assert os.environ["TORCH_TPU_TOPOLOGY"] == "2,2,1"
     assert os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].count(":") == (8 if "2 x" in call else 4)

@@ -204,7 +204,7 @@ def build(path: Path) -> tuple[Any, Any, Any]:
     """Read a checkpoint and build its network, with an optimizer."""
     read = load_checkpoint(path)
     model = load_network(read)
-    config = resolve(environment={}).config.train
+    config = resolve(environment={}).train
     return read, model, build_optimizer(model, config, open_device("cpu"))
 
 

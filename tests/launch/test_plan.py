@@ -230,7 +230,7 @@ def test_a_plan_for_another_host_with_tpus(version: str, device: str, processes:
     plan = plan_for(device, 4, tpu_version=version, is_written=True)
     assert (plan.num_ranks, plan.warnings) == (processes, ())
     assert plan.environment.get("PJRT_DEVICE") == ("TPU" if device == "xla" else None)
-    assert ("ssdctl.distributed.tpu_torchrun" in plan.argv) == (device == "tpu")
+    assert ("--tpu" in plan.argv) == (device == "tpu")
 
 
 def test_without_a_tpu_its_version_is_assumed_with_a_warning() -> None:

@@ -53,8 +53,8 @@ def test_a_run_folder_has_no_secrets_and_repeats_what_explains_the_result(run: R
     assert command[-1] == "--lr=0.5"
     sections = {o.path.partition(".")[0] for o in read_toml(run.config)}
     assert sections <= set(SNAPSHOT_SECTIONS)
-    assert resolve(file=str(run.config)).config.train.lr == 0.5
-    settings = snapshot(resolve(overrides=SECRETS).config)
+    assert resolve(file=str(run.config)).train.lr == 0.5
+    settings = snapshot(resolve(overrides=SECRETS))
     assert "S3CRET" not in repr(settings)
     compared = {s.path for s in all_settings().values() if s.is_compared}
     assert compared <= set(settings)

@@ -54,7 +54,7 @@ def uniform(*keys: ArrayLike) -> Floats:
 
 
 class Keys(NamedTuple):
-    """What the random numbers of samples depend on."""
+    """The keys of the random numbers of samples."""
 
     stream: int  # separates the augmentation from others
     config: LoaderConfig
@@ -74,7 +74,7 @@ class Boxes(NamedTuple):
 
 
 class View(NamedTuple):
-    """What the network sees of each image."""
+    """The part of each image that the network gets."""
 
     rect: Floats  # B x 4, ltrb in fractions of the image; may leave it, and is filled there
     boxes: Boxes  # in fractions of rect

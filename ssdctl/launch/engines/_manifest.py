@@ -68,8 +68,6 @@ FORMS = {
 
 @dataclass(frozen=True)
 class ManifestBuilder:
-    """Builds the manifest of one launch."""
-
     request: LaunchRequest
     settings: KubernetesConfig
     patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
@@ -262,7 +260,6 @@ class ManifestBuilder:
 
 
 def _given(**fields: Any) -> Manifest:
-    """Return only the fields that have a value."""
     return {name: value for name, value in fields.items() if value}
 
 
@@ -272,7 +269,7 @@ def checked(name: str, value: str | None) -> str:
 
 
 def pairs(name: str, config: Any) -> dict[str, str]:
-    """Return the `KEY=VALUE` entries of a setting as a dict."""
+    """Return a setting's `KEY=VALUE` entries as a dict."""
     entries = getattr(config, name)
     for entry in entries:
         checked(name, entry)
@@ -285,7 +282,7 @@ def escape_k8s(text: str) -> str:
 
 
 def read_volumes(entries: Iterable[str]) -> tuple[list[Manifest], list[Manifest]]:
-    """Return the mounts and the volumes that `SOURCE:PATH[:ro]` entries name."""
+    """Return the mounts and volumes of `SOURCE:PATH[:ro]` entries."""
     mounts, volumes = list[Manifest](), list[Manifest]()
     for number, entry in enumerate(entries):
         source, path, mode = (*entry.split(":", 2), "", "")[:3]

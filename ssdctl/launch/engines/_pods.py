@@ -16,7 +16,7 @@ from ssdctl.launch.job import Job
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]  # an object of Kubernetes
-INSTALLATIONS = 4  # starts of a worker's installation, about two minutes with the waits between
+INSTALLATIONS = 4  # attempts to install a worker: about two minutes with the waits
 POD_0 = "batch.kubernetes.io/job-completion-index=0"
 
 
@@ -49,7 +49,7 @@ class _Follower:
     """Copies the output of a job's first rank; reports each state of a pod once."""
 
     def __init__(self, job_id: str, job: Job, write: Write) -> None:
-        self.job_id, self.write = job_id, write  # its kind and name, as kubectl prints them
+        self.job_id, self.write = job_id, write  # job_id: kind and name, as kubectl prints them
         self.cancel, self.namespace = cancel(job_id, job), _namespace(job)
         name = job_id.rpartition("/")[2]
         # Labels of the pod whose output is followed, and of the pods that it waits for.
@@ -86,12 +86,11 @@ class _Follower:
             if ends & {"Succeeded", "Complete"}:
                 return 0
             if "Failed" in ends:
-                # Queried again: the earlier states are from before their logs were followed.
+                # Query again: the logs were followed after the earlier query.
                 return _exit_code(self._pods(self.first))
             time.sleep(POLL_S)
 
     def _pods(self, label: str) -> list[Json]:
-        """Return the pods with a label, the oldest first."""
         pods = self._get("pods", "-l", label).get("items") or []
         return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
@@ -174,7 +173,6 @@ def _reason(state: Json) -> str:
 
 
 def _exit_code(pods: list[Json]) -> int:
-    """Return the exit code of the last pod that ended."""
     for pod in reversed(pods):
         if _installation_failure(pod)[1]:
             break

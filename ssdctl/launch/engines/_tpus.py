@@ -8,9 +8,9 @@ from ssdctl.errors import UsageError
 from ssdctl.launch.base import LaunchRequest, Node
 from ssdctl.runtime.hardware import TPU_VERSIONS
 
-MODULE = "ssdctl.distributed.tpu_torchrun"  # starts the ranks of TorchTPU
+MODULE = ("ssdctl.distributed.torchrun", "--tpu")  # starts the ranks of TorchTPU
 WORKERS = "TPU_WORKER_HOSTNAMES"  # the hosts of a slice, in their order
-# libtpu's names for some chips of a host, by their number.
+# libtpu's shape for a number of chips of a host.
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 UNKNOWN = (
     "this machine has no TPU, so TPU v4 or newer is assumed, with one process per chip: give "

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
 TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
-PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # text to every reader of YAML
+PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # a string for every YAML reader
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
 FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
@@ -49,15 +49,13 @@ NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a n
 
 @dataclass(frozen=True)
 class Kubernetes(BatchEngine):
-    """kubectl, and a manifest for it."""
-
     name = "kubernetes"
     submit_command = "kubectl create -f"
     runs_elsewhere = True
     settings: KubernetesConfig = field(default_factory=KubernetesConfig)
     patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
     job_name: str = "ssdctl"  # a unique one
-    paths: Mapping[str, str] = field(default_factory=dict)  # a training's, by their options
+    paths: Mapping[str, str] = field(default_factory=dict)  # of a training, by option
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Kubernetes:

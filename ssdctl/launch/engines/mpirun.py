@@ -34,10 +34,10 @@ MAX_HOSTFILE_BYTES = 16 << 20
 # A name as long as in DNS, or an IPv6 address; not NAME:SLOTS of other launchers.
 HOST = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,252}|(?=.*:.*:)[0-9A-Fa-f:.]{2,45}")
 SLOTS = re.compile(r"(?:slots|count|cpus?)\s*=\s*(\S*)", re.IGNORECASE)
-MAX_SLOTS = 65_536  # far more than a machine has, and far fewer than mpirun has memory for
-UNKNOWN_SOCKETS = 2  # assumed for other machines: Gaudi nodes have two
+MAX_SLOTS = 65_536  # more than any machine has, and few enough for mpirun's memory
+UNKNOWN_SOCKETS = 2  # Gaudi nodes have two
 # Variables that ranks on other nodes need; mpirun does not export any by default. Each rank sets
-# PT_HPU_AUTOLOAD itself (ssdctl/__init__.py).
+# PT_HPU_AUTOLOAD itself (ssdctl/__main__.py).
 EXPORTED = re.compile(
     r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
     r"GC_KERNEL_PATH|RDMAV_FORK_SAFE|(https?|no|HTTPS?|NO)_(proxy|PROXY)|"
@@ -52,8 +52,6 @@ MISSING_HOST = "mpirun on several nodes needs --hostfile FILE, or MASTER_ADDR in
 
 @dataclass(frozen=True)
 class Mpirun(Engine):
-    """Open MPI's mpirun on the first node."""
-
     name = "mpirun"
     open_mpi: int | None = None  # major version, if it is known
     port: int = 29500  # a free one, where the ranks meet
@@ -77,7 +75,6 @@ class Mpirun(Engine):
         )
 
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the command line of mpirun."""
         config = request.config
         _refuse_unsupported(request)
         is_local = config.nodes == 1 and not request.hosts
@@ -107,7 +104,7 @@ class Mpirun(Engine):
         options = ["--prefix", root] if root else []
         if IN_AN_MPI_JOB not in request.environment:
             return options
-        # As options: the operator's own variable overrides one of the manifest.
+        # As options, because the operator's own variable overrides the manifest's.
         is_new = self.open_mpi is not None and self.open_mpi >= 5
         name = ["--prtemca", "plm_ssh_args"] if is_new else ["--mca", "plm_rsh_args"]
         return [*options, *name, POD_SSH]

@@ -55,7 +55,7 @@ ASSUMED_CORES = (
     "--cpus-per-task is based on this machine's cores, and the nodes may have another number: "
     "give --cores-per-node N"
 )
-START_S = 60  # imports and first reads; a signal before that saves nothing
+START_S = 60  # for imports and first reads; an earlier signal saves nothing
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 RESUME = "command+=(--resume=auto)"
@@ -94,8 +94,6 @@ fi
 
 @dataclass(frozen=True)
 class Slurm(BatchEngine):
-    """sbatch, and srun in its script."""
-
     name = "slurm"
     submit_command = "sbatch"
     settings: SlurmConfig = field(default_factory=SlurmConfig)
@@ -111,7 +109,6 @@ class Slurm(BatchEngine):
         )
 
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the script, and its submission."""
         if request.device in ("tpu", "xla"):
             raise UsageError(
                 "--launcher slurm does not support TPUs",
@@ -182,7 +179,6 @@ class Slurm(BatchEngine):
         return f"scancel {job_id}"
 
     def follow(self, job_id: str, job: Job, write: Write) -> int:
-        """Write the job's output until it ends; return its exit code."""
         position = 0
         while True:
             line = query("scontrol", "show", "job", "--oneliner", job_id).strip()

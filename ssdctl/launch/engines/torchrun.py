@@ -32,12 +32,10 @@ MISSING_HOST = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the f
 
 @dataclass(frozen=True)
 class Torchrun(Engine):
-    """torchrun on each node."""
-
     name = "torchrun"
     torch_version: tuple[int, int] = OLDEST_TORCH  # major and minor; newer ones have more options
-    # This machine's address that leads to the rendezvous host; None: all ranks are on one machine,
-    # or the job is for other machines.
+    # This machine's address on the route to the rendezvous host; None if all ranks are on one
+    # machine, or the job is for other machines.
     local_address: str | None = None
 
     @classmethod
@@ -58,13 +56,11 @@ class Torchrun(Engine):
             )
 
     def build_job(self, request: LaunchRequest, node: Node) -> Job:
-        """Return the command line of torchrun on this node."""
-        config, ranks, module = request.config, request.ranks_per_node, MODULE
+        config, ranks = request.config, request.ranks_per_node
         warnings, variables = list[str](), dict[str, str]()
         if _tpus.is_tpu(request):
             node = _tpus.with_version(request, node)
             warnings += [_tpus.UNKNOWN] * (node.tpu is None)
-            module = _tpus.MODULE if request.device == "tpu" else module
             ranks, variables = _tpus.num_processes(request, node), _tpus.variables(request, node)
         options, missing = self._rendezvous(request)
         options += self._binding(request, node)
@@ -74,7 +70,8 @@ class Torchrun(Engine):
             **variables,
         }
         unset = {k: v for k, v in defaults.items() if k not in request.environment}
-        torchrun = ("-m", module, *options, f"--nproc-per-node={ranks}")
+        module = _tpus.MODULE if request.device == "tpu" else (MODULE,)
+        torchrun = ("-m", *module, *options, f"--nproc-per-node={ranks}")
         return Job(
             (request.python, *torchrun, "-m", "ssdctl", *map(_escaped, request.command)),
             {**request.variables, **unset},
@@ -111,7 +108,7 @@ class Torchrun(Engine):
         else:
             options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
         if self.local_address is not None:
-            # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
+            # torchrun would publish the address of the machine's name, often 127.0.1.1.
             options.append(f"--local-addr={self.local_address}")
         return options, missing
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from ssdctl.config.fields import BACKBONES
-from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.runtime.packages import load_plugin
 
 if TYPE_CHECKING:
+    from ssdctl.download.pinned_files import PinnedFile
     from ssdctl.model.backbone import Backbone
 
 
@@ -62,8 +62,8 @@ def constants_of_model(model: Any) -> ModelConstants:
 
 class BackboneFile(Protocol):
     CONSTANTS: ModelConstants
-    PARAMETERS: tuple[int, int]  # SSD300's with it: shared, and per class with background
-    WEIGHTS: dict[str, PinnedFile]  # by the end of their name, `imagenet-v1` of `NAME-imagenet-v1`
+    PARAMETERS: tuple[int, int]  # of SSD300: shared, and per class with background
+    WEIGHTS: dict[str, PinnedFile]  # by key: `imagenet-v1` of `NAME-imagenet-v1`
     EXTRA_NORMS: tuple[str, ...]  # the values of `--extra-norm` that it supports, default first
 
     def build(self) -> Backbone:

@@ -18,6 +18,7 @@ from conftest import Cli
 from PIL import Image
 
 import ssdctl
+from ssdctl.checkpoint import check_zip, file
 from ssdctl.cli import demo
 from ssdctl.config.resolve import resolve
 from ssdctl.runtime import hardware
@@ -123,6 +124,25 @@ def test_scored_images_can_be_selected(cli: Cli, checkpoint: Path, dataset: Path
             counted.append(json.loads(result.out)["images"])
         assert counted == [9, 7, 3]
     assert "2 without objects skipped" in " ".join(result.err.split())
+
+
+def test_a_checkpoint_that_training_deletes_is_left_out(
+    cli: Cli, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `--keep`, while `evaluate --all` opens it."""
+    checkpoints = shutil.copytree(tiny_run, Path("run")) / "checkpoints"
+    lost = Path(shutil.copy(checkpoints / "step-00000003.pt", checkpoints / "step-00000002.pt"))
+
+    def check(path: Path) -> None:
+        lost.unlink(missing_ok=True)
+        check_zip(path)
+
+    monkeypatch.setattr(file, "check_zip", check)
+    result = cli("evaluate", "run", "--all", "--json", "--device", "cpu", "--limit", 2)
+    assert result.code == 0, result.err
+    assert f"{lost}: skipped" in result.err
+    names = [Path(e["checkpoint"]).name for e in json.loads(result.out)["checkpoints"]]
+    assert names == ["best.pt", "step-00000003.pt"]
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path, shapes: Path) -> None:
@@ -309,8 +329,7 @@ def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
 
 
 def test_the_rate_is_measured_on_this_machine() -> None:
-    resolved = resolve(environment={})
-    assert 1e-3 <= demo.seconds_per_step(resolved) < 60
+    assert 1e-3 <= demo.seconds_per_step(resolve(environment={})) < 60
 
 
 DEAD = "0123456789ab.999999999.tmp"

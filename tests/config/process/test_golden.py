@@ -1,6 +1,6 @@
 """Settings and sources that a command line has always led to (`tests/golden/settings.json`).
 
-The file was written by the version before `Source` and `finalize`. Settings that are added later may
+The file was written by the version before `Source` and `make_plan`. Settings that are added later may
 be missing in it; the others keep their value and the text of their source.
 """
 

@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +16,9 @@ import torch
 from conftest import TINY_RUN, Cli
 from tiny_network import config
 
-from ssdctl.config import resolve
+from ssdctl.config import Config, TrainConfig, resolve
+from ssdctl.config.resolve import Override, of_call
+from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.device import Module
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed.ranks import SINGLE_PROCESS
@@ -31,14 +32,20 @@ from ssdctl.training.memory import (
     estimate,
     largest_batch,
     out_of_memory_hints,
+    plan_on_device,
 )
+from ssdctl.training.plan import Plan
 
 R18 = Architecture("resnet18", "none", 6)
 
 
-def settled(**changes: Any) -> Any:
-    """A settled run in fp32."""
-    return SimpleNamespace(config=SimpleNamespace(train=config(**changes)), precision="fp32")
+def settings(**values: object) -> Config:
+    overrides = [Override(f"train.{name}", v, of_call("test")) for name, v in values.items()]
+    return resolve(overrides=overrides, environment={})
+
+
+def planned(**changes: object) -> Plan:
+    return Plan(settings(precision="fp32", **changes), Path(), trainable=1, world_size=1)
 
 
 @pytest.mark.slow(in_ci=True)
@@ -112,7 +119,7 @@ class Card(Cpu):
 
 
 def auto(device: Cpu) -> int:
-    config = resolve(environment={"HOME": "/"}).config.train
+    config = resolve(environment={"HOME": "/"}).train
     return largest_batch(config, R18, device, SINGLE_PROCESS, "fp32")
 
 
@@ -120,8 +127,10 @@ class Step:
     """A step that only allocates memory; it and its network refer to each other, as compiled ones do."""
 
     sizes: ClassVar[list[int]] = []
+    optimizers: ClassVar[list[str]] = []
 
-    def __init__(self, model: Any, config: object, device: Card, *_: object):
+    def __init__(self, model: Any, config: TrainConfig, device: Card, *_: object):
+        self.optimizers.append(config.optimizer)
         self.device, self.model, self.is_main = device, model, True
         model.step = self
 
@@ -136,6 +145,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
     """Steps on a card, with automatic garbage collection turned off."""
     monkeypatch.setattr(memory, "build_step", Step)
     Step.sizes.clear()
+    Step.optimizers.clear()
     gc.disable()
     yield Step
     gc.enable()
@@ -162,6 +172,14 @@ def test_bs_auto_probes_with_batches_that_the_memory_allows(steps: type[Step]) -
     assert steps.sizes == [2, 2, 6]
 
 
+@pytest.mark.slow(in_ci=True)
+def test_bs_auto_is_measured_with_the_optimizer_of_the_plan(steps: type[Step]) -> None:
+    auto, few = settings(batch_size="auto"), DatasetSize(100, 0, 0, [])
+    plan = plan_on_device(auto, Card(2_000_000_000), SINGLE_PROCESS, few, num_classes=6)
+    assert (plan.batch_size, plan.config.train.optimizer) == (128, "adamw")
+    assert steps.optimizers == ["adamw", "adamw"]  # by the rule for few images
+
+
 def test_bs_auto_is_refused_on_the_cpu_and_in_dry_runs(cli: Cli, shapes: Path) -> None:
     options = ["train", "--data", shapes, "--bs", "auto", *TINY_RUN.replace("--bs 2", "").split()]
     result = cli(*options)
@@ -185,7 +203,7 @@ def test_an_allocators_error_proposes_what_would_fit(words: str, is_memory: bool
     card = Card(4_000_000_000)
     with (
         pytest.raises(UsageError if is_memory else RuntimeError) as caught,
-        out_of_memory_hints(settled(batch_size=512), R18, card),
+        out_of_memory_hints(planned(batch_size=512), R18, card),
     ):
         raise RuntimeError(words)
     if isinstance(caught.value, UsageError):
@@ -201,7 +219,7 @@ def test_a_batch_that_fits_by_the_count_is_halved(memory: int | None) -> None:
     """As on a card whose software needs more than network and activations."""
     with (
         pytest.raises(UsageError) as caught,
-        out_of_memory_hints(settled(accumulate=2, batch_size=100), R18, Card(memory)),
+        out_of_memory_hints(planned(accumulate=2, batch_size=100), R18, Card(memory)),
     ):
         raise RuntimeError("could not create a memory object")
     hint = caught.value.hint or ""

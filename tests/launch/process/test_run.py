@@ -188,7 +188,7 @@ def test_a_rank_records_its_code_once(tmp_path: Path) -> None:
 def test_torchrun_does_not_log_the_signal_that_ends_it(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import pathlib, time; pathlib.Path('up').touch(); time.sleep(60)\n")
-    command = [sys.executable, "-m", "ssdctl.distributed.quiet_torchrun", "--standalone"]
+    command = [sys.executable, "-m", "ssdctl.distributed.torchrun", "--standalone"]
     command += ["--local-addr=127.0.0.1", "--nproc-per-node=1", str(script)]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "up").exists)

@@ -109,7 +109,7 @@ def folder(**values: object) -> str:
     """Return the run folder for settings given as `section__name`."""
     given = {key.replace("__", "."): value for key, value in values.items()}
     overrides = [Override(key, value, of_call("--x")) for key, value in given.items()]
-    return str(run_dir(resolve(overrides=overrides, environment={}).config))
+    return str(run_dir(resolve(overrides=overrides, environment={})))
 
 
 def test_the_name_has_dataset_network_and_preset(tmp_path: Path) -> None:

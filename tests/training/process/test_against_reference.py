@@ -30,7 +30,7 @@ from ssdctl.device import open_device
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.training.schedule import make_plan
+from ssdctl.training.plan import Plan
 from ssdctl.training.step import build_step
 
 STEPS = 6
@@ -121,10 +121,10 @@ def our_losses(
     model: SSD300, dataset: Path, folder: Path, overrides: list[Override], steps: int
 ) -> tuple[list[float], list[float]]:
     """The losses of our steps, and their learning rates."""
-    config = resolve(overrides=overrides, environment={"HOME": "/"}).config.train
     split = open_dataset(dataset, folder)["train"]
-    plan = make_plan(config, len(split.trainable), 1)
-    size, most = config.batch_size, split.most_boxes + 3
+    resolved = resolve(overrides=overrides, environment={"HOME": "/"})
+    plan = Plan(resolved, folder, len(split.trainable), world_size=1)
+    config, size, most = resolved.train, plan.batch_size, split.most_boxes + 3
     loaded = LoaderConfig.of(
         config, split, batch_size=size, threads=1, max_boxes=most, augment="none"
     )

@@ -1,0 +1,377 @@
+"""Plan a run: the only place that replaces a setting.
+
+    plan = make_plan(config, device, ranks, dataset)
+    plan.total_steps, plan.batch_size, plan.lr(step)
+
+`train`, its dry run, the check of `launch`, `benchmark train`, `demo`, `doctor --self-test` and the
+Python API call it, so that they agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from fractions import Fraction
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ssdctl.config import Config, resolve
+from ssdctl.config.settings import Kind, Source
+from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.input.batch import num_background
+from ssdctl.model.backbones import find_backbone
+from ssdctl.runs.going_back import has_continued_from
+from ssdctl.runs.layout import RunDir, run_dir
+from ssdctl.training.schedule import Every, check_warmup, split_duration
+from ssdctl.training.small_data import adapt_to_data
+
+if TYPE_CHECKING:
+    from ssdctl.checkpoint import Checkpoint
+    from ssdctl.config.fields import DeviceType
+    from ssdctl.data.open_dataset import DatasetSize
+    from ssdctl.device import Device
+    from ssdctl.distributed.ranks import Ranks
+
+    DeviceFacts = Device | DeviceType  # opened, or only planned
+
+COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end
+DECAY_FACTOR = 0.1
+MAX_EVALUATIONS = 10_000  # that are counted
+MAX_BACKGROUND = 0.5
+INIT = Source(Kind.RULE, "checkpoint of --init")
+SHORT_RUN = Source(Kind.RULE, "a tenth of the run")
+CONTINUED = Source(Kind.FILE, "the run it continues")
+SCHEDULE = (("train.warmup",), ("train.lr_decay", "train.decay_epochs"))  # chosen together
+
+
+class Network(NamedTuple):
+    backbone: str
+    extra_norm: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run before it starts: its settings, without `auto`, and what follows from them.
+
+    With `images` in an epoch and a global batch of G, epoch e ends at step e * images / G, rounded
+    down: samples form one endless stream (docs/recipes.md), so an epoch need not end with a step.
+    """
+
+    config: Config  # the precision is `auto` if the device is not open
+    out: Path
+    trainable: int  # training images with objects, after --limit-train and --overfit
+    world_size: int
+    rule: str | None = None  # the rule for few images, with the values that it changed
+    notices: tuple[str, ...] = ()  # warnings about what was replaced
+
+    def with_value(self, path: str, value: Any, source: Source) -> Plan:
+        return dataclasses.replace(self, config=self.config.with_value(path, value, source))
+
+    @property
+    def precision(self) -> str:
+        return self.config.train.precision
+
+    @property
+    def batch_size(self) -> int:
+        """Images per rank and micro-batch."""
+        return int(self.config.train.batch_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.world_size * self.config.train.accumulate
+
+    @cached_property
+    def background(self) -> int:
+        """Images of an epoch without objects."""
+        return num_background(self.trainable, self.config.train.background)
+
+    @cached_property
+    def images(self) -> int:
+        """Images of an epoch."""
+        return self.trainable + self.background
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(self.images // self.global_batch_size, 1)
+
+    @property
+    def recipe_steps(self) -> int:
+        """Steps of all epochs. `--steps` ends a run earlier and changes nothing before."""
+        return max(self._step_at(self.config.train.epochs), 1)
+
+    @cached_property
+    def total_steps(self) -> int:
+        return min(self.recipe_steps, self.config.train.steps or self.recipe_steps)
+
+    @cached_property
+    def warmup_steps(self) -> int:
+        value, unit = split_duration(self.config.train.warmup)
+        return int(value) if unit == "st" else self._step_at(value)
+
+    @cached_property
+    def peak_lr(self) -> float:
+        return self.config.train.lr * self.global_batch_size / 32
+
+    @cached_property
+    def decay_steps(self) -> tuple[int, ...]:
+        return tuple(map(self._step_at, self.config.train.decay_epochs))
+
+    @property
+    def is_cosine(self) -> bool:
+        return self.config.train.lr_decay == "cosine"
+
+    def _step_at(self, epoch: float) -> int:
+        return int(epoch * self.images / self.global_batch_size)
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step; the first step is 0.
+
+        The warm-up is linear from 0, so the first step of a warm-up changes no weight.
+        """
+        if step < self.warmup_steps:
+            plateau = self.peak_lr * (1 + COSINE_FLOOR * self.is_cosine)
+            return plateau * step / self.warmup_steps
+        if self.is_cosine:
+            start, end = self.decay_steps
+            progress = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+            return self.peak_lr * (0.5 * (1 + math.cos(math.pi * progress)) + COSINE_FLOOR)
+        return self.peak_lr * DECAY_FACTOR ** sum(step >= decay for decay in self.decay_steps)
+
+    def epoch(self, step: int) -> float:
+        return step * self.global_batch_size / self.images
+
+    def epochs_ended(self, step: int) -> int:
+        """Return the number of epochs that ended with `step` or before it."""
+        if step < 1:
+            return 0
+        return -(-(step + 1) * self.global_batch_size // self.images) - 1
+
+    def every(self, duration: str) -> Every:
+        """Return the interval of a setting such as `--save-every`; at least a step."""
+        value, unit = split_duration(duration)
+        if unit == "min":
+            return Every(None, value * 60)
+        steps = Fraction(int(value))
+        if unit == "ep":
+            steps = Fraction(str(value)) * self.images / self.global_batch_size
+        return Every(max(steps, Fraction(1)), None)
+
+    def next_evaluation(self, step: int) -> int:
+        """Return the first step after `step` that is evaluated; the last one always is."""
+        config, steps = self.config.train, [self.total_steps]
+        steps += [max(self._step_at(epoch), 1) for epoch in config.eval_at]
+        if config.eval_every and (due := self.every(config.eval_every).after(step)) is not None:
+            steps.append(due)
+        return min((s for s in steps if s > step), default=self.total_steps)
+
+    def evaluates_at(self, step: int) -> bool:
+        return self.next_evaluation(step - 1) == step
+
+    def evaluations_after(self, step: int) -> list[int]:
+        """Return the steps after `step` with which an evaluation follows."""
+        steps: list[int] = []
+        while step < self.total_steps and len(steps) < MAX_EVALUATIONS:
+            step = self.next_evaluation(step)
+            steps.append(step)
+        return steps
+
+    def step_of(self, checkpoint: Checkpoint) -> int:
+        """Return a checkpoint's step; with another global batch, that with as many samples."""
+        if checkpoint.global_batch == self.global_batch_size:
+            return checkpoint.step
+        return checkpoint.samples_seen // self.global_batch_size
+
+    def checkpoint_bytes(self, num_classes: int) -> int:
+        """Return the approximate size of a checkpoint: weights, EMA, optimizer state."""
+        config = self.config.train
+        copies = 1 + bool(config.ema) + (2 if config.optimizer == "adamw" else 1)
+        shared, per_class = find_backbone(self.config.model.backbone).PARAMETERS
+        return 4 * copies * (shared + num_classes * per_class)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers that `train --dry-run --json` prints."""
+        return {
+            "images": self.images,
+            "background": self.background,
+            "global_batch_size": self.global_batch_size,
+            "steps_per_epoch": self.steps_per_epoch,
+            "total_steps": self.total_steps,
+            "warmup_steps": self.warmup_steps,
+            "peak_lr": self.peak_lr,
+            "decay_steps": list(self.decay_steps),
+        }
+
+
+def make_plan(
+    config: Config,
+    device: DeviceFacts | None,
+    ranks: Ranks,
+    dataset: DatasetSize,
+    *,
+    before: Config | None = None,
+    network: Network | None = None,
+    largest_batch: int | None = None,
+) -> Plan:
+    """Choose values for all settings that are `auto` or not set by the user.
+
+    Args:
+        device: The device to train on; None for a plan without one.
+        before: The settings of the run to continue (`settings_of_run`); its schedule is kept.
+        network: The network of the checkpoint of --init, or of the run to resume.
+        largest_batch: The batch size for `--bs auto`, measured on an open device.
+
+    Raises:
+        UsageError: The device does not compute in the chosen precision; `--bs auto` without
+            `largest_batch`, or one image for batch norm; the warm-up is longer than the run;
+            --background without an image for it.
+    """
+    out, notices = run_dir(config).path, check_settings(config, device)
+    config = _with_network(_with_precision(config, device), network)
+    share = _background_share(config, dataset)
+    if config.train.batch_size == "auto":
+        config = config.with_value("train.batch_size", _measured(largest_batch))
+    limits = config.train.limit_train, config.train.overfit
+    trainable = min([dataset.trainable, *(limit for limit in limits if limit)])
+    first = Plan(config, out, trainable, ranks.world_size, notices=notices)
+    plan = _adapted(first, share)
+    if kept := _kept_schedule(plan.config, before):
+        for path, value in kept.items():
+            first = first.with_value(path, value, CONTINUED)
+        plan = _adapted(first, share)
+    _check_background(plan, dataset)
+    _check_warmup_steps(plan)
+    if kept and plan.is_cosine and plan.decay_steps[-1] < plan.total_steps:
+        plan = dataclasses.replace(plan, notices=(*notices, _schedule_has_ended(plan)))
+    _check_batch_norm(plan)
+    return plan
+
+
+def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...]:
+    """Check what `make_plan` would refuse for any dataset; return its notices."""
+    if config.is_chosen("train.warmup"):
+        check_warmup(config.train)
+    requested, key = config.train.precision, "train.precision"
+    if device is None or requested == "auto" or requested in device.precisions:
+        return ()
+    if config.is_chosen(key):
+        flags = " or ".join(f"--{p}" for p in device.precisions)
+        raise UsageError(
+            f"device {device.name} does not support {requested}", hint=f"choose {flags}"
+        )
+    best = device.auto_precision
+    instead = "its best precision" if best == "auto" else best
+    return (
+        f"{config.sources[key]} trains in {requested}, which device {device.name} lacks: "
+        f"{instead} is used instead",
+    )
+
+
+def settings_of_run(config: Config) -> Config | None:
+    """Return the settings of the run that `config` continues; None if it starts one."""
+    run, resume = run_dir(config), config.train.resume
+    if resume not in ("auto", "never") and not has_continued_from(run, Path(resume)):
+        run = RunDir(Path(resume).absolute().parent.parent)  # of RUN/checkpoints/FILE
+    if resume != "never" and run.step_checkpoints():
+        with contextlib.suppress(SsdctlError):  # the next start writes a broken file again
+            return resolve(file=str(run.config), environment={}, default_file=False)
+    return None
+
+
+def _with_precision(config: Config, device: DeviceFacts | None) -> Config:
+    if device is None or config.train.precision in device.precisions:
+        return config
+    return config.with_value("train.precision", device.auto_precision)
+
+
+def _with_network(config: Config, network: Network | None) -> Config:
+    """Replace what neither the user nor a preset that the user named chose."""
+    if network is None or config.is_chosen("train.preset"):
+        return config
+    for path, value in zip(("model.backbone", "model.extra_norm"), network, strict=True):
+        if not config.is_chosen(path):
+            config = config.with_value(path, value, INIT)
+    return config
+
+
+def _measured(largest_batch: int | None) -> int:
+    if largest_batch is None:
+        raise UsageError(
+            "--bs auto depends on the device's memory, and a plan does not open the device",
+            hint="give a number, as in --bs 32",
+        )
+    return largest_batch
+
+
+def _background_share(config: Config, dataset: DatasetSize) -> float:
+    """Return the share of images without objects that the rule for few images trains on."""
+    if config.train.overfit is not None or not dataset.background:
+        return 0.0
+    share = dataset.background / (dataset.trainable + dataset.background)
+    return round(min(share, MAX_BACKGROUND), 4)
+
+
+def _adapted(plan: Plan, background: float) -> Plan:
+    """Apply the rule for few images, then shorten a warm-up that nobody chose if it is too long.
+
+    The first steps of a preset that the user names are the same whatever --steps is.
+    """
+    config, rule = adapt_to_data(plan.config, plan.trainable, plan.world_size, background)
+    plan = dataclasses.replace(plan, config=config, rule=rule)
+    is_named = plan.config.is_chosen("train.preset")
+    length = plan.recipe_steps if is_named else plan.total_steps
+    if plan.warmup_steps > length and not plan.config.is_chosen("train.warmup"):
+        plan = plan.with_value("train.warmup", f"{max(length // 10, 1)}st", SHORT_RUN)
+    return plan
+
+
+def _kept_schedule(now: Config, before: Config | None) -> dict[str, Any]:
+    """Return the schedule of the run to continue, where this call chooses none; empty if equal."""
+    if before is None or now.train.resume_changed or before.train.preset != now.train.preset:
+        return {}
+    parts = [part for part in SCHEDULE if not now.is_chosen(*part)]
+    kept = {path: attrgetter(path)(before) for part in parts for path in part}
+    is_same = all(value == attrgetter(path)(now) for path, value in kept.items())
+    return {} if is_same else kept
+
+
+def _schedule_has_ended(plan: Plan) -> str:
+    return (
+        f"the schedule of {plan.out} ends at step {plan.decay_steps[-1]:,}: the learning rate "
+        f"stays at {plan.lr(plan.total_steps):.3g} after it; --resume-changed fits it to "
+        f"{plan.total_steps:,} steps, another --out starts a new run"
+    )
+
+
+def _check_background(plan: Plan, dataset: DatasetSize) -> None:
+    config = plan.config.train
+    if dataset.background == 0 and config.background and not config.fake_data:
+        raise UsageError(
+            f"--background {config.background:g}: no training image is without objects",
+            hint="list such images, with an empty label file each, or leave --background out",
+        )
+
+
+def _check_warmup_steps(plan: Plan) -> None:
+    total, text = plan.recipe_steps, plan.config.train.warmup
+    if plan.warmup_steps <= total:
+        return
+    value, unit = split_duration(text)
+    hint = f"give it in steps: --warmup {max(total // 10, 1)}st"
+    if unit == "ep" and value.is_integer() and value <= total:
+        hint = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
+    raise UsageError(
+        f"a warm-up of {text} is {plan.warmup_steps} steps, the run has {total}", hint=hint
+    )
+
+
+def _check_batch_norm(plan: Plan) -> None:
+    """Check that batch norm of the last map, which is 1 x 1, has several values to average."""
+    is_shared = plan.config.train.sync_bn and plan.world_size > 1
+    if plan.config.model.extra_norm == "batch" and plan.batch_size == 1 and not is_shared:
+        raise UsageError(
+            "--bs 1: batch norm in the extra blocks (--extra-norm batch) needs several images",
+            hint="--bs 2, or --extra-norm none",
+        )
