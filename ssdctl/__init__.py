@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ssdctl.model.ssd300 import SSD300
     from ssdctl.runs.evaluation import Evaluation
     from ssdctl.runs.run import Run
-    from ssdctl.trainer import Trainer
+    from ssdctl.training.observers import Observer
+    from ssdctl.training.trainer import Trainer
 
 __all__ = [
     "SSD300",
@@ -40,6 +41,7 @@ __all__ = [
     "Detection",
     "Evaluation",
     "MultiboxLoss",
+    "Observer",
     "Predictor",
     "Result",
     "Run",
@@ -63,11 +65,12 @@ _MODULES = {
     "Detection": "ssdctl.inference.results",
     "Evaluation": "ssdctl.runs.evaluation",
     "MultiboxLoss": "ssdctl.model.loss",
+    "Observer": "ssdctl.training.observers",
     "Predictor": "ssdctl.inference.predict",
     "Result": "ssdctl.inference.results",
     "Run": "ssdctl.runs.run",
     "SSD300": "ssdctl.model.ssd300",
-    "Trainer": "ssdctl.trainer",
+    "Trainer": "ssdctl.training.trainer",
 }
 
 # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ssdctl.config.call import ConfigLike, PathLike, override_of, overrides_of, resolve_call
+from ssdctl.config.call import (
+    ConfigLike,
+    PathLike,
+    TrainSettings,
+    override_of,
+    overrides_of,
+    resolve_call,
+    takes_settings,
+)
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.runs.layout import RunDir
@@ -21,11 +29,13 @@ from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
     from ssdctl.config.fields import DeviceName, Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
+    from ssdctl.training.observers import Observer
 
 
 @hints_in_messages()
@@ -159,27 +169,15 @@ def prepare(
     return prepare_dataset(config, force=force, progress=_progress(progress))
 
 
+@takes_settings(TrainSettings)
 @hints_in_messages()
 def train(
     data: PathLike | None = None,
     *,
-    out: PathLike | None = None,
-    init: PathLike | None = None,
-    preset: str | None = None,
-    backbone: str | None = None,
-    backbone_weights: PathLike | None = None,
-    epochs: int | None = None,
-    steps: int | None = None,
-    batch_size: int | Literal["auto"] | None = None,
-    lr: float | None = None,
-    warmup: str | float | None = None,
-    optimizer: Literal["sgd", "adamw"] | None = None,
-    precision: Precision | None = None,
-    device: DeviceName | None = None,
-    workers: int | None = None,
-    seed: int | None = None,
     config: ConfigLike | None = None,
+    observers: Sequence[Observer] = (),
     progress: bool = True,
+    **settings: Unpack[TrainSettings],
 ) -> Run:
     """Train a detector, or resume the stopped run in the folder `out`.
 
@@ -188,6 +186,9 @@ def train(
 
     Args:
         data: The dataset folder or file.
+        config: A config, or a config file, with other settings.
+        observers: Are told about the run, on the first rank: see `ssdctl.Observer`.
+        progress: Show a progress bar, on a terminal and in a notebook.
         out: The run folder; None is `runs/DATASET-BACKBONE`, with `init` `runs/DATASET-NAME`.
         init: Start from the weights of this checkpoint; other classes get new class heads.
         preset: The recipe, such as `stable-r34` or `nvidia-r50`.
@@ -203,8 +204,6 @@ def train(
         device: `auto` is the accelerator of this machine, else the CPU.
         workers: Threads that decode images.
         seed: Seed of the weights, the data order and the augmentation.
-        config: A config, or a config file, with other settings.
-        progress: Show a progress bar, on a terminal and in a notebook.
 
     Returns:
         The run.
@@ -216,28 +215,12 @@ def train(
         ssdctl.errors.Stopped: Interrupted, as by a notebook's stop button; everything is saved, and
             the same call continues.
     """
-    from ssdctl.trainer import Trainer  # late: torch takes seconds
+    from ssdctl.training.trainer import Trainer  # late: torch takes seconds
 
-    return Trainer(
-        data,
-        out=out,
-        init=init,
-        preset=preset,
-        backbone=backbone,
-        backbone_weights=backbone_weights,
-        epochs=epochs,
-        steps=steps,
-        batch_size=batch_size,
-        lr=lr,
-        warmup=warmup,
-        optimizer=optimizer,
-        precision=precision,
-        device=device,
-        workers=workers,
-        seed=seed,
-        config=config,
-        progress=progress,
-    ).run()
+    with Trainer(
+        data, config=config, observers=observers, progress=progress, **settings
+    ) as trainer:
+        return trainer.run()
 
 
 @hints_in_messages()

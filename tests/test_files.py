@@ -15,20 +15,19 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO
 
 import pytest
 from helpers import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
+from observed import plan_of, start_of
 
 from ssdctl import files
-from ssdctl.config.resolve import Override, of_call, read_toml, resolve
+from ssdctl.config.resolve import read_toml
 from ssdctl.data.formats import coco
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
 from ssdctl.distributed.rank_process import start_rank_log
-from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.download.pinned_files import read_manifest
 from ssdctl.errors import DataError, DiskError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import (
@@ -44,8 +43,7 @@ from ssdctl.files import (
 )
 from ssdctl.runs.layout import exclusive_run
 from ssdctl.runs.metrics import MetricsFile
-from ssdctl.training.mllog import MLLog
-from ssdctl.training.schedule import make_plan
+from ssdctl.training.observers.mllog import MLLog
 
 
 def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(
@@ -299,10 +297,7 @@ def hold_run(path: Path) -> None:
 
 
 def log_for_mlperf(path: Path) -> None:
-    config = resolve(overrides=[Override("train.mllog", str(path), of_call("--mllog"))])
-    run = SimpleNamespace(config=config, plan=make_plan(config.train, 9, 1))
-    device, ranks = SimpleNamespace(label="cpu"), SINGLE_PROCESS
-    MLLog(SimpleNamespace(run=run, device=device, ranks=ranks, val=None))  # type: ignore[arg-type]
+    MLLog().on_start(start_of(plan_of(9, mllog=str(path))))
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import ssdctl
+from ssdctl.training.observers import Scored
 
 TINY = ssdctl.configure(
     train={"log_every": 1, "device": "cpu", "workers": 1, "warmup": "1st", "batch_size": 2},
@@ -17,14 +18,25 @@ TINY = ssdctl.configure(
 )
 
 
+class Printer(ssdctl.Observer):
+    def on_evaluation(self, scored: Scored) -> None:
+        print(scored.step, scored.evaluation.metrics["AP"])
+
+
 def train(data: Path) -> ssdctl.Run:
     for split in ssdctl.prepare(data, pack=False).splits:
         print(split.split, split.images)
-    trainer = ssdctl.Trainer(data, out="stepped", steps=2, config=TINY, progress=False)
-    losses: list[int] = [step for step in trainer if step <= trainer.total_steps]
-    assert losses == [1, 2]
+    losses: list[float] = []
+    with ssdctl.Trainer(data, out="stepped", steps=2, config=TINY, progress=False) as trainer:
+        for step in trainer:
+            losses.append(step.loss)
+            if step.evaluation is not None:
+                print(step.step, step.lr, step.evaluation.metrics["AP"], trainer.plan.total_steps)
+    assert len(losses) == 2
     config: ssdctl.Config = TINY
-    run: ssdctl.Run = ssdctl.train(data, out="run", steps=1, config=config, progress=False)
+    run: ssdctl.Run = ssdctl.train(
+        data, out="run", steps=1, config=config, progress=False, observers=[Printer()]
+    )
     page: Path = ssdctl.report(run, out="page.html")
     print(run.best, run.metrics, run.best_metrics, run.config.train.lr, run.plot().size, page)
     return run

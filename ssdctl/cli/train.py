@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +13,17 @@ from ssdctl.cli.console import aligned
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
-from ssdctl.runs.display import RunDisplay, duration
 from ssdctl.runs.layout import RunDir, run_dir
 from ssdctl.runtime import signals
+from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import counted
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
+    from ssdctl.training.observers import Summary
     from ssdctl.training.plan import Plan
-    from ssdctl.training.trainer import Summary
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
 MAX_SIMILAR = 10  # runs whose speed may be known
@@ -70,21 +69,22 @@ def train(
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
-        from ssdctl.data.store_folder import with_absolute_data
-        from ssdctl.training.setup import open_trainer
+        from ssdctl.training.observers.display import Display
+        from ssdctl.training.trainer import Trainer
 
         console = call.console
-        display = RunDisplay(
-            console.facts, console.info, is_live=console.live, is_verbose=console.verbose
+        display = Display(
+            console.facts,
+            console.info,
+            progress=console.progress,
+            is_live=console.live,
+            is_verbose=console.verbose,
         )
-        config = with_absolute_data(call.config)
-        with (
-            closing(display),
-            signals.announced(console.info),
-            open_trainer(config, emit=display.show, progress=console.progress) as trainer,
-        ):
+        trainer = Trainer(config=call.config, observers=[display])
+        with signals.announced(console.info), trainer:
             start = trainer.step
-            summary = trainer.run()
+            trainer.run()
+            summary = trainer.summary()
     except Stopped as stop:
         if is_main:
             raise
@@ -226,7 +226,7 @@ def _device(name: str) -> DeviceType:
 
 def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) -> str:
     """Return how long the run takes, by an earlier run or, on a terminal, by measured steps."""
-    from ssdctl.runs.display import EVALUATION_COST
+    from ssdctl.training.observers.display import EVALUATION_COST
 
     evaluations = len(plan.evaluations_after(0)) * val_images
     images = plan.total_steps * plan.global_batch_size + EVALUATION_COST * evaluations

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.config.settings import Config, Kind
 from ssdctl.errors import UsageError
 
+if TYPE_CHECKING:
+    from ssdctl.config.fields import DeviceName, Precision
+
+F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | os.PathLike[str]
 ConfigLike = Config | PathLike  # a config, or a config file
 # Keywords that are not the names of their settings.
@@ -20,6 +26,54 @@ KEYWORDS = {
     "backbone": "model.backbone",
     "backbone_weights": "model.weights",
 }
+
+
+class TrainSettings(TypedDict, total=False):
+    """The settings that `train` and `Trainer` take as keywords; `train` describes them."""
+
+    out: PathLike | None
+    init: PathLike | None
+    preset: str | None
+    backbone: str | None
+    backbone_weights: PathLike | None
+    epochs: int | None
+    steps: int | None
+    batch_size: int | Literal["auto"] | None
+    lr: float | None
+    warmup: str | float | None
+    optimizer: Literal["sgd", "adamw"] | None
+    precision: Precision | None
+    device: DeviceName | None
+    workers: int | None
+    seed: int | None
+
+
+def takes_settings(settings: type) -> Callable[[F], F]:
+    """Show the keys of a TypedDict in the signature of a function that has them as `**settings`.
+
+    As in Python, other keywords raise TypeError.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        for name, hint in settings.__annotations__.items():
+            text = getattr(hint, "__forward_arg__", hint)
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=text))
+        known = {parameter.name for parameter in parameters}
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **keywords: Any) -> Any:
+            for name in keywords.keys() - known:
+                name_of = function.__qualname__
+                raise TypeError(f"{name_of}() got an unexpected keyword argument {name!r}")
+            return function(*arguments, **keywords)
+
+        checked.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def overrides_of(section: str, arguments: Mapping[str, Any]) -> list[Override]:
@@ -44,6 +98,8 @@ def resolve_call(config: ConfigLike | None, given: Sequence[Override]) -> Config
     """Resolve the config of a call from `config` and `given`; nothing else is read."""
     if isinstance(config, Mapping):
         raise UsageError("config: a dictionary", hint="write config=ssdctl.configure(train={...})")
+    if isinstance(config, Config) and not given:
+        return config
     if not isinstance(config, Config):
         file = None if config is None else os.fspath(config)
         return resolve(file=file, overrides=given, environment={}, default_file=False)

@@ -132,7 +132,7 @@ class YoloWriter(Writer):
         import yaml
 
         names = dict(enumerate(c.name for c in self.classes.values()))
-        content = {"train": "images", "val": "images", "names": names}
+        content = {"train": "images", "names": names}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_text(self.folder / "data.yaml", text)
         return f"labels of {len(self._stems)} images in {self.folder / 'labels'}, and data.yaml"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
 from ssdctl.data.store import Split
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ssdctl.input.dali import DaliLoader
 
 
-def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
+def copy_ahead(batches: Iterable[Batch], device: Device) -> Generator[Batch, None, None]:
     """Copy batches to the device, each while the device works on the previous one."""
     if device.is_host:
         yield from map(trim_padding, batches) if device.execution == "eager" else batches

@@ -32,10 +32,10 @@ from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_te
 from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
-from ssdctl.runs.display import duration
 from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.run import Run, different_settings
+from ssdctl.runtime.progress import duration
 
 HERE = Path(__file__).parent
 MAX_IMAGES, MIN_IMAGES = 24, 4  # all runs, each run: the page stays small
@@ -88,8 +88,19 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
         sizes=SIZES,
         version=__version__,
     )
+    page = _with_relative_paths(page, target.absolute().parent)
     # File names that are not UTF-8 contain surrogates, which a page cannot.
     write_text(target, page.encode("utf-8", "backslashreplace").decode())
+
+
+def _with_relative_paths(page: str, folder: Path) -> str:
+    """Make the absolute paths near the page relative to it: a shared page names no home folder."""
+    for ups, above in enumerate((folder, *folder.parents)):
+        if len(above.parts) > 2:  # not /home, not /tmp
+            relative = "/".join([".."] * ups) or "."
+            page = re.sub(rf"(?<![\w./-]){re.escape(str(above))}(?![\w.-])", relative, page)
+    home = str(Path.home())
+    return re.sub(rf"(?<![\w./-]){re.escape(home)}(?![\w.-])", "~", page) if home != "/" else page
 
 
 def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:

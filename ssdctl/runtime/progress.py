@@ -1,4 +1,7 @@
-"""Show progress by tqdm: a redrawn line on a terminal, a widget in a notebook, or nothing."""
+"""Show progress by tqdm: a redrawn line on a terminal, a widget in a notebook, or nothing.
+
+Also the texts for durations.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +52,19 @@ def can_redraw() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return (shell is not None and "IPKernelApp" in shell.config) or sys.stderr.isatty()
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for a sentence: 40 s, 6 min, 3 h 20 min, 2 d 4 h."""
+    if seconds < 90:
+        return f"{max(round(seconds), 1)} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def step_time(seconds: float) -> str:
+    """Return the pace of a run: 2.1 s per step, or 40 steps per second."""
+    return f"{seconds:.2g} s per step" if seconds >= 0.1 else f"{1 / seconds:.0f} steps per second"

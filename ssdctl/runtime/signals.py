@@ -22,6 +22,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 T = TypeVar("T")
 
 _received: list[int] = []
+_blocks: set[object] = set()  # of `handled` that are entered
+_earlier: dict[int, Any] = {}  # handlers that the last of them restores
 _ends_at_once = False  # whether a signal ends the run immediately
 _exit_early: Callable[[], object] | None = None  # ends the process during the imports
 
@@ -57,22 +59,30 @@ def restore() -> None:
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Handle the signals in the block and restore the earlier handlers afterwards.
+    """Handle the signals in the block; the last block restores the earlier handlers.
 
-    Only the main thread can install handlers; in other threads the block runs without.
+    Blocks may overlap, as those of two trainers that are stepped in turn. Nothing changes where
+    the handlers are installed already. Only the main thread can install handlers; in other threads
+    the block runs without.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    earlier = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    install()
+    if not _blocks and signal.getsignal(signal.SIGTERM) is not _handle:
+        _earlier.update({number: signal.getsignal(number) for number in STOP_SIGNALS})
+        install()
+    block = object()
+    _blocks.add(block)
     try:
         yield
     finally:
-        restore()
-        for number, handler in earlier.items():
-            if handler is not None:  # None: not installed by Python
-                signal.signal(number, handler)
+        _blocks.discard(block)
+        if not _blocks and _earlier:
+            restore()
+            for number, handler in _earlier.items():
+                if handler is not None:  # None: not installed by Python
+                    signal.signal(number, handler)
+            _earlier.clear()
 
 
 @contextlib.contextmanager

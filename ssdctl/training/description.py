@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdctl.config import Config
 from ssdctl.config.settings import Kind
@@ -13,31 +13,21 @@ from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.safe_text import counted, listed
 
 if TYPE_CHECKING:
+    from ssdctl.training.observers import Start
     from ssdctl.training.plan import Plan
-    from ssdctl.training.setup import OpenedRun
 
 MAX_CLASSES = 8  # that are named
 NEARLY_DECAYED = 0.1  # fraction of the peak, at the end of a cosine
 
 
-def describe_run(opened: OpenedRun, step: int) -> dict[str, Any]:
-    """Return what the display shows before the first step (ssdctl/runs/display.py)."""
-    plan, val_images = opened.plan, 0
-    if opened.val is not None:
-        val_images = len(opened.val.image_ids if opened.val_rows is None else opened.val_rows)
-    devices = "" if opened.ranks.is_single_process else f"{opened.ranks.world_size} x "
-    threads = counted(opened.threads, "decode thread")
-    device = f"{devices}{opened.device.label}, {plan.precision}, {threads}"
-    names = [c.name for c in opened.train.classes]
-    return {
-        "facts": [*facts(plan, names, val_images, device, step).items(), ("run", str(plan.out))],
-        "details": details(plan),
-        "images": plan.images,
-        "total_steps": plan.total_steps,
-        "global_batch_size": plan.global_batch_size,
-        "evaluations": plan.evaluations_after(step) if val_images else [],
-        "evaluation_images": val_images,
-    }
+def facts_of_start(start: Start) -> list[tuple[str, str]]:
+    """Return the lines that the display shows before the first step."""
+    devices = "" if start.world_size == 1 else f"{start.world_size} x "
+    threads = counted(start.threads, "decode thread")
+    device = f"{devices}{start.device}, {start.plan.precision}, {threads}"
+    names = [c.name for c in start.train.classes]
+    rows = facts(start.plan, names, start.val_images, device, start.step)
+    return [*rows.items(), ("run", str(start.plan.out))]
 
 
 def facts(

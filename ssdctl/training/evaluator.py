@@ -23,7 +23,11 @@ from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
 
 if TYPE_CHECKING:
-    from ssdctl.training.setup import OpenedRun
+    from ssdctl.device import Device
+    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.model.ssd300 import SSD300
+    from ssdctl.training.plan import Plan
+    from ssdctl.training.setup import Splits
 
 
 class EarlyStopping:
@@ -62,9 +66,21 @@ class Evaluator:
         best_ap: The best AP of the checkpoint.
     """
 
-    def __init__(self, opened: OpenedRun, past: Sequence[Record], best_ap: float | None) -> None:
-        config = opened.plan.config.train
-        self._opened = opened
+    def __init__(
+        self,
+        plan: Plan,
+        model: SSD300,
+        splits: Splits,
+        device: Device,
+        ranks: Ranks,
+        threads: int,
+        *,
+        past: Sequence[Record],
+        best_ap: float | None,
+    ) -> None:
+        config = plan.config.train
+        self._plan, self._model, self._device, self._ranks = plan, model, device, ranks
+        self._splits, self._threads = splits, threads
         self._scoring: BackgroundScoring | None = None
         first = None if past else best_ap
         self.early_stopping = EarlyStopping(first, config.target_ap, config.patience)
@@ -78,14 +94,13 @@ class Evaluator:
 
     def rewind(self, past: Sequence[Record]) -> None:
         last = max((record["step"] for record in past), default=None)
-        self.evaluated_step: int | None = collectives.broadcast(last, self._opened.ranks)
+        self.evaluated_step: int | None = collectives.broadcast(last, self._ranks)
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after this step and was not made yet."""
-        if self._opened.val is None or self.evaluated_step == step:
+        if self._splits.val is None or self.evaluated_step == step:
             return False
-        plan = self._opened.plan
-        return plan.evaluates_at(min(step, plan.total_steps))
+        return self._plan.evaluates_at(min(step, self._plan.total_steps))
 
     def detect(self) -> Detections | None:
         """Return the detections on the validation split; None on ranks other than the first.
@@ -97,17 +112,17 @@ class Evaluator:
             NonFiniteError: An output is NaN or infinite on any rank.
             DataError: An image cannot be decoded.
         """
-        opened = self._opened
-        assert opened.val is not None
-        settings, losses = opened.plan.config.evaluate, ValidationLoss(opened.model, opened.device)
-        config = DetectorConfig(opened.plan.precision, settings.score_threshold, settings.nms_iou)
+        val, rows = self._splits.val, self._splits.val_rows
+        assert val is not None
+        settings, losses = self._plan.config.evaluate, ValidationLoss(self._model, self._device)
+        config = DetectorConfig(self._plan.precision, settings.score_threshold, settings.nms_iou)
         detections = detect(
-            Detector(opened.model, opened.device, config),
-            opened.val,
-            np.arange(len(opened.val.image_ids)) if opened.val_rows is None else opened.val_rows,
+            Detector(self._model, self._device, config),
+            val,
+            np.arange(len(val.image_ids)) if rows is None else rows,
             batch_size=settings.batch_size,
-            threads=opened.threads,
-            ranks=opened.ranks,
+            threads=self._threads,
+            ranks=self._ranks,
             progress=signals.until_stopped,
             losses=losses,
         )
@@ -117,21 +132,21 @@ class Evaluator:
     def start_scoring(self, detections: Detections, step: int) -> None:
         """Start to score detections in the background; only one score is computed at a time."""
         assert self._scoring is None
-        opened, plan = self._opened, self._opened.plan
-        assert opened.val is not None
+        plan, val, rows = self._plan, self._splits.val, self._splits.val_rows
+        assert val is not None
         root, store = dataset_folders(plan.config.data)
-        image_ids = None if opened.val_rows is None else opened.val.image_ids[opened.val_rows]
+        image_ids = None if rows is None else val.image_ids[rows]
         about = EvaluationInfo(
             source=str(RunDir(plan.out).best),
             step=step,
             epoch=round(plan.epoch(step), 4),
             data=str(root),
             store=str(store),
-            split="val" if opened.val_rows is None else "train",
+            split="val" if rows is None else "train",
             precision=plan.precision,
-            warnings=[*opened.val.warnings] if opened.val_rows is None else [],
+            warnings=[*val.warnings] if rows is None else [],
         )
-        self._scoring = BackgroundScoring(opened.val.index_file, detections, about, image_ids)
+        self._scoring = BackgroundScoring(val.index_file, detections, about, image_ids)
 
     def scored(self, *, wait: bool) -> tuple[Evaluation, bool] | None:
         """Return the evaluation finished since the last call and whether it is the best, if any."""

@@ -19,12 +19,13 @@ from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.layout import RunDir
 
 if TYPE_CHECKING:
-    from ssdctl.training.setup import OpenedRun
+    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.training.plan import Plan
 
 log = logging.getLogger(__name__)
 
 
-def find_checkpoint(opened: OpenedRun) -> Checkpoint | None:
+def find_checkpoint(plan: Plan, classes: list[ClassName], ranks: Ranks) -> Checkpoint | None:
     """Return the checkpoint to resume from, on all ranks; None if a new run begins.
 
     Raises:
@@ -33,10 +34,10 @@ def find_checkpoint(opened: OpenedRun) -> Checkpoint | None:
         IntegrityError: The named checkpoint, or every one of the run, is damaged; or it has
             other classes.
     """
-    ranks = opened.ranks
-    checkpoint = collectives.broadcast(_find(opened) if ranks.is_main else None, ranks)
+    found = _find(plan, classes) if ranks.is_main else None
+    checkpoint = collectives.broadcast(found, ranks)
     if checkpoint is not None:
-        step, total = opened.plan.step_of(checkpoint), opened.plan.total_steps
+        step, total = plan.step_of(checkpoint), plan.total_steps
         if step < total:
             log.info("resuming from %s (step %d of %d)", checkpoint.path, step, total)
         else:
@@ -44,8 +45,8 @@ def find_checkpoint(opened: OpenedRun) -> Checkpoint | None:
     return checkpoint
 
 
-def _find(opened: OpenedRun) -> Checkpoint | None:
-    config, out = opened.plan.config.train, opened.plan.out
+def _find(plan: Plan, classes: list[ClassName]) -> Checkpoint | None:
+    config, out = plan.config.train, plan.out
     resume = config.resume
     if resume == "never":
         if RunDir(out).is_started():
@@ -71,12 +72,12 @@ def _find(opened: OpenedRun) -> Checkpoint | None:
             f"{checkpoint.path} is {kind}: it cannot be resumed",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
-    _check_changes(opened, checkpoint)
-    before, now = checkpoint.config.get("data.root"), opened.plan.config.data.root
+    _check_changes(plan, checkpoint)
+    before, now = checkpoint.config.get("data.root"), plan.config.data.root
     if before and now and before != now:  # not an error: datasets are moved
         text = "%s was trained on %s, this run continues with %s"
         log.warning(text, checkpoint.path, before, now)
-    _check_classes(checkpoint, opened.train.classes)
+    _check_classes(checkpoint, classes)
     is_own = CheckpointFolder(out, config.keep).is_own(checkpoint.path)
     return checkpoint if is_own else checkpoint._replace(best_ap=None)  # another run's best
 
@@ -126,14 +127,13 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
         log.warning(text, checkpoint.path)
 
 
-def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
+def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
     """Compare the settings that affect results with the checkpoint's; warn if they may differ.
 
     Raises:
         UsageError: One differs, without --resume-changed; or the network is another one.
     """
-    changed, plan = _changed_settings(opened, checkpoint), opened.plan
-    now = values(opened.plan.config)
+    changed, now = _changed_settings(plan, checkpoint), values(plan.config)
     texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
     if is_other_batch := checkpoint.global_batch != plan.global_batch_size:
         texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
@@ -142,10 +142,10 @@ def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
     if not texts:
         return
     is_other_network = not {"model.backbone", "model.extra_norm"}.isdisjoint(changed)
-    if opened.plan.config.train.resume_changed and not is_other_network:
+    if plan.config.train.resume_changed and not is_other_network:
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
-    sources = opened.plan.config.sources
+    sources = plan.config.sources
     options = [
         all_settings()[path].as_option(saved)
         for path, saved in changed.items()
@@ -168,9 +168,9 @@ def _check_changes(opened: OpenedRun, checkpoint: Checkpoint) -> None:
     )
 
 
-def _changed_settings(opened: OpenedRun, checkpoint: Checkpoint) -> dict[str, object]:
+def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:
     """Return the values that the checkpoint was trained with, of the settings that differ."""
-    now = values(opened.plan.config)
+    now = values(plan.config)
     before, changed = checkpoint.config, dict[str, object]()
     for path, setting in all_settings().items():
         if setting.is_compared:

@@ -1,7 +1,6 @@
-"""Open a run before its first step, in the order of the checks: options, device, dataset, weights.
+"""The parts of a run before its first step: dataset, plan, network, first weights.
 
-with open_trainer(config, emit=show, progress=progress_bar) as trainer:
-    trainer.run()
+`Trainer.open` calls these functions in the order of the checks.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -30,15 +30,15 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.config import Config, TrainConfig
+from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
-from ssdctl.device import Device, open_device
+from ssdctl.device import Device
 from ssdctl.distributed import collectives
-from ssdctl.distributed.collectives import open_on_all_ranks, process_group, wait_for_main
-from ssdctl.distributed.ranks import Ranks, find_ranks
+from ssdctl.distributed.collectives import open_on_all_ranks, wait_for_main
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.locate import locate_checkpoint, resolve_source
@@ -46,151 +46,131 @@ from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
 from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
-from ssdctl.runs.layout import exclusive_run, run_dir
-from ssdctl.runs.metrics import Record
-from ssdctl.runtime import signals
-from ssdctl.runtime.progress import Progress, without_progress
-from ssdctl.runtime.system import usable_cores
+from ssdctl.runs.layout import run_dir
+from ssdctl.runtime.progress import Progress
 from ssdctl.training.description import warning_of_cut
 from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
-from ssdctl.training.optimizer import without_dynamo
+from ssdctl.training.observers import Observer
+from ssdctl.training.observers.mllog import MLLog
+from ssdctl.training.observers.trackers import Trackers, find_trackers
 from ssdctl.training.plan import Network, Plan, check_settings, settings_of_run
-from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.trackers import find_trackers
-from ssdctl.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 InitReader = Callable[[], Checkpoint]  # reads the checkpoint of --init
+_INITIALIZING = threading.Lock()  # torch's initializers draw from its global generator
 
 
-class OpenedRun(NamedTuple):
-    """The parts of a run before its first step."""
+class Splits(NamedTuple):
+    """The images of a run."""
 
-    plan: Plan
-    device: Device
-    ranks: Ranks
     train: Split
     val: Split | None
-    val_rows: NDArray[np.int64] | None  # the images of `val` to score; None: all
-    architecture: Architecture
-    model: SSD300
-    threads: int
-    memory_hints: Callable[[], contextlib.AbstractContextManager[None]]  # explains a full memory
+    val_rows: NDArray[np.int64] | None = None  # the images of `val` to score; None: all
+
+    @property
+    def val_images(self) -> int:
+        """The number of images that are scored."""
+        if self.val is None:
+            return 0
+        return len(self.val.image_ids if self.val_rows is None else self.val_rows)
 
 
-@contextlib.contextmanager
-def open_trainer(
-    config: Config, *, emit: Callable[[Record], None], progress: Progress
-) -> Iterator[Trainer]:
-    """Open device, ranks, dataset, network and run folder for the duration of the block.
-
-    Args:
-        emit: Called with every record of metrics.jsonl after it is written, and with the records
-            for the display that ssdctl/runs/display.py lists.
-
-    Raises:
-        UsageError: Another process trains in the run folder; or see `prepare_run`.
-        IntegrityError: The checkpoint to continue from is damaged.
-        DistributedError: Another rank was lost.
-        Stopped: A signal came.
-    """
-    ranks, train = find_ranks(), config.train
-    with signals.ending_at_once():
-        device = open_device(train.device, ranks.local_rank, train.execution)
-    with (
-        deterministic_kernels(train.deterministic),
-        without_dynamo(),
-        process_group(ranks, device, train.rank_timeout),
-        contextlib.ExitStack() as exit_stack,
-    ):
-        for notice in device.notices:
-            log.warning("%s", notice)
-        with signals.ending_at_once():
-            init = _init_reader(config)
-            shown = progress if ranks.is_main else without_progress
-            opened = prepare_run(config, device, ranks, shown, init)
-            if ranks.is_main:
-                exit_stack.enter_context(exclusive_run(opened.plan.out))
-                CheckpointFolder(opened.plan.out, opened.plan.config.train.keep).repair()
-            checkpoint = find_checkpoint(opened)
-            if checkpoint is None:
-                load_first_weights(opened, init)
-            del init  # its memory
-            trainer = Trainer(opened, checkpoint, emit)
-            exit_stack.callback(trainer.close)
-            trainer.run_log.start(trainer.step)
-            del checkpoint
-        if warning := warning_of_cut(opened.plan):
-            log.warning("%s", warning)
-        if opened.val is None and not opened.plan.config.train.fake_data:
-            root, _ = dataset_folders(opened.plan.config.data)
-            log.warning("%s", warning_without_validation(root))
-        if opened.val is not None and opened.val_rows is None:
-            for warning in opened.val.warnings:
-                log.warning("%s", warning)
-        yield trainer
-
-
-def _init_reader(config: Config) -> InitReader:
+def init_reader(config: Config) -> InitReader:
+    """Return a function that reads the checkpoint of `--init`, once."""
     init, mirror = str(config.train.init), config.download.mirror
     return functools.cache(lambda: load_checkpoint(locate_checkpoint(init, mirror=mirror)))
 
 
-def prepare_run(
-    config: Config, device: Device, ranks: Ranks, progress: Progress, init: InitReader
-) -> OpenedRun:
-    """Open the dataset, plan the run, build the network with random weights."""
+def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progress) -> Splits:
+    """Return the splits to train and to validate on, whose classes agree.
+
+    What does not depend on the dataset is checked first: preparing it may take long.
+
+    Raises:
+        UsageError: A package, a tracker or the dataset does not exist, or see `check_settings`.
+        DataError: There is nothing to train on.
+    """
     check_pipeline(config.train.pipeline)
     find_trackers(config.train)
-    check_settings(config, device)  # before the dataset, which may take long to prepare
+    check_settings(config, device)
     if not (config.train.fake_data or config.is_chosen("data.root")):
         require_dataset(msgspec.structs.replace(config.data, root=None))
-    train, val = _open_splits(config, ranks, progress)
-    network = None
+    return _open_splits(config, ranks, progress)
+
+
+def plan_run(
+    config: Config, splits: Splits, device: Device, ranks: Ranks, init: InitReader
+) -> Plan:
+    """Plan a run on an open device and dataset; all ranks return the same plan."""
+    network, val = None, splits.val
     before = collectives.broadcast(settings_of_run(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(config):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
-    names = [c.name for c in train.classes]
+    names = [c.name for c in splits.train.classes]
     num_val = 0 if val is None else len(val.image_ids)
-    size = DatasetSize(len(train.trainable), len(train.background), num_val, names)
-    num_classes = len(names) + 1
-    plan = plan_on_device(config, device, ranks, size, num_classes, before=before, network=network)
-    train = _limited(train, plan)
-    is_overfit = config.train.overfit is not None  # trains and evaluates on the same few images
-    architecture = architecture_of(plan.config, num_classes)
-    return OpenedRun(
-        plan=plan,
-        device=device,
-        ranks=ranks,
-        train=train,
-        val=train if is_overfit else val,
-        val_rows=np.concatenate([train.trainable, train.background]) if is_overfit else None,
-        architecture=architecture,
-        model=device.place(_new_model(architecture, plan.config.train, device, ranks)),
-        threads=config.train.workers or usable_cores(ranks.world_size),
-        memory_hints=functools.partial(out_of_memory_hints, plan, architecture, device),
+    size = DatasetSize(len(splits.train.trainable), len(splits.train.background), num_val, names)
+    return plan_on_device(
+        config, device, ranks, size, len(names) + 1, before=before, network=network
     )
 
 
-def _limited(train: Split, plan: Plan) -> Split:
-    """Return the split with only the images that the run trains on."""
-    config = plan.config.train
+def limited(splits: Splits, plan: Plan) -> Splits:
+    """Return the images that a run trains and evaluates on: `--limit-train`, `--overfit`."""
+    config, train = plan.config.train, splits.train
     is_limited = (config.limit_train or config.overfit) is not None
     rows = train.background[: plan.background if is_limited or not plan.background else None]
-    return train._replace(trainable=train.trainable[: plan.trainable], background=rows)
+    train = train._replace(trainable=train.trainable[: plan.trainable], background=rows)
+    if config.overfit is None:
+        return Splits(train, splits.val)
+    return Splits(train, train, np.concatenate([train.trainable, train.background]))
 
 
-def _new_model(
-    architecture: Architecture, config: TrainConfig, device: Device, ranks: Ranks
-) -> SSD300:
-    torch.manual_seed(config.seed)
-    model = architecture.build()
+def build_network(
+    plan: Plan, splits: Splits, device: Device, ranks: Ranks
+) -> tuple[Architecture, SSD300]:
+    """Return a network on the device, with random weights that depend only on the seed."""
+    config = plan.config.train
+    architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
+    with _INITIALIZING, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        model = architecture.build()
     if config.freeze_stem:
         model.freeze_stem()
     model.freeze(config.freeze)
     if config.freeze_norm:
         model.freeze_norm()
-    return with_sync_bn(model, device, ranks) if config.sync_bn else model
+    if config.sync_bn:
+        model = with_sync_bn(model, device, ranks)
+    return architecture, device.place(model)
+
+
+def memory_hints(
+    plan: Plan, architecture: Architecture, device: Device
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a function whose blocks explain a full memory."""
+    return functools.partial(out_of_memory_hints, plan, architecture, device)
+
+
+def observers_of(plan: Plan) -> list[Observer]:
+    """Return MLPerf's log and the trackers that a config names."""
+    config = plan.config.train
+    observers: list[Observer] = [] if config.mllog is None else [MLLog()]
+    if trackers := find_trackers(config):
+        uploads, longest_wait_s = config.upload_checkpoints, config.rank_timeout / 2
+        observers.append(Trackers(trackers, uploads=uploads, longest_wait_s=longest_wait_s))
+    return observers
+
+
+def warn_about(plan: Plan, splits: Splits) -> None:
+    """Warn about a schedule that is cut off, and about validation images."""
+    if warning := warning_of_cut(plan):
+        log.warning("%s", warning)
+    if splits.val is None and not plan.config.train.fake_data:
+        root, _ = dataset_folders(plan.config.data)
+        log.warning("%s", warning_without_validation(root))
+    if splits.val is not None and splits.val_rows is None:
+        for warning in splits.val.warnings:
+            log.warning("%s", warning)
 
 
 def planned_network(config: Config) -> Network | None:
@@ -207,7 +187,7 @@ def planned_network(config: Config) -> Network | None:
             return Network(source.backbone, source.extra_norm)
         if not isinstance(source, Path):
             return None
-    return _network_of(config, _init_reader(config))
+    return _network_of(config, init_reader(config))
 
 
 def _takes_network_of_init(config: Config) -> bool:
@@ -256,12 +236,11 @@ def deterministic_kernels(is_on: bool) -> Iterator[None]:
             os.environ.pop(variable, None)
 
 
-def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Split, Split | None]:
-    """Return the splits to train and to validate on, whose classes agree."""
+def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
     root, folder = dataset_folders(config.data)
     if config.train.fake_data and not root.exists():
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
-        return fake_split(), None
+        return Splits(fake_split(), None)
     splits = open_on_all_ranks(root, folder, ranks, progress)
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
@@ -269,15 +248,22 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    return train, val
+    return Splits(train, val)
 
 
-def load_first_weights(opened: OpenedRun, init: InitReader) -> None:
+def load_first_weights(
+    plan: Plan,
+    architecture: Architecture,
+    model: SSD300,
+    splits: Splits,
+    ranks: Ranks,
+    init: InitReader,
+) -> None:
     """Load the weights of a new run: those of `--init`, or pretrained backbone weights."""
-    config, model, classes = opened.plan.config, opened.model, opened.train.classes
+    config, classes = plan.config, splits.train.classes
     if config.train.init is not None:
         checkpoint = init()
-        _refuse_another_network(checkpoint, opened.architecture)
+        _refuse_another_network(checkpoint, architecture)
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
         if not same_classes(checkpoint, classes):
@@ -297,9 +283,9 @@ def load_first_weights(opened: OpenedRun, init: InitReader) -> None:
         path = Path(name)
         check_file(path)
     else:
-        if opened.ranks.is_main:
+        if ranks.is_main:
             _fetch_weights(name, config)
-        wait_for_main(opened.ranks, "weights")
+        wait_for_main(ranks, "weights")
         # It is in the cache now; on another node that node's first process fetches it.
         path = _fetch_weights(name, config)
     load_backbone(model, path)

@@ -1,7 +1,8 @@
 """The training loop.
 
-    with open_trainer(resolved, emit=show, progress=progress_bar) as trainer:
-        summary = trainer.run()     # or: for step in trainer: ...
+    with Trainer("photos", epochs=20) as trainer:
+        for step in trainer:
+            print(step.step, step.loss)
 
 Messages go to the logger `ssdctl.training`.
 """
@@ -9,119 +10,355 @@ Messages go to the logger `ssdctl.training`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import torch
 
 from ssdctl.checkpoint import FORMAT
+from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.config.call import (
+    ConfigLike,
+    PathLike,
+    TrainSettings,
+    overrides_of,
+    resolve_call,
+    takes_settings,
+)
 from ssdctl.config.render import snapshot
+from ssdctl.data.store_folder import with_absolute_data
+from ssdctl.device import open_device
 from ssdctl.distributed import collectives
-from ssdctl.errors import DataError, DiskError, Stopped
-from ssdctl.input.batch import Batch
-from ssdctl.runs.layout import RunDir
+from ssdctl.distributed.ranks import find_ranks
+from ssdctl.errors import DataError, DiskError, Stopped, UsageError, hints_in_messages
+from ssdctl.runs.layout import RunDir, exclusive_run, run_dir
+from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
+from ssdctl.runtime.progress import can_redraw, progress_bar, without_progress
+from ssdctl.runtime.system import usable_cores
 from ssdctl.training.evaluator import Evaluator
+from ssdctl.training.observers import (
+    Detected,
+    End,
+    Observer,
+    Rewind,
+    Saved,
+    Scored,
+    Start,
+    Step,
+    StepMetrics,
+    Summary,
+    best_evaluation,
+)
+from ssdctl.training.observers.display import Display
+from ssdctl.training.observers.folder import FolderWriter
+from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.profile import StepProfiler
-from ssdctl.training.run_log import Observer, RunLog
+from ssdctl.training.resume import find_checkpoint
 from ssdctl.training.saver import Saver
 from ssdctl.training.state import EMA, RankStatistics, restore
-from ssdctl.training.step import NonFiniteGuard, StepResult, build_step
-from ssdctl.training.step_input import StepInput
+from ssdctl.training.step import BadStep, NonFiniteGuard, build_step
+from ssdctl.training.step_input import BadImages, StepInput
+from ssdctl.training.throughput import EpochTimer, ThroughputMeter
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ssdctl.checkpoint import Checkpoint
-    from ssdctl.training.setup import OpenedRun
+    from ssdctl.input.batch import Batch
+    from ssdctl.runs.evaluation import Evaluation
 
 log = logging.getLogger(__name__)
 
 
-class Summary(NamedTuple):
-    out: str
-    step: int
-    images_per_second: float
-    best_ap: float | None
-    peak_memory_bytes: int
-    total_s: float
-    data_wait: float  # fraction of the training time spent waiting for images
+class Requests(NamedTuple):
+    """What any rank asks for between two steps."""
+
+    stop: bool  # a signal came
+    check_input: bool  # the images of a later step cannot be read
+    save: bool  # by the clock
+    end: bool  # the target AP is reached, or patience is exhausted
 
 
 class Trainer:
-    """A run. Iterating over it trains, and yields the number of each step after it.
+    """A training run: iterating over it trains, and yields a record of each step.
 
-    Its position is `step`, the optimizer steps done, and `samples_seen`, how far it is in the
-    stream of samples.
+        with ssdctl.Trainer("photos", epochs=20) as trainer:
+            for step in trainer:
+                if step.step == 100:
+                    print(step.loss, trainer.model)
+
+    Like `ssdctl.train`, it logs, evaluates, saves and resumes. The `with` block, `open` or the
+    first step opens it; the end of the run or of the block, or `close`, closes it. A loop may be
+    left and entered again.
 
     Args:
-        opened: The parts of the run; without a checkpoint, its network has the first weights.
-        checkpoint: To continue from.
-        emit: Called with every record that is shown (ssdctl/runs/display.py).
+        data: The dataset folder or file.
+        config: A config, or a config file, with other settings.
+        observers: Are told about the run, on the first rank. A `Display` among them replaces the
+            log lines and the progress bar.
+        progress: Show a progress bar, on a terminal and in a notebook.
+        settings: See `ssdctl.train`.
+
+    Attributes:
+        path: The run folder.
+        step: Optimizer steps done.
+        samples_seen: Position in the endless stream of training images.
+        plan: Settings and schedule, such as `plan.total_steps`. It and the next two exist while
+            the trainer is open.
+        model: The network that is trained, on its device.
+        optimizer: Its optimizer.
+        evaluation: The newest evaluation that was scored, on the first rank; else None.
+
+    Raises:
+        ssdctl.errors.SsdctlError: See `ssdctl.train`.
     """
 
-    def __init__(self, opened: OpenedRun, checkpoint: Checkpoint | None, emit: Observer) -> None:
-        config, ranks = opened.plan.config.train, opened.ranks
-        self.opened, self.plan, self.model = opened, opened.plan, opened.model
+    @takes_settings(TrainSettings)
+    @hints_in_messages()
+    def __init__(
+        self,
+        data: PathLike | None = None,
+        *,
+        config: ConfigLike | None = None,
+        observers: Sequence[Observer] = (),
+        progress: bool = True,
+        **settings: Unpack[TrainSettings],
+    ) -> None:
+        given = overrides_of("train", {"data": data, **settings})
+        self.config = with_absolute_data(resolve_call(config, given))
+        self.path = run_dir(self.config).path
         self.step = self.samples_seen = 0
-        precision = self.plan.precision
-        self.train_step = build_step(self.model, config, opened.device, precision, ranks)
+        self.evaluation: Evaluation | None = None
+        self._new_evaluation: Evaluation | None = None  # since the last step that was yielded
+        displays = [observer for observer in observers if isinstance(observer, Display)]
+        self._display = displays[0] if displays else _log_display(progress)
+        self._given = list(observers) if displays else [self._display, *observers]
+        self._observers: list[Observer] = []  # that were started
+        self._state: Literal["new", "open", "closed"] = "new"
+        self._resources = contextlib.ExitStack()
+        self._loop: Generator[Step, None, None] | None = None
+
+    @hints_in_messages()
+    def open(self) -> None:
+        """Open device, ranks, dataset, network and run folder, unless they are open.
+
+        Raises:
+            ssdctl.errors.UsageError: A setting or the device cannot be used, another process
+                trains in the run folder, or the trainer was closed.
+            ssdctl.errors.DataError: The dataset cannot be used.
+            ssdctl.errors.IntegrityError: The checkpoint to continue from is damaged.
+            ssdctl.errors.DistributedError: Another rank was lost.
+            ssdctl.errors.Stopped: A signal came.
+        """
+        if self._state == "open":
+            return
+        self._require("new")
+        with contextlib.ExitStack() as resources, signals.handled():
+            self._open(resources)
+            self._resources = resources.pop_all()
+        self._state = "open"
+
+    def _open(self, resources: contextlib.ExitStack) -> None:
+        from ssdctl.training import setup  # late: the loop needs no formats and downloads
+
+        config, train = self.config, self.config.train
+        self.ranks = ranks = find_ranks()
+        with signals.ending_at_once():
+            self.device = device = open_device(train.device, ranks.local_rank, train.execution)
+        resources.enter_context(setup.deterministic_kernels(train.deterministic))
+        resources.enter_context(without_dynamo())
+        resources.enter_context(collectives.process_group(ranks, device, train.rank_timeout))
+        for notice in device.notices:
+            log.warning("%s", notice)
+        with signals.ending_at_once():
+            init = setup.init_reader(config)
+            progress = self._display.progress if ranks.is_main else without_progress
+            splits = setup.open_dataset(config, device, ranks, progress)
+            self.plan = setup.plan_run(config, splits, device, ranks, init)
+            self.path, self.splits = self.plan.out, setup.limited(splits, self.plan)
+            self.threads = train.workers or usable_cores(ranks.world_size)
+            network = setup.build_network(self.plan, self.splits, device, ranks)
+            self.architecture, self.model = network
+            self.memory_hints = setup.memory_hints(self.plan, self.architecture, device)
+            checkpoint = self._open_folder(resources)
+            if checkpoint is None:
+                setup.load_first_weights(self.plan, *network, self.splits, ranks, init)
+            del init  # its memory
+            self._open_state(checkpoint)
+            resources.callback(self._abort)
+            self._start_observers(setup.observers_of(self.plan))
+        setup.warn_about(self.plan, self.splits)
+
+    def _open_folder(self, resources: contextlib.ExitStack) -> Checkpoint | None:
+        """Lock the run folder; return the checkpoint to continue from."""
+        if self.ranks.is_main:
+            resources.enter_context(exclusive_run(self.path))
+            CheckpointFolder(self.path, self.plan.config.train.keep).repair()
+        return find_checkpoint(self.plan, self.splits.train.classes, self.ranks)
+
+    def _open_state(self, checkpoint: Checkpoint | None) -> None:
+        """Build the optimizer step and what saves, records and evaluates the run."""
+        config, plan, ranks = self.plan.config.train, self.plan, self.ranks
+        self.train_step = build_step(self.model, config, self.device, plan.precision, ranks)
         self.optimizer = self.train_step.optimizer
         self.ema = EMA(self.model, config.ema) if config.ema else None
         self.statistics = RankStatistics(self.model, self.ema, ranks)
         if checkpoint is not None:
             self.load_state(checkpoint)
-        self.saver = Saver(opened.plan, ranks)
+        self.saver = Saver(plan, ranks)
         self.saver.start(self.step, checkpoint)
-        self.run_log = RunLog(opened, self.step, emit)
-        best_ap = checkpoint and checkpoint.best_ap
-        self.evaluator = Evaluator(opened, self.run_log.past_evaluations(), best_ap)
-        self.update_links()
-        self.input = StepInput(opened)
+        self._folder = FolderWriter(plan, self.step) if ranks.is_main else None
+        self.evaluator = Evaluator(
+            plan,
+            self.model,
+            self.splits,
+            self.device,
+            ranks,
+            self.threads,
+            past=self._past_evaluations(),
+            best_ap=checkpoint and checkpoint.best_ap,
+        )
+        self._evaluated_before = self.evaluator.evaluated_step
+        self._update_links()
+        self.input = StepInput(plan, self.splits.train, self.device, ranks, self.threads)
+        self.bad_images = BadImages(plan.images, ranks)
+        self.bad_images.start(self._past())
+        self.meter = ThroughputMeter(plan.global_batch_size)
+        self.epochs = EpochTimer(plan, self.meter, self.step)
         self.flags = collectives.FlagExchange(ranks)
         self.guard = NonFiniteGuard(config.on_nonfinite)
-        profile = RunDir(opened.plan.out).profile
-        self.profiler = StepProfiler(config.profile, profile, opened.device, ranks)
-        self._evaluated_before = self.evaluator.evaluated_step
+        profile = RunDir(self.path).profile
+        self.profiler = StepProfiler(config.profile, profile, self.device, ranks)
 
-    def run(self) -> Summary:
+    def _start_observers(self, observers: Sequence[Observer]) -> None:
+        if self._folder is None:
+            return
+        start = Start(
+            self.step,
+            self.plan,
+            self.device.label,
+            self.ranks.world_size,
+            self.threads,
+            self.splits.train,
+            self.splits.val,
+            self.splits.val_images,
+            self._past(),
+        )
+        for observer in (self._folder, *observers, *self._given):
+            self._observers.append(observer)
+            observer.on_start(start)
+
+    def __iter__(self) -> Iterator[Step]:
+        """Train and yield a record of each step after it.
+
+        Raises:
+            ssdctl.errors.Stopped: Interrupted; everything is saved, and the trainer is closed.
+            ssdctl.errors.NonFiniteError: Too many steps had a NaN or infinite loss or gradient.
+            ssdctl.errors.DataError: The images cannot be read; the steps before are saved.
+            ssdctl.errors.DiskError: The store cannot be read, or a checkpoint cannot be written.
+            ssdctl.errors.UsageError: The trainer is closed.
+        """
+        self._leave_loop()
+        self._loop = self._iterate()
+        return self._loop
+
+    def _iterate(self) -> Generator[Step, None, None]:
+        with hints_in_messages():
+            self.open()
+            try:
+                with signals.handled(), contextlib.closing(self.input):
+                    yield from self._train()
+                # The others may evaluate the checkpoint that the first rank writes.
+                collectives.barrier(self.ranks)
+            except GeneratorExit:  # the loop was left
+                raise
+            except BaseException:
+                self.__exit__(*sys.exc_info())
+                raise
+            self.close()
+
+    def _train(self) -> Generator[Step, None, None]:
+        self._begin()
+        requests = self._exchange_requests(wait=True)
+        self._handle(requests)
+        if self.step > 0 and self.evaluator.is_due(self.step):
+            self._evaluate()  # the run was stopped before this evaluation
+        while self.step < self.plan.total_steps and not requests.end:
+            batches = self._next_batches()
+            requests = self._exchange_requests()
+            self._handle(requests)
+            if requests.end:
+                break
+            step = self._take_step(batches)
+            self._end_step(step)
+            is_last = self.step == self.plan.total_steps
+            with self.meter.paused():
+                self.profiler.after(self.step, is_last=is_last)
+                if self.saver.is_due(self.step):
+                    self._save()
+                if self.evaluator.is_due(self.step):
+                    self._evaluate()
+                if is_last:
+                    self._record_evaluation(wait=True)
+            evaluation, self._new_evaluation = self._new_evaluation, None
+            yield step._replace(evaluation=evaluation)
+        if requests.end and (reason := self.evaluator.early_stopping.reason_to_end()):
+            log.info("%s", reason)
+        self._finish()
+
+    @hints_in_messages()
+    def run(self) -> Run:
         """Train to the last step of the schedule, or to the target AP.
 
         Raises:
-            Stopped: A signal came; everything is saved.
-            NonFiniteError: Too many steps had a NaN or infinite loss or gradient.
-            DataError: The images cannot be read; the steps before are saved.
-            DiskError: The store cannot be read, or a checkpoint cannot be written.
+            ssdctl.errors.SsdctlError: See `__iter__`.
         """
         for _ in self:
             pass
-        return self.summary()
+        return Run(self.path)
 
-    def __iter__(self) -> Iterator[int]:
-        is_over = self._begin()
-        while self.step < self.plan.total_steps and not is_over:
-            batches = self._next_batches()
-            if is_over := self._agree_with_other_ranks():
-                break
-            result = self._take_step(batches)
-            is_last = self.step == self.plan.total_steps
-            log_every = self.opened.plan.config.train.log_every
-            if is_last or (log_every and self.step % log_every == 0):
-                self._log(result)
-            self.run_log.epoch(self.step)
-            with self.run_log.throughput.paused():
-                self.profiler.after(self.step, is_last=is_last)
-                if self.saver.is_due(self.step):
-                    self.save()
-                if self.evaluator.is_due(self.step):
-                    self.evaluate()
-            yield self.step
-        self._finish()
+    @hints_in_messages()
+    def save(self) -> None:
+        """Save a checkpoint of this step. Under torchrun every rank calls it.
+
+        Raises:
+            ssdctl.errors.DiskError: It cannot be written.
+            ssdctl.errors.UsageError: The trainer is not open.
+        """
+        self._require("open")
+        self._save(is_scheduled=False)
+        self.saver.wait()
+        collectives.barrier(self.ranks)
+
+    @hints_in_messages()
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate the network on the validation images, save it, and wait for the score.
+
+        Under torchrun every rank calls it; those other than the first return None.
+
+        Raises:
+            ssdctl.errors.UsageError: The trainer is not open, or has no validation images.
+            ssdctl.errors.NonFiniteError: An output of the network is NaN or infinite.
+        """
+        self._require("open")
+        if self.splits.val is None:
+            raise UsageError(f"{self.path}: no validation images to evaluate on")
+        with self.meter.paused():
+            if self.evaluator.evaluated_step != self.step or self.step == self._evaluated_before:
+                self._evaluate()
+            self._record_evaluation(wait=True)
+        return self.evaluation
 
     def state_dict(self) -> dict[str, Any]:
         """Return the contents of a checkpoint. Its tensors are the run's: copy them before a step.
 
-        `rank_statistics`, which `save` adds to it, are batch norm's statistics of each rank where
+        `rank_statistics`, which a save adds to it, are batch norm's statistics of each rank where
         `model` has their average.
         """
         trained = self.model.state_dict()
@@ -129,10 +366,10 @@ class Trainer:
             "format": FORMAT,
             "model": trained if self.ema is None else dict(self.ema.state()),  # to evaluate
             "trained": None if self.ema is None else trained,  # to resume from, if it differs
-            "architecture": self.opened.architecture._asdict(),
+            "architecture": self.architecture._asdict(),
             # label = index + 1; ids are COCO's
-            "classes": msgspec.to_builtins(self.opened.train.classes),
-            "config": snapshot(self.opened.plan.config),
+            "classes": msgspec.to_builtins(self.splits.train.classes),
+            "config": snapshot(self.plan.config),
             "step": self.step,
             "samples_seen": self.samples_seen,
             "images": self.plan.images,  # per epoch
@@ -154,7 +391,221 @@ class Trainer:
         self.statistics.load(checkpoint.rank_statistics, self.step)
         self.samples_seen = checkpoint.samples_seen
 
-    def save(self, *, is_scheduled: bool = True) -> None:
+    def summary(self) -> Summary:
+        """Return the position, the best AP and the pace of this start."""
+        return Summary(
+            out=str(self.path),
+            step=self.step,
+            images_per_second=round(self.meter.images_per_second, 2),
+            best_ap=self.evaluator.early_stopping.ap,
+            peak_memory_bytes=self.device.peak_memory_bytes(),
+            total_s=round(self.meter.total_s, 3),
+            data_wait=round(self.meter.data_wait, 4),
+        )
+
+    def close(self) -> None:
+        """Release the run folder and the process group; what was not saved is lost."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Trainer:
+        self.open()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._leave_loop()
+        self._state = "closed"
+        self._resources.pop_all().__exit__(*error)
+
+    def __repr__(self) -> str:
+        total = f" of {self.plan.total_steps}" if self._state == "open" else f", {self._state}"
+        return f"Trainer({self.path}: step {self.step}{total})"
+
+    def _leave_loop(self) -> None:
+        """End the loop in progress, its decode threads and its signal handlers."""
+        loop, self._loop = self._loop, None
+        if loop is not None and inspect.getgeneratorstate(loop) != inspect.GEN_RUNNING:
+            loop.close()
+
+    def _require(self, state: str) -> None:
+        if self._state == state:
+            return
+        if self._state == "new":
+            raise UsageError(
+                f"{self.path}: this trainer is not open", hint="use `with Trainer(...) as trainer:`"
+            )
+        raise UsageError(
+            f"{self.path}: this trainer is closed",
+            hint="a new Trainer with the same settings continues the run",
+        )
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            call(observer)
+
+    def _past(self) -> Sequence[dict[str, Any]]:
+        """Return the records before this start, or before a rollback; on the first rank."""
+        return () if self._folder is None else self._folder.past
+
+    def _past_evaluations(self) -> list[dict[str, Any]]:
+        return [record for record in self._past() if record["kind"] == "eval"]
+
+    def _update_links(self) -> None:
+        """Bring best.pt, last.pt, evaluation.json and `keep` up to date with the records."""
+        best = best_evaluation(self._past())
+        # The best AP of a checkpoint whose record was lost is not of a known step.
+        if best and best["AP"] == self.evaluator.early_stopping.ap:
+            self.saver.best_step = best["step"]
+        if self.ranks.is_main:
+            self.saver.update()
+
+    def _begin(self) -> None:
+        self.input.start(self.samples_seen, self.plan.total_steps - self.step)
+        self.model.train()
+        self.meter.start()
+
+    def _next_batches(self) -> list[Batch]:
+        self.profiler.before(self.step + 1)
+        with torch.profiler.record_function("wait: next batch"), self.meter.waiting():
+            return self.input.next()
+
+    def _take_step(self, batches: Sequence[Batch]) -> Step:
+        began, lr = time.time(), self.plan.lr(self.step)
+        self.bad_images.add(batches)
+        with self.memory_hints():
+            result = self.train_step(batches, lr)
+        self.step += 1
+        self.samples_seen += self.plan.global_batch_size
+        if self.ema is not None:
+            self.ema.update()
+        ids = self.splits.train.image_ids
+        self.guard.watch(self.step, result.is_bad, [int(i) for b in batches for i in ids[b.rows]])
+        self.meter.step_done()
+        step = Step(self.step, round(self.plan.epoch(self.step), 4), lr, began, result)
+        log_every = self.plan.config.train.log_every
+        is_logged = self.step == self.plan.total_steps
+        is_logged |= bool(log_every) and self.step % log_every == 0
+        return self._with_metrics(step) if is_logged else step
+
+    def _with_metrics(self, step: Step) -> Step:
+        """Return the record of a log point, which waits for the device."""
+        with (
+            torch.profiler.record_function("wait: device, at a log point"),
+            self.memory_hints(),
+        ):
+            values = step.result.read(self.ranks)
+        lap = self.meter.lap()
+        metrics = StepMetrics(
+            loss=values["loss"],
+            loss_box=values["loss_box"],
+            loss_class=values["loss_class"],
+            lr=step.lr,
+            images_per_second=round(lap.images_per_second, 3),
+            grad_norm=values["grad_norm"],
+            data_wait=round(lap.data_wait, 4),
+            memory_bytes=self.device.peak_memory_bytes(),
+        )
+        return step._replace(
+            metrics=metrics,
+            is_input_bound=lap.is_input_bound,
+            bad_images=self.bad_images.report(),
+            skipped=self._skipped_steps(),
+        )
+
+    def _skipped_steps(self) -> list[BadStep]:
+        """Return the steps skipped since the last log point, with the images of all ranks."""
+        if not (bad := self.guard.check()):
+            return []
+        shares = collectives.gather_to_first([entry.image_ids for entry in bad], self.ranks)
+        shares = shares or [[entry.image_ids for entry in bad]]  # on the other ranks
+        return [
+            BadStep(entry.step, [i for share in shares for i in share[number]])
+            for number, entry in enumerate(bad)
+        ]
+
+    def _end_step(self, step: Step) -> None:
+        """Tell the observers; warn about what went wrong, end the run or roll it back."""
+        self._tell(lambda observer: observer.on_step(step))
+        self._warn_about(step)
+        with self._saved_before_an_error():
+            self.bad_images.check()
+        folder = str(RunDir(self.path).nonfinite)
+        if step.skipped and self.guard.should_roll_back(list(step.skipped), folder):
+            self._roll_back()
+        if (epoch := self.epochs.ended_at(self.step)) is not None:
+            self._tell(lambda observer: observer.on_epoch(epoch))
+
+    def _warn_about(self, step: Step) -> None:
+        if step.is_input_bound and step.metrics is not None:
+            log.warning(
+                "the device waits for images %.0f%% of the time: use more --workers, or smaller "
+                "images (ssdctl prepare --shrink 512)",
+                100 * step.metrics.data_wait,
+            )
+        for bad in step.bad_images:
+            log.warning("image %s was replaced: %s: %s", bad.image_id, bad.file, bad.problem)
+        if step.skipped:
+            log.warning(
+                "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
+                "their images are in %s",
+                len(step.skipped),
+                step.skipped[-1].step,
+                RunDir(self.path).nonfinite,
+            )
+
+    def _has_trained(self) -> bool:
+        return self.meter.images > 0
+
+    def _exchange_requests(self, *, wait: bool = False) -> Requests:
+        """Return what any rank asks for.
+
+        Args:
+            wait: Wait for the other ranks' requests. Otherwise those of the previous call are
+                returned, which costs no time.
+        """
+        self.saver.check()
+        self._record_evaluation(wait=False)
+        own = Requests(
+            stop=signals.stop_requested() is not None,
+            check_input=self.input.has_failed,
+            save=self._has_trained() and self.saver.is_due_by_clock(),
+            end=self.evaluator.early_stopping.reason_to_end() is not None,
+        )
+        exchange = self.flags.settle if wait else self.flags.exchange
+        return Requests(*exchange(own))
+
+    def _handle(self, requests: Requests) -> None:
+        if requests.stop:
+            self._stop()
+        if requests.check_input:
+            self._check_input()
+        if requests.save:
+            self._save_now()
+
+    def _stop(self) -> None:
+        signal_name = signals.stop_requested()
+        self._record_evaluation(wait=True)
+        self._save(is_scheduled=False)
+        self.saver.wait()
+        self._end("stopped", signal_name)
+        # mpirun ends the other ranks soon after the first exits: not during a save.
+        collectives.barrier(self.ranks)
+        is_same = self.plan.config.train.resume != "never"
+        raise Stopped(
+            f"stopped by {signal_name or 'another rank'} at step {self.step}/"
+            f"{self.plan.total_steps}; progress saved in {self.path}",
+            hint=f"run the same command again{'' if is_same else ' with --resume auto'} "
+            "to continue",
+        )
+
+    def _check_input(self) -> None:
+        with self._saved_before_an_error():
+            collectives.run_and_gather(self.input.check, self.ranks)
+
+    def _save_now(self) -> None:
+        with self.meter.paused():
+            self._save(is_scheduled=False)
+
+    def _save(self, *, is_scheduled: bool = True) -> None:
         """Save the run, if this step is not saved yet.
 
         A save that is not scheduled, as at a signal, does not change the state that training
@@ -171,157 +622,51 @@ class Trainer:
             with self.statistics.averaged(self.step) as of_ranks:
                 self.saver.save({**self.state_dict(), "rank_statistics": of_ranks})
 
-    def evaluate(self) -> None:
-        """Detect on the validation split and save; the score comes while the next steps run."""
-        self._record_evaluation(wait=True)
-        self.run_log.record("position", self.step, is_evaluating=True)
-        self.statistics.average(self.step)
-        average = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
-        with self._saved_before_an_error(), average:
-            detections = self.evaluator.detect()
-        if collectives.any_rank([signals.stop_requested() is not None], self.opened.ranks)[0]:
-            # Stops: not all images were evaluated; the resumed run evaluates again.
-            self._agree_with_other_ranks(wait=True)
-        self.run_log.record("position", self.step, is_evaluating=False)
-        self.run_log.record("detections", self.step, split=self.opened.val, detections=detections)
-        self.evaluator.evaluated_step = self.step
-        self.save()
-        if detections is not None:
-            self.evaluator.start_scoring(detections, self.step)
-
-    def summary(self) -> Summary:
-        throughput = self.run_log.throughput
-        return Summary(
-            out=str(self.opened.plan.out),
-            step=self.step,
-            images_per_second=round(throughput.images_per_second, 2),
-            best_ap=self.evaluator.early_stopping.ap,
-            peak_memory_bytes=self.opened.device.peak_memory_bytes(),
-            total_s=round(throughput.total_s, 1),
-            data_wait=round(throughput.data_wait, 4),
-        )
-
-    def update_links(self) -> None:
-        """Bring best.pt, last.pt, evaluation.json and `keep` up to date with the records."""
-        best = self.run_log.best_evaluation()
-        # The best AP of a checkpoint whose record was lost is not of a known step.
-        if best and best["AP"] == self.evaluator.early_stopping.ap:
-            self.saver.best_step = best["step"]
-        if self.opened.ranks.is_main:
-            self.saver.update()
-
-    def close(self) -> None:
-        """Finish the save in progress and close the trackers, whatever ended the run."""
-        self.saver.close()
-        with contextlib.suppress(DiskError):
-            self.run_log.close(self.step, is_success=False)
-
-    def _begin(self) -> bool:
-        """Open the input; return whether the run ends early."""
-        self.input.start(self.samples_seen, self.plan.total_steps - self.step)
-        self.model.train()
-        self.run_log.throughput.start()
-        is_over = self._agree_with_other_ranks(wait=True)
-        if self.step > 0 and self.evaluator.is_due(self.step):
-            self.evaluate()  # the run was stopped before this evaluation
-        return is_over
-
-    def _next_batches(self) -> list[Batch]:
-        self.profiler.before(self.step + 1)
-        with (
-            torch.profiler.record_function("wait: next batch"),
-            self.run_log.throughput.waiting(),
-        ):
-            return self.input.next()
-
-    def _take_step(self, batches: Sequence[Batch]) -> StepResult:
-        self.run_log.step_begins(self.step, batches)
-        with self.opened.memory_hints():
-            result = self.train_step(batches, self.plan.lr(self.step))
-        self.step += 1
-        self.samples_seen += self.plan.global_batch_size
-        if self.ema is not None:
-            self.ema.update()
-        ids = self.opened.train.image_ids
-        self.guard.watch(self.step, result.is_bad, [int(i) for b in batches for i in ids[b.rows]])
-        self.run_log.throughput.step_done()
-        self.run_log.record("position", self.step, is_evaluating=False)
-        return result
-
-    def _has_trained(self) -> bool:
-        return self.run_log.throughput.images > 0
-
-    def _log(self, result: StepResult) -> None:
-        """Record the step's values, which waits for the device, and handle skipped steps."""
-        with (
-            torch.profiler.record_function("wait: device, at a log point"),
-            self.opened.memory_hints(),
-        ):
-            values = result.read(self.opened.ranks)
-        self.run_log.losses(self.step, values, self.plan.lr(self.step - 1))
-        with self._saved_before_an_error():
-            self.run_log.bad_images(self.step)
-        if bad := self.guard.check():
-            self.run_log.bad_steps(self.step, bad)
-            if self.guard.should_roll_back(bad, str(RunDir(self.opened.plan.out).nonfinite)):
-                self._roll_back()
-
-    def _agree_with_other_ranks(self, *, wait: bool = False) -> bool:
-        """Do what any rank asks for: stop, save; return whether the run ends early.
-
-        Args:
-            wait: Whether to wait for the other ranks' requests. Otherwise those of the previous
-                call are handled, which costs no time.
-        """
-        self.saver.check()
-        self._record_evaluation(wait=False)
-        signal_name = signals.stop_requested()
-        flags = (
-            signal_name is not None,
-            self.input.has_failed,
-            self._has_trained() and self.saver.is_due_by_clock(),
-            self.evaluator.early_stopping.reason_to_end() is not None,
-        )
-        agree = self.flags.settle if wait else self.flags.exchange
-        stop, has_failed, save, is_over = agree(flags)
-        if stop:
-            self._stop(signal_name)
-        if has_failed:
-            with self._saved_before_an_error():
-                collectives.run_and_gather(self.input.check, self.opened.ranks)
-        if save:
-            with self.run_log.throughput.paused():
-                self.save(is_scheduled=False)
-        return is_over
-
-    def _stop(self, signal_name: str | None) -> None:
-        self._record_evaluation(wait=True)
-        self.save(is_scheduled=False)
-        self.saver.wait()
-        total_s = round(self.run_log.throughput.total_s, 1)
-        self.run_log.event("stopped", self.step, signal=signal_name, total_s=total_s)
-        self.run_log.close(self.step, is_success=False)
-        # mpirun ends the other ranks soon after the first exits: not during a save.
-        collectives.barrier(self.opened.ranks)
-        raise Stopped(
-            f"stopped by {signal_name or 'another rank'} at step {self.step}/"
-            f"{self.plan.total_steps}; progress saved in {self.opened.plan.out}",
-            hint=self._how_to_continue(),
-        )
-
-    def _how_to_continue(self) -> str:
-        is_same = self.opened.plan.config.train.resume != "never"
-        return f"run the same command again{'' if is_same else ' with --resume auto'} to continue"
-
     @contextlib.contextmanager
     def _saved_before_an_error(self) -> Iterator[None]:
         """Save the steps so far if the block, on all ranks alike, cannot read the data."""
         try:
             yield
         except (DataError, DiskError):
-            self.save(is_scheduled=False)
+            self._save(is_scheduled=False)
             self.saver.wait()
             raise
+
+    def _evaluate(self) -> None:
+        """Detect on the validation split and save; the score comes while the next steps run."""
+        self._record_evaluation(wait=True)
+        self._tell(lambda observer: observer.on_evaluation_start(self.step))
+        self.statistics.average(self.step)
+        average = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
+        with self._saved_before_an_error(), average:
+            detections = self.evaluator.detect()
+        if collectives.any_rank([signals.stop_requested() is not None], self.ranks)[0]:
+            # Stops: not all images were evaluated; the resumed run evaluates again.
+            self._handle(self._exchange_requests(wait=True))
+        if detections is not None and self.splits.val is not None:
+            detected = Detected(self.step, self.splits.val, detections)
+            self._tell(lambda observer: observer.on_detections(detected))
+        self.evaluator.evaluated_step = self.step
+        self._save()
+        if detections is not None:
+            self.evaluator.start_scoring(detections, self.step)
+
+    def _record_evaluation(self, *, wait: bool) -> None:
+        if (scored := self.evaluator.scored(wait=wait)) is None:
+            return
+        self.evaluation = self._new_evaluation = evaluation = scored[0]
+        is_best, step = scored[1], evaluation.about.step
+        assert step is not None
+        record = Scored(step, evaluation, self.evaluator.losses, is_best)
+        self._tell(lambda observer: observer.on_evaluation(record))
+        if is_best:
+            self.saver.mark_best(step)
+            self._tell_checkpoint("best", step)
+
+    def _tell_checkpoint(self, name: Literal["best", "last"], step: int) -> None:
+        folder = RunDir(self.path)
+        saved = Saved(step, name, folder.best if name == "best" else folder.last)
+        self._tell(lambda observer: observer.on_checkpoint(saved))
 
     def _roll_back(self) -> None:
         """Restore the last checkpoint's weights and continue with the next images of the stream."""
@@ -334,31 +679,54 @@ class Trainer:
         self.samples_seen = samples_seen
         self.input.start(samples_seen, self.plan.total_steps - self.step)
         self.saver.start(self.step, None)
-        self.run_log.rewind(self.step)
-        self.evaluator.rewind(self.run_log.past_evaluations())
-        self.update_links()
-        self.save()  # so that a resumed run skips the offending images too
-        self.run_log.event("rolled_back", self.step, from_step=bad_step)
+        rewind = Rewind(self.step, bad_step)
+        self._tell(lambda observer: observer.on_rewind(rewind))
+        self.bad_images.start(self._past())
+        self.epochs.rewind(self.step)
+        self.evaluator.rewind(self._past_evaluations())
+        self._update_links()
+        self._save()  # so that a resumed run skips the offending images too
         log.info("rolled back to %s (step %d); the next images follow", checkpoint.path, self.step)
 
-    def _record_evaluation(self, *, wait: bool) -> None:
-        if (scored := self.evaluator.scored(wait=wait)) is None:
-            return
-        evaluation, is_best = scored
-        self.run_log.evaluation(evaluation, self.evaluator.losses, is_best=is_best)
-        if is_best:
-            assert evaluation.about.step is not None
-            self.saver.mark_best(evaluation.about.step)
-            self.run_log.best_checkpoint(evaluation.about.step)
-
     def _finish(self) -> None:
-        if reason := self.evaluator.early_stopping.reason_to_end():
-            log.info("%s", reason)
-        self._agree_with_other_ranks(wait=True)  # handle a signal that came in the meantime
+        # A signal that came in the meantime is handled.
+        self._handle(self._exchange_requests(wait=True))
         self._record_evaluation(wait=True)
-        self.save()
+        self._save()
         self.saver.wait()
-        if self._has_trained() or self.step != self._evaluated_before:
-            facts = {k: v for k, v in self.summary()._asdict().items() if k not in ("out", "step")}
-            self.run_log.event("finished", self.step, **facts)
-        self.run_log.close(self.step, is_success=True)
+        self._tell_checkpoint("last", self.step)
+        self._end("finished")
+
+    def _abort(self) -> None:
+        """Finish the save in progress, whatever ended the run."""
+        self.saver.close()
+        with contextlib.suppress(DiskError):
+            self._end("failed")
+
+    def _end(
+        self,
+        outcome: Literal["finished", "stopped", "failed"],
+        signal_name: str | None = None,
+    ) -> None:
+        """Tell the observers about the end, once. It takes a limited time."""
+        observers, self._observers = self._observers, []
+        has_progressed = self._has_trained() or self.step != self._evaluated_before
+        end = End(self.step, outcome, self.summary(), signal_name, has_progressed)
+        with contextlib.ExitStack() as stack:
+            for observer in reversed(observers):
+                stack.callback(observer.on_end, end)
+
+
+def _log_display(progress: bool) -> Display:
+    return Display(
+        _log_facts,
+        lambda text, _style: log.info("%s", text),
+        progress=progress_bar if progress else without_progress,
+        is_live=progress and can_redraw(),
+        has_steps=True,
+    )
+
+
+def _log_facts(facts: Sequence[tuple[str, str]]) -> None:
+    for name, text in facts:
+        log.info("%s: %s", name, text)

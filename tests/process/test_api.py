@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from conftest import Cli
 import ssdctl
 from ssdctl.data.shapes import generate
 from ssdctl.errors import UsageError
+from ssdctl.runtime.signals import STOP_SIGNALS
+from ssdctl.training.observers import Detected, End, Saved, Scored, Start, Step
 
 TINY: dict[str, Any] = {
     "backbone": "tiny", "backbone_weights": "none", "batch_size": 2, "warmup": "1st",
@@ -158,13 +162,12 @@ def test_a_stepped_run_is_the_run_of_the_command(
     common = {**TINY, "steps": 4, "config": "settings.toml"}
     ssdctl.train(shapes, out="function", **common)
     trainer = ssdctl.Trainer(shapes, out="stepped", **common)
-    assert repr(trainer) == "Trainer(stepped: step 0 of 4)"
     for step in trainer:
-        if step == 2:
+        if step.step == 2:
             break
-    assert trainer.step == 2
+    assert repr(trainer) == "Trainer(stepped: step 2 of 4)"
     trainer.save()
-    assert list(trainer) == [3, 4]
+    assert [step.step for step in trainer] == [3, 4]
     runs = ("command", "function", "stepped")
     first, *others = (torch.load(f"{run}/checkpoints/last.pt", weights_only=True) for run in runs)
     for other in others:
@@ -184,11 +187,113 @@ def test_a_stepped_run_is_the_run_of_the_command(
         assert left.model.training
         monkeypatch.setattr("ssdctl.runs.layout.WAIT_S", 0.0)
         with pytest.raises(UsageError, match="left: this process"):
-            ssdctl.Trainer(shapes, out="left", **common)
-    for call in (left.save, lambda: next(steps)):
-        with pytest.raises(UsageError, match="closed"):
-            call()
+            ssdctl.Trainer(shapes, out="left", **common).open()
+    assert next(steps, None) is None
+    with pytest.raises(UsageError, match="closed"):
+        left.save()
     assert ssdctl.Trainer(shapes, out="left", **common).run().best.is_file()  # the lock is free
+
+
+class Diary(ssdctl.Observer):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, int]] = []
+        self.losses: list[float] = []
+
+    def on_start(self, start: Start) -> None:
+        self.notes.append(("start", start.step))
+
+    def on_step(self, step: Step) -> None:
+        self.notes.append(("step", step.step))
+        if step.metrics is not None:
+            self.losses.append(step.metrics.loss)
+
+    def on_evaluation_start(self, step: int) -> None:
+        self.notes.append(("detecting", step))
+
+    def on_detections(self, detected: Detected) -> None:
+        self.notes.append(("detections", detected.step))
+
+    def on_evaluation(self, scored: Scored) -> None:
+        self.notes.append(("scored", scored.step))
+
+    def on_checkpoint(self, saved: Saved) -> None:
+        self.notes.append((saved.name, saved.step))
+
+    def on_end(self, end: End) -> None:
+        self.notes.append((end.outcome, end.step))
+
+
+def test_an_observer_is_told_what_happens(shapes: Path) -> None:
+    diary, config = Diary(), ssdctl.configure(train={"log_every": 1})
+    common = {**TINY, "steps": 2, "config": config, "observers": [diary]}
+    losses, scores = list[float](), list[tuple[int, int | None]]()
+    with ssdctl.Trainer(shapes, out="run", **common) as trainer:
+        for step in trainer:
+            losses.append(step.loss)
+            if step.evaluation is not None:
+                scores.append((step.step, step.evaluation.about.step))
+    assert diary.notes == [
+        *[("start", 0), ("step", 1), ("step", 2), ("detecting", 2), ("detections", 2)],
+        *[("scored", 2), ("best", 2), ("last", 2), ("finished", 2)],
+    ]
+    assert losses == diary.losses
+    assert scores == [(2, 2)]  # that of the last step comes with it
+
+
+def test_an_error_of_an_observer_ends_the_run_and_tells_the_others(shapes: Path) -> None:
+    class Broken(ssdctl.Observer):
+        def on_step(self, step: Step) -> None:
+            raise LookupError("mine")
+
+    diary = Diary()
+    with pytest.raises(LookupError, match="mine"):
+        ssdctl.train(shapes, out="run", steps=2, observers=[diary, Broken()], **TINY)
+    assert diary.notes == [("start", 0), ("step", 1), ("failed", 1)]
+
+
+def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
+    with ssdctl.Trainer(shapes, out="run", steps=2, **TINY) as trainer:
+        next(iter(trainer))
+        evaluation = trainer.evaluate()
+        assert evaluation is not None
+        assert evaluation.about.step == 1
+        assert trainer.evaluate() is evaluation  # the weights are the same
+    assert [r["step"] for r in ssdctl.Run("run").metrics if r["kind"] == "eval"] == [1]
+
+
+def _global_state() -> list[object]:
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("decode")]
+    return [*handlers, threads, torch.get_rng_state().tolist()]
+
+
+def test_a_trainer_that_was_left_leaves_nothing_behind(shapes: Path) -> None:
+    before = _global_state()
+    trainer = ssdctl.Trainer(shapes, out="left", steps=3, **TINY)
+    steps = iter(trainer)
+    next(steps)
+    assert signal.getsignal(signal.SIGINT) is not before[1]
+    trainer.close()
+    assert _global_state() == before
+    first, second = (ssdctl.Trainer(shapes, out=name, steps=2, **TINY) for name in "ab")
+    assert [(a.step, b.step) for a, b in zip(first, second, strict=False)] == [(1, 1), (2, 2)]
+    first.close()
+    second.close()
+    assert _global_state() == before
+
+
+def test_trainings_in_threads_have_the_weights_of_one_alone(shapes: Path) -> None:
+    ssdctl.train(shapes, out="alone", steps=2, **TINY)
+    with ThreadPoolExecutor(2) as pool:
+        runs = pool.map(lambda out: ssdctl.train(shapes, out=out, steps=2, **TINY), ("a", "b"))
+        states = [
+            torch.load(run.path / "checkpoints/last.pt", weights_only=True)["model"] for run in runs
+        ]
+    alone = torch.load("alone/checkpoints/last.pt", weights_only=True)["model"]
+    for state in states:
+        assert all(torch.equal(value, state[name]) for name, value in alone.items())
 
 
 @pytest.mark.slow(in_ci=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from observed import plan_of, start_of, step_of
 from tiny_network import batch, config, everything
 
 from ssdctl.device import open_device
@@ -19,8 +18,8 @@ from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import RunDir
 from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.memory import USED_SHARE, MemoryEstimate
+from ssdctl.training.observers.folder import FolderWriter
 from ssdctl.training.optimizer import build_optimizer, clip_factor
-from ssdctl.training.run_log import RunLog, ThroughputMeter
 from ssdctl.training.state import EMA
 from ssdctl.training.step import (
     MAX_CONSECUTIVE,
@@ -30,6 +29,7 @@ from ssdctl.training.step import (
     TrainStep,
     build_step,
 )
+from ssdctl.training.throughput import ThroughputMeter
 
 SINGLE_PROCESS = Ranks(0, 1, 0)
 CPU = open_device("cpu")
@@ -129,10 +129,10 @@ def test_guard_raises_only_after_many_consecutive_bad_steps() -> None:
 
 
 def test_the_images_of_a_bad_step_before_a_rollback_are_kept(tmp_path: Path) -> None:
-    opened, folder = SimpleNamespace(ranks=SINGLE_PROCESS), RunDir(tmp_path)
-    run_log: Any = SimpleNamespace(_folder=folder, _opened=opened, event=lambda *_, **__: None)
+    writer, folder = FolderWriter(plan_of(8, tmp_path), 0), RunDir(tmp_path)
+    writer.on_start(start_of(plan_of(8, tmp_path)))
     for ids in ([1], [2], [1]):  # the last one is repeated after a crash
-        RunLog.bad_steps(run_log, 4, [BadStep(4, ids)])
+        writer.on_step(step_of(4)._replace(skipped=[BadStep(4, ids)]))
     listed = {p.name: json.loads(p.read_text())["image_ids"] for p in folder.nonfinite.iterdir()}
     assert listed == {"step-00000004.json": [1], "step-00000004-2.json": [2]}
 

@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 from helpers import install_package
 from numpy.typing import NDArray
+from observed import epoch_of, scored, step_of
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import open_run
-from ssdctl.training.trackers import (
+from ssdctl.training.observers import End, Saved, Summary
+from ssdctl.training.observers.mlflow import _key
+from ssdctl.training.observers.trackers import (
     BackgroundTracker,
     Metrics,
     TrackedRun,
@@ -33,11 +36,10 @@ from ssdctl.training.trackers import (
     metrics_of,
     tracker_id,
 )
-from ssdctl.training.trackers.mlflow import _key
 
 PLUGIN = """
 from pathlib import Path
-from ssdctl.training.trackers import Tracker
+from ssdctl.training.observers.trackers import Tracker
 
 class Lines(Tracker):
     def open(self):
@@ -86,7 +88,13 @@ def train_record(step: int, **values: Any) -> dict[str, Any]:
 
 
 def end(trackers: Trackers) -> None:
-    trackers.record({"kind": "end", "step": 9, "is_success": True})
+    trackers.on_end(End(9, "finished", Summary("run", 9, 1.0, None, 0, 1.0, 0.0)))
+
+
+def opened(trackers: dict[str, Any], run: TrackedRun, **options: Any) -> Trackers:
+    observer = Trackers(trackers, **options)
+    observer.open(run)
+    return observer
 
 
 def test_figures_of_records() -> None:
@@ -101,15 +109,23 @@ def test_figures_of_records() -> None:
 def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
     recording = Recording(tracked(tmp_path))
     (tmp_path / "best.pt").touch()
-    trackers = Trackers({"recording": lambda run: recording}, recording.run, uploads=True)
-    trackers.record(train_record(1))
-    trackers.record({"kind": "event", "step": 1, "event": "started"})
-    for name, file in (("best", "best.pt"), ("last", "absent.pt")):
-        trackers.record({"kind": "checkpoint", "step": 1, "name": name, "path": tmp_path / file})
+    trackers = opened({"recording": lambda run: recording}, recording.run, uploads=True)
+    trackers.on_step(step_of(1))
+    trackers.on_step(step_of(2, is_logged=False))
+    trackers.on_epoch(epoch_of(2, 1, 3.0))
+    trackers.on_evaluation(scored(2, AP=0.5, APs=-1.0, loss=2.0))
+    trackers.on_checkpoint(Saved(2, "best", tmp_path / "best.pt"))
+    trackers.on_checkpoint(Saved(2, "last", tmp_path / "absent.pt"))
     end(trackers)
     end(trackers)  # nothing is left to close
-    expected = [Metrics("train", 1, {"loss": 1.0}), ("best", 1, "best.pt"), True]
-    assert recording.received == expected
+    (step, *others) = recording.received
+    assert (step.group, step.step, step.values["loss"]) == ("train", 1, 1.0)
+    assert others == [
+        Metrics("epoch", 2, {"duration_s": 3.0, "images_per_second": 4.0}),
+        Metrics("eval", 2, {"AP": 0.5, "loss": 2.0}),
+        ("best", 2, "best.pt"),
+        True,
+    ]
 
 
 class Hanging(Recording):
@@ -139,8 +155,8 @@ def test_a_tracker_that_hangs_is_left_behind(
 def test_the_end_of_a_run_is_limited_for_all_trackers(tmp_path: Path) -> None:
     event = threading.Event()
     run = tracked(tmp_path, config={"event": event})
-    trackers = Trackers(dict.fromkeys("abc", Hanging), run, uploads=True, longest_wait_s=0.2)
-    trackers.record(train_record(1))
+    trackers = opened(dict.fromkeys("abc", Hanging), run, uploads=True, longest_wait_s=0.2)
+    trackers.on_step(step_of(1))
     begin = time.monotonic()
     end(trackers)
     assert time.monotonic() - begin < 2
@@ -158,9 +174,9 @@ def test_a_tracker_that_fails_warns_once_and_is_called_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = Failing(tracked(tmp_path))
-    trackers = Trackers({"failing": lambda run: failing}, failing.run)
+    trackers = opened({"failing": lambda run: failing}, failing.run)
     for step in (1, 2, 3):
-        trackers.record(train_record(step))
+        trackers.on_step(step_of(step))
     end(trackers)
     assert [m.step for m in failing.received[:-1]] == [3]
     assert failing.received[-1] is True
@@ -177,9 +193,9 @@ def test_a_tracker_that_does_not_open(
     def create(run: TrackedRun) -> Tracker:
         raise error
 
-    trackers = Trackers({"broken": create}, tracked(tmp_path))
+    trackers = opened({"broken": create}, tracked(tmp_path))
     for step in range(1, 5000):  # more than the queue holds
-        trackers.record(train_record(step))
+        trackers.on_step(step_of(step))
     begin = time.monotonic()
     end(trackers)
     assert time.monotonic() - begin < 1
@@ -189,7 +205,7 @@ def test_a_tracker_that_does_not_open(
 def test_a_process_with_a_hanging_tracker_exits() -> None:
     script = """
         import time
-        from ssdctl.training.trackers import BackgroundTracker, TrackedRun
+        from ssdctl.training.observers.trackers import BackgroundTracker, TrackedRun
         run = TrackedRun("0", "run", ".", 0, {}, {}, [])
         tracker = BackgroundTracker("x", lambda run: time.sleep(600), run)
         tracker.close(is_success=True, timeout_s=0.1)
@@ -224,10 +240,10 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tracker_of_another_package(plugin: None, tmp_path: Path) -> None:
     classes = find_trackers(named("lines").train)
-    trackers = Trackers(classes, tracked(tmp_path))
-    trackers.record(train_record(4))
+    trackers = opened(classes, tracked(tmp_path))
+    trackers.on_step(step_of(4))
     end(trackers)
-    assert (tmp_path / "lines.txt").read_text() == "train 4 {'loss': 0.25}\n"
+    assert (tmp_path / "lines.txt").read_text().startswith("train 4 {'loss': 0.25,")
 
 
 @pytest.mark.parametrize("name", ["number", "absent", "none-such"])

@@ -17,7 +17,7 @@ from helpers import has_steps, records, train_command
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.training import run_log, setup
+from ssdctl.training import setup, step_input
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
@@ -60,7 +60,7 @@ def test_images_that_go_bad_in_a_run_are_replaced_and_named(
 def test_too_many_bad_images_end_the_run(
     dataset: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_log, "MIN_LIMIT", 3)
+    monkeypatch.setattr(step_input, "MIN_LIMIT", 3)
     spoil_after_the_start(dataset, monkeypatch, 12)
     assert "metrics.jsonl" in train("--steps", 13, data=dataset, code=3)
     assert len(bad_images(tmp_path / "run")) == 4

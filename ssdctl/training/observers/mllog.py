@@ -1,4 +1,4 @@
-"""Write MLPerf log lines (`:::MLLOG {...}`), for tools that read submissions. Torch-free.
+"""Write MLPerf log lines (`:::MLLOG {...}`), for tools that read submissions.
 
 The keys are those of the rules for SSD of MLPerf training 1.0, in the open division. A block is the
 training between two evaluations. Epochs are counted from 1.
@@ -10,72 +10,69 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdctl.files import disk_errors, no_follow
-from ssdctl.runs.metrics import Record
-
-if TYPE_CHECKING:
-    from ssdctl.training.setup import OpenedRun
+from ssdctl.training.observers import End, Observer, Scored, Start, Step
 
 BENCHMARK = "ssd"
 CROP_ATTEMPTS = 1  # per mode: ssdctl/input/crop.py
-PACKAGE_PARENT = Path(__file__).parents[2]
+PACKAGE_PARENT = Path(__file__).parents[3]
 
 
-class MLLog:
+class MLLog(Observer):
     """Appends MLPerf log lines to the file of `--mllog`; a resumed run's log continues."""
 
-    def __init__(self, opened: OpenedRun, *, is_resumed: bool = False) -> None:
-        self._config, self._plan = opened.plan.config.train, opened.plan
+    def on_start(self, start: Start) -> None:
+        self._plan, self._config = start.plan, start.plan.config.train
         assert self._config.mllog is not None
         self._path = Path(self._config.mllog)
         self._block: int | None = None  # the first epoch of the block in progress
         self._epoch: int | None = None  # the epoch in progress
         with disk_errors(self._path, "writing"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            has_header = is_resumed and self._path.exists() and self._path.stat().st_size > 0
+            has_header = start.step > 0 and self._path.exists() and self._path.stat().st_size > 0
         if not has_header:
-            self._header(opened)
+            self._header(start)
 
-    def record(self, record: Record) -> None:
-        kind, step = record["kind"], record["step"]
-        if kind == "begin":
-            self._begin(step)
-        elif kind == "position" and not record["is_evaluating"]:
-            if self._ends_epoch(step):
-                self._end_epoch()
-        elif kind == "position":
-            if step == self._plan.total_steps:
-                self._end_epoch()
-            self._end_block()
-            self._start("eval", epoch_num=self._epoch_number(step))
-        elif kind == "eval":
-            epoch = self._epoch_number(step)
-            self._point("eval_accuracy", record["AP"], epoch_num=epoch)
-            self._stop("eval", epoch_num=epoch)
-        elif kind == "end":
+    def on_step(self, step: Step) -> None:
+        self._begin(step.step - 1, int(1000 * step.began))
+        if self._ends_epoch(step.step):
             self._end_epoch()
-            self._end_block()
-            status = "success" if record["is_success"] else "aborted"
-            self._stop("run", status=status, epoch_num=self._epoch_number(step))
 
-    def _header(self, opened: OpenedRun) -> None:
+    def on_evaluation_start(self, step: int) -> None:
+        if step == self._plan.total_steps:
+            self._end_epoch()
+        self._end_block()
+        self._start("eval", epoch_num=self._epoch_number(step))
+
+    def on_evaluation(self, scored: Scored) -> None:
+        epoch = self._epoch_number(scored.step)
+        self._point("eval_accuracy", scored.evaluation.metrics["AP"], epoch_num=epoch)
+        self._stop("eval", epoch_num=epoch)
+
+    def on_end(self, end: End) -> None:
+        self._end_epoch()
+        self._end_block()
+        status = "success" if end.is_success else "aborted"
+        self._stop("run", status=status, epoch_num=self._epoch_number(end.step))
+
+    def _header(self, start: Start) -> None:
         config, plan = self._config, self._plan
         self._point("cache_clear", True)
         self._start("init")
         self._point("submission_benchmark", BENCHMARK)
         self._point("submission_division", "open")
         self._point("submission_org", "ssdctl")
-        self._point("submission_platform", opened.device.label)
+        self._point("submission_platform", start.device)
         self._point("submission_status", "research")
         self._point("seed", config.seed)
         self._point("global_batch_size", plan.global_batch_size)
         self._point("gradient_accumulation_steps", config.accumulate)
         self._point("train_samples", plan.images)
-        self._point("eval_samples", 0 if opened.val is None else len(opened.val.image_ids))
+        self._point("eval_samples", 0 if start.val is None else len(start.val.image_ids))
         self._point("max_samples", CROP_ATTEMPTS)
-        shared = opened.ranks.world_size if config.sync_bn else 1
+        shared = start.world_size if config.sync_bn else 1
         self._point("model_bn_span", plan.batch_size * shared)
         self._point("opt_name", config.optimizer)
         self._point("opt_base_learning_rate", plan.peak_lr)
@@ -87,16 +84,16 @@ class MLLog:
         self._stop("init")
         self._start("run")
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, time_ms: int) -> None:
         epoch = self._plan.epochs_ended(step) + 1
         if self._block is None:
             self._block = epoch
             end = self._plan.next_evaluation(step)
             count = max(round(self._plan.epoch(end) - self._plan.epoch(step)), 1)
-            self._start("block", first_epoch_num=epoch, epoch_count=count)
+            self._start("block", time_ms, first_epoch_num=epoch, epoch_count=count)
         if self._epoch is None:
             self._epoch = epoch
-            self._start("epoch", epoch_num=epoch)
+            self._start("epoch", time_ms, epoch_num=epoch)
 
     def _end_epoch(self) -> None:
         if self._epoch is not None:
@@ -119,16 +116,23 @@ class MLLog:
     def _point(self, key: str, value: Any, **metadata: Any) -> None:
         self._write("POINT_IN_TIME", key, value, metadata)
 
-    def _start(self, what: str, **metadata: Any) -> None:
-        self._write("INTERVAL_START", f"{what}_start", None, metadata)
+    def _start(self, what: str, time_ms: int | None = None, **metadata: Any) -> None:
+        self._write("INTERVAL_START", f"{what}_start", None, metadata, time_ms)
 
     def _stop(self, what: str, **metadata: Any) -> None:
         self._write("INTERVAL_END", f"{what}_stop", None, metadata)
 
-    def _write(self, event_type: str, key: str, value: Any, metadata: dict[str, Any]) -> None:
+    def _write(
+        self,
+        event_type: str,
+        key: str,
+        value: Any,
+        metadata: dict[str, Any],
+        time_ms: int | None = None,
+    ) -> None:
         line = {
             "namespace": "",
-            "time_ms": int(time.time() * 1000),
+            "time_ms": int(1000 * time.time()) if time_ms is None else time_ms,
             "event_type": event_type,
             "key": key,
             "value": value,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.training.trackers import GROUPS, Metrics, Tracker
+from ssdctl.training.observers.trackers import GROUPS, Metrics, Tracker
 
 log = logging.getLogger(__name__)
 

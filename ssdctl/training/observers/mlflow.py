@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.training.trackers import Metrics, Tracker
+from ssdctl.training.observers.trackers import Metrics, Tracker
 
 log = logging.getLogger(__name__)
 

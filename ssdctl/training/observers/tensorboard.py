@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.runs.layout import RunDir
-from ssdctl.training.trackers import Metrics, Tracker
+from ssdctl.training.observers.trackers import Metrics, Tracker
 
 
 class TensorBoard(Tracker):

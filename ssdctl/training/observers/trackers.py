@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,15 +34,23 @@ from ssdctl.data.store import Split
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
+from ssdctl.runs.environment import find_environment
 from ssdctl.runs.evaluation import SHOWN_SCORE
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 from ssdctl.runtime.safe_text import redact_urls
 from ssdctl.runtime.threads import run_in_daemon_thread
-
-if TYPE_CHECKING:
-    from ssdctl.training.setup import OpenedRun
+from ssdctl.training.observers import (
+    Detected,
+    End,
+    Epoch,
+    Observer,
+    Saved,
+    Scored,
+    Start,
+    Step,
+)
 
 log = logging.getLogger(__name__)
 
@@ -111,24 +120,25 @@ class Tracker:
 
 
 def metrics_of(record: Record) -> Metrics | None:
-    """Return the metrics of a record without undefined ones (COCO's -1); None if it has none.
+    """Return the metrics of a record without undefined ones (COCO's -1); None if there are none.
 
     A loss that is not finite is -1, as in metrics.jsonl.
     """
-    group, metrics = record["kind"], record
+    group, values = record["kind"], {k: v for k, v in record.items() if k not in POSITION}
     if group == "event" and record["event"] == "class_ap" and isinstance(record.get("AP"), dict):
-        group, metrics = "class_AP", record["AP"]
-    if group not in GROUPS:
-        return None
-    values = {
+        group, values = "class_AP", record["AP"]
+    return _metrics(group, record["step"], values) if group in GROUPS else None
+
+
+def _metrics(group: str, step: int, values: Mapping[str, Any]) -> Metrics | None:
+    sent = {
         str(name): float(value) if math.isfinite(value) else -1.0
-        for name, value in metrics.items()
+        for name, value in values.items()
         if isinstance(value, int | float)
         and not isinstance(value, bool)
-        and (group == "class_AP" or name not in POSITION)
         and not (group in ("eval", "class_AP") and value < 0)
     }
-    return Metrics(group, record["step"], values) if values else None
+    return Metrics(group, step, sent) if sent else None
 
 
 def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
@@ -223,44 +233,86 @@ class BackgroundTracker:
         log.warning(text, self._name, problem)
 
 
-class Trackers:
+class Trackers(Observer):
     """The trackers of a run.
 
     Args:
         trackers: What creates each tracker, by name.
+        uploads: Send checkpoints, too.
         longest_wait_s: Seconds that the end of the run may take; other ranks wait for it.
     """
 
     def __init__(
         self,
         trackers: Mapping[str, Create],
-        run: TrackedRun,
         *,
         uploads: bool = False,
         longest_wait_s: float = UPLOAD_S,
     ) -> None:
-        self._trackers = [BackgroundTracker(name, c, run) for name, c in trackers.items()]
+        self._create = trackers
+        self._trackers: list[BackgroundTracker] = []
         self._uploads = uploads
         self._longest_wait_s = longest_wait_s
+        self._best: Saved | None = None  # of an earlier start, which may not have uploaded it
 
-    def record(self, record: Record) -> None:
-        kind, step = record["kind"], record["step"]
-        if kind == "detections":
-            images = _first_images(record["split"], record["detections"])
-            self._call(lambda tracker: tracker.images(step, images))
-        elif kind == "checkpoint":
-            name, path = record["name"], record["path"]
-            if self._uploads and path.is_file():
-                self._call(lambda tracker: tracker.checkpoint(name, step, path))
-        elif kind == "end":
-            is_success, trackers, self._trackers = record["is_success"], self._trackers, []
-            timeout_s = UPLOAD_S if self._uploads and is_success else CLOSE_S
-            end = time.monotonic() + min(timeout_s, self._longest_wait_s)
-            for tracker in trackers:
-                remaining_s = max(end - time.monotonic(), 0.1)
-                tracker.close(is_success=is_success, timeout_s=remaining_s)
-        elif (metrics := metrics_of(record)) is not None:
+    def open(self, run: TrackedRun) -> None:
+        self._trackers = [BackgroundTracker(name, c, run) for name, c in self._create.items()]
+
+    def on_start(self, start: Start) -> None:
+        run = RunDir(start.plan.out)
+        if best := start.best_evaluation():
+            self._best = Saved(best["step"], "best", run.best)
+        facts = msgspec.to_builtins(find_environment(start.device, start.world_size, {}))
+        del facts["sources"]  # of settings
+        tracked = TrackedRun(
+            id=tracker_id(run),
+            name=run.path.resolve().name,
+            folder=run.path,
+            start_step=start.step,
+            config=snapshot(start.plan.config),
+            environment=facts,
+            records=start.past,
+        )
+        self.open(tracked)
+
+    def on_step(self, step: Step) -> None:
+        if step.metrics is not None:
+            self._send("train", step.step, step.metrics._asdict())
+
+    def on_epoch(self, epoch: Epoch) -> None:
+        values = {k: v for k, v in epoch._asdict().items() if k not in POSITION}
+        self._send("epoch", epoch.step, values)
+
+    def on_detections(self, detected: Detected) -> None:
+        images = _first_images(detected.split, detected.detections)
+        self._call(lambda tracker: tracker.images(detected.step, images))
+
+    def on_evaluation(self, scored: Scored) -> None:
+        evaluation = scored.evaluation
+        self._send("eval", scored.step, {**evaluation.metrics, **scored.losses})
+        self._send("class_AP", scored.step, {c.name: c.AP for c in evaluation.per_class})
+
+    def on_checkpoint(self, saved: Saved) -> None:
+        if saved.name == "last" and self._best is not None:
+            self._upload(self._best)
+        self._best = None
+        self._upload(saved)
+
+    def on_end(self, end: End) -> None:
+        trackers, self._trackers = self._trackers, []
+        timeout_s = UPLOAD_S if self._uploads and end.is_success else CLOSE_S
+        deadline = time.monotonic() + min(timeout_s, self._longest_wait_s)
+        for tracker in trackers:
+            remaining_s = max(deadline - time.monotonic(), 0.1)
+            tracker.close(is_success=end.is_success, timeout_s=remaining_s)
+
+    def _send(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        if (metrics := _metrics(group, step, values)) is not None:
             self._call(lambda tracker: tracker.metrics(metrics))
+
+    def _upload(self, saved: Saved) -> None:
+        if self._uploads and saved.path.is_file():
+            self._call(lambda tracker: tracker.checkpoint(saved.name, saved.step, saved.path))
 
     def _call(self, call: Call) -> None:
         for tracker in self._trackers:
@@ -297,20 +349,3 @@ def tracker_id(run: RunDir) -> str:
             return text
     write_text(path, (made := uuid.uuid4().hex) + "\n")
     return made
-
-
-def open_trackers(
-    opened: OpenedRun, start_step: int, environment: dict[str, Any], records: Sequence[Record]
-) -> Trackers:
-    run, config = RunDir(opened.plan.out), opened.plan.config.train
-    tracked = TrackedRun(
-        id=tracker_id(run),
-        name=run.path.resolve().name,
-        folder=run.path,
-        start_step=start_step,
-        config=snapshot(opened.plan.config),
-        environment=environment,
-        records=records,
-    )
-    uploads, longest_wait_s = config.upload_checkpoints, config.rank_timeout / 2
-    return Trackers(find_trackers(config), tracked, uploads=uploads, longest_wait_s=longest_wait_s)

@@ -1,0 +1,114 @@
+"""Measure the pace of training: images per second, the time waiting for images, epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from ssdctl.training.observers import Epoch
+
+if TYPE_CHECKING:
+    from ssdctl.training.plan import Plan
+
+INPUT_BOUND_WAIT = 0.2  # fraction of the time spent waiting for images
+INPUT_BOUND_LAPS = 3  # in a row
+WARM_UP_LAPS = 2  # the first ones fill buffers, compile and tune
+
+
+class Lap(NamedTuple):
+    """The steps since the previous lap."""
+
+    images_per_second: float
+    data_wait: float  # fraction of the time
+    is_input_bound: bool  # the device waited for the input in the last laps; true only once
+
+
+class ThroughputMeter:
+    """Measures images per second and the time waiting for images, without evaluations and saves."""
+
+    def __init__(self, global_batch: int) -> None:
+        self._global_batch = global_batch
+        self._started = self._lap_began = time.monotonic()
+        self.images = self._lap_images = 0
+        self._spent_s = self._waited_s = 0.0  # over the finished laps
+        self._lap_waited_s = 0.0
+        self._laps = self._slow_laps = 0
+        self._was_input_bound = False
+
+    def start(self) -> None:
+        self._lap_began = time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as waiting for images."""
+        began = time.monotonic()
+        yield
+        self._lap_waited_s += time.monotonic() - began
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._lap_began += time.monotonic() - began
+
+    def step_done(self) -> None:
+        self._lap_images += self._global_batch
+        self.images += self._global_batch
+
+    def lap(self) -> Lap:
+        """End a lap, at a point where the device has finished its steps."""
+        now = time.monotonic()
+        spent = max(now - self._lap_began, 1e-9)
+        rate, data_wait = self._lap_images / spent, self._lap_waited_s / spent
+        self._spent_s += spent
+        self._waited_s += self._lap_waited_s
+        self._laps += 1
+        is_slow = self._laps > WARM_UP_LAPS and data_wait > INPUT_BOUND_WAIT
+        self._slow_laps = self._slow_laps + 1 if is_slow else 0
+        is_input_bound = self._slow_laps == INPUT_BOUND_LAPS and not self._was_input_bound
+        self._was_input_bound |= is_input_bound
+        self._lap_began, self._lap_images, self._lap_waited_s = now, 0, 0.0
+        return Lap(rate, data_wait, is_input_bound)
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training so far, without the paused blocks."""
+        return self._spent_s + max(time.monotonic() - self._lap_began, 0.0)
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / self._spent_s if self._spent_s else 0.0
+
+    @property
+    def data_wait(self) -> float:
+        return self._waited_s / self._spent_s if self._spent_s else 0.0
+
+    @property
+    def total_s(self) -> float:
+        return time.monotonic() - self._started
+
+
+class EpochTimer:
+    """Measures epochs; the first one begins at this start."""
+
+    def __init__(self, plan: Plan, meter: ThroughputMeter, step: int) -> None:
+        self._plan, self._meter = plan, meter
+        self._began = time.monotonic(), 0.0, 0  # with seconds and images of training
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        self._ended = int(self._plan.epoch(step))
+
+    def ended_at(self, step: int) -> Epoch | None:
+        """Return the epoch that ended with a step, if any."""
+        ended = int(self._plan.epoch(step))
+        if ended == self._ended:
+            return None
+        now = time.monotonic(), self._meter.training_s, self._meter.images
+        duration_s, training_s, images = (
+            new - old for new, old in zip(now, self._began, strict=True)
+        )
+        self._ended, self._began = ended, now
+        return Epoch(step, ended, round(duration_s, 3), round(images / max(training_s, 1e-9), 3))

@@ -1,0 +1,45 @@
+"""Records of a run for tests of observers, without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdctl.config import resolve
+from ssdctl.config.resolve import Override, of_call
+from ssdctl.input.fake import fake_split
+from ssdctl.model.loss import Losses
+from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.training.observers import Epoch, Scored, Start, Step, StepMetrics
+from ssdctl.training.plan import Plan
+from ssdctl.training.step import StepResult
+
+
+def plan_of(images: int, out: Path = Path("run"), **settings: Any) -> Plan:
+    given = {"preset": "stable-r34", "warmup": "0st", **settings}
+    overrides = [Override(f"train.{k}", v, of_call(k)) for k, v in given.items()]
+    return Plan(resolve(overrides=overrides, environment={}, default_file=False), out, images, 1)
+
+
+def start_of(plan: Plan, val_images: int = 0, past: Any = ()) -> Start:
+    return Start(0, plan, "cpu", 1, 1, fake_split(), None, val_images, past)
+
+
+def step_of(step: int, *, epoch: float = 1.0, is_logged: bool = True, **values: Any) -> Step:
+    zero = torch.zeros(())
+    metrics = StepMetrics(1.0 / step, 0.0, 1.0, 0.1, 4.0, 1.0, 0.0, 0)._replace(**values)
+    result = StepResult(Losses(zero + metrics.loss, zero, zero), zero, zero)
+    return Step(step, epoch, 0.1, 0.0, result, metrics if is_logged else None)
+
+
+def epoch_of(step: int, epoch: int, duration_s: float) -> Epoch:
+    return Epoch(step, epoch, duration_s, 4.0)
+
+
+def scored(step: int, **metrics: float) -> Scored:
+    loss = {"loss": metrics.pop("loss")} if "loss" in metrics else {}
+    about = EvaluationInfo(source="best.pt", step=step, data="data", store="store", split="val")
+    evaluation = Evaluation(about, metrics, [], {}, [], [], None, [], [])
+    return Scored(step, evaluation, loss, False)
