@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssdctl.checkpoint.file import load_backbone, load_checkpoint, load_network, load_resumable
+from ssdctl.checkpoint.file import load_backbone, load_checkpoint, load_network
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
@@ -114,25 +114,6 @@ def test_third_party_file_from_before_zip_is_read(tmp_path: Path) -> None:
     read = load_checkpoint(path)
     assert read.architecture == Architecture("tiny", "batch", 4)
     load_network(read)
-
-
-def test_the_newest_few_stay_and_the_best(tmp_path: Path) -> None:
-    stale = tmp_path / "checkpoints" / ".step-00000001.pt.0123456789ab.999999999.tmp"
-    foreign = tmp_path / "checkpoints" / "notes.tmp"
-    foreign.parent.mkdir()
-    for path in (stale, foreign):
-        path.touch()
-    folder = CheckpointFolder(tmp_path, keep=2)
-    folder.repair()
-    assert [p.name for p in folder.path.iterdir()] == ["notes.tmp"]
-    for step in range(1, 6):
-        folder.write(at_step(step))
-        if step == 2:
-            folder.best_step = step
-            folder.update()
-    assert [p.name for p in folder.steps()] == ["step-00000004.pt", "step-00000005.pt"]
-    assert folder.steps()[-1].samefile(folder.path / "last.pt")
-    assert load_resumable(folder.path / "best.pt").step == 2
 
 
 def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
