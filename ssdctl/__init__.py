@@ -13,73 +13,33 @@ The functions are the commands of the same names. To train with a loop of your o
 
 from __future__ import annotations
 
+import ast
 import importlib
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from ssdctl import errors
-from ssdctl._version import __version__
+from ssdctl import errors  # noqa: F401
+from ssdctl._version import __version__  # noqa: F401
 
-if TYPE_CHECKING:
-    from ssdctl.api import configure, default_boxes, evaluate, export, load, prepare, report, train
-    from ssdctl.config.settings import Config
-    from ssdctl.inference.predict import Predictor
-    from ssdctl.inference.results import Detection, Result
-    from ssdctl.input.dataset import Dataset
-    from ssdctl.model.loss import MultiboxLoss
-    from ssdctl.model.ssd300 import SSD300
-    from ssdctl.runs.evaluation import Evaluation
-    from ssdctl.runs.run import Run
-    from ssdctl.training.observers import Observer
-    from ssdctl.training.trainer import Trainer
-
-__all__ = [
-    "SSD300",
-    "Config",
-    "Dataset",
-    "Detection",
-    "Evaluation",
-    "MultiboxLoss",
-    "Observer",
-    "Predictor",
-    "Result",
-    "Run",
-    "Trainer",
-    "__version__",
-    "configure",
-    "default_boxes",
-    "errors",
-    "evaluate",
-    "export",
-    "load",
-    "prepare",
-    "report",
-    "train",
-]
-
-# The module of each name that is imported when it is used; functions are in `ssdctl.api`.
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_bytes())
+# The module of each public name: `__init__.pyi` lists them once, for type checkers, too.
 _MODULES = {
-    "Config": "ssdctl.config.settings",
-    "Dataset": "ssdctl.input.dataset",
-    "Detection": "ssdctl.inference.results",
-    "Evaluation": "ssdctl.runs.evaluation",
-    "MultiboxLoss": "ssdctl.model.loss",
-    "Observer": "ssdctl.training.observers",
-    "Predictor": "ssdctl.inference.predict",
-    "Result": "ssdctl.inference.results",
-    "Run": "ssdctl.runs.run",
-    "SSD300": "ssdctl.model.ssd300",
-    "Trainer": "ssdctl.training.trainer",
+    alias.name: str(line.module)
+    for line in _STUB.body
+    if isinstance(line, ast.ImportFrom)
+    for alias in line.names
 }
+__all__ = sorted(_MODULES)
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # applications add theirs
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used: the config and the results take time to import."""
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ssdctl' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES.get(name, "ssdctl.api")), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
