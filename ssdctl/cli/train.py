@@ -122,28 +122,43 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.coco_json import COCO_NUM_CLASSES
     from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
     from ssdctl.inference.locate import check_weight_sources
-    from ssdctl.training import description
-    from ssdctl.training.plan import make_plan, settings_of_run
+    from ssdctl.training.description import warnings_of_unreached
 
     root, size = _dataset_size(call)
     if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    ranks, network = find_ranks(), None
-    if call.config.train.init is not None:
-        from ssdctl.training.setup import planned_network  # late: torch takes seconds
-
-        network = planned_network(call.config)
     device = _device(call.config.train.device)
     device.choose_execution(call.config.train.execution)
-    is_chosen = call.config.train.device != "auto"
-    is_any = not is_chosen and call.config.is_chosen("train.precision")  # also of another machine
-    before = settings_of_run(call.config)
-    known = None if is_any else device
-    plan = make_plan(call.config, known, ranks, size, before=before, network=network)
-    config = plan.config
+    plan = _plan(call, device, size)
+    check_weight_sources(call.config)
+    warnings = warnings_of_unreached(plan)
+    if not size.validation and root.exists() and not plan.config.train.fake_data:
+        warnings.insert(0, warning_without_validation(root))
+    for warning in warnings:
+        call.console.warning(warning)
+    if not call.console.as_json:
+        call.console.result(None, aligned(list(_plan_rows(call, plan, device, size).items())))
+        return
+    workers = plan.config.train.workers or usable_cores(plan.world_size)
+    recipe = plan.rule or f"preset {plan.config.train.preset}"
+    facts = {"recipe": recipe, "workers": workers, "cpu_quota": quota_cores()}
+    call.console.result({**plan.as_json(), **facts})
+
+
+def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
+    """Plan the run, for any device if the user chose a precision but no device."""
+    from ssdctl.training.plan import make_plan, settings_of_run
+
+    config, network = call.config, None
+    if config.train.init is not None:
+        from ssdctl.training.setup import planned_network  # late: torch takes seconds
+
+        network = planned_network(config)
+    is_any = config.train.device == "auto" and config.is_chosen("train.precision")
+    before, known = settings_of_run(config), None if is_any else device
+    plan = make_plan(config, known, find_ranks(), size, before=before, network=network)
     for notice in plan.notices:
         call.console.warning(notice)
     if is_any and plan.precision not in ("auto", *device.precisions):
@@ -151,38 +166,29 @@ def _show_plan(call: Call) -> None:
             f"{device.name}, the device of this machine, does not compute in {plan.precision}: "
             "the plan is for another one"
         )
-    check_weight_sources(call.config)
-    if not size.validation and root.exists() and not config.train.fake_data:
-        call.console.warning(warning_without_validation(root))
-    for warning in description.warnings_of_unreached(plan):
-        call.console.warning(warning)
-    workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
-    data = {
-        **plan.as_json(),
-        "recipe": plan.rule or f"preset {config.train.preset}",
-        "workers": workers,
-        "cpu_quota": quota,
-    }
-    if call.console.as_json:
-        call.console.result(data)
-        return
+    return plan
+
+
+def _plan_rows(call: Call, plan: Plan, device: DeviceType, size: DatasetSize) -> dict[str, str]:
+    """Return the lines of a dry run, by name."""
+    from ssdctl.data.coco_json import COCO_NUM_CLASSES
+    from ssdctl.training.description import details, facts
+
+    config, quota = plan.config.train, quota_cores()
+    workers = config.workers or usable_cores(plan.world_size)
     repeated = ", more than there are images: a step uses some of them several times"
     repeated = repeated if plan.global_batch_size > plan.images else ""
-    validation = min(size.validation, config.train.overfit or size.validation)
-    rows = description.facts(
-        plan,
-        size.classes,
-        validation,
-        f"{device.name}{'' if is_chosen else ' (auto)'}, precision "
-        f"{AUTO_PRECISION if plan.precision == 'auto' else plan.precision}",
-    )
+    validation = min(size.validation, config.overfit or size.validation)
+    precision = AUTO_PRECISION if plan.precision == "auto" else plan.precision
+    chosen = "" if call.config.train.device != "auto" else " (auto)"
     classes = len(size.classes) or COCO_NUM_CLASSES
-    rows |= {
+    rows = {
+        **facts(plan, size.classes, validation, f"{device.name}{chosen}, precision {precision}"),
         "time": _time(call, plan, device.name, validation, classes),
         "to stop": "Ctrl-C at any time: the run is saved, and the same command continues it",
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
-        "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
+        "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.lr:g} "
         f"(for a batch of 32) x {plan.global_batch_size} / 32",
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
@@ -190,9 +196,8 @@ def _show_plan(call: Call) -> None:
         "checkpoints": _disk_needed(plan, classes),
         "run": str(plan.out),
     }
-    if call.console.verbose and (details := description.details(plan)):
-        rows["details"] = details
-    call.console.result(None, aligned(list(rows.items())))
+    more = details(plan) if call.console.verbose else None
+    return {**rows, "details": more} if more else rows
 
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
