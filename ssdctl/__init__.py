@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 from ssdctl import errors
@@ -73,8 +72,6 @@ _MODULES = {
     "Trainer": "ssdctl.training.trainer",
 }
 
-# `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.
-os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # applications add theirs
 
 

@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,10 @@ TRAINS = ("train", "launch", "demo")  # commands that a signal stops with exit 7
 def run() -> None:
     open_missing_streams()
     ignore_lost_messages()
+    # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set its mode.
+    os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
+    # Large images are refused by name, and odd metadata does not matter.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     # torch.distributed.launch puts --local-rank=N before the command
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     is_training = command in TRAINS

@@ -130,6 +130,43 @@ def test_images_without_boxes_count_as_zero(model: ssdctl.SSD300) -> None:
     assert model.loss([image], [{}]).item() == 0  # as torchvision's wrapped datasets
 
 
+def in_format(name: str, box: tuple[float, ...], canvas_size: tuple[int, int]) -> torch.Tensor:
+    from torchvision import tv_tensors
+
+    return tv_tensors.BoundingBoxes([box], format=name, canvas_size=canvas_size)
+
+
+def test_boxes_are_converted_from_their_format(model: ssdctl.SSD300) -> None:
+    image, plain = torch.rand(3, 200, 100), target((10, 20, 50, 120))
+    expected = model.loss([image], [plain])
+    for name, box in (("XYWH", (10, 20, 40, 100)), ("CXCYWH", (30, 70, 40, 100))):
+        boxes = in_format(name, box, (200, 100))
+        assert model.loss([image], [{**plain, "boxes": boxes}]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_loss_takes_the_precision_of_the_weights(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tiny = ssdctl.SSD300("tiny", num_classes=3).eval()
+    images, targets = torch.rand(2, 3, 300, 300), [target((30, 60, 180, 240)), target()]
+    expected = tiny.loss(images, targets)
+    loss = tiny.to(dtype).loss(images, targets)
+    loss.backward()
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(loss.float(), expected, rtol=0.02, atol=0)
+    rounded = tiny.float().loss(images, targets)
+    fresh = ssdctl.SSD300("tiny", num_classes=3).eval()
+    fresh.load_state_dict(tiny.state_dict())
+    assert rounded == fresh.loss(images, targets)  # no constant of the loss was rounded
+
+
+def test_the_loss_of_fixed_shapes_is_one_graph() -> None:
+    tiny = ssdctl.SSD300("tiny", num_classes=3).eval()
+    images, targets = torch.rand(2, 3, 300, 300), [target((30, 60, 180, 240)), target()]
+    compiled = torch.compile(tiny.loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images, targets), tiny.loss(images, targets))
+
+
 IMAGE = torch.zeros(3, 9, 9)
 
 
@@ -148,6 +185,12 @@ IMAGE = torch.zeros(3, 9, 9)
         ([IMAGE], [{**target((0, 0, 0, 0)), "labels": torch.tensor([1.7])}], "float32"),
         ([IMAGE.numpy()], [target()], "ndarray"),
         ([IMAGE], [torch.zeros(1, 4)], "Tensor"),
+        ([IMAGE + 255], [target()], "255 to 255"),
+        ([IMAGE - 1], [target()], "-1"),
+        ([IMAGE], [target((5, 1, 2, 8))], "no area"),
+        ([IMAGE], [target((1, 5, 8, 5))], "no area"),
+        ([IMAGE], [target((1, float("nan"), 8, 5))], "no area"),
+        ([IMAGE], [{**target(), "boxes": in_format("XYXY", (1, 2, 3, 4), (9, 8))}], r"\(9, 8\)"),
     ],
 )
 def test_wrong_batches_are_named(
@@ -158,8 +201,11 @@ def test_wrong_batches_are_named(
 
 
 def test_networks_that_do_not_exist_are_refused(model: ssdctl.SSD300) -> None:
-    with pytest.raises(UsageError, match="'batc'"):
-        ssdctl.SSD300("tiny", 3, "batc")
+    for name, classes, norm in (("tiny", 3, "batc"), ("vgg16", 3, "batch"), ("tiny", 1, "none")):
+        with pytest.raises(UsageError, match=f"{norm}|num_classes {classes}"):
+            ssdctl.SSD300(name, classes, norm)
+    with pytest.raises(UsageError, match="320"):
+        model(torch.zeros(1, 3, 320, 320))
     for stages in (-1, 5):
         with pytest.raises(UsageError, match=str(stages)):
             model.freeze(stages)

@@ -17,7 +17,6 @@ import io
 import os
 import struct
 import threading
-import warnings
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -48,10 +47,6 @@ PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
 MAX_REUSED_BYTES = 48 << 20  # memory for larger images is not kept by the thread
 _thread = threading.local()
-
-# Large sizes are refused here, and odd metadata does not matter. Not `catch_warnings`, which is
-# not thread-safe.
-warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class ImageError(ValueError):

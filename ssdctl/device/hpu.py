@@ -119,7 +119,7 @@ def _set_recipe_cache() -> tuple[str, ...]:
 def _require_mode(execution: str) -> None:
     """Raise UsageError if the bridge was loaded in the other mode, which cannot be changed.
 
-    `import torch` loads it, unless PT_HPU_AUTOLOAD is 0 (ssdctl/__init__.py).
+    `import torch` loads it, unless PT_HPU_AUTOLOAD is 0 (ssdctl/__main__.py).
     """
     if f"{BRIDGE}.torch.core" not in sys.modules:
         return
@@ -130,7 +130,7 @@ def _require_mode(execution: str) -> None:
         raise UsageError(
             f"device hpu: {BRIDGE} is already loaded in {loaded} mode, which does not fit "
             f"execution {execution}",
-            hint=f"import ssdctl before torch, or start Python with {MODE}={wanted}",
+            hint=f"start Python with {MODE}={wanted}",
         )
 
 

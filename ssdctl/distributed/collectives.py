@@ -65,6 +65,8 @@ def process_group(
 ) -> Iterator[None]:
     """Join the other ranks for the duration of the block.
 
+    A process group that the caller has made is used, and kept.
+
     Args:
         timeout_s: How long a rank waits for another before that one counts as lost.
 
@@ -75,9 +77,11 @@ def process_group(
     if ranks.is_single_process:
         yield
         return
+    is_ours = not dist.is_initialized()
     try:
         with _stdout_to_stderr():
-            _join(ranks, device, datetime.timedelta(seconds=timeout_s))
+            timeout = datetime.timedelta(seconds=timeout_s)
+            _join(ranks, device, timeout) if is_ours else _use_joined(timeout)
         yield
     except RuntimeError as error:  # dist.DistError is one
         if not isinstance(error, dist.DistError) and not any(w in str(error).lower() for w in LOST):
@@ -91,14 +95,14 @@ def process_group(
             f"how long a rank is waited for (now {timeout_s:g} s)",
         ) from error
     finally:
-        _group = _store = None
-        if dist.is_initialized():
+        group, _group, _store = _group, None, None
+        if dist.is_initialized() and (is_ours or group is not None):
             # Destroying a group waits for gloo's threads and holds the interpreter's lock, which
             # they need to free the tensors of the last operation: a deadlock with torch up to 2.7
             # (pytorch/pytorch#154976).
             time.sleep(FREE_TENSORS_S)
             with contextlib.suppress(RuntimeError):  # the other ranks may be gone
-                dist.destroy_process_group()
+                dist.destroy_process_group(None if is_ours else group)
 
 
 def wait_for_main(ranks: Ranks, task: str) -> None:
@@ -163,6 +167,15 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
     if device.backend != "gloo":
         _group = dist.new_group(backend="gloo", timeout=timeout)
     _store = _PrefixStore("ssdctl", store)
+
+
+def _use_joined(timeout: datetime.timedelta) -> None:
+    """Exchange values of the hosts in a process group that the caller has made."""
+    global _group, _store
+    if dist.get_backend() != "gloo":
+        _group = dist.new_group(backend="gloo", timeout=timeout)
+    store = dist.distributed_c10d._get_default_store()
+    _store = _PrefixStore(f"ssdctl-{next(_groups)}", store)
 
 
 def _missing_ranks(ranks: Ranks) -> str:

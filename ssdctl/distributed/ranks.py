@@ -1,8 +1,8 @@
 """The rank of this process in a run, and the address at which other ranks reach it. Torch-free.
 
-The rank comes from torchrun's, Open MPI's or Slurm's variables; without them the process is the
-only one. So is the shell of an `sbatch` script: Slurm sets its rank to 0 of all tasks, but only
-`srun` starts the tasks, and those have a step id.
+The rank comes from a process group that the caller has made, else from torchrun's, Open MPI's or
+Slurm's variables; without them the process is the only one. So is the shell of an `sbatch` script:
+Slurm sets its rank to 0 of all tasks, but only `srun` starts the tasks, and those have a step id.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -57,6 +58,11 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
     Raises:
         UsageError: The variables contradict each other.
     """
+    joined = sys.modules.get("torch.distributed") if environment is None else None
+    if joined is not None and joined.is_available() and joined.is_initialized():
+        local_rank = os.environ.get("LOCAL_RANK", "")
+        rank, size = joined.get_rank(), joined.get_world_size()
+        return Ranks(rank, size, int(local_rank) if local_rank.isdecimal() else rank)
     environment = os.environ if environment is None else environment
     for names in RANK_VARIABLES:
         given = {name: environment[name] for name in names if name in environment}

@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ssdctl.boxes import BOXES_PER_CELL, IMAGE_SIZE
+from ssdctl.boxes import BOXES_PER_CELL, IMAGE_SIZE, box_cxcywh_to_ltrb
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.model.backbone import without_weights
-from ssdctl.model.backbones import find_backbone
+from ssdctl.model.backbones import ModelConstants, find_backbone
 from ssdctl.model.loss import Losses, MultiboxLoss
 
+OVERSHOOT = 1e-3  # beyond 0 to 1, by rounding
 # RGB, float in 0 to 1 or uint8: a list of (3, H, W) tensors, or (B, 3, H, W).
 Images = Tensor | Sequence[Tensor]
 # `boxes`, (G, 4) left, top, right, bottom in pixels, and `labels`, (G,), 1 and up; or empty.
@@ -32,12 +33,13 @@ class SSD300(nn.Module):
 
     Args:
         backbone: A name of `ssdctl/model/backbones/`, or of an installed plugin.
-        num_classes: Classes with background; 81 on COCO.
+        num_classes: Classes with background, at least 2; 81 on COCO.
         extra_norm: `none` (biased convolutions, as MLPerf) or `batch` (batch norm, as NVIDIA). A
             ResNet's; VGG16 has its own extra blocks.
 
     Raises:
-        ssdctl.errors.UsageError: There is no such backbone or `extra_norm`.
+        ssdctl.errors.UsageError: There is no such backbone, or it has no such `extra_norm`, or
+            there are fewer than two classes.
 
     Attributes:
         num_classes: Classes with background.
@@ -46,14 +48,18 @@ class SSD300(nn.Module):
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
+        file = find_backbone(backbone)
+        if num_classes < 2:
+            raise UsageError(f"num_classes {num_classes}: expected 2 or more, with the background")
+        if extra_norm not in file.EXTRA_NORMS:
+            expected = " or ".join(file.EXTRA_NORMS)
+            raise UsageError(f"extra_norm {extra_norm!r}: {backbone} has {expected}")
         self.num_classes = num_classes
         self.class_names: list[str] = []
-        self._loss: MultiboxLoss | None = None  # made at the first call of `loss`
+        # One for each device and precision, in a dictionary so that `bfloat16()` rounds no buffer.
+        self._losses: dict[tuple[str, torch.dtype], MultiboxLoss] = {}
         self._frozen_stages = 0
         self._is_norm_frozen = False
-        file = find_backbone(backbone)
-        if extra_norm not in ("none", "batch"):
-            raise UsageError(f"extra_norm {extra_norm!r}: expected none or batch")
         self.constants = file.CONSTANTS
         built = file.build()
         self.first_map_norm = built.first_map_norm()
@@ -70,7 +76,16 @@ class SSD300(nn.Module):
                     nn.init.xavier_uniform_(parameter)
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, 4, N) offsets and (B, C, N) logits of normalized (B, 3, 300, 300) images."""
+        """Return (B, 4, N) offsets and (B, C, N) logits of normalized (B, 3, 300, 300) images.
+
+        Raises:
+            ssdctl.errors.UsageError: The images have another size.
+        """
+        if images_B3HW.shape[2:] != (IMAGE_SIZE, IMAGE_SIZE):
+            raise UsageError(
+                f"images of shape {tuple(images_B3HW.shape)}: expected (B, 3, 300, 300)",
+                hint="`loss` takes images of any size",
+            )
         features = [self.backbone(images_B3HW)]
         for block in self.extra:
             features.append(block(features[-1]))
@@ -112,20 +127,25 @@ class SSD300(nn.Module):
             images: (3, H, W) tensors of any sizes, or (B, 3, H, W): RGB, float in 0 to 1 or uint8.
                 They are resized to 300 x 300 and normalized here.
             targets: As torchvision's detectors take them: for each image `boxes`, (G, 4) left, top,
-                right, bottom in pixels, and `labels`, (G,), 1 to `num_classes - 1`.
+                right, bottom in pixels, or `tv_tensors.BoundingBoxes` in their format; and
+                `labels`, (G,), 1 to `num_classes - 1`.
             background_negatives: Hardest default boxes trained on per image without boxes.
 
         Raises:
-            ssdctl.errors.UsageError: A shape, type or label is wrong.
+            ssdctl.errors.UsageError: A shape, type, value, box or label is wrong. A compiled
+                `loss` checks only shapes and types.
         """
-        constants, device = self.constants, next(self.parameters()).device
+        weight = next(self.parameters())
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         with hints_in_messages():
-            batch = _normalized_batch(images, constants.mean, constants.std, device)
-            boxes, labels = _padded_targets(images, targets, self.num_classes, device)
-        if self._loss is None or self._loss.targets.defaults_ltrb.device != device:
-            self._loss = MultiboxLoss(constants=constants).to(device)
-        self._loss.background_negatives = background_negatives
-        losses: Losses = self._loss(*self(batch), boxes, labels)
+            batch = _normalized_batch(images, self.constants, weight)
+            boxes, labels = _padded_targets(images, targets, self.num_classes, weight.device)
+        key = str(weight.device), dtype
+        if key not in self._losses:
+            self._losses[key] = MultiboxLoss(dtype, constants=self.constants).to(weight.device)
+        loss = self._losses[key]
+        loss.background_negatives = background_negatives
+        losses: Losses = loss(*self(batch), boxes.to(dtype), labels)
         return losses.total
 
     def freeze_stem(self) -> None:
@@ -184,32 +204,53 @@ class Architecture(NamedTuple):
             return {name: tuple(tensor.shape) for name, tensor in self.build().state_dict().items()}
 
 
-def _normalized_batch(
-    images: Images, mean: Sequence[float], std: Sequence[float], device: torch.device
-) -> Tensor:
-    """Return images resized (antialiased bilinear) and normalized: (B, 3, 300, 300), fp32."""
+def _normalized_batch(images: Images, constants: ModelConstants, like: Tensor) -> Tensor:
+    """Return images resized (antialiased bilinear) and normalized: (B, 3, 300, 300).
+
+    Args:
+        images: (3, H, W) tensors of any sizes, or (B, 3, H, W).
+        like: The batch gets the device and precision of this tensor.
+
+    Raises:
+        UsageError: A shape or type is wrong, or a value is not in 0 to 1.
+    """
     if not len(images):
         raise UsageError("images: the batch is empty")
-    pixels = torch.stack([_resized(image, device) for image in images])
-    offset, scale = (pixels.new_tensor(values).view(3, 1, 1) for values in (mean, std))
-    return (pixels - offset) / scale
+    pixels = torch.stack([_resized(image, like.device) for image in images])
+    mean, std = (pixels.new_tensor(v).view(3, 1, 1) for v in (constants.mean, constants.std))
+    return ((pixels - mean) / std).to(like.dtype)
 
 
 def _resized(image: Tensor, device: torch.device) -> Tensor:
     if not isinstance(image, Tensor):
         raise UsageError(f"images: a {type(image).__name__}, not a tensor")
     is_number = image.is_floating_point() or image.dtype == torch.uint8
-    if image.dim() != 3 or image.shape[0] != 3 or not is_number:
+    if image.dim() != 3 or image.shape[0] != 3 or not is_number or not image.numel():
         raise UsageError(
             f"images: {image.dtype} of shape {tuple(image.shape)}",
             hint="expected (3, H, W), float in 0 to 1 or uint8",
         )
     pixels = image.to(device)
-    pixels = pixels / 255 if pixels.dtype == torch.uint8 else pixels.float()
+    if pixels.dtype == torch.uint8:
+        pixels = pixels / 255
+    else:
+        pixels = pixels if pixels.dtype == torch.float64 else pixels.float()
+        _check_range(pixels)
     size = (IMAGE_SIZE, IMAGE_SIZE)
     if pixels.shape[1:] == size:
         return pixels
     return F.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
+
+
+def _check_range(pixels: Tensor) -> None:
+    if torch.compiler.is_compiling():  # a compiled graph branches on no value
+        return
+    low, high = (float(value) for value in pixels.aminmax())
+    if not (low >= -OVERSHOOT and high <= 1 + OVERSHOOT):  # NaN, too
+        raise UsageError(
+            f"images: values from {low:g} to {high:g}",
+            hint="expected 0 to 1, or uint8; the network normalizes them itself",
+        )
 
 
 def _padded_targets(
@@ -222,8 +263,10 @@ def _padded_targets(
     for number, (image, target) in enumerate(zip(images, targets, strict=True)):
         if not isinstance(target, Mapping):
             raise UsageError(f"target {number}: a {type(target).__name__}, not a dictionary")
-        box = torch.as_tensor(target.get("boxes", torch.empty(0, 4))).to(device).float()
-        label = torch.as_tensor(target.get("labels", torch.empty(0))).to(device)
+        height, width = image.shape[-2:]
+        box = _as_ltrb(target.get("boxes", torch.empty(0, 4)), (height, width), number)
+        box, label = box.to(device), torch.as_tensor(target.get("labels", torch.empty(0)))
+        label = label.to(device)
         is_empty = not (box.numel() or label.numel())
         if not is_empty and (label.dim() != 1 or box.shape != (len(label), 4)):
             raise UsageError(
@@ -232,18 +275,50 @@ def _padded_targets(
             )
         if label.numel() and label.is_floating_point():
             raise UsageError(f"target {number}: labels of type {label.dtype}", hint="give integers")
-        label = label.reshape(-1).long()
-        wrong = label[(label < 1) | (label >= num_classes)]
-        if len(wrong):
-            raise UsageError(
-                f"target {number}: label {int(wrong[0])} is out of range",
-                hint=f"the network has the labels 1 to {num_classes - 1}; 0 is the background",
-            )
-        height, width = image.shape[-2:]
-        boxes.append(box.reshape(-1, 4) / box.new_tensor([width, height, width, height]))
+        box, label = box.reshape(-1, 4), label.reshape(-1).long()
+        if not torch.compiler.is_compiling():
+            _check_objects(box, label, num_classes, number)
+        boxes.append(box / box.new_tensor([width, height, width, height]))
         labels.append(label)
     pad = torch.nn.utils.rnn.pad_sequence
     boxes_BG4, labels_BG = pad(boxes, batch_first=True), pad(labels, batch_first=True)
     if not boxes_BG4.shape[1]:  # matching needs one column
         return boxes_BG4.new_zeros(len(boxes), 1, 4), labels_BG.new_zeros(len(labels), 1)
     return boxes_BG4, labels_BG
+
+
+def _as_ltrb(boxes: Any, size: tuple[int, int], number: int) -> Tensor:
+    """Return boxes as left, top, right, bottom; torchvision's `BoundingBoxes` know their format."""
+    plain = torch.as_tensor(boxes)
+    plain = plain if plain.dtype == torch.float64 else plain.float()
+    if (kind := getattr(boxes, "format", None)) is None:
+        return plain
+    if tuple(boxes.canvas_size) != size:
+        raise UsageError(
+            f"target {number}: boxes of an image of {tuple(boxes.canvas_size)} pixels (height, "
+            f"width), the image has {size}"
+        )
+    plain = plain.as_subclass(Tensor)
+    if kind.value == "XYXY":
+        return plain
+    first, extent = plain[..., :2], plain[..., 2:]
+    if kind.value == "XYWH":
+        return torch.cat([first, first + extent], dim=-1)
+    if kind.value == "CXCYWH":
+        return box_cxcywh_to_ltrb(plain)
+    raise UsageError(f"target {number}: boxes of the format {kind.value}", hint="give XYXY")
+
+
+def _check_objects(box: Tensor, label: Tensor, num_classes: int, number: int) -> None:
+    wrong = label[(label < 1) | (label >= num_classes)]
+    if len(wrong):
+        raise UsageError(
+            f"target {number}: label {int(wrong[0])} is out of range",
+            hint=f"the network has the labels 1 to {num_classes - 1}; 0 is the background",
+        )
+    is_box = (box[:, 2:] > box[:, :2]).all(dim=1) & box.isfinite().all(dim=1)
+    if not bool(is_box.all()):
+        raise UsageError(
+            f"target {number}: the box {box[~is_box][0].tolist()} has no area",
+            hint="expected left, top, right, bottom in pixels, right > left and bottom > top",
+        )

@@ -318,7 +318,8 @@ def _adapted(plan: Plan, background: float) -> Plan:
 
     The first steps of a preset that the user names are the same whatever --steps is.
     """
-    plan = adapt_to_data(plan, background)
+    config, rule = adapt_to_data(plan.config, plan.trainable, plan.world_size, background)
+    plan = dataclasses.replace(plan, config=config, rule=rule)
     is_named = plan.config.is_chosen("train.preset")
     length = plan.recipe_steps if is_named else plan.total_steps
     if plan.warmup_steps > length and not plan.config.is_chosen("train.warmup"):

@@ -6,15 +6,11 @@ the rules.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ssdctl.config.settings import Kind, Source
+from ssdctl.config.settings import Config, Kind, Source
 from ssdctl.input.batch import num_background
-
-if TYPE_CHECKING:
-    from ssdctl.training.plan import Plan
 
 FEW_IMAGES = 2500  # with fewer, 65 epochs at batch 32 are less than 5,000 steps
 REFERENCE_BATCH = 8  # `Rule.peak_lr` is for this global batch
@@ -37,44 +33,49 @@ SMALL_DATA = Rule("small-data rule", fewest_samples=8000, fewest_epochs=20, peak
 FINE_TUNING = Rule("fine-tuning rule", fewest_samples=3000, fewest_epochs=10, peak_lr=1e-3)
 
 
-def adapt_to_data(plan: Plan, background: float = 0.0) -> Plan:
+def adapt_to_data(
+    config: Config, images: int, world_size: int, background: float = 0.0
+) -> tuple[Config, str | None]:
     """Apply the rule for few images or for fine-tuning to what the user left at its default.
 
     A preset that the user names is used as it is. Settings that belong together are only changed
     together: the optimizer with its rate and weight decay, the kind of decay with its epochs.
 
     Args:
+        images: Training images with objects.
         background: Fraction of images without objects that the dataset offers.
 
     Returns:
-        The plan; `rule` is a line with the rule's name, reason and changes, if it changed any.
+        The config, and a line with the rule's name, reason and changes; None without changes.
     """
-    config = plan.config.train
-    if plan.config.is_chosen("train.preset") or plan.trainable >= FEW_IMAGES or config.fake_data:
-        return plan
-    rule = SMALL_DATA if config.init is None else FINE_TUNING
-    values = _values(plan, rule, background)
+    train = config.train
+    if config.is_chosen("train.preset") or images >= FEW_IMAGES or train.fake_data:
+        return config, None
+    rule = SMALL_DATA if train.init is None else FINE_TUNING
+    values = _values(config, images, world_size, rule, background)
     if not values:
-        return plan
+        return config, None
     for name, value in values.items():
-        plan = plan.with_value(f"train.{name}", value, Source(Kind.RULE, rule.name))
-    kind = "fine-tuning on" if config.init is not None else "only"
+        config = config.with_value(f"train.{name}", value, Source(Kind.RULE, rule.name))
+    kind = "fine-tuning on" if train.init is not None else "only"
     changes = ", ".join(f"{name} {_text(value)}" for name, value in values.items())
-    line = f"{rule.name} ({kind} {plan.trainable:,} training images): {changes}"
-    return dataclasses.replace(plan, rule=line)
+    line = f"{rule.name} ({kind} {images:,} training images): {changes}"
+    return config, line
 
 
-def _values(plan: Plan, rule: Rule, background: float) -> dict[str, Any]:
+def _values(
+    settings: Config, images: int, world_size: int, rule: Rule, background: float
+) -> dict[str, Any]:
     """Return the new values of those settings that the user did not set."""
-    config, images = plan.config.train, plan.trainable
+    config = settings.train
     values: dict[str, Any] = {}
 
     def is_open(*names: str) -> bool:
-        return not plan.config.is_chosen(*(f"train.{name}" for name in names))
+        return not settings.is_chosen(*(f"train.{name}" for name in names))
 
-    per_batch_size, batch_size = plan.world_size * config.accumulate, plan.batch_size
+    per_batch_size, batch_size = world_size * config.accumulate, int(config.batch_size)
     if is_open("batch_size"):
-        fewest = 2 if plan.config.model.extra_norm == "batch" else 1
+        fewest = 2 if settings.model.extra_norm == "batch" else 1
         values["batch_size"] = batch_size = max(REFERENCE_BATCH // per_batch_size, fewest)
     global_batch = batch_size * per_batch_size
 

@@ -17,7 +17,6 @@ from ssdctl.cli import export
 from ssdctl.cli.command import FITTED
 from ssdctl.config import resolve
 from ssdctl.config.settings import Kind
-from ssdctl.training.plan import Plan
 from ssdctl.training.small_data import adapt_to_data
 
 
@@ -149,8 +148,8 @@ def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
 
 
 def test_help_names_the_defaults_that_few_images_change(cli: Cli) -> None:
-    plan = adapt_to_data(Plan(resolve(environment={}), Path(), 2000, world_size=1))
-    changed = {p for p, source in plan.config.sources.items() if source.kind is Kind.RULE}
+    config, _ = adapt_to_data(resolve(environment={}), 2000, world_size=1)
+    changed = {p for p, source in config.sources.items() if source.kind is Kind.RULE}
     assert changed - {"train.eval_every"} == FITTED
     text = cli("train", "-h").out
     assert "[65 on COCO; fitted below 2,500 images]" in text

@@ -37,7 +37,7 @@ SLOTS = re.compile(r"(?:slots|count|cpus?)\s*=\s*(\S*)", re.IGNORECASE)
 MAX_SLOTS = 65_536  # more than any machine has, and few enough for mpirun's memory
 UNKNOWN_SOCKETS = 2  # Gaudi nodes have two
 # Variables that ranks on other nodes need; mpirun does not export any by default. Each rank sets
-# PT_HPU_AUTOLOAD itself (ssdctl/__init__.py).
+# PT_HPU_AUTOLOAD itself (ssdctl/__main__.py).
 EXPORTED = re.compile(
     r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
     r"GC_KERNEL_PATH|RDMAV_FORK_SAFE|(https?|no|HTTPS?|NO)_(proxy|PROXY)|"

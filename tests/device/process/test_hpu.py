@@ -138,7 +138,7 @@ def test_a_scatter_of_integers_would_run_on_the_host(forms: tuple[str, ...] | No
 AUTOLOAD = """
 import subprocess
 import sys
-{imports}
+import torch
 print("habana_frameworks.torch.core" in sys.modules)
 from ssdctl.device import hpu, open_device
 from ssdctl.errors import UsageError
@@ -152,17 +152,16 @@ except UsageError as error:
 
 
 @pytest.mark.parametrize(
-    ("imports", "loaded", "opened"),
-    [("import ssdctl, torch", "False", "compile"), ("import torch", "True", "refused")],
+    ("autoload", "loaded", "opened"), [("0", "False", "compile"), ("1", "True", "refused")]
 )
-def test_the_bridge_is_not_loaded_before_its_mode_is_set(
-    tmp_path: Path, imports: str, loaded: str, opened: str
+def test_a_bridge_that_is_loaded_in_another_mode_is_refused(
+    tmp_path: Path, autoload: str, loaded: str, opened: str
 ) -> None:
     variables = {k: v for k, v in os.environ.items() if k not in (hpu.MODE, "PT_HPU_AUTOLOAD")}
     path = os.pathsep.join([str(STANDIN), os.environ.get("PYTHONPATH", ""), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", AUTOLOAD.format(imports=imports)],
-        env={**variables, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        [sys.executable, "-c", AUTOLOAD],
+        env={**variables, "PT_HPU_AUTOLOAD": autoload, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )

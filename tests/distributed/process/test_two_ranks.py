@@ -243,6 +243,17 @@ compared = []
 changed_images = open_dataset.changed_images
 open_dataset.changed_images = lambda *a: compared.append(a) or changed_images(*a)
 result = ssdctl.evaluate(checkpoint, data, device="cpu", report="page", progress=False)
+
+import torch
+from torch import distributed as dist
+
+dist.init_process_group(
+    "gloo", init_method=f"file://{data}/group", rank=int(os.environ.pop("RANK")), world_size=2
+)
+again = ssdctl.evaluate(checkpoint, data, device="cpu", progress=False)
+total = torch.ones(1)
+dist.all_reduce(total)  # the group of the caller is kept
+assert (total.item(), again.metrics) == (2, result.metrics)
 print(json.dumps([result.metrics["AP"], result.about.images, len(compared)]))
 """
 
@@ -250,7 +261,8 @@ print(json.dumps([result.metrics["AP"], result.about.images, len(compared)]))
 def test_every_rank_gets_the_evaluation_of_the_library(
     checkpoint: Path, shapes: Path, tmp_path: Path
 ) -> None:
-    """The first rank prepares the dataset and compares its images for all."""
+    """The first rank prepares the dataset and compares its images for all; a process group of the
+    caller serves, too."""
     data = tmp_path / "shapes"
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
     ranks = run_ranks(2, EVALUATE, free_port(), checkpoint, data, start=start_script)
