@@ -120,3 +120,12 @@ def test_a_missing_package_is_named_with_its_command() -> None:
     error = missing_package("onnx", "onnx", "onnxruntime")
     assert "onnx" in str(error)
     assert error.hint == "pip install onnx onnxruntime"
+
+
+def test_functions_are_short() -> None:
+    """The functions of the Python API list their keywords, and explain each."""
+    for name, path in PATHS.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and name != "ssdctl.api":
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= 60, (name, node.name, lines)

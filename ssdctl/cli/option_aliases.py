@@ -133,7 +133,7 @@ def check_local_rank() -> None:
 
 
 def _template(setting: Setting, alias: str) -> tuple[str, str]:
-    """Return the name of an alias (`--hpu` of `--hpu=hpu`) and its template."""
+    """Return the name of an alias, `--hpu` of `--hpu=hpu`, and its template."""
     name, _, constant = alias.partition("=")
     if setting.is_flag:
         return name, setting.flags[constant == "false"]

@@ -122,43 +122,36 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.dataset import WHAT_IS_DROPPED, warning_without_validation
-    from ssdctl.inference.locate import check_weight_sources
-    from ssdctl.training.description import warnings_of_unreached
+    from ssdctl.data.dataset import WHAT_IS_DROPPED
 
     root, size = _dataset_size(call)
     if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     device = _device(call.config.train.device)
-    device.choose_execution(call.config.train.execution)
     plan = _plan(call, device, size)
-    check_weight_sources(call.config)
-    warnings = warnings_of_unreached(plan)
-    if not size.validation and root.exists() and not plan.config.train.fake_data:
-        warnings.insert(0, warning_without_validation(root))
-    for warning in warnings:
-        call.console.warning(warning)
-    if not call.console.as_json:
-        call.console.result(None, aligned(list(_plan_rows(call, plan, device, size).items())))
+    _warn_of_plan(call, plan, root, size)
+    workers = plan.config.train.workers or usable_cores(find_ranks().world_size)
+    if call.console.as_json:
+        recipe = plan.rule or f"preset {plan.config.train.preset}"
+        more = {"recipe": recipe, "workers": workers, "cpu_quota": quota_cores()}
+        call.console.result({**plan.as_json(), **more})
         return
-    workers = plan.config.train.workers or usable_cores(plan.world_size)
-    recipe = plan.rule or f"preset {plan.config.train.preset}"
-    facts = {"recipe": recipe, "workers": workers, "cpu_quota": quota_cores()}
-    call.console.result({**plan.as_json(), **facts})
+    call.console.result(None, aligned(list(_plan_rows(call, plan, device, size, workers).items())))
 
 
 def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
-    """Plan the run, for any device if the user chose a precision but no device."""
+    """Plan for the device; for any device if only the precision is chosen."""
     from ssdctl.training.plan import make_plan, settings_of_run
 
-    config, network = call.config, None
+    config, ranks, network = call.config, find_ranks(), None
     if config.train.init is not None:
         from ssdctl.training.setup import planned_network  # late: torch takes seconds
 
         network = planned_network(config)
+    device.choose_execution(config.train.execution)
     is_any = config.train.device == "auto" and config.is_chosen("train.precision")
-    before, known = settings_of_run(config), None if is_any else device
-    plan = make_plan(config, known, find_ranks(), size, before=before, network=network)
+    known, before = None if is_any else device, settings_of_run(config)
+    plan = make_plan(config, known, ranks, size, before=before, network=network)
     for notice in plan.notices:
         call.console.warning(notice)
     if is_any and plan.precision not in ("auto", *device.precisions):
@@ -169,26 +162,40 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
     return plan
 
 
-def _plan_rows(call: Call, plan: Plan, device: DeviceType, size: DatasetSize) -> dict[str, str]:
-    """Return the lines of a dry run, by name."""
-    from ssdctl.data.coco_json import COCO_NUM_CLASSES
-    from ssdctl.training.description import details, facts
+def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None:
+    from ssdctl.data.dataset import warning_without_validation
+    from ssdctl.inference.locate import check_weight_sources
+    from ssdctl.training import description
 
-    config, quota = plan.config.train, quota_cores()
-    workers = config.workers or usable_cores(plan.world_size)
-    repeated = ", more than there are images: a step uses some of them several times"
-    repeated = repeated if plan.global_batch_size > plan.images else ""
-    validation = min(size.validation, config.overfit or size.validation)
-    precision = AUTO_PRECISION if plan.precision == "auto" else plan.precision
-    chosen = "" if call.config.train.device != "auto" else " (auto)"
+    check_weight_sources(call.config)
+    if not size.validation and root.exists() and not plan.config.train.fake_data:
+        call.console.warning(warning_without_validation(root))
+    for warning in description.warnings_of_unreached(plan):
+        call.console.warning(warning)
+
+
+def _plan_rows(
+    call: Call, plan: Plan, device: DeviceType, size: DatasetSize, workers: int
+) -> dict[str, str]:
+    from ssdctl.data.coco_json import COCO_NUM_CLASSES
+    from ssdctl.training import description
+
+    train, quota = plan.config.train, quota_cores()
+    validation = min(size.validation, train.overfit or size.validation)
     classes = len(size.classes) or COCO_NUM_CLASSES
-    rows = {
-        **facts(plan, size.classes, validation, f"{device.name}{chosen}, precision {precision}"),
+    auto = " (auto)" * (call.config.train.device == "auto")
+    precision = AUTO_PRECISION if plan.precision == "auto" else plan.precision
+    repeated = ", more than there are images: a step uses some of them several times"
+    repeated *= plan.global_batch_size > plan.images
+    rows = description.facts(
+        plan, size.classes, validation, f"{device.name}{auto}, precision {precision}"
+    )
+    rows |= {
         "time": _time(call, plan, device.name, validation, classes),
         "to stop": "Ctrl-C at any time: the run is saved, and the same command continues it",
         "batch": f"{plan.global_batch_size}{repeated}; "
         f"{counted(plan.steps_per_epoch, 'step')} per epoch",
-        "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.lr:g} "
+        "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {train.lr:g} "
         f"(for a batch of 32) x {plan.global_batch_size} / 32",
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
@@ -196,8 +203,9 @@ def _plan_rows(call: Call, plan: Plan, device: DeviceType, size: DatasetSize) ->
         "checkpoints": _disk_needed(plan, classes),
         "run": str(plan.out),
     }
-    more = details(plan) if call.console.verbose else None
-    return {**rows, "details": more} if more else rows
+    if call.console.verbose and (details := description.details(plan)):
+        rows["details"] = details
+    return rows
 
 
 def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:

@@ -182,7 +182,6 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
 
 
 def _find_accelerator() -> str:
-    """Return the device of `auto`: the accelerator that this machine has, else the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     if importlib.util.find_spec("habana_frameworks") is not None:

@@ -89,7 +89,6 @@ def _has_ended(launcher: Path) -> bool:
 
 
 def _write(path: Path, text: str) -> bool:
-    """Write a file for the launch; return whether that succeeded."""
     with contextlib.suppress(OSError):  # the launch is gone, or on another node
         temporary = path.with_name(f"{path.name}.tmp")
         temporary.unlink(missing_ok=True)

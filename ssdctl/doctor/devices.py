@@ -149,7 +149,6 @@ def check_gaudi(doctor: Doctor) -> Iterator[Check]:
 
 
 def _releases(detail: str, driver: str, bridge: str, problem: str) -> Check:
-    """Check that driver and bridge are of the same release."""
     has, needs = (re.match(r"\d+\.\d+", version) for version in (driver, bridge))
     if has and needs and has[0] != needs[0]:
         remedy = f"use the vendor's image of release {has[0]}, or update the driver to {needs[0]}"

@@ -160,7 +160,6 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
 
 
 def _is_unreachable(hub: ModuleType, error: Exception) -> bool:
-    """Return whether there was no answer, or one of a server that is not working."""
     if isinstance(error, hub.errors.HfHubHTTPError):
         status = _status(error)
         return status is not None and status >= 500
@@ -173,7 +172,6 @@ def _status(error: Exception) -> int | None:
 
 
 def _reason(hub: ModuleType, error: Exception) -> str:
-    """Return the first line of an error, or the server's own words, without tokens."""
     text = getattr(error, "server_message", None) or describe_error(error)
     status = _status(error)
     line = redact_urls(text.splitlines()[0][:300])

@@ -268,7 +268,6 @@ def _curve(precision: NDArray[np.float64]) -> list[float]:
 
 
 def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the best F1 over a curve's recalls, and the score threshold that gives it."""
     if not (precision > -1).all():
         return -1.0, -1.0
     f1 = _f1(precision)

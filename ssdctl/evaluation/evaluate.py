@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -80,18 +80,12 @@ def evaluate_files(
     with process_group(ranks, device):
         for file in files:
             checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
-            if len(files) > 1 and any_rank([checkpoint is None], ranks)[0]:
+            is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
+            if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
-            evaluation = evaluate_checkpoint(
-                checkpoint or file,
-                config,
-                device,
-                given=config.explicit_settings(),
-                progress=progress,
-                ranks=ranks,
-                detections_file=detections_file,
-            )
+            found = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
+            evaluation = None if found is None else _score(found, config, detections_file)
             evaluation = broadcast(evaluation, ranks)
             assert evaluation is not None
             yield evaluation
@@ -106,6 +100,15 @@ def _read_unless_deleted(file: Path) -> Checkpoint | None:
         if file.exists():
             raise
         return None
+
+
+def _score(found: DetectedSplit, config: Config, detections_file: Path | None) -> Evaluation:
+    """Score detections, after they are written."""
+    if detections_file is not None:
+        write_bytes(detections_file, msgspec.json.encode(found.detections.to_coco()))
+        count = len(found.detections.scores)
+        log.info("%d detections written to %s", count, detections_file)
+    return found.score(verify=config.evaluate.verify)
 
 
 def _evaluate_results(path: Path, config: Config) -> Evaluation:
@@ -169,36 +172,43 @@ def read_detections(path: Path) -> Detections:
     return Detections(image_ids, boxes, scores, category_ids)
 
 
-def evaluate_checkpoint(
-    source: Path | Checkpoint,
+class DetectedSplit(NamedTuple):
+    """The detections of a checkpoint on a split, ready to be scored."""
+
+    detections: Detections
+    split: Split
+    rows: NDArray[np.int64]  # the images
+    about: EvaluationInfo
+
+    def score(self, *, verify: bool) -> Evaluation:
+        truth, image_ids = read_ground_truth(self.split.index_file), self.split.image_ids[self.rows]
+        return score(truth, self.detections, self.about, image_ids, verify=verify)
+
+
+def detect_on_split(
+    checkpoint: Checkpoint,
     config: Config,
     device: Device,
     *,
-    given: set[str],
     progress: Progress,
     ranks: Ranks = SINGLE_PROCESS,
-    detections_file: Path | None = None,
     name: str | None = None,
-) -> Evaluation | None:
-    """Score one checkpoint, or an ONNX file, on a split; None on ranks other than the first.
+) -> DetectedSplit | None:
+    """Detect with the network of a checkpoint on a split; None on ranks other than the first.
 
-    Each rank detects on its share, the first one scores. The checkpoint's dataset replaces the
-    config's unless `given`, the settings that the call names, has it.
-    `name` replaces the path in messages.
+    The split is of the checkpoint's dataset, unless the call names another one.
 
-    Raises:
-        UsageError, DataError, IntegrityError, NonFiniteError: See the functions called. An error of
-            one rank during detection is raised on every rank.
+    Args:
+        ranks: Each detects on its share of the images.
+        name: Replaces the path in messages.
     """
-    from ssdctl.checkpoint.file import read_model  # late: torch takes seconds
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import open_detector
 
     settings = config.evaluate
-    checkpoint = read_model(source) if isinstance(source, Path) else source
-    data = choose_data(checkpoint, config.data, given)
+    data = choose_data(checkpoint, config.data, config.explicit_settings())
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
     for warning in split.warnings:
@@ -208,23 +218,12 @@ def evaluate_checkpoint(
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
     rows = _rows_to_score(split, settings, what)
     precision = choose_precision(checkpoint, settings, device)
-    thresholds = settings.score_threshold, settings.nms_iou
-    detector = open_detector(checkpoint, device, DetectorConfig(precision, *thresholds))
-    detections = detect(
-        detector,
-        split,
-        rows,
-        batch_size=settings.batch_size,
-        threads=settings.workers or usable_cores(ranks.world_size),
-        ranks=ranks,
-        progress=progress if ranks.is_main else None,
-        category_ids=category_ids,
-    )
-    if detections is None:
-        return None
-    if detections_file is not None:
-        write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
-        log.info("%d detections written to %s", len(detections.scores), detections_file)
+    detector_config = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
+    detector = open_detector(checkpoint, device, detector_config)
+    threads = settings.workers or usable_cores(ranks.world_size)
+    shown = progress if ranks.is_main else None
+    how: dict[str, Any] = {"batch_size": settings.batch_size, "threads": threads, "ranks": ranks}
+    found = detect(detector, split, rows, **how, progress=shown, category_ids=category_ids)
     about = EvaluationInfo(
         source=str(checkpoint.path),
         step=checkpoint.step,
@@ -236,8 +235,7 @@ def evaluate_checkpoint(
         score_threshold=detector.score_threshold,
         warnings=[*split.warnings],
     )
-    truth = read_ground_truth(split.index_file)
-    return score(truth, detections, about, split.image_ids[rows], verify=settings.verify)
+    return None if found is None else DetectedSplit(found, split, rows, about)
 
 
 def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:

@@ -186,7 +186,6 @@ class Reference:
         return [np.concatenate(arrays)[: len(images)] for arrays in outputs]
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
-        """Count the detections of `a` that have no counterpart in `b`."""
         is_same = (
             (np.abs(a[0][:, None] - b[0][None]).max(axis=2, initial=0) <= self._tolerance)
             & (np.abs(a[1][:, None] - b[1][None]) <= self._tolerance)

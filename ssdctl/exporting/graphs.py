@@ -308,7 +308,6 @@ def write_openvino(deployment: Deployment, images: Images, target: Path) -> Diff
 
 @contextlib.contextmanager
 def _converted(openvino: Any, graph: Any, deployment: Deployment) -> Iterator[Path]:
-    """Yield the IR of an ONNX graph in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
         source, file = Path(folder) / "model.onnx", Path(folder) / "model.xml"
         source.write_bytes(graph.SerializeToString())

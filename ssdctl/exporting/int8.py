@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ssdctl.checkpoint.file import read_model
 from ssdctl.config import Config
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluation.evaluate import evaluate_checkpoint
+from ssdctl.evaluation.evaluate import detect_on_split
 from ssdctl.exporting import graphs
 from ssdctl.exporting.deployed import Deployment, Images, Runner, dataset_images
 from ssdctl.files import write_bytes
@@ -100,11 +101,10 @@ def _cost(
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
         path = Path(folder) / "model.onnx"
         path.write_bytes(graphs.with_metadata(graph, measured))
-        evaluation = evaluate_checkpoint(
-            path, config, open_device("cpu"), given={"data.root"}, progress=progress, name=name
-        )
-        assert evaluation is not None  # a single process
-        size = path.stat().st_size
+        device, checkpoint = open_device("cpu"), read_model(path)
+        found = detect_on_split(checkpoint, config, device, progress=progress, name=name)
+        assert found is not None  # a single process
+        evaluation, size = found.score(verify=config.evaluate.verify), path.stat().st_size
     latency_ms = _latency_ms(graphs.runner(graph), measured.batch)
     return Cost(evaluation.metrics["AP"], size, latency_ms)
 

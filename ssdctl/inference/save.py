@@ -197,7 +197,6 @@ WRITERS: dict[SaveFormat, type[Writer]] = {
 
 
 def _address(source: ImageSource, root: Path | None) -> str:
-    """Return the URL or path at which Label Studio finds an image."""
     if source.url or root is None:
         return source.name
     return LOCAL_FILES + quote(source.path.absolute().relative_to(root).as_posix())

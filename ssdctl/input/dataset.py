@@ -146,5 +146,5 @@ class Dataset(torch.utils.data.Dataset[Item]):
         return image, batch.boxes[0][is_real] * IMAGE_SIZE, batch.labels[0][is_real]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Open the store again in another process: its files are mapped into memory."""
+        """Open the store again in another process, because its files are memory-mapped."""
         return functools.partial(Dataset, **self._options), self._arguments

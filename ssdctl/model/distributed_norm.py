@@ -90,7 +90,6 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _track(self, mean_C: Tensor, var_C: Tensor, values: int) -> None:
-        """Update the running statistics; `values` is the number per channel and rank."""
         total = values * self.world_size
         self.num_batches_tracked.add_(1)
         self.running_mean.lerp_(mean_C, self.momentum)

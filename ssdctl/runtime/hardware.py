@@ -67,7 +67,6 @@ def find_hardware() -> Hardware:
 
 
 def _pci_devices(vendor: str) -> list[Path]:
-    """Return a vendor's devices, sorted by PCI address."""
     devices = sorted((SYS / "bus/pci/devices").glob("*"))
     return [path for path in devices if read_text(path / "vendor") == vendor]
 

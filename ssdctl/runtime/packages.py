@@ -135,7 +135,6 @@ def _memory_limit() -> UsageError | None:
 
 
 def _importing_package(error: BaseException) -> str:
-    """Return the package, not ours, whose import raised an error."""
     modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__)]
     names = [str(module).partition(".")[0] for module in modules]
     return next((name for name in names if name in NATIVE_PACKAGES), "")

@@ -260,7 +260,6 @@ class ManifestBuilder:
 
 
 def _given(**fields: Any) -> Manifest:
-    """Return only the fields that have a value."""
     return {name: value for name, value in fields.items() if value}
 
 

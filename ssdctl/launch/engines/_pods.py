@@ -91,7 +91,6 @@ class _Follower:
             time.sleep(POLL_S)
 
     def _pods(self, label: str) -> list[Json]:
-        """Return the pods with a label, the oldest first."""
         pods = self._get("pods", "-l", label).get("items") or []
         return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
@@ -174,7 +173,6 @@ def _reason(state: Json) -> str:
 
 
 def _exit_code(pods: list[Json]) -> int:
-    """Return the exit code of the last pod that ended."""
     for pod in reversed(pods):
         if _installation_failure(pod)[1]:
             break
