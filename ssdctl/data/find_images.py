@@ -169,7 +169,8 @@ class ImageFinder:
         """Find the images whose names are exact paths below one of the usual folders.
 
         Of several such folders, the one that has most images of the same labels is right. A file
-        that a longer path names is not the file of a shorter one.
+        that a longer path of the same split names is that of a shorter one only if they differ in
+        a standard folder: `images/a.jpg` and `a.jpg`.
         """
         exact = [[o for o in possible if o.prefix is not None] for possible in options]
         counts = Counter(
@@ -178,20 +179,26 @@ class ImageFinder:
             for option in possible
         )
         depths = [name.count("/") for name in names]
-        owners: dict[str, int] = {}  # the depth of the longest name, by file
+        owners: dict[str, tuple[str, str | None]] = {}  # the longest name, and its split
         found: list[Found | None] = [None] * len(wanted)
         for row in sorted(range(len(wanted)), key=lambda row: -depths[row]):
             entry, depth = wanted[row], depths[row]
 
             def rank(option: _Option, entry: Wanted = entry, depth: int = depth) -> tuple[int, ...]:
-                is_own = owners.get(option.file, 0) <= depth
+                is_own = owners.get(option.file, ("", None))[0].count("/") <= depth
                 count = counts[entry.labels, entry.split, option.prefix]
                 evidence = option.tail, option.is_in_split, is_own, count
                 return (*evidence, -option.standard, option.num_shared)
 
-            if exact[row] and (best := self._best(entry, exact[row], rank, ambiguous)):
+            free = []
+            for option in exact[row]:
+                longest, split = owners.get(option.file, (names[row], entry.split))
+                lead = longest.removesuffix(names[row]).lower().split("/")
+                is_same = split == entry.split and all(n in self.standard for n in lead if n)
+                free += [option] if longest.count("/") <= depth or is_same else []
+            if free and (best := self._best(entry, free, rank, ambiguous)):
                 found[row] = Found(best.file, is_exact=True)
-                owners.setdefault(best.file, depth)
+                owners.setdefault(best.file, (names[row], entry.split))
         return found
 
     def _name(self, name: str) -> str:

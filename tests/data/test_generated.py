@@ -1,6 +1,6 @@
 """Random datasets in every format are read, trained on and exported as their generator knows them.
 
-    scripts/test tests/data/test_generated.py                     # 200 datasets
+    scripts/test tests/data/test_generated.py                     # 100 datasets, and files of 700
     scripts/test -m slow tests/data/test_generated.py             # 2,000 others, in a few minutes
     SEED=7 scripts/test -m slow tests/data/test_generated.py      # the same again
 
@@ -10,26 +10,32 @@ A failure prints the smallest dataset that shows it, its files and the commands;
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data.generator.tools import TOOLS
-from data.generator.worlds import Layout, Picture, Thing, Tree, World, edited, worlds
-from data.generator.writers import LAYOUTS, WORDS, add_decoys
+from data.generator.worlds import Layout, Picture, Thing, Tree, World, edited, with_val, worlds
+from data.generator.writers import LAYOUTS, WORDS, add_decoys, has_other_categories
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 
-from ssdctl.config import DataConfig, PrepareConfig
-from ssdctl.data.annotations import AUTOMATIC, Annotations, Conversion
+from ssdctl.config import Config, DataConfig, PrepareConfig
+from ssdctl.config.resolve import parse_assignments, resolve
+from ssdctl.data import store_folder
+from ssdctl.data.annotations import AUTOMATIC, Annotations
+from ssdctl.data.dataset import read_dataset
 from ssdctl.data.export_dataset import export_dataset
-from ssdctl.data.open_dataset import annotations_of, open_dataset
+from ssdctl.data.find_images import resolve_images
+from ssdctl.data.open_dataset import annotations_of, open_dataset, prepare_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.report import Outcome
 from ssdctl.data.store import Split, open_splits
@@ -37,16 +43,19 @@ from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
+from ssdctl.runtime.progress import without_progress
 
 COLOR_DISTANCE = 42  # half of that between two colors
 SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
 ALL = {**LAYOUTS, **TOOLS}
+GROWING = {name for name, (layout, _) in LAYOUTS.items() if len(layout.splits) > 1}
 Truth = dict[str, dict[str, Picture]]  # by split and by path below the dataset folder
+GROUP = r"([^/])[^/]*$"  # the first character of the file's name
 Box = tuple[str, float, float, float, float, bool]
 
 
-def write(world: World, root: Path) -> Tree:
-    tree = Tree(root)
+def write(world: World, root: Path, *, is_blank: bool = False) -> Tree:
+    tree = Tree(root, is_blank=is_blank)
     ALL[world.layout][1](world, tree)
     add_decoys(world, tree)
     tree.data, _ = dataset_folders(DataConfig(root=str(tree.data)))
@@ -191,20 +200,19 @@ def check_edit(world: World, tree: Tree, store: Path) -> None:
     after = edited(world)
     layout = ALL[world.layout][0]
     is_possible = layout.empties or world.edit != "add an empty image"
-    if after is None or not is_possible or world.layout in TOOLS:
+    if after is None or not is_possible:
         return
     note(f"then {world.edit}, train, and prepare again")
-    new = write(after, tree.root)
-    for file in tree.files if world.edit == "touch" else tree.files - new.files:
-        file.touch() if file in new.files else file.unlink()
+    new = rewrite(after, tree)
+    for file in new.files if world.edit == "touch" else ():
+        file.touch()
     packed = set(store.glob("images-*"))
     with contextlib.suppress(SsdctlError):
         open_dataset(tree.data, store)
     assert packed <= set(store.glob("images-*")), "training deleted packed images"
     prepare(tree.data, store, PrepareConfig(pack=world.packed, allow_dropped=True), AUTOMATIC)
     truth = present(new, after)
-    lost = {path for path, picture in new.images.items() if picture.is_missing}
-    check_index(tree.data, store, truth, lost, layout)
+    check_index(tree.data, store, truth, lost_of(new), layout)
     for split, opened in open_splits(tree.data, store).items():
         check_pixels(opened, truth[split].values(), layout.tolerance)
 
@@ -221,26 +229,134 @@ def check_summary(outcome: Outcome, truth: Truth) -> None:
         seen |= {picture.gray: report.split for picture in pictures}
 
 
-def check_split(world: World, tree: Tree, store: Path) -> None:
-    """A division has each image once, and is remembered though the labels are touched."""
-    truth = {path: p for path, p in tree.images.items() if not p.is_missing}
-    if len(world.splits) > 1 or len(truth) < 2 or not all(p.things for p in truth.values()):
+def things_of(picture: Picture, kept: Collection[str]) -> Picture:
+    """Return an image with only the objects of the classes that are kept; none: all."""
+    things = tuple(t for t in picture.things if not kept or t.name in kept)
+    return picture._replace(things=things)
+
+
+def check_options(world: World, tree: Tree, cache: Path) -> None:
+    """--split, --group and --classes do what they say, and are remembered after an edit."""
+    images = [p for part in present(tree, world).values() for p in part.values()]
+    names = sorted({t.name for p in images if p.split == "train" for t in p.things})
+    kept = names[: 1 + len(names) // 2] if "classes" in world.options else []
+    is_whole, is_tool = len(world.splits) == 1, world.layout in TOOLS
+    is_grouped = is_whole and "group" in world.options
+    usual = {"prepare.pack": "false", "prepare.allow_dropped": "true", "data.root": str(tree.data)}
+    if kept:
+        has_comma = any("," in name for name in kept)
+        usual["prepare.classes"] = json.dumps(kept) if has_comma else ",".join(kept)
+    chosen = usual | ({"prepare.split": "0.5"} if is_whole else {})
+    chosen |= {"prepare.group": GROUP} if is_grouped else {}
+    if not kept and not is_whole:
         return
-    note("or with --split 0.5, then touch the labels, and train")
-    config = PrepareConfig(pack=False, allow_dropped=True)
-    prepare(tree.data, store, config, Conversion(split=0.5))
-    for file in tree.files:
+    note(f"or with {chosen}, then {sorted(world.options)}")
+    config = config_of(chosen)
+    store = dataset_folders(config.data)[1]
+    try:
+        prepare_dataset(config, force=False, progress=without_progress)
+    except DataError as error:
+        problem = str(error)
+    else:
+        problem = ""
+    if problem:
+        groups = {re.search(GROUP, p.name)[1] for p in images}
+        reasons = {
+            "nothing to train on": not all(things_of(p, kept).things for p in images),
+            "cannot be divided": len(images) < 2,
+            "are in the group": is_grouped and len(groups) < 2,
+        }
+        assert any(is_true and text in problem for text, is_true in reasons.items()), problem
+        return
+    after = world if is_tool else edited(world._replace(edit="move a box"))
+    new = tree if is_tool else rewrite(after, tree)
+    for file in new.files:
         file.touch()
-    open_dataset(tree.data, store)
-    folder = tree.data.parent if tree.data.is_file() else tree.data
-    divided: Truth = {}
-    for split, labels in annotations_of(tree.data, store).items():
-        paths = [os.path.relpath(labels.folder / n, folder) for n in labels.file_names]
-        divided[split] = {path: truth[path] for path in paths if path in truth}
-    assert set(divided) == {"train", "val"}
-    assert sorted([*divided["train"], *divided["val"]]) == sorted(truth)
-    layout = ALL[world.layout][0]
-    check_index(tree.data, store, divided, set(tree.images) - set(truth), layout)
+    cache.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if "read-only" in world.options:
+            patch.setattr(store_folder, "_is_writable", lambda path: cache in (path, *path.parents))
+            patch.setenv("XDG_CACHE_HOME", str(cache))
+        root, used = dataset_folders(config.data)
+        open_dataset(root, used)
+        assert is_tool or ("read-only" in world.options) == (cache in used.parents)
+        check_divided(after, new, used, kept, is_grouped)
+    if is_whole and not is_tool and "later val" in world.options and world.layout in GROWING:
+        after = with_val(after)
+        new = rewrite(after, new)
+        prepare_dataset(config_of(usual), force=False, progress=without_progress)
+        truth = {
+            split: {path: things_of(p, kept) for path, p in part.items()}
+            for split, part in present(new, after).items()
+        }
+        check_index(tree.data, store, truth, lost_of(new), ALL[world.layout][0])
+    shutil.rmtree(store)
+
+
+def check_divided(
+    world: World, tree: Tree, store: Path, kept: Collection[str], is_grouped: bool
+) -> None:
+    """Every image is in one part, groups are whole, and only the kept classes are left."""
+    truth = {
+        split: {path: things_of(p, kept) for path, p in part.items()}
+        for split, part in present(tree, world).items()
+    }
+    if len(world.splits) == 1:
+        (whole,) = truth.values()
+        folder = tree.data.parent if tree.data.is_file() else tree.data
+        for split, labels in annotations_of(tree.data, store).items():
+            paths = [os.path.relpath(labels.folder / n, folder) for n in labels.file_names]
+            truth[split] = {path: whole[path] for path in paths if path in whole}
+        assert set(truth) == {"train", "val"}
+        assert sorted([*truth["train"], *truth["val"]]) == sorted(whole)
+        if is_grouped:
+            first, second = ({re.search(GROUP, p)[1] for p in part} for part in truth.values())
+            assert not first & second, "a group is in both parts"
+    check_index(tree.data, store, truth, lost_of(tree), ALL[world.layout][0])
+    names = {c.name for c in open_splits(tree.data, store)["train"].classes}
+    assert not kept or names == set(kept)
+
+
+def lost_of(tree: Tree) -> set[str]:
+    return {path for path, picture in tree.images.items() if picture.is_missing}
+
+
+def config_of(values: Mapping[str, str]) -> Config:
+    texts = (f"{key}={value}" for key, value in values.items())
+    return resolve(overrides=parse_assignments(texts), environment={}, default_file=False).config
+
+
+def rewrite(world: World, tree: Tree) -> Tree:
+    """Write another world in place of a tree."""
+    new = write(world, tree.root)
+    for file in tree.files - new.files:
+        file.unlink()
+    return new
+
+
+def check_files(world: World, folder: Path) -> None:
+    """Every label file's boxes go to the image file that it means."""
+    tree = write(world, folder / world.root, is_blank=True)
+    listing = "\n  ".join(sorted(str(p.relative_to(folder)) for p in tree.files))
+    note(f"{world.layout} {sorted(world.flags)} in {folder}:\n  {listing}")
+    root = tree.data.parent if tree.data.is_file() else tree.data
+    try:
+        found = resolve_images(read_dataset(tree.data, AUTOMATIC))
+    except DataError as error:
+        check_refusal(world, f"{error} {error.hint or ''}")
+        return
+    assert not is_ambiguous(world), "an image was guessed"
+    read = {}
+    for split, (labels, num_bytes) in found.items():
+        boxes = [sorted(box[0] for box in row) for row in boxes_by_row(labels)]
+        paths = (os.path.relpath(labels.folder / name, root) for name in labels.file_names)
+        rows = zip(paths, boxes, num_bytes, strict=True)
+        if images := {path: names for path, names, size in rows if size is not None}:
+            read[split] = images
+    assert read == {
+        split: {path: sorted(t.name for t in p.things) for path, p in part.items()}
+        for split, part in present(tree, world).items()
+    }
 
 
 def is_ambiguous(world: World) -> bool:
@@ -274,16 +390,19 @@ def check_world(world: World, folder: Path) -> None:
         shlex.join(["ssdctl", "dataset", "export", str(tree.data), "--to", target, "--out", "out"])
     )
     check_export(tree.data, store, target, truth, layout)
-    check_split(world, tree, store.with_name("divided"))
-    check_edit(world, tree, store)
+    check_options(world, tree, folder / "cache")
+    if world.layout not in TOOLS:
+        for file in tree.root.rglob("*.*"):
+            file.unlink()
+        check_edit(world, write(world, tree.root), store)
 
 
 def check_outcome(world: World, tree: Tree, store: Path, outcome: Outcome) -> None:
     """The index has what is there; what is missing, or in two splits, is reported."""
     assert not is_ambiguous(world), "an image was guessed"
+    assert not has_other_categories(world), "splits have other categories"
     layout = ALL[world.layout][0]
-    lost = {path for path, picture in tree.images.items() if picture.is_missing}
-    truth = present(tree, world)
+    lost, truth = lost_of(tree), present(tree, world)
     check_index(tree.data, store, truth, lost, layout)
     if any(tree.images[path].things for path in lost):
         check_report(world, texts(outcome))
@@ -298,7 +417,9 @@ def check_outcome(world: World, tree: Tree, store: Path, outcome: Outcome) -> No
 
 
 def check_refusal(world: World, text: str) -> None:
-    if is_ambiguous(world):
+    if has_other_categories(world):
+        assert "different categories" in text
+    elif is_ambiguous(world):
         assert any(name in text for name in world.decoys), text
     else:
         check_report(world, text)
@@ -312,7 +433,13 @@ def check_report(world: World, text: str) -> None:
     assert any(name in text for name in names), f"names no missing image: {text}"
 
 
-def run(layout: str, folder: Path, count: int, number: int | None) -> None:
+def run(
+    layout: str,
+    folder: Path,
+    count: int,
+    number: int | None,
+    check_one: Callable[[World, Path], None] = check_world,
+) -> None:
     """Check `count` datasets; without a seed always the same."""
 
     @settings(
@@ -328,7 +455,7 @@ def run(layout: str, folder: Path, count: int, number: int | None) -> None:
     def check(world: World) -> None:
         note(f"SEED={number}")
         shutil.rmtree(folder / "case", ignore_errors=True)
-        check_world(world, folder / "case")
+        check_one(world, folder / "case")
 
     (check if number is None else seed(number)(check))()
 
@@ -336,13 +463,15 @@ def run(layout: str, folder: Path, count: int, number: int | None) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_datasets(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "ssdctl")
-    run(layout, tmp_path, 200 // len(LAYOUTS) + 1, None)
+    run(layout, tmp_path, 3, None)
+    run(layout, tmp_path, 15, None, check_files)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_random_datasets(layout: str, tmp_path: Path) -> None:
     run(layout, tmp_path, 2_000 // len(LAYOUTS) + 1, SEED)
+    run(layout, tmp_path, 500, SEED, check_files)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ CLASSES = (
     ),
     "null",
 )
+OPTIONS = ("classes", "group", "read-only", "later val", "other categories")
 DECOYS = (
     "aaa",
     "overlay",
@@ -157,6 +159,7 @@ class World(NamedTuple):
     small_decoys: bool  # of half the size
     packed: bool
     edit: str  # what becomes of it once it is prepared
+    options: frozenset[str]  # of `prepare`, and what else happens to it
 
     def of(self, split: str) -> list[Picture]:
         return [picture for picture in self.pictures if picture.split == split]
@@ -197,11 +200,18 @@ def paint(picture: Picture, *, is_decoy: bool = False, is_small: bool = False) -
     return buffer.getvalue()
 
 
+@cache
+def blank(width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("1", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 class Tree:
     """A dataset folder as it is written, and the image of every file that its labels mean."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, is_blank: bool = False) -> None:
+        self.root, self.is_blank = root, is_blank
         self.images: dict[str, Picture] = {}
         self.data = root  # what --data is given
         self.files: set[Path] = set()
@@ -210,7 +220,7 @@ class Tree:
         assert path not in self.images
         self.images[path] = picture
         if not picture.is_missing:
-            self.write(path, paint(picture))
+            self.write(path, blank(*picture[4:6]) if self.is_blank else paint(picture))
         return path
 
     def write(self, path: str, content: str | bytes) -> None:
@@ -264,7 +274,7 @@ def worlds(draw: st.DrawFn, layouts: dict[str, Layout]) -> World:
     """Draw a dataset: what decides is drawn one by one, so that failures shrink to few of it."""
     name = draw(st.sampled_from(sorted(layouts)))
     layout = layouts[name]
-    flags = draw(st.sets(st.sampled_from(layout.flags), max_size=3)) if layout.flags else set()
+    flags = {flag for flag in layout.flags if draw(st.booleans())}
     names = _names(CLASSES, layout)
     classes = draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True))
     splits = layout.splits[: draw(st.integers(1, len(layout.splits)))]
@@ -323,6 +333,7 @@ def worlds(draw: st.DrawFn, layouts: dict[str, Layout]) -> World:
         small_decoys=draw(st.booleans()),
         packed=draw(st.booleans()),
         edit=draw(st.sampled_from(EDITS)),
+        options=frozenset(option for option in OPTIONS if draw(st.booleans())),
     )
 
 
@@ -333,6 +344,13 @@ def _copy(pictures: list[Picture], count: int) -> None:
     for k, original in list(zip(others, originals, strict=False))[:count]:
         split, folder, stem = pictures[k][:3]
         pictures[k] = original._replace(split=split, folder=folder, stem=stem)
+
+
+def with_val(world: World) -> World:
+    """Return a world of one split with a validation image: a copy of one to train on."""
+    first = next(p for p in world.pictures if p.things and not p.is_missing)
+    later = first._replace(split="val", stem="later", gray=8 + 16 * len(world.pictures))
+    return world._replace(pictures=(*world.pictures, later))
 
 
 def edited(world: World) -> World | None:

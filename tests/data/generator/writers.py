@@ -16,7 +16,7 @@ from functools import partial
 from xml.sax.saxutils import escape, quoteattr
 
 import yaml
-from data.generator.worlds import Layout, Picture, Thing, Tree, World, paint
+from data.generator.worlds import Layout, Picture, Thing, Tree, World, blank, paint
 
 Write = Callable[[World, Tree], None]
 WORDS = {"train": "train", "val": "valid", "test": "test"}  # Roboflow's
@@ -34,6 +34,12 @@ def table(rows: Iterable[Iterable[object]], **options: object) -> str:
 
 
 # COCO: https://cocodataset.org/#format-data
+
+
+def has_other_categories(world: World) -> bool:
+    """Return whether splits list other categories; only COCO's files can."""
+    is_possible = len(world.splits) > 1 < len(world.classes) and world.layout.startswith("coco")
+    return is_possible and "other categories" in world.options
 
 
 def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = False) -> None:
@@ -71,6 +77,8 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
                     }
                 )
         categories = [{"id": i, "name": name, "supercategory": "none"} for name, i in ids.items()]
+        if has_other_categories(world) and split != "train":
+            categories.reverse()
         content = {"images": entries, "annotations": boxes, "categories": categories}
         tree.write(file, json.dumps(content))
         text += (
@@ -326,7 +334,7 @@ def via_json(world: World, tree: Tree) -> None:
     for split in world.splits:
         entries = {}
         for picture in world.of(split):
-            tree.image(f"{split}/{picture.name}", picture)
+            file = tree.root / tree.image(f"{split}/{picture.name}", picture)
             regions: list[object] = []
             for thing in picture.things:
                 left, top, right, bottom = corners(thing)
@@ -337,7 +345,7 @@ def via_json(world: World, tree: Tree) -> None:
                     shape = {"name": "polygon", "all_points_x": xs, "all_points_y": ys}
                 attributes = {"name": thing.name}
                 regions.append({"shape_attributes": shape, "region_attributes": attributes})
-            size = len(paint(picture))
+            size = file.stat().st_size if file.is_file() else 0
             entry = {"filename": picture.name, "size": size, "file_attributes": {}}
             numbered = {str(n): region for n, region in enumerate(regions)}  # version 1
             entry["regions"] = numbered if "version 1" in world.flags else regions
@@ -479,10 +487,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         Layout(("polygons", "ellipses", "turned", "data is the file"), classes="all"), cvat_xml
     ),
     "openimages": (
-        # An image without boxes is read if its folder has labeled ones: folders are not searched.
-        Layout(
-            ("quoted", "suffixes"), "stored", named=False, crowds=True, empties=False, suffixes=(".jpg",)
-        ),
+        Layout(("quoted", "suffixes"), "stored", named=False, crowds=True, suffixes=(".jpg",)),
         openimages,
     ),
     "kitti": (Layout(("scores",), "stored", named=False), partial(kitti, folder="{split}")),
@@ -530,4 +535,8 @@ def add_decoys(world: World, tree: Tree) -> None:
                 target = f"{place.removesuffix(picture.suffix)}{suffix}"
                 if target not in tree.images:
                     decoy = picture._replace(suffix=suffix, mode="RGB", turn=1)
-                    tree.write(target, paint(decoy, is_decoy=True, is_small=world.small_decoys))
+                    size = decoy[4] // 2, decoy[5] // 2
+                    drawn = blank(*size) if world.small_decoys else blank(*decoy[4:6])
+                    if not tree.is_blank:
+                        drawn = paint(decoy, is_decoy=True, is_small=world.small_decoys)
+                    tree.write(target, drawn)
