@@ -32,6 +32,24 @@ def on_files(files: Any, *, config: Any) -> None:
             files.append(File.generated(config, name, content=text))
 
 
+# Wide tables get their scrolling frame when the page is shown.
+FOCUSABLE = """<script>
+document$.subscribe(() => setTimeout(() => {
+  const frames = document.querySelectorAll(".md-typeset__scrollwrap, pre > code")
+  for (const frame of frames) frame.tabIndex = 0
+}))
+</script>
+</body>"""
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Keep a page from asking another host for the repository's stars; name its dialog, and let
+    the keyboard scroll code and tables."""
+    output = output.replace(' data-md-component="source"', "")
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+    return output.replace("</body>", FOCUSABLE)
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Rewrite the links of a page from the repository's paths to the site's.
 

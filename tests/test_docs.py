@@ -120,44 +120,63 @@ COCO = {
 DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
 
 
+# What is wrong, how to make it so, and the message: the table of docs/custom-dataset.md.
+MISTAKES: list[tuple[str, str, Any, str]] = [
+    ("images without labels", "files", ["a.jpg", "b.jpg"], "these images have no labels"),
+    ("an archive that was not unpacked", "files", ["a.zip"], "no dataset found, but 1 .zip file"),
+    ("TFRecord files", "files", ["a.tfrecord"], "no dataset found, but 1 TFRecord file"),
+    ("a bucket's URL", "url", "s3://bucket/photos", "is a URL, not a local folder"),
+    ("a misspelled key", "toml", ("images", "image"), "unknown key 'train.image'"),
+    ("a path out of the folder", "toml", ("photos", "../a"), "'../a' is not a plain path below"),
+    ("no such annotation file", "toml", ("labels", "label"), "no such annotation file (split train)"),
+    ("no such image folder", "toml", ("photos", "fotos"), "no such image folder (split train)"),
+    ("images missing", "images", {"file_name": "b.jpg"}, "images are missing, among them b.jpg"),
+    ("an id that is not listed, such as 0", "annotations", {"category_id": 0},
+     "annotation of a category that is not listed, dropped"),
+    ("names as ids", "annotations", {"category_id": "car"}, "Expected int, got str - at"),
+    ("width and height swapped", "images", {"width": 120, "height": 160},
+     "another size than annotated (160 x 120, not 120 x 160)"),
+    ("boxes as left, top, right, bottom", "annotations", {"bbox": [60, 60, 140, 110]},
+     "box clipped to its image"),
+    ("no box at all", "annotations", {"bbox": [10, 10, 5, -1]},
+     "no training image has a box to learn from"),
+]  # fmt: skip
+
+
+def test_the_table_of_mistakes_has_these() -> None:
+    page = (ROOT / "docs/custom-dataset.md").read_text(encoding="utf-8")
+    table = page.partition("| mistake | message |\n|---|---|\n")[2]
+    rows = "".join(f"| {name} | `{message}` |\n" for name, _, _, message in MISTAKES)
+    assert table.startswith(rows), rows
+    assert not table.removeprefix(rows).startswith("|")
+
+
 @pytest.mark.parametrize(
-    ("what", "changes", "message"),
-    [
-        ("toml", ("images", "image"), "unknown key 'train.image'"),
-        ("toml", ("photos", "../a/photos"), "'../a/photos' is not a plain path below"),
-        ("toml", ("labels", "label"), "no such annotation file (split train)"),
-        ("toml", ("photos", "fotos"), "no such image folder (split train)"),
-        ("images", {"file_name": "nine.jpg"}, "images are missing, among them nine.jpg"),
-        ("annotations", {"category_id": 0}, "annotation of a category that is not listed, dropped"),
-        ("annotations", {"category_id": "car"}, "not in COCO's format: Expected int, got str - at"),
-        (
-            "images",
-            {"width": 120, "height": 160},
-            "another size than annotated (160 x 120, not 120 x 160)",
-        ),
-        ("annotations", {"bbox": [60, 60, 140, 110]}, "box clipped to its image"),
-        ("annotations", {"bbox": [10, 10, 5, -1]}, "no training image has a box to learn from"),
-    ],
+    ("what", "changes", "message"), [row[1:] for row in MISTAKES], ids=[row[0] for row in MISTAKES]
 )
 def test_mistakes_with_data_get_the_message_of_the_page(
     what: str, changes: Any, message: str, tmp_path: Path, cli: Cli
 ) -> None:
-    root = tmp_path / "outside"
+    root: Any = tmp_path / "outside"
     (root / "photos").mkdir(parents=True)
-    Image.new("RGB", (160, 120)).save(root / "photos/a.jpg")
     content = copy.deepcopy(COCO)
-    if what != "toml":
-        content[what][0].update(changes)
-    (root / "labels.json").write_text(json.dumps(content))
-    old, new = changes if what == "toml" else ("", "")
-    (root / "dataset.toml").write_text(DATASET.replace(old, new, 1))
+    if what == "url":
+        root = changes
+    elif what == "files":
+        for name in changes:
+            (root / name).touch()
+    else:
+        Image.new("RGB", (160, 120)).save(root / "photos/a.jpg")
+        if what != "toml":
+            content[what][0].update(changes)
+        (root / "labels.json").write_text(json.dumps(content))
+        old, new = changes if what == "toml" else ("", "")
+        (root / "dataset.toml").write_text(DATASET.replace(old, new, 1))
     result = cli("prepare", "--data", root)
     if "learn from" in message:
         result = cli("train", "--data", root, "--dry-run")
-    assert result.code in (0, 3)
+    assert result.code in (0, 2, 3)
     assert message in " ".join((result.out + result.err).replace("\u2502", " ").split())
-    page = (ROOT / "docs/custom-dataset.md").read_text(encoding="utf-8")
-    assert any(span and span in message for span in spans(page)) or message in page, message
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda p: p.name)

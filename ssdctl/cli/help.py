@@ -29,6 +29,7 @@ from ssdctl.cli.console import painted
 MAX_WIDTH = 120  # longer lines are hard to read
 EXAMPLES = "\n\nExamples\n"  # between the description and the examples in `Command.help`
 MAX_SHORT_EXAMPLES = 3
+ZSH_DESCRIPTION = 44  # characters, beside the longest option in 80 columns
 COMMON = "Common"  # the heading of the options that every command has
 COMPLETION_VARIABLE = "_SSDCTL_COMPLETE"
 BASH_WORDS, BASH_POSITION = "COMP_WORDS", "COMP_CWORD"
@@ -222,7 +223,13 @@ def _keep_help_plain() -> None:
     with contextlib.suppress(ImportError):  # this release of typer does not render it
         from typer import _completion_classes
 
-        vars(_completion_classes)["_sanitize_help_text"] = str
+        is_zsh = os.environ.get(COMPLETION_VARIABLE) == "complete_zsh"
+        vars(_completion_classes)["_sanitize_help_text"] = _first_words if is_zsh else str
+
+
+def _first_words(text: str) -> str:
+    """Shorten a description at a word: zsh cuts it at the end of its line."""
+    return textwrap.shorten(text, ZSH_DESCRIPTION, placeholder="...")
 
 
 def _words(text: str) -> list[str]:

@@ -323,7 +323,7 @@ def lost_of(tree: Tree) -> set[str]:
 
 def config_of(values: Mapping[str, str]) -> Config:
     texts = (f"{key}={value}" for key, value in values.items())
-    return resolve(overrides=parse_assignments(texts), environment={}, default_file=False).config
+    return resolve(overrides=parse_assignments(texts), environment={}, default_file=False)
 
 
 def rewrite(world: World, tree: Tree) -> Tree:
@@ -346,6 +346,8 @@ def check_files(world: World, folder: Path) -> None:
         check_refusal(world, f"{error} {error.hint or ''}")
         return
     assert not is_ambiguous(world), "an image was guessed"
+    classes = [c.name for c in next(iter(found.values()))[0].classes]
+    assert ALL[world.layout][0].classes != "all" or classes == list(world.classes)
     read = {}
     for split, (labels, num_bytes) in found.items():
         boxes = [sorted(box[0] for box in row) for row in boxes_by_row(labels)]

@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, Cli, Result
+from conftest import Cli, Result
 
 from ssdctl import files
-from ssdctl.checkpoint.file import load_checkpoint
-from ssdctl.runs.layout import RunDir
 
 WRITES = os.O_EXCL | os.O_APPEND | os.O_TRUNC  # else it is a lock file, which stays empty
 
@@ -100,14 +98,3 @@ def test_prepare(shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.Mon
     out = tmp_path / "out"
     prepare = ("prepare", "--data", shapes, "--store", out, "--jobs", 1)
     assert len(check_each_write(lambda: cli(*prepare), out, monkeypatch)) > 4
-
-
-@pytest.mark.slow
-def test_train(shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file of a run of two steps with an evaluation; what was saved is continued."""
-    out = tmp_path / "out"
-    train = ("train", "--data", shapes, "--out", out, "--steps", 2, *TINY_RUN.split())
-    assert cli(*train).code == 0  # the index of the dataset is written once
-    paths = check_each_write(lambda: cli(*train), out, monkeypatch)
-    assert {p.name for p in paths} >= {"metrics.jsonl"}
-    assert load_checkpoint(RunDir(out).last).step == 2

@@ -31,6 +31,7 @@ from ssdctl.data.annotations import (
     split_of,
 )
 from ssdctl.data.coco_json import decode, read_content
+from ssdctl.data.find_images import ImageFinder, located
 from ssdctl.data.image_files import files_below, in_threads, size_or_none
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import open_regular, read_errors, read_limited, read_text
@@ -260,6 +261,26 @@ def from_upright_images(
     with_sizes = {split: in_threads(sized, images) for split, images in splits.items()}
     annotations = from_images(with_sizes, classes, root, origin, notes)
     return {split: part._replace(upright=True) for split, part in annotations.items()}
+
+
+def from_files(
+    root: Path,
+    images: Mapping[Path, Mapping[str, LabeledImage]],
+    image_dir: str | None,
+    notes: list[str],
+    classes: Sequence[str] | None = None,
+) -> dict[str, Annotations]:
+    """Return annotations of label files, each of a split, that list images by name, without sizes.
+
+    The classes are sorted by name if none are given.
+
+    Raises:
+        DataError: See `by_split` and `located`.
+    """
+    chosen = by_split(root, [*images], images.__getitem__, notes)
+    splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
+    found = located(ImageFinder(root, image_dir=image_dir), splits, notes)
+    return from_upright_images(root, found, classes, next(iter(images)), notes)
 
 
 def csv_header(path: Path) -> list[str]:

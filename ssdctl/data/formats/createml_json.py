@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage
-from ssdctl.data.find_images import ImageFinder, located
-from ssdctl.data.formats import by_split, from_upright_images, json_files, read_json
+from ssdctl.data.formats import from_files, json_files, read_json
 from ssdctl.data.image_files import dataset_folder
 from ssdctl.errors import DataError
 
@@ -55,11 +54,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     root, notes, files = dataset_folder(path), list[str](), _files(path)
     if not files:
         raise DataError(f"{path}: no JSON file of Create ML (a list of images with annotations)")
-    images = {file: _images(file) for file in files}
-    chosen = by_split(root, files, images.__getitem__, notes)
-    splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
-    found = located(ImageFinder(root, image_dir=image_dir), splits, notes)
-    return from_upright_images(root, found, None, files[0], notes)
+    return from_files(root, {file: _images(file) for file in files}, image_dir, notes)
 
 
 def _images(file: Path) -> dict[str, LabeledImage]:

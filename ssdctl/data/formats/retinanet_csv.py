@@ -12,15 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage
-from ssdctl.data.find_images import ImageFinder, located
-from ssdctl.data.formats import (
-    by_split,
-    csv_files,
-    csv_header,
-    csv_rows,
-    from_upright_images,
-    numbers,
-)
+from ssdctl.data.formats import csv_files, csv_header, csv_rows, from_files, numbers
 from ssdctl.data.image_files import dataset_folder, is_image
 from ssdctl.errors import DataError
 
@@ -69,12 +61,8 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     if not files:
         raise DataError(f"{path}: no CSV file with rows of {','.join(ORDER)}")
     images = {file: _images(file) for file in files}
-    chosen = by_split(root, files, images.__getitem__, notes)
-    splits = {split: (file, [*images[file].values()]) for split, file in chosen.items()}
-    used = {b.name for _, part in splits.values() for image in part for b in image.boxes}
-    classes = _classes(root, used)
-    found = located(ImageFinder(root, image_dir=image_dir), splits, notes)
-    return from_upright_images(root, found, classes, files[0], notes)
+    used = {box.name for part in images.values() for i in part.values() for box in i.boxes}
+    return from_files(root, images, image_dir, notes, _classes(root, used))
 
 
 def _images(file: Path) -> dict[str, LabeledImage]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -113,6 +114,14 @@ def test_the_help_of_an_option_stays_on_its_line() -> None:
     )
     assert "--resume-changed\t" in done.stdout
     assert [line for line in done.stdout.splitlines() if not line.startswith("-")] == []
+
+
+def test_descriptions_of_zsh_end_at_words() -> None:
+    shown = ask("zsh", _TYPER_COMPLETE_ARGS="ssdctl train --").stdout
+    texts = re.findall(r'"--[\w-]+":"([^"]*)"', shown)
+    assert len(texts) > 40
+    assert max(map(len, texts)) <= 44
+    assert any(text.endswith("...") for text in texts)
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")

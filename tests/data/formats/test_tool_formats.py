@@ -74,12 +74,6 @@ def test_a_broken_row_is_named(tmp_path: Path, row: str) -> None:
         read(tmp_path, f"a.png,10,20,40,35,bolt\n{row}\n", "boxes.csv")
 
 
-def test_a_file_of_class_numbers_gives_their_order(tmp_path: Path) -> None:
-    exports.tree(tmp_path, {"classes.csv": "nut,0\nbolt,1\n"})
-    splits = read(tmp_path, "a.png,10,20,40,35,bolt\n", "boxes.csv")
-    assert [c.name for c in splits["train"].classes] == ["nut", "bolt"]
-
-
 @pytest.mark.parametrize(
     ("attributes", "name"),
     [

@@ -64,18 +64,9 @@ def test_lists_difficult_parts_and_pixels_from_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("images", "labels", "train", "val"),
     [
-        # XML files beside the images, in a folder per split
-        ("train/a valid/a test/a", "train/a valid/a test/a", "train/a", "valid/a"),
         ("Train/a Val2017/a Test/a", "Train/a Val2017/a Test/a", "Train/a", "Val2017/a"),
         # Folders of other names, and another image of the same name
         ("images/a images/b cover/a", "annots/a annots/b", "images/a images/b", ""),
-        # The same names in the folders of two splits
-        (
-            "images/train/a images/test/a images/test/b",
-            "annotations/train/a annotations/test/a annotations/test/b",
-            "images/train/a",
-            "images/test/a images/test/b",
-        ),
         # Images in folders of splits, all labels in one
         ("photos/train/a photos/train/b photos/val/c", "Annotations/a Annotations/b Annotations/c",
          "photos/train/a photos/train/b", "photos/val/c"),

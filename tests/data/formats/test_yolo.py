@@ -68,19 +68,15 @@ CVAT_LISTS = {
         ("images/t/a", "", NAMES + "path: ../datasets/x\ntrain: images/t\n", {}),
         ("train/images/a", "", NAMES + "path: /elsewhere/data\ntrain: train/images\n", {}),
         ("images/one/a", "", NAMES + "train: [images/one, images/one]\n", {}),
-        ("images/a", "", NAMES, {}),
         ("train/a", "", NAMES, {}),
         ("images/train2017/a", "", NAMES + "kpt_shape: [2, 3]\n", {}),
         # Lists of images, in files and in data.yaml
-        ("images/a images/b", "images/c", NAMES + "train: T.txt\nval: V.txt\n",
-         {"T.txt": "\n".join(LISTED[0]), "V.txt": LISTED[1][0]}),
         ("images/a images/b", "images/c", f"{NAMES}train: {[*LISTED[0]]}\nval: {[*LISTED[1]]}\n", {}),
         # Subsets of CVAT, which writes a byte order mark
         ("obj_train_data/a", "obj_valid_data/a", None, {"obj.names": "\ufeffno\r\n"}),
         ("obj_Train_data/a", "obj_Validation_data/a", None, {"obj.names": "no"}),
         ("images/Train/a", "images/x/b", f"{NAMES}path: .\nTrain: T.txt\nValidation: V.txt", CVAT_LISTS),
         ("images/Train/a", "images/Val/a", None, {"obj.names": "no"}),
-        ("train/images/a", "validation/images/a", None, {"obj.names": "no"}),
     ],
 )  # fmt: skip
 def test_where_images_are(

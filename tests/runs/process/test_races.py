@@ -18,15 +18,12 @@ from typing import Any
 
 import pytest
 from conftest import Result
-from helpers import ForkedProcess, records, train_command, wait_for
+from helpers import ForkedProcess, wait_for
 
-from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.cli.main import main
-from ssdctl.data.shapes import generate
 from ssdctl.errors import UsageError
 from ssdctl.files import TEMPORARY_SUFFIX
 from ssdctl.runs import layout
-from ssdctl.runs.layout import RunDir
 
 START_S = 0.02  # both forks are waiting by then
 ROUNDS = int(os.environ.get("RACES", "5"))
@@ -96,29 +93,6 @@ def test_the_lock_has_one_owner(
         assert sorted(e.code for e in ended) == [0, 2], ended
         assert len(list(out.iterdir())) == 1, number
         refused.unlink()
-
-
-@pytest.mark.slow
-def test_two_trainings_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "WAIT_S", 0.0)
-    generate(tmp_path / "data", num_train=2, num_val=1)  # the evaluation is most of the time
-    train = partial(train_command, tmp_path / "data")
-    # It also prepares the dataset.
-    import_modules_of(command(*train(tmp_path / "first", "--steps", 1)))
-    assert RunDir(tmp_path / "first").last.is_file()
-    for number in range(ROUNDS):
-        run = RunDir(tmp_path / str(number))
-        ended = run_twice(command(*train(run.path, "--steps", 1)))
-        assert sorted(e.code for e in ended) in ([0, 2], [0, 0]), ended
-        # On a busy machine the second one may ask for the lock after the first one's end.
-        refused = [e for e in ended if e.code == 2]
-        late = [e for e in ended if "nothing left to train" in e.err]
-        assert len(refused) + len(late) == 1, ended
-        assert all(str(run.path) in e.err for e in refused)
-        assert load_checkpoint(run.last).step == 1
-        assert [r["step"] for r in records(run.path, "train")] == [1], number
-        assert not leftovers(run.path)
-        assert not run.lock.exists()
 
 
 @pytest.mark.slow

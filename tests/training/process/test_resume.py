@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +13,9 @@ from conftest import Cli
 from helpers import assert_same_state, last, records
 
 from ssdctl.checkpoint.file import load_checkpoint
-from ssdctl.checkpoint.folder import CheckpointFolder, save_checkpoint
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.training.saver import Saver
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
@@ -52,20 +50,6 @@ def test_images_without_objects_train_and_resume_bit_equal(tmp_path: Path, train
     assert "background" in train("--steps", 8, "--background", 0, "--bs", 4, code=2)
 
 
-def test_resuming_from_an_earlier_step_retires_later_checkpoints(run: Path, train: Train) -> None:
-    often = ["--save-every", "1st", "--keep", 9]
-    train(*often, "--steps", 6)
-    train(*often, "--steps", 5, "--resume", run / "checkpoints/step-00000004.pt")
-    names = sorted(p.name for p in (run / "checkpoints").glob("step-*"))
-    assert names[-3:] == [
-        "step-00000005.pt",
-        "step-00000005.pt.retired",
-        "step-00000006.pt.retired",
-    ]
-    assert last(run).step == 5
-    assert steps(run) == [1, 2, 3, 4, 5]
-
-
 def test_only_names_of_steps_are_checkpoints_of_a_run(run: Path) -> None:
     for name in ("step-100000000-good.pt", "step-.pt", "step-100000000.pt"):
         (run / "checkpoints" / name).touch()
@@ -87,7 +71,7 @@ def with_best(run: Path, step: int, ap: float) -> None:
     for path in (run / "checkpoints").glob("*.pt"):
         content = torch.load(path, weights_only=True)
         if content["step"] > step or (content["step"] == step and path.name == "best.pt"):
-            save_checkpoint(path, {**content, "best_ap": ap})
+            torch.save({**content, "best_ap": ap}, path)
 
 
 def test_going_back_leaves_no_file_of_the_branch_that_it_leaves(run: Path, train: Train) -> None:
@@ -111,27 +95,6 @@ def test_going_back_leaves_no_file_of_the_branch_that_it_leaves(run: Path, train
     names = sorted(p.name for p in checkpoints.glob("*.pt*"))
     assert names == ["best.pt", "last.pt", "step-00000005.pt"]
     assert load_checkpoint(checkpoints / "best.pt").step == 3
-
-
-def test_a_start_that_trains_nothing_repairs_links_and_describes_nothing(
-    run: Path, train: Train
-) -> None:
-    checkpoints = run / "checkpoints"
-    described = (run / "config.toml").read_bytes(), (run / "environment.json").read_bytes()
-    train("--steps", 5, "--save-every", "1st", "--keep", 9)
-    described = (run / "config.toml").read_bytes(), (run / "environment.json").read_bytes()
-    (checkpoints / "best.pt").unlink(missing_ok=True)
-    (checkpoints / "last.pt").unlink()
-    os.link(checkpoints / "step-00000004.pt", checkpoints / "last.pt")  # killed before its link
-    train("--steps", 5, "--lr", 5, "--resume-changed", "--keep", 2)
-    assert load_checkpoint(checkpoints / "best.pt").step in ap_of(run)
-    names = sorted(p.name for p in checkpoints.glob("step-*"))
-    assert names == ["step-00000004.pt", "step-00000005.pt"]
-    assert last(run).step == 5
-    assert described == (
-        (run / "config.toml").read_bytes(),
-        (run / "environment.json").read_bytes(),
-    )
 
 
 def test_no_intact_checkpoint_is_an_integrity_error(run: Path, train: Train) -> None:
@@ -171,17 +134,6 @@ def test_what_must_not_be_continued_is_left_alone(run: Path, train: Train) -> No
     assert str(run) in train("--steps", 1, "--resume", "never", code=2)
     assert f"--init {peer}" in train("--steps", 1, "--resume", peer, code=2)
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-
-
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(run: Path, train: Train) -> None:
-    good = run / "checkpoints/step-00000003.pt"
-    (run / "checkpoints/step-00000009.pt").write_bytes(good.read_bytes()[:-1000])
-    for folder in (run, run / "checkpoints"):  # left by a writer that was killed
-        (folder / ".file.0123456789ab.999999999.tmp").touch()
-    assert "step-00000009.pt" in train("--steps", 4, "--keep", 9)
-    assert not list(run.rglob("*.tmp"))
-    assert (run / "checkpoints/step-00000009.pt.retired").is_file()
-    assert steps(run) == [1, 2, 3, 4]
 
 
 def test_a_dataset_of_other_classes_or_another_size_is_refused(
@@ -262,57 +214,18 @@ def test_options_of_the_hint_continue_the_run(run: Path, train: Train, changed: 
     assert steps(run) == [1, 2, 3]
 
 
-def test_an_evaluation_that_a_stop_prevented_is_made_up(run: Path, train: Train) -> None:
-    kept = [json.dumps(record) for record in records(run, "train")]
-    (run / "metrics.jsonl").write_text("\n".join(kept) + "\n")
-    for _ in range(2):
-        train("--eval-every", "3st", "--steps", 4)
-        assert steps(run, "eval") == [3, 4]
-
-
-def test_a_run_that_died_before_it_marked_its_best_marks_it_in_the_next_start(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "run"
-
-    def dies(*_: object) -> None:
-        raise SystemExit(9)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "mark_best", dies)
-        train("--steps", 1, code=9)
-    assert not (run / "checkpoints/best.pt").exists()
-    train("--steps", 1)
-    assert load_checkpoint(run / "checkpoints/best.pt").step == 1
-    assert steps(run, "eval") == [1]
-    names = sorted(p.name for p in (run / "checkpoints").iterdir())
-    assert names == ["best.pt", "evaluation-00000001.json", "last.pt", "step-00000001.pt"]
-
-
 def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train) -> None:
     (run / "metrics.jsonl").unlink()
     newest = run / "checkpoints/step-00000003.pt"
-    save_checkpoint(newest, {**torch.load(newest, weights_only=True), "best_ap": 0.9})
+    torch.save({**torch.load(newest, weights_only=True), "best_ap": 0.9}, newest)
     train("--steps", 4)
     assert last(run).best_ap == 0.9
     assert load_checkpoint(run / "checkpoints/best.pt").step == 3  # the new AP is worse
 
 
-def test_the_same_command_continues_a_run_that_began_elsewhere(
-    run: Path, train: Train, tmp_path: Path
-) -> None:
-    """With `--resume FILE` of another run, also after FILE was deleted."""
-    other, file = tmp_path / "other", run / "checkpoints/step-00000003.pt"
-    train("--resume", file, "--steps", 4, out=other)
-    file.unlink()
-    assert "step-00000004.pt" in train("--resume", file, "--steps", 5, out=other)
-    assert steps(other) == [4, 5]
-    assert not list((other / "checkpoints").glob("*.retired"))
-
-
 def test_the_best_of_another_run_is_not_this_runs(run: Path, train: Train, tmp_path: Path) -> None:
     other, file = tmp_path / "other", run / "checkpoints/step-00000003.pt"
-    save_checkpoint(file, {**torch.load(file, weights_only=True), "best_ap": 0.9})
+    torch.save({**torch.load(file, weights_only=True), "best_ap": 0.9}, file)
     train("--resume", file, "--steps", 4, "--target-ap", 0.8, out=other)
     assert steps(other) == [4]
     assert load_checkpoint(other / "checkpoints/best.pt").step in ap_of(other)
@@ -325,7 +238,7 @@ def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(run: Path, trai
     train(*options, "--steps", 8)
     newest = run / "checkpoints/step-00000008.pt"
     for path in (newest, run / "checkpoints/best.pt"):
-        save_checkpoint(path, {**torch.load(path, weights_only=True), "best_ap": 0.9})
+        torch.save({**torch.load(path, weights_only=True), "best_ap": 0.9}, path)
     train(*options, "--accumulate", 2, "--steps", 5, "--resume-changed")
     assert steps(run, "eval")[-1] == 5
     assert last(run).best_ap == 0.9

@@ -19,7 +19,6 @@ from helpers import (
     last,
     records,
     run_script,
-    start,
     train_command,
     wait_for,
 )
@@ -39,24 +38,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def command(shapes: Path, tmp_path: Path) -> list[str]:
     return list(map(str, train_command(shapes, tmp_path / "run", "--steps", 1000)))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_saves_and_exits_75(
-    command: list[str], tmp_path: Path, train: Train, number: signal.Signals
-) -> None:
-    run = tmp_path / "run"
-    process = start(*command)
-    wait_for(lambda: has_steps(run), process)
-    process.send_signal(number)
-    _, words = process.communicate(timeout=120)
-    assert process.returncode == 75, words
-    assert number.name in words
-    assert "Traceback" not in words
-    stopped = last(run).step
-    assert stopped == records(run, "train")[-1]["step"]
-    train("--steps", stopped + 1)
-    assert [r["step"] for r in records(run, "train")] == list(range(1, stopped + 2))
 
 
 def test_nohup_ignores_a_lost_terminal(command: list[str], tmp_path: Path) -> None:

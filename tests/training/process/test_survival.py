@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -25,7 +23,6 @@ from helpers import (
     is_mountable,
     last,
     records,
-    run_script,
     start,
     train_command,
     wait_for,
@@ -43,51 +40,6 @@ if TYPE_CHECKING:
     from training.process.conftest import Train
 
 DAY_S = 24 * 60 * 60
-
-
-def killed_at_random(command: list[object], number: signal.Signals, within_s: float) -> int:
-    """Start a command, send it a signal at a random moment, return its exit code."""
-    process = start(*command)
-    time.sleep(random.uniform(0.05, within_s))
-    process.send_signal(number)
-    _, words = process.communicate(timeout=120)
-    assert "Traceback" not in words
-    return process.returncode
-
-
-def survive(
-    shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals], steps: int
-) -> None:
-    """Kill a run repeatedly, let it end, and compare it with an uninterrupted one."""
-    uninterrupted, run = tmp_path / "whole", tmp_path / "run"
-    options = ["--steps", steps, "--save-every", "2st", "--eval-every", "5st"]
-    begin = time.monotonic()
-    process = start(*train_command(shapes, uninterrupted, *options))
-    _, words = process.communicate(timeout=600)
-    assert process.returncode == 0, words
-    alone_s = time.monotonic() - begin
-    for number, sent in enumerate(signals):
-        command = train_command(shapes, run, *options, "--workers", 1 + number % 3)
-        code = killed_at_random(command, sent, 1.1 * alone_s)
-        expected = {0, -sent} if sent == signal.SIGKILL else {0, 75, -sent}
-        assert code in expected
-        if code == 0:  # it came to its end before the signal: begin again
-            assert_same_state(last(run), last(uninterrupted))
-            shutil.rmtree(run)
-    result = cli(*train_command(shapes, run, *options))
-    assert result.code == 0, result.err
-    assert_same_state(last(run), last(uninterrupted))
-    for kind in ("train", "eval"):
-        actual, reference = records(run, kind), records(uninterrupted, kind)
-        assert [r["step"] for r in actual] == [r["step"] for r in reference]
-        key = "loss" if kind == "train" else "AP"
-        assert [r[key] for r in actual] == [r[key] for r in reference]
-    assert not list(run.rglob("*.tmp"))
-
-
-def test_killed_runs_end_bit_equal(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    random.seed(1)
-    survive(shapes, tmp_path, cli, [signal.SIGKILL, signal.SIGTERM], steps=6)
 
 
 def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process(
@@ -211,124 +163,6 @@ def test_a_run_folder_whose_file_system_disconnects(shapes: Path, tmp_path: Path
     run = folder / "run"
     done = cli(*train_command(shapes, run, *options, last(run).step + 1))
     assert done.code == 0, done.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signal.Signals) -> None:
-    survive(shapes, tmp_path, cli, [sent] * 20, steps=12)
-
-
-CRASH = """
-import json, os, pathlib, shutil, sys
-import torch
-from ssdctl.checkpoint.folder import CheckpointFolder
-
-original, run, goes_back = *map(pathlib.Path, sys.argv[1:3]), sys.argv[3] == "back"
-keep = 9 if goes_back else 2
-payload = torch.load(original / "checkpoints/last.pt", weights_only=True)
-payload["step"] += 1
-if goes_back:  # a better step 4 to go back from, with a line of its evaluation
-    folder = CheckpointFolder(original, keep)
-    folder.write(payload)
-    (folder.path / "evaluation-00000004.json").write_text("{}")
-    with open(original / "metrics.jsonl", "a") as file:
-        print(json.dumps({"kind": "eval", "step": 4, "epoch": 1, "AP": 1.0}), file=file)
-    folder.best_step = 4
-    folder.update()
-operations, crash_at = 0, 0
-
-
-def crashing(function):
-    def operate(*arguments, **named):
-        global operations
-        operations += 1
-        if operations == crash_at:
-            os._exit(9)
-        return function(*arguments, **named)
-
-    return operate
-
-
-def save():
-    for owner, names in (
-        (os, ["open", "fsync", "link", "close"]),
-        (pathlib.Path, ["open", "replace", "unlink", "mkdir"]),
-        (torch, ["save"]),
-    ):
-        for name in names:
-            setattr(owner, name, crashing(getattr(owner, name)))
-    if goes_back:
-        CheckpointFolder(run, keep).go_back(3, run / "checkpoints/step-00000003.pt")
-    else:
-        CheckpointFolder(run, keep).write(payload)
-    os._exit(0)
-
-
-for crash_at in range(1, 80):
-    shutil.copytree(original, run, copy_function=os.link)
-    child = os.fork() or save()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    folder = CheckpointFolder(run, keep)
-    folder.repair()
-    newest, warnings = folder.newest_intact()
-    folder.update()
-    last = torch.load(run / "checkpoints/last.pt", weights_only=True)["step"]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    facts = {
-        "code": code,
-        "step": newest.step,
-        "last": last,
-        "warnings": warnings,
-        "hidden": [p.name for p in folder.path.iterdir() if p.name.startswith(".")],
-        "kept": len(folder.steps()),
-        "records": max(line["step"] for line in lines),
-        "retired": sorted(p.name for p in run.rglob("*.retired")),
-        "best": (run / "checkpoints/best.pt").exists(),
-    }
-    print(json.dumps(facts))
-    shutil.rmtree(run)
-    if code == 0:
-        break
-"""
-
-
-def outcomes_of_crashes(tiny_run: Path, tmp_path: Path, what: str) -> list[dict[str, Any]]:
-    """Return the state after a process that dies at the Nth file operation, for every N."""
-    shutil.copytree(tiny_run, tmp_path / "original")
-    script = run_script(CRASH, tmp_path / "original", tmp_path / "run", what)
-    output, errors = script.communicate(300)
-    outcomes = [json.loads(line) for line in output.splitlines()]
-    assert outcomes, errors
-    codes = [facts["code"] for facts in outcomes]
-    assert codes == [9] * (len(codes) - 1) + [0], errors
-    assert len(codes) > 8  # there were that many operations
-    return outcomes
-
-
-def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path: Path) -> None:
-    outcomes = outcomes_of_crashes(tiny_run, tmp_path, "save")
-    steps = [facts["step"] for facts in outcomes]
-    assert steps[0] == 3  # it died before the new one was there
-    assert steps[-1] == 4
-    assert steps == sorted(steps)
-    for facts in outcomes:
-        assert not facts["warnings"]
-        assert not facts["hidden"]
-        assert facts["kept"] <= 2
-        assert facts["last"] == facts["step"]
-
-
-def test_every_file_operation_of_going_back_may_be_the_last(tiny_run: Path, tmp_path: Path) -> None:
-    """Afterwards the run is at step 4 with all its files, or at step 3 with none of step 4."""
-    outcomes = outcomes_of_crashes(tiny_run, tmp_path, "back")
-    steps = [facts["step"] for facts in outcomes]
-    assert (steps[0], steps[-1]) == (4, 3)
-    assert steps == sorted(steps, reverse=True)
-    for facts in outcomes:
-        assert facts["last"] == facts["records"] == facts["step"]
-        assert facts["best"] == (facts["step"] == 4)
-        assert len(facts["retired"]) == (0 if facts["step"] == 4 else 5), facts["retired"]
 
 
 def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
