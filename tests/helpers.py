@@ -22,8 +22,8 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.cli.main import main
 from ssdctl.distributed.ranks import free_port
 

@@ -331,8 +331,8 @@ def test_a_link_as_metrics_is_replaced_or_refused(victim: Path, tmp_path: Path) 
     file = MetricsFile(metrics, 0)
     metrics.symlink_to(victim)
     with pytest.raises(UsageError, match="symbolic link"):
-        file.write({"kind": "event", "step": 1, "event": "x"})
-    MetricsFile(metrics, 0).write({"kind": "event", "step": 1, "event": "x"})
+        file.write({"kind": "event", "step": 1, "epoch": 0, "event": "x"})
+    MetricsFile(metrics, 0).write({"kind": "event", "step": 1, "epoch": 0, "event": "x"})
     assert not metrics.is_symlink()
     assert victim.read_text() == "precious"
 

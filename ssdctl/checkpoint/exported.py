@@ -13,13 +13,16 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from ssdctl.checkpoint import (
+from ssdctl.checkpoint.format import (
+    FORMAT,
     MAX_CLASSES,
     MAX_COUNT,
     ArchitectureFields,
-    Checkpoint,
     Count,
     Integer,
+    ModelFile,
+    NetworkWeights,
+    OnnxGraph,
     check_classes,
     is_state,
     require_file,
@@ -76,7 +79,7 @@ class OnnxDescription(msgspec.Struct):
         }
 
 
-def read_onnx(path: Path) -> Checkpoint:
+def read_onnx(path: Path) -> OnnxGraph:
     """Read a file of `ssdctl export --format onnx`.
 
     Raises:
@@ -113,15 +116,13 @@ def read_onnx(path: Path) -> Checkpoint:
             f"{path}: its metadata (metadata_props) does not describe an SSD300: {error!s:.300}",
             hint="`ssdctl export CKPT --format onnx` writes it; other ONNX files cannot be read",
         ) from None
-    return Checkpoint(
+    return OnnxGraph(
         path=path,
-        model={},
         architecture=Architecture(facts.backbone, "none", facts.num_classes),
         classes=facts.named_classes,
         step=facts.step,
         epoch=facts.epoch,
-        weights_only=True,
-        graph=content,
+        content=content,
         nms=(facts.score_threshold, facts.nms_iou),
     )
 
@@ -169,17 +170,29 @@ def _from_metadata(metadata: Mapping[str, str], kind: type[T]) -> T:
     return msgspec.convert({name: msgspec.json.decode(metadata[name]) for name in names}, kind)
 
 
-class NetworkDescription(msgspec.Struct):
+class NetworkDescription(msgspec.Struct, kw_only=True):
     """The part of `config.json` that is read back; other keys are for other programs."""
 
+    format: Literal[1] = FORMAT
     architecture: ArchitectureFields
     classes: list[ClassName]
-    format: Literal[1] = 1
     step: Count = 0
     epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
 
 
-def read_safetensors(path: Path) -> Checkpoint:
+def describe_network(model: ModelFile) -> dict[str, Any]:
+    """Return the `NetworkDescription` of a file as plain data."""
+    description = NetworkDescription(
+        architecture=msgspec.convert(model.architecture._asdict(), ArchitectureFields),
+        classes=model.classes,
+        step=model.step,
+        epoch=model.epoch,
+    )
+    facts: dict[str, Any] = msgspec.to_builtins(description)
+    return facts
+
+
+def read_safetensors(path: Path) -> NetworkWeights:
     """Read weights with their classes. Nothing names the run, so it cannot be resumed.
 
     Raises:
@@ -203,14 +216,13 @@ def read_safetensors(path: Path) -> Checkpoint:
         ) from None
     if not is_state(state):
         raise IntegrityError(f"{path}: its weights are not dense tensors of real numbers")
-    return Checkpoint(
+    return NetworkWeights(
         path=path,
         model=state,
         architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
         classes=facts.classes,
         step=facts.step,
         epoch=facts.epoch,
-        weights_only=True,
     )
 
 

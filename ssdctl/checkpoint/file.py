@@ -15,29 +15,47 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint import (
+from ssdctl.checkpoint.format import (
     FORMAT,
     Checkpoint,
+    NetworkWeights,
+    OnnxGraph,
     check_zip,
     compare_shapes,
     is_state,
-    read_fields,
     require_file,
 )
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
-from ssdctl.model.ssd300 import SSD300, Architecture
+from ssdctl.model.ssd300 import SSD300
 
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
 MAX_NAMED_KEYS = 5  # in the message for another program's file
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_resumable(path: Path) -> Checkpoint:
+    """Read a checkpoint of a run, with all that the run continues from.
+
+    Raises:
+        UsageError: There is no such file, or it has only weights.
+        IntegrityError: It is damaged, not a checkpoint, or would run code.
+    """
+    read = load_checkpoint(path)
+    if isinstance(read, Checkpoint):
+        return read
+    system = read.third_party
+    kind = f"a checkpoint of {system}" if system else "a file of weights without their run"
+    raise UsageError(
+        f"{path} is {kind}: it cannot be resumed",
+        hint=f"--init {path} starts a new run from its weights",
+    )
+
+
+def load_checkpoint(path: Path) -> NetworkWeights:
     """Read a checkpoint of ssdctl, MLPerf, Habana, NVIDIA, its TPU fork or torchvision.
 
     Raises:
@@ -67,7 +85,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise IntegrityError(f"{path}: malformed checkpoint: {error!r:.300}") from error
 
 
-def read_model(path: Path) -> Checkpoint:
+def read_model(path: Path) -> NetworkWeights | OnnxGraph:
     """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`.
 
     Raises:
@@ -81,7 +99,7 @@ def read_model(path: Path) -> Checkpoint:
     return read_onnx(path)
 
 
-def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint atomically.
 
     Raises:
@@ -89,7 +107,7 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     """
     with atomic_write(path) as file:
         try:
-            torch.save(payload, file)
+            torch.save(checkpoint.payload(), file)
         except RuntimeError as error:  # PyTorch's writer hides the OSError behind its own error
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
@@ -97,7 +115,7 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
             raise cause or error from error
 
 
-def _read_any(path: Path, payload: Any) -> Checkpoint:
+def _read_any(path: Path, payload: Any) -> NetworkWeights:
     number = payload.get("format") if isinstance(payload, dict) else None
     if number != FORMAT:
         from ssdctl.checkpoint import third_party
@@ -105,25 +123,7 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
         if (system := third_party.source_of(payload)) is not None:
             return third_party.checkpoint_of(path, payload, system)
         raise _not_readable(path, payload, number)
-    facts, trained = read_fields(payload), payload.get("trained")
-    if not (is_state(payload["model"]) and (trained is None or is_state(trained))):
-        raise TypeError("model")
-    return Checkpoint(
-        path=path,
-        model=payload["model"],
-        architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
-        classes=facts.classes,
-        config=facts.config,
-        step=facts.step,
-        epoch=facts.samples_seen / facts.images,
-        samples_seen=facts.samples_seen,
-        images=facts.images,
-        global_batch=facts.global_batch,
-        best_ap=facts.best_ap,
-        optimizer=payload["optimizer"],
-        trained=trained,
-        rank_statistics=facts.rank_statistics,
-    )
+    return Checkpoint.read(path, payload)
 
 
 def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
@@ -144,15 +144,15 @@ def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
     )
 
 
-def same_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> bool:
-    """Return whether a checkpoint has these classes in this order; their ids do not matter."""
-    if not checkpoint.classes:  # a third-party file without names: only the number can be compared
-        return checkpoint.architecture.num_classes == len(classes) + 1
-    return [c.name for c in checkpoint.classes] == [c.name for c in classes]
+def same_classes(weights: NetworkWeights, classes: list[ClassName]) -> bool:
+    """Return whether a file has these classes in this order; their ids do not matter."""
+    if not weights.classes:  # a third-party file without names: only the number can be compared
+        return weights.architecture.num_classes == len(classes) + 1
+    return [c.name for c in weights.classes] == [c.name for c in classes]
 
 
 def with_classes(
-    checkpoint: Checkpoint, model: SSD300, classes: list[ClassName]
+    checkpoint: NetworkWeights, model: SSD300, classes: list[ClassName]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return a checkpoint's weights for a network with other classes.
 
@@ -225,7 +225,7 @@ def _reason(error: Exception) -> str:
     return text.splitlines()[0]
 
 
-def load_network(checkpoint: Checkpoint) -> SSD300:
+def load_network(checkpoint: NetworkWeights) -> SSD300:
     """Return the network of a checkpoint with its weights.
 
     Raises:
@@ -237,7 +237,7 @@ def load_network(checkpoint: Checkpoint) -> SSD300:
     return model
 
 
-def _check_class_heads(checkpoint: Checkpoint) -> None:
+def _check_class_heads(checkpoint: NetworkWeights) -> None:
     """Check that the file has the class heads that its number of classes needs, before they are
     allocated. The rest of the network has a fixed size: `load_state` compares it."""
     shapes = checkpoint.architecture.shapes()

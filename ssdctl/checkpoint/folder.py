@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ssdctl.checkpoint import Checkpoint
-from ssdctl.checkpoint.file import load_checkpoint, read_payload, save_checkpoint
+from ssdctl.checkpoint.file import load_resumable, save_checkpoint
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.files import (
     disk_errors,
@@ -53,10 +54,10 @@ class CheckpointFolder:
     def steps(self) -> list[Path]:
         return self._run.step_checkpoints()
 
-    def save(self, payload: dict[str, Any]) -> None:
+    def save(self, checkpoint: Checkpoint) -> None:
         """Start to write a checkpoint; its tensors are copied before this returns."""
         self.wait()
-        self._save = self._pool.submit(self.write, _on_host(payload))
+        self._save = self._pool.submit(self.write, _on_host(checkpoint))
 
     def check(self) -> None:
         """Raise the DiskError of the last save, if it failed. Does not wait."""
@@ -73,17 +74,17 @@ class CheckpointFolder:
         """Finish the save in progress, ignoring its error: for a run that ends by another one."""
         self._pool.shutdown(wait=True)
 
-    def write(self, payload: dict[str, Any]) -> None:
-        """Write a checkpoint (see `Trainer.state_dict`) and delete the oldest.
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint and delete the oldest.
 
         The records before it are on disk before it is.
 
         Raises:
             DiskError: It cannot be written; the earlier ones are unchanged.
         """
-        target = self._run.step_checkpoint(payload["step"])
+        target = self._run.step_checkpoint(checkpoint.step)
         retry_transient(partial(sync_file, self._run.metrics))
-        retry_transient(partial(save_checkpoint, target, payload))
+        retry_transient(partial(save_checkpoint, target, checkpoint))
         self.update()
 
     def update(self) -> None:
@@ -132,11 +133,11 @@ class CheckpointFolder:
         Those of later steps are set aside and returned; the best remains the best. `file` is as in
         `go_back`.
         """
-        payload = {**read_payload(checkpoint), "step": step, "global_batch": global_batch}
+        renumbered = replace(load_resumable(checkpoint), step=step, global_batch=global_batch)
         target = self._run.step_checkpoint(step)
         if target.exists():
             retry_transient(partial(link_or_copy, target, retired(target)))
-        retry_transient(partial(save_checkpoint, target, payload))
+        retry_transient(partial(save_checkpoint, target, renumbered))
         return go_back(self._run, step, file, is_best_later=False)
 
     def _is_best_later(self, step: int) -> bool:
@@ -147,7 +148,7 @@ class CheckpointFolder:
             if path.samefile(best):
                 return step_of(path) > step
         with contextlib.suppress(IntegrityError):
-            return load_checkpoint(best).step > step
+            return load_resumable(best).step > step
         return False
 
     def repair(self) -> None:
@@ -165,7 +166,7 @@ class CheckpointFolder:
         damaged: list[str] = []
         for path in reversed(self.steps()):
             try:
-                return load_checkpoint(path), [f"{d}; trying the one before" for d in damaged]
+                return load_resumable(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:
                 damaged.append(str(error))
         if damaged:
@@ -176,14 +177,20 @@ class CheckpointFolder:
         return None, []
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with a copy of its tensors on the CPU."""
+    names = ("model", "trained", "optimizer", "rank_statistics")
+    return replace(checkpoint, **{name: _copied(getattr(checkpoint, name)) for name in names})
+
+
+def _copied(value: Any) -> Any:
     """Return a copy of nested dicts and lists with contiguous tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True).contiguous()
     if isinstance(value, dict):
-        return {key: _on_host(entry) for key, entry in value.items()}
+        return {key: _copied(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(entry) for entry in value)
+        return type(value)(_copied(entry) for entry in value)
     return value
 
 

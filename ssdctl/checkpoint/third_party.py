@@ -16,7 +16,7 @@ import msgspec
 from torch import Tensor
 
 from ssdctl.boxes import BOXES_PER_CELL
-from ssdctl.checkpoint import MAX_CLASSES, MAX_COUNT, Checkpoint, Count, is_state
+from ssdctl.checkpoint.format import MAX_CLASSES, MAX_COUNT, Count, NetworkWeights, is_state
 from ssdctl.config.fields import BACKBONES
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES, UNUSED
@@ -113,7 +113,7 @@ def looks_like(payload: Any) -> str:
     return ""
 
 
-def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> Checkpoint:
+def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> NetworkWeights:
     """Return a third-party checkpoint: the network by its shapes, the classes by `label_map`.
 
     Raises:
@@ -142,7 +142,7 @@ def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> Checkpoin
             f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
         )
     extra_norm = "batch" if "extra.0.1.weight" in state else "none"
-    return Checkpoint(
+    return NetworkWeights(
         path=path,
         model=state,
         architecture=Architecture(backbone, extra_norm, num_classes),

@@ -37,7 +37,7 @@ from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint import Checkpoint
+    from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
     from ssdctl.data.store import Split
     from ssdctl.device import Device
 
@@ -91,7 +91,7 @@ def evaluate_files(
             yield evaluation
 
 
-def _read_unless_deleted(file: Path) -> Checkpoint | None:
+def _read_unless_deleted(file: Path) -> NetworkWeights | OnnxGraph | None:
     from ssdctl.checkpoint.file import read_model
 
     try:
@@ -186,7 +186,7 @@ class DetectedSplit(NamedTuple):
 
 
 def detect_on_split(
-    checkpoint: Checkpoint,
+    checkpoint: NetworkWeights | OnnxGraph,
     config: Config,
     device: Device,
     *,
@@ -254,17 +254,17 @@ def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray
     return rows
 
 
-def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: Device) -> str:
+def choose_precision(checkpoint: ModelFile, settings: EvaluateConfig, device: Device) -> str:
     """Return the precision to evaluate in: the chosen one, else the run's, else fp32.
 
     In the run's precision the AP equals the AP of training; another precision is reported.
     """
-    trained = checkpoint.config.get("train.precision", "fp32")
+    trained = (checkpoint.run_settings or {}).get("train.precision", "fp32")
     is_computed = trained in device.precisions
     precision = settings.precision
     if precision == "auto":
         precision = trained if is_computed else "fp32"
-    if precision != trained and checkpoint.is_of_run:
+    if precision != trained and checkpoint.run_settings is not None:
         reason = "" if is_computed else f", which {device.label} does not compute"
         text = "computing in %s; training computed its AP in %s%s: the last digits differ"
         log.info(text, precision, trained, reason)
@@ -272,7 +272,7 @@ def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: D
 
 
 def dataset_category_ids(
-    checkpoint: Checkpoint, classes: list[ClassName], root: Path
+    checkpoint: ModelFile, classes: list[ClassName], root: Path
 ) -> NDArray[np.int64]:
     """Return the dataset's category id of each class of a checkpoint, matched by name.
 
@@ -299,14 +299,15 @@ def dataset_category_ids(
     )
 
 
-def trained_on(checkpoint: Checkpoint) -> DataConfig:
-    config = checkpoint.config
-    return DataConfig(root=config.get("data.root"), store=config.get("data.store"))
+def trained_on(checkpoint: ModelFile) -> DataConfig:
+    """Return the dataset that a checkpoint's run trained on; the default one if unknown."""
+    settings = checkpoint.run_settings or {}
+    return DataConfig(root=settings.get("data.root"), store=settings.get("data.store"))
 
 
-def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> DataConfig:
+def choose_data(checkpoint: ModelFile, data: DataConfig, given: set[str]) -> DataConfig:
     """Return the dataset to score on: the user's choice, else the one it was trained on."""
-    if "data.root" in given or not checkpoint.is_of_run:
+    if "data.root" in given or checkpoint.run_settings is None:
         return data
     if "data.store" in given:
         return msgspec.structs.replace(trained_on(checkpoint), store=data.store)

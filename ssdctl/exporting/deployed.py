@@ -26,8 +26,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ssdctl.boxes import default_boxes_cxcywh
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_network
+from ssdctl.checkpoint.format import NetworkWeights
 from ssdctl.data import shapes
 from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.store import open_splits
@@ -58,7 +58,7 @@ Differences = dict[str, Any]
 class Deployment(NamedTuple):
     """A network, and the outputs of its exported file."""
 
-    checkpoint: Checkpoint
+    checkpoint: NetworkWeights
     outputs: Outputs = "onnx"
     batch: int | None = None  # images of a call; None: any number
     is_fp16: bool = False  # the weights of convolutions; the network computes in fp32

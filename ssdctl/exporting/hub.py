@@ -12,16 +12,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 from ssdctl._version import __version__
 from ssdctl.boxes import IMAGE_SIZE
-from ssdctl.checkpoint import FORMAT, Checkpoint
+from ssdctl.checkpoint.exported import describe_network
+from ssdctl.checkpoint.format import Checkpoint, NetworkWeights
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
 from ssdctl.download.hub import (
@@ -57,7 +58,7 @@ CARD, ONNX = "README.md", "model.onnx"
 
 
 def write_model_folder(
-    checkpoint: Checkpoint,
+    checkpoint: NetworkWeights,
     folder: Path,
     *,
     repo: str,
@@ -83,9 +84,9 @@ def write_model_folder(
     return [CARD, WEIGHTS, CONFIG, ONNX, *images]
 
 
-def model_card(checkpoint: Checkpoint, **facts: Any) -> str:
+def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
     """Return the text of README.md; names of others are plain text in it."""
-    settings, (metrics, class_ap) = checkpoint.config, _metrics(checkpoint)
+    settings, (metrics, class_ap) = checkpoint.run_settings or {}, _metrics(checkpoint)
     training = {
         "preset": settings.get("train.preset"),
         "step": checkpoint.step,
@@ -109,7 +110,7 @@ def model_card(checkpoint: Checkpoint, **facts: Any) -> str:
         metrics={name: v for name in COCO_METRICS if (v := metrics.get(name, -1)) >= 0},
         class_ap=[(name, ap) for name, ap in class_ap.items() if ap >= 0][:MAX_CLASSES],
         dataset=Path(root).name if (root := settings.get("data.root")) else None,
-        images=checkpoint.images,
+        images=checkpoint.images if isinstance(checkpoint, Checkpoint) else None,
         classes=listed([_plain(c.name) for c in class_names(checkpoint)], MAX_CLASSES),
         training=settings and ", ".join(f"{k} {v}" for k, v in training.items() if v is not None),
         **facts,
@@ -121,17 +122,13 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]()#|<>!&~])", r"\\\1", one_line(text, 200))
 
 
-def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
+def model_config(checkpoint: NetworkWeights) -> dict[str, Any]:
     """Return the content of config.json, for ssdctl and other programs."""
     constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     return {
         "model_type": "ssd300",
         "ssdctl_version": __version__,
-        "format": FORMAT,
-        "architecture": checkpoint.architecture._asdict(),
-        "classes": msgspec.to_builtins(class_names(checkpoint)),
-        "step": checkpoint.step,
-        "epoch": checkpoint.epoch,
+        **describe_network(replace(checkpoint, classes=class_names(checkpoint))),
         "preprocessing": {"size": IMAGE_SIZE, "mean": constants.mean, "std": constants.std},
         "detection": {
             "nms_iou": constants.nms_iou,
@@ -142,7 +139,7 @@ def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]]:
+def _metrics(checkpoint: NetworkWeights) -> tuple[dict[str, float], dict[str, float]]:
     """Return the metrics of this step and the AP of each class, from the run folder."""
     run = Run(checkpoint.path.parent.parent)
     if not run.is_trained:
@@ -152,10 +149,10 @@ def _metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], dict[str, float]
 
 
 def _draw(
-    checkpoint: Checkpoint, folder: Path, images: Iterator[Image.Image], count: int
+    checkpoint: NetworkWeights, folder: Path, images: Iterator[Image.Image], count: int
 ) -> list[str]:
     """Draw detections on the first images that have any; return the names of the files."""
-    if not count or not checkpoint.is_of_run:
+    if not count or checkpoint.run_settings is None:
         return []
     config = DetectorConfig(score_threshold=SAMPLE_SCORE)
     detector = open_detector(checkpoint, open_device("cpu"), config)

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
-from ssdctl.checkpoint import Checkpoint
+from ssdctl.checkpoint.exported import describe_network
+from ssdctl.checkpoint.format import NetworkWeights
 from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.errors import UsageError, import_package
 from ssdctl.files import atomic_write, write_bytes
@@ -21,7 +21,7 @@ EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
 NVIDIA_CLASSES = 81  # fixed in NVIDIA's network
 
 
-def export_weights(checkpoint: Checkpoint, kind: str, target: Path) -> None:
+def export_weights(checkpoint: NetworkWeights, kind: str, target: Path) -> None:
     """Write `safetensors` (our weights and class names), or a file for `mlperf` or `nvidia`.
 
     Raises:
@@ -29,13 +29,9 @@ def export_weights(checkpoint: Checkpoint, kind: str, target: Path) -> None:
     """
     architecture = checkpoint.architecture
     if kind == "safetensors":
-        facts = {
-            "architecture": architecture._asdict(),
-            "classes": msgspec.to_builtins(checkpoint.classes),
-            "step": checkpoint.step,
-            "epoch": checkpoint.epoch,
-        }
-        metadata = {name: json.dumps(value) for name, value in facts.items()}
+        facts = describe_network(checkpoint).items()
+        # `format` means the writer's framework here.
+        metadata = {name: json.dumps(value) for name, value in facts if name != "format"}
         write_bytes(target, safetensors_bytes(checkpoint.model, metadata))
         return
     if architecture.backbone == "vgg16":

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.exported import PACKAGES
+from ssdctl.checkpoint.format import OnnxGraph
 from ssdctl.device import Device
 from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
@@ -47,13 +47,11 @@ class OnnxDetector:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: OnnxGraph,
         device: Device,
         config: DetectorConfig = DEFAULTS,
     ) -> None:
         score_threshold, nms_iou = config.score_threshold, config.nms_iou
-        assert checkpoint.graph is not None
-        assert checkpoint.nms is not None
         if config.precision != "fp32":
             raise UsageError(f"{checkpoint.path}: the precision of an ONNX file is fixed")
         self.device = device
@@ -153,7 +151,7 @@ def filled_batches(images: NDArray[np.uint8], size: int) -> list[NDArray[np.uint
     return np.split(filled, len(filled) // size)
 
 
-def _session(checkpoint: Checkpoint, device: Device) -> Any:
+def _session(checkpoint: OnnxGraph, device: Device) -> Any:
     onnxruntime = import_package("onnxruntime", *PACKAGES)
     providers: list[Any] = [CPU_PROVIDER]
     if device.torch_device.type == "cuda":
@@ -169,14 +167,14 @@ def _session(checkpoint: Checkpoint, device: Device) -> Any:
             hint="use --device cpu, or the checkpoint that it was exported from",
         )
     try:
-        return open_session(checkpoint.graph, providers)
+        return open_session(checkpoint.content, providers)
     except Exception as error:  # onnxruntime's have no common class
         raise IntegrityError(
             f"{checkpoint.path}: onnxruntime cannot read the graph: {error}"
         ) from None
 
 
-def open_session(graph: bytes | None, providers: Sequence[Any] = (CPU_PROVIDER,)) -> Any:
+def open_session(graph: bytes, providers: Sequence[Any] = (CPU_PROVIDER,)) -> Any:
     """Return onnxruntime's session of a graph, on the cores that this process may use."""
     import onnxruntime
 

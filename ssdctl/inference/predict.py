@@ -15,9 +15,9 @@ from typing import Any, overload
 
 from PIL import Image
 
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint import file as checkpoint_file
 from ssdctl.checkpoint.file import read_model
+from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.device import Device, open_device
@@ -147,10 +147,10 @@ class Predictor:
 
 
 def open_detector(
-    checkpoint: Checkpoint, device: Device, config: DetectorConfig = DEFAULTS
+    checkpoint: NetworkWeights | OnnxGraph, device: Device, config: DetectorConfig = DEFAULTS
 ) -> DetectorBackend:
     """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run."""
-    if checkpoint.graph is not None:
+    if isinstance(checkpoint, OnnxGraph):
         return OnnxDetector(checkpoint, device, config)
     return Detector(device.place(checkpoint_file.load_network(checkpoint)).eval(), device, config)
 
@@ -174,7 +174,7 @@ def load_detector(
     return ImageDetector(backend, classes, settings), f"ssd300-{read.architecture.backbone}"
 
 
-def class_names(checkpoint: Checkpoint) -> list[ClassName]:
+def class_names(checkpoint: ModelFile) -> list[ClassName]:
     """Return the classes of a checkpoint; numbered if a third-party file does not name them."""
     if checkpoint.classes:
         return checkpoint.classes

@@ -29,7 +29,7 @@ from ssdctl.training.schedule import Every, check_warmup, split_duration
 from ssdctl.training.small_data import adapt_to_data
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint import Checkpoint
+    from ssdctl.checkpoint.format import Checkpoint
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.device import Device

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.checkpoint import Checkpoint
-from ssdctl.checkpoint.file import load_checkpoint, same_classes
+from ssdctl.checkpoint.file import load_resumable, same_classes
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.config.render import values
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
@@ -63,14 +64,7 @@ def _find(plan: Plan, classes: list[ClassName]) -> Checkpoint | None:
             return None
     else:
         checkpoint = _own_branch(Path(resume), out) or _or_later_own(
-            load_checkpoint(Path(resume)), out
-        )
-    if not checkpoint.is_of_run:
-        system = checkpoint.third_party
-        kind = f"a checkpoint of {system}" if system else "a file of weights without their run"
-        raise UsageError(
-            f"{checkpoint.path} is {kind}: it cannot be resumed",
-            hint=f"--init {checkpoint.path} starts a new run from its weights",
+            load_resumable(Path(resume)), out
         )
     _check_changes(plan, checkpoint)
     before, now = checkpoint.config.get("data.root"), plan.config.data.root
@@ -78,8 +72,9 @@ def _find(plan: Plan, classes: list[ClassName]) -> Checkpoint | None:
         text = "%s was trained on %s, this run continues with %s"
         log.warning(text, checkpoint.path, before, now)
     _check_classes(checkpoint, classes)
-    is_own = CheckpointFolder(out, config.keep).is_own(checkpoint.path)
-    return checkpoint if is_own else checkpoint._replace(best_ap=None)  # another run's best
+    if CheckpointFolder(out, config.keep).is_own(checkpoint.path):
+        return checkpoint
+    return dataclasses.replace(checkpoint, best_ap=None)  # another run's best
 
 
 def _own_branch(named: Path, out: Path) -> Checkpoint | None:
@@ -103,7 +98,7 @@ def _or_later_own(named: Checkpoint, out: Path) -> Checkpoint:
     So the same command, run again, continues the run instead of starting from `--resume FILE`.
     """
     is_own = named.path.resolve().parent == RunDir(out).checkpoints.resolve()
-    if is_own or not named.is_of_run:  # to train again from an earlier step; it is refused
+    if is_own:  # to train again from an earlier step
         return named
     with contextlib.suppress(IntegrityError):
         own, _ = CheckpointFolder(out, keep=1).newest_intact()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint import Checkpoint
+    from ssdctl.checkpoint.format import Checkpoint
     from ssdctl.training.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -70,11 +70,11 @@ class Saver(CheckpointFolder):
         self._since = now
         return True
 
-    def save(self, state: dict[str, Any]) -> None:
+    def save(self, checkpoint: Checkpoint) -> None:
         """Start to write a checkpoint; its tensors are copied before this returns."""
         if self._ranks.is_main:
-            super().save(state)
-        self.saved_step, self._since = state["step"], time.monotonic()
+            super().save(checkpoint)
+        self.saved_step, self._since = checkpoint.step, time.monotonic()
 
     def newest(self) -> Checkpoint | None:
         self.wait()

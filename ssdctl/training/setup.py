@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import (
     load_backbone,
     load_checkpoint,
@@ -30,6 +29,7 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.format import NetworkWeights
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.open_dataset import DatasetSize
@@ -56,7 +56,7 @@ from ssdctl.training.observers.trackers import Trackers, find_trackers
 from ssdctl.training.plan import Network, Plan, check_settings, settings_of_run
 
 log = logging.getLogger(__name__)
-InitReader = Callable[[], Checkpoint]  # reads the checkpoint of --init
+InitReader = Callable[[], NetworkWeights]  # reads the checkpoint of --init
 _INITIALIZING = threading.Lock()  # torch's initializers draw from its global generator
 
 
@@ -299,7 +299,7 @@ def _fetch_weights(name: str, config: Config) -> Path:
         raise NetworkError(str(error), hint=f"{error.hint}; {others}") from None
 
 
-def _refuse_another_network(checkpoint: Checkpoint, expected: Architecture) -> None:
+def _refuse_another_network(checkpoint: NetworkWeights, expected: Architecture) -> None:
     saved = checkpoint.architecture
     if (saved.backbone, saved.extra_norm) != (expected.backbone, expected.extra_norm):
         raise IntegrityError(

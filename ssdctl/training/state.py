@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint import Checkpoint, compare_shapes
 from ssdctl.checkpoint.file import check_shapes, load_state
+from ssdctl.checkpoint.format import Checkpoint, compare_shapes
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import IntegrityError

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import msgspec
 import torch
+from torch import Tensor
 
-from ssdctl.checkpoint import FORMAT
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.config.call import (
     ConfigLike,
     PathLike,
@@ -69,7 +69,6 @@ from ssdctl.training.throughput import EpochTimer, ThroughputMeter
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ssdctl.checkpoint import Checkpoint
     from ssdctl.input.batch import Batch
     from ssdctl.runs.evaluation import Evaluation
 
@@ -222,7 +221,7 @@ class Trainer:
             ranks,
             self.threads,
             past=self._past_evaluations(),
-            best_ap=checkpoint and checkpoint.best_ap,
+            best_ap=None if checkpoint is None else checkpoint.best_ap,
         )
         self._evaluated_before = self.evaluator.evaluated_step
         self._update_links()
@@ -355,28 +354,29 @@ class Trainer:
             self._record_evaluation(wait=True)
         return self.evaluation
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the contents of a checkpoint. Its tensors are the run's: copy them before a step.
+    def state(self, rank_statistics: list[list[Tensor]] | None = None) -> Checkpoint:
+        """Return what a checkpoint contains. Its tensors are the run's: copy them before a step.
 
-        `rank_statistics`, which a save adds to it, are batch norm's statistics of each rank where
-        `model` has their average.
+        Args:
+            rank_statistics: Batch norm's of each rank, where `model` has their average.
         """
-        trained = self.model.state_dict()
-        return {
-            "format": FORMAT,
-            "model": trained if self.ema is None else dict(self.ema.state()),  # to evaluate
-            "trained": None if self.ema is None else trained,  # to resume from, if it differs
-            "architecture": self.architecture._asdict(),
-            # label = index + 1; ids are COCO's
-            "classes": msgspec.to_builtins(self.splits.train.classes),
-            "config": snapshot(self.plan.config),
-            "step": self.step,
-            "samples_seen": self.samples_seen,
-            "images": self.plan.images,  # per epoch
-            "global_batch": self.plan.global_batch_size,  # samples per step
-            "best_ap": self.evaluator.early_stopping.ap,
-            "optimizer": self.optimizer.state_dict(),  # momentum and the like
-        }
+        plan, trained = self.plan, self.model.state_dict()
+        return Checkpoint(
+            path=RunDir(self.path).step_checkpoint(self.step),
+            model=trained if self.ema is None else dict(self.ema.state()),
+            trained=None if self.ema is None else trained,
+            architecture=self.architecture,
+            classes=self.splits.train.classes,
+            config=snapshot(plan.config),
+            step=self.step,
+            epoch=self.samples_seen / plan.images,
+            samples_seen=self.samples_seen,
+            images=plan.images,
+            global_batch=plan.global_batch_size,
+            best_ap=self.evaluator.early_stopping.ap,
+            optimizer=self.optimizer.state_dict(),
+            rank_statistics=rank_statistics,
+        )
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: its weights, their average, momentum and position.
@@ -617,10 +617,10 @@ class Trainer:
         self._record_evaluation(wait=True)
         if is_scheduled:
             self.statistics.average(self.step)
-            self.saver.save({**self.state_dict(), "rank_statistics": None})
+            self.saver.save(self.state())
         else:
             with self.statistics.averaged(self.step) as of_ranks:
-                self.saver.save({**self.state_dict(), "rank_statistics": of_ranks})
+                self.saver.save(self.state(of_ranks))
 
     @contextlib.contextmanager
     def _saved_before_an_error(self) -> Iterator[None]:

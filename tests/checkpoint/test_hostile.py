@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ssdctl.boxes import BOXES_PER_CELL
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint, load_network, read_payload, with_classes
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import DataConfig, resolve
 from ssdctl.config.fields import LARGEST_INT
@@ -52,6 +52,7 @@ def payload() -> Payload:
         "global_batch": 2,
         "best_ap": 0.5,
         "optimizer": {"state": {0: {"momentum_buffer": None}}, "param_groups": [{"params": [0]}]},
+        "rank_statistics": None,
     }
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from ssdctl.checkpoint.file import Architecture, load_backbone, load_checkpoint, load_network
+from ssdctl.checkpoint.file import load_backbone, load_checkpoint, load_network
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import DiskError, IntegrityError, UsageError
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.ssd300 import SSD300, Architecture
 
 
 class Malice:
@@ -27,6 +29,16 @@ class Malice:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return (open, (str(self.mark), "w"))
+
+
+def at_step(step: int, **values: Any) -> Checkpoint:
+    """Return a checkpoint of a network without weights."""
+    optimizer = {"state": {}, "param_groups": []}
+    facts = {"model": {}, "optimizer": optimizer, "config": {}, "best_ap": None, **values}
+    return Checkpoint(
+        path=Path("x.pt"), architecture=Architecture("tiny", "none", 2), step=step, epoch=1.0,
+        classes=[ClassName(1, "ball")], samples_seen=1, images=1, global_batch=1, **facts,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -109,25 +121,26 @@ def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
     moved = threading.Event()
 
     class Slow(CheckpointFolder):
-        def write(self, payload: dict[str, Any]) -> None:
+        def write(self, checkpoint: Checkpoint) -> None:
             assert moved.wait(30)
-            super().write(payload)
+            super().write(checkpoint)
 
     weights, momentum = torch.zeros(3), torch.zeros(2)
     saver = Slow(tmp_path, keep=1)
-    saver.save({"step": 1, "model": {"w": weights}, "optimizer": {"state": [(0, momentum)]}})
+    optimizer = {"state": {0: {"momentum_buffer": momentum}}, "param_groups": []}
+    saver.save(at_step(1, model={"w": weights}, optimizer=optimizer))
     weights += 1
     momentum += 1
     moved.set()
     saver.close()
     saved = torch.load(tmp_path / "checkpoints/last.pt")
     assert not saved["model"]["w"].any()
-    assert not saved["optimizer"]["state"][0][1].any()
+    assert not saved["optimizer"]["state"][0]["momentum_buffer"].any()
 
 
 def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
     class Full(CheckpointFolder):
-        def write(self, payload: dict[str, Any]) -> None:
+        def write(self, checkpoint: Checkpoint) -> None:
             raise DiskError("no space left")
 
     def look() -> None:
@@ -136,7 +149,7 @@ def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
             time.sleep(0.01)
 
     saver = Full(tmp_path, keep=1)
-    saver.save({"step": 1})
+    saver.save(at_step(1))
     with pytest.raises(DiskError):
         look()
     saver.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,9 @@ def test_classes_of_a_checkpoint(checkpoint: Path) -> None:
     read = load_checkpoint(checkpoint)
     without_ids = [ClassName(None, c.name) for c in read.classes]  # a third-party file has no ids
     assert same_classes(read, read.classes)
-    assert same_classes(read._replace(classes=without_ids), read.classes)
-    assert same_classes(read._replace(classes=[]), read.classes)  # no names
-    assert not same_classes(read._replace(classes=[]), read.classes[1:])
+    assert same_classes(replace(read, classes=without_ids), read.classes)
+    assert same_classes(replace(read, classes=[]), read.classes)  # no names
+    assert not same_classes(replace(read, classes=[]), read.classes[1:])
     assert not same_classes(read, read.classes[::-1])
     assert not same_classes(read, read.classes[1:])
     model = read.architecture._replace(num_classes=3).build()
@@ -86,7 +87,7 @@ def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> Non
     model["surplus"] = torch.zeros(1)
     model["backbone.bn1.weight"] = torch.zeros(3)
     with pytest.raises(IntegrityError) as caught:
-        load_network(read._replace(model=model))
+        load_network(replace(read, model=model))
     for words in ("missing backbone.conv1", "unexpected surplus", "bn1.weight is (3,), not (8,)"):
         assert words in str(caught.value)
 

@@ -18,7 +18,8 @@ from conftest import Cli
 from PIL import Image
 
 import ssdctl
-from ssdctl.checkpoint import check_zip, file
+from ssdctl.checkpoint import file
+from ssdctl.checkpoint.format import check_zip
 from ssdctl.cli import demo
 from ssdctl.config.resolve import resolve
 from ssdctl.runtime import hardware

@@ -152,13 +152,26 @@ def finish_after_a_requeue(
 
 @pytest.mark.slow(in_ci=True)
 @pytest.mark.usefixtures("slurm_daemons")
-def test_a_job_on_two_nodes_is_signaled_requeued_and_resumes(shapes: Path, tmp_path: Path) -> None:
-    """The signal that Slurm sends before the time limit, here sent by the test."""
-    run = tmp_path / "run"
-    with launch(run, shapes, "--nodes", 2, "--steps", 6, "--wait") as process:
-        wait_for(lambda: (run / "metrics.jsonl").exists() and records(run, "train"))
+def test_a_job_on_two_nodes_is_signaled_requeued_and_resumes(
+    shapes: Path, tiny_run: Path, tmp_path: Path
+) -> None:
+    """The signal that Slurm sends before the time limit, here sent by the test.
+
+    The job goes back to a checkpoint, which is set aside; the requeued one continues.
+    """
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    file = run / "checkpoints/step-00000003.pt"  # a larger batch counts it as step 1
+    options = ["--resume", file, "--resume-changed", "--steps", 6, "--wait"]
+
+    def trains() -> bool:
+        starts = [r for r in records(run, "event") if r["event"] == "started"]
+        return len(starts) > 1 and len(records(run, "train")) > 1
+
+    with launch(run, shapes, "--nodes", 2, *options) as process:
+        wait_for(trains)
         asked("scancel", "--signal=USR1", "--name=ssdctl")
         finish_after_a_requeue(process, run, 6, nodes=2)
+    assert not file.exists()
 
 
 @pytest.mark.slow

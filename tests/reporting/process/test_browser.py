@@ -40,6 +40,11 @@ MEASURE = """
 const broken = [...page.images].filter(i => !i.naturalWidth).length;
 return [page.documentElement.scrollWidth, page.images.length, broken];
 """
+ENVIRONMENT = (
+    b'{"python": "3.11", "platform": "Linux", "device": "cpu", "world_size": 1, '
+    b'"packages": {"torch": "2"}, "command": ["ssdctl"], "sources": {"train.epochs": "--epochs"}}'
+)
+STEP_VALUES = ("loss_box", "loss_class", "lr", "images_per_second", "grad_norm", "data_wait")
 USE = """
 const result = {};
 const all = selector => [...page.querySelectorAll(selector)];
@@ -168,8 +173,10 @@ def page(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     metrics = MetricsFile(folder / "metrics.jsonl", start_step=0)
     for step in range(1, 300):
-        metrics.write({"kind": "train", "step": step, "epoch": step / 10, "loss": 3 / step})
+        values = dict.fromkeys(STEP_VALUES, 0.5) | {"loss": 3 / step, "memory_bytes": 1}
+        metrics.write({"kind": "train", "step": step, "epoch": step / 10, **values})
     (folder / "config.toml").write_text("[train]\nepochs = 1\n")
+    (folder / "environment.json").write_bytes(ENVIRONMENT)
     result = run_cli("evaluate", results, "--data", shapes, "--report", folder)
     assert result.code == 0, result.err
     return folder / "report.html"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from helpers import has_steps, records, train_command
 from ssdctl.config import PrepareConfig
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.training import setup, step_input
+from ssdctl.training import step_input, trainer
 
 if TYPE_CHECKING:
     from training.process.conftest import Train
@@ -31,7 +32,7 @@ def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: i
     """Cut some training images once the run has checked its data; return their ids."""
     split = open_dataset(root, root / "prepared")["train"]
     rows = split.trainable[:number]
-    begin = setup.load_first_weights
+    begin = trainer.find_checkpoint
 
     def spoiled(*given: Any) -> Any:
         for row in rows:
@@ -39,12 +40,12 @@ def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: i
             path.write_bytes(path.read_bytes()[:2000])
         return begin(*given)
 
-    monkeypatch.setattr(setup, "load_first_weights", spoiled)
+    monkeypatch.setattr(trainer, "find_checkpoint", spoiled)
     return [int(split.image_ids[row]) for row in rows]
 
 
 def test_images_that_go_bad_in_a_run_are_replaced_and_named(
-    dataset: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+    shapes: Path, dataset: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = spoil_after_the_start(dataset, monkeypatch, 2)
     words = train("--steps", 13, data=dataset)  # one epoch
@@ -55,6 +56,9 @@ def test_images_that_go_bad_in_a_run_are_replaced_and_named(
         assert event["problem"]
         assert event["replaced_by"] not in bad
         assert f"image {event['image_id']} " in words
+    shutil.copytree(shapes / "train2017", dataset / "train2017", dirs_exist_ok=True)
+    train("--steps", 26, data=dataset)  # spoiled again; each is named once per run
+    assert bad_images(tmp_path / "run") == reported
 
 
 def test_too_many_bad_images_end_the_run(

@@ -13,7 +13,7 @@ from conftest import Cli
 from helpers import assert_same_state, last, records
 
 from ssdctl.checkpoint.file import load_checkpoint
-from ssdctl.checkpoint.folder import CheckpointFolder, save_checkpoint
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.model.ssd300 import SSD300
 
@@ -71,7 +71,7 @@ def with_best(run: Path, step: int, ap: float) -> None:
     for path in (run / "checkpoints").glob("*.pt"):
         content = torch.load(path, weights_only=True)
         if content["step"] > step or (content["step"] == step and path.name == "best.pt"):
-            save_checkpoint(path, {**content, "best_ap": ap})
+            torch.save({**content, "best_ap": ap}, path)
 
 
 def test_going_back_leaves_no_file_of_the_branch_that_it_leaves(run: Path, train: Train) -> None:
@@ -217,7 +217,7 @@ def test_options_of_the_hint_continue_the_run(run: Path, train: Train, changed: 
 def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train) -> None:
     (run / "metrics.jsonl").unlink()
     newest = run / "checkpoints/step-00000003.pt"
-    save_checkpoint(newest, {**torch.load(newest, weights_only=True), "best_ap": 0.9})
+    torch.save({**torch.load(newest, weights_only=True), "best_ap": 0.9}, newest)
     train("--steps", 4)
     assert last(run).best_ap == 0.9
     assert load_checkpoint(run / "checkpoints/best.pt").step == 3  # the new AP is worse
@@ -225,7 +225,7 @@ def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, train: Train)
 
 def test_the_best_of_another_run_is_not_this_runs(run: Path, train: Train, tmp_path: Path) -> None:
     other, file = tmp_path / "other", run / "checkpoints/step-00000003.pt"
-    save_checkpoint(file, {**torch.load(file, weights_only=True), "best_ap": 0.9})
+    torch.save({**torch.load(file, weights_only=True), "best_ap": 0.9}, file)
     train("--resume", file, "--steps", 4, "--target-ap", 0.8, out=other)
     assert steps(other) == [4]
     assert load_checkpoint(other / "checkpoints/best.pt").step in ap_of(other)
@@ -238,7 +238,7 @@ def test_a_larger_batch_does_not_replace_the_best_by_a_worse_one(run: Path, trai
     train(*options, "--steps", 8)
     newest = run / "checkpoints/step-00000008.pt"
     for path in (newest, run / "checkpoints/best.pt"):
-        save_checkpoint(path, {**torch.load(path, weights_only=True), "best_ap": 0.9})
+        torch.save({**torch.load(path, weights_only=True), "best_ap": 0.9}, path)
     train(*options, "--accumulate", 2, "--steps", 5, "--resume-changed")
     assert steps(run, "eval")[-1] == 5
     assert last(run).best_ap == 0.9

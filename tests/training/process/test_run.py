@@ -16,9 +16,9 @@ import torch
 from conftest import TINY_RUN, Cli, run_cli
 from helpers import assert_same_state, is_mountable, last, records, train_command
 
-from ssdctl.checkpoint import Checkpoint
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
+from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.config.fields import PresetName
 from ssdctl.input import augmentations, sampler
 from ssdctl.input.augmentations import color
@@ -158,9 +158,9 @@ def test_what_a_bad_step_leads_to(
         result = color.draw(*arguments)
         return result * float("inf") if next(calls) == 3 else result
 
-    def noted(folder: CheckpointFolder, payload: dict[str, Any]) -> None:
-        saved.append((payload["step"], payload["samples_seen"]))
-        write(folder, payload)
+    def noted(folder: CheckpointFolder, checkpoint: Checkpoint) -> None:
+        saved.append((checkpoint.step, checkpoint.samples_seen))
+        write(folder, checkpoint)
 
     *others, _ = augmentations.load("ssd")
     broken = (*others, augmentations.Augmentation(4, draw, color.apply))
