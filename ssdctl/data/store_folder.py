@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdctl.data import TOML
 from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
+from ssdctl.runtime.system import user_temporary_dir
 
 if TYPE_CHECKING:
     from ssdctl.config import Config, DataConfig
@@ -93,7 +93,7 @@ def _cache_folder() -> Path:
     existing = next((path for path in (base, *base.parents) if path.exists()), base)
     if _is_writable(existing):
         return base / "ssdctl"
-    return Path(tempfile.gettempdir()) / f"ssdctl-{os.getuid()}"
+    return user_temporary_dir()
 
 
 def _is_writable(folder: Path) -> bool:

@@ -190,13 +190,18 @@ def is_process_running(process: int) -> bool:
     return True
 
 
+def user_temporary_dir() -> Path:
+    """Return `$TMPDIR/ssdctl-UID` (or in /tmp); it need not exist, and may be another user's."""
+    return Path(os.environ.get("TMPDIR") or "/tmp", f"ssdctl-{os.getuid()}")
+
+
 def private_cache_dir(name: str) -> Path | None:
-    """Return `$TMPDIR/ssdctl-UID/NAME` (or in /tmp), created for this user only.
+    """Return the folder NAME in `user_temporary_dir`, created for this user only.
 
     None if another user owns that path, if it is a symbolic link, or if others may write to it:
     anybody may create names in a shared temporary folder.
     """
-    root = Path(os.environ.get("TMPDIR") or "/tmp", f"ssdctl-{os.getuid()}")
+    root = user_temporary_dir()
     try:
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
