@@ -143,6 +143,35 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z1.png z2.png")},
         {"train": " - " * 25 + "photos/z1.png photos/z2.png"},
     ),
+    "YOLO, a folder val in both splits": (
+        "images/train/a.jpg images/train/val/a.jpg images/val/a.jpg images/val/val/a.jpg",
+        {f"labels/{name}.txt": YOLO for name in ("train/a", "train/val/a", "val/a", "val/val/a")}
+        | {"data.yaml": "names: [x]\ntrain: images/train\nval: images/val"},
+        {
+            "train": "images/train/a.jpg images/train/val/a.jpg",
+            "val": "images/val/a.jpg images/val/val/a.jpg",
+        },
+    ),
+    "stale data.yaml, and folders of splits": (
+        "images/train/a.jpg images/val/b.jpg",
+        {"labels/train/a.txt": YOLO, "labels/val/b.txt": YOLO}
+        | {"data.yaml": "names: [x]\ntrain: ../train/images\nval: /gone/dev_set"},
+        {"train": "images/train/a.jpg", "val": "images/val/b.jpg"},
+    ),
+    "CVAT, a file per split": (
+        "images/train/a.jpg images/val/a.jpg",
+        {"train.xml": cvat(":a.jpg"), "val.xml": cvat(":a.jpg")},
+        {"train": "images/train/a.jpg", "val": "images/val/a.jpg"},
+    ),
+    "Open Images, folders without labels": (
+        "train/a.jpg train/s/b.jpg validation/c.jpg validation/t/d.jpg",
+        {"train-annotations-bbox.csv": openimages("a")}
+        | {"validation-annotations-bbox.csv": openimages("c")},
+        {
+            "train": "train/a.jpg train/s/b.jpg",
+            "val": "validation/c.jpg validation/t/d.jpg",
+        },
+    ),
     "CSV of the rest": (
         "images/a.jpg images/b.jpg",
         {"labels.csv": csv("a.jpg"), "test_labels.csv": csv("b.jpg")},
@@ -222,6 +251,11 @@ REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
         "images/train/a.jpg",
         {"train.csv": csv("a.jpg"), "test.csv": csv("a.jpg")},
         ("a.jpg",),
+    ),
+    "a missing image, and the long name of another": (
+        "train/a.jpg val/val/a.jpg",
+        {"train/l.csv": csv("a.jpg"), "val/l.csv": csv("a.jpg val/a.jpg")},
+        ("not below", ": a.jpg"),
     ),
     "a missing split, CVAT": (
         "images/train/a.png",

@@ -1,7 +1,7 @@
 """Random datasets in every format are read, trained on and exported as their generator knows them.
 
-    scripts/test tests/data/test_generated.py                     # 100 datasets, and files of 700
-    scripts/test -m slow tests/data/test_generated.py             # 2,000 others, in a few minutes
+    scripts/test tests/data/test_generated.py                     # 100 datasets, and the files of 500
+    scripts/test -m slow tests/data/test_generated.py             # 2,000 others, and 17,000
     SEED=7 scripts/test -m slow tests/data/test_generated.py      # the same again
 
 A failure prints the smallest dataset that shows it, its files and the commands; the folder is kept.

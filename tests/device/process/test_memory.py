@@ -91,6 +91,10 @@ class Card(Cpu):
     name = "card"
     is_host = False
 
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        return ("bf16", "fp32")
+
     def __init__(self, memory: int | None) -> None:
         super().__init__()
         self.memory = memory

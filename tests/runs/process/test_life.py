@@ -198,7 +198,8 @@ class Life(RuleBasedStateMachine):
     @rule(to=lengths, chosen=changing)
     def begin_elsewhere(self, to: int, chosen: Settings) -> None:
         """Continue in a new folder from a checkpoint of this one."""
-        file, self.run = steps(self.run)[-1], self.folder / next(self.names)
+        file = [path for path in steps(self.run) if load(path)][-1]
+        self.run = self.folder / next(self.names)
         to += self.newest
         words = [*self.training(to, chosen), "--resume", file]
         self.first, self.may_lack_best = self.newest + 1, False
@@ -263,7 +264,7 @@ class Life(RuleBasedStateMachine):
         code, text = self.start(words).wait()
         assert code == 0, text
 
-    @precondition(lambda self: self.newest > 0)
+    @precondition(lambda self: self.is_readable())
     @rule(reader=readers)
     def read(self, reader: str) -> None:
         before = files(self.run)
@@ -271,7 +272,7 @@ class Life(RuleBasedStateMachine):
         assert code == 0, text
         assert files(self.run) == before, "a command that reads changed the run"
 
-    @precondition(lambda self: self.newest > 0)
+    @precondition(lambda self: self.is_readable())
     @rule(reader=readers, to=lengths, chosen=changing)
     def read_meanwhile(self, reader: str, to: int, chosen: Settings) -> None:
         training, reading = self.start(self.training(to, chosen)), self.start(self.reading(reader))
@@ -320,6 +321,12 @@ class Life(RuleBasedStateMachine):
         return command
 
     # What must be true
+
+    def is_readable(self) -> bool:
+        """Return whether the user left the links, and all checkpoints intact."""
+        folder = self.run / "checkpoints"
+        has_links = any((folder / name).exists() for name in ("best.pt", "last.pt"))
+        return has_links and all(map(load, folder.glob("*.pt")))
 
     def newest_intact(self) -> int:
         return next((step_of(p) for p in reversed(steps(self.run)) if load(p)), 0)
