@@ -84,7 +84,7 @@ def test_short_pages_show_what_matters_and_fit_a_screen(
 
 def test_pages_name_switches_and_defaults_and_launch_only_its_own_options(cli: Cli) -> None:
     assert "--[no-]pack\n" in cli("prepare", "--help").out
-    assert f"[stable-r34: {ssdctl.configure().train.epochs}]" in cli("train", "--help").out
+    assert f"[{ssdctl.configure().train.epochs} on COCO; fitted" in cli("train", "--help").out
     page = cli("launch", "--help").out
     assert "--hostfile" in page
     assert "--weight-decay" not in page
