@@ -93,6 +93,26 @@ def test_exit_code_passes_through(code: int, tmp_path: Path) -> None:
     assert list(tmp_path.glob("ssdctl-launch-*")) == []
 
 
+INTERRUPTED = """
+import os, signal, sys
+
+class Signal:
+    def find_spec(name, *_):
+        if name == "ssdctl.cli.main":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Signal)
+sys.argv = ["ssdctl", "launch", "--cpus", "2", "--fake-data"]
+from ssdctl.__main__ import run
+run()
+"""
+
+
+def test_a_signal_during_the_imports_of_launch_is_a_stop() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, check=False)
+    assert done.returncode == 75, done
+
+
 @pytest.mark.parametrize("is_both", [False, True])
 def test_no_survivor(is_both: bool, tmp_path: Path) -> None:
     """test_engines.py kills the launch only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,30 @@ def test_resumed_run_is_bit_equal(run: Path, tmp_path: Path, train: Train) -> No
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     losses = ([r["loss"] for r in records(folder, "train")] for folder in (run, straight))
     assert next(losses) == next(losses)
+
+
+def test_records_reach_the_disk_before_the_checkpoint_after_them(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, missing = [0], list[tuple[str, int]]()
+    fsync, rename = os.fsync, os.replace
+
+    def spied_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "metrics.jsonl":
+            synced.append(len(records(tmp_path / "run", "train")))
+
+    def spied_rename(source: Path, target: Path) -> None:
+        number = re.search(r"step-(\d+)\.pt$", str(target))
+        if number and synced[-1] < int(number[1]):
+            missing.append((str(target), synced[-1]))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", spied_fsync)
+    monkeypatch.setattr(os, "replace", spied_rename)
+    train("--steps", 4, "--save-every", "2st", "--keep", 5)
+    assert len(synced) >= 3
+    assert not missing
 
 
 def test_images_without_objects_train_and_resume_bit_equal(tmp_path: Path, train: Train) -> None:
