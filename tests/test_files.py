@@ -170,6 +170,7 @@ def test_every_refusal_of_the_system_is_a_disk_error(
         words = "no space" if name in ("ENOSPC", "EDQUOT") else os.strerror(number)
         assert words in str(caught.value)
         assert name != "EROFS" or "owner" not in str(caught.value.hint)
+        assert name != "EFBIG" or "ulimit -f" in str(caught.value.hint)
     assert path.read_text() == ("new" if is_ignored else "old")
     assert list(tmp_path.iterdir()) == [path]
 

@@ -204,6 +204,13 @@ def test_another_global_batch_is_refused_or_counted_again(run: Path, train: Trai
     assert last(run).samples_seen == 8 + 2 * 4  # eight samples were seen: two steps of four
 
 
+def test_a_start_that_trains_nothing_describes_nothing(run: Path, train: Train) -> None:
+    files = [run / "config.toml", run / "environment.json"]
+    before = [file.read_bytes() for file in files]
+    train("--steps", 3, "--lr", "5", "--resume-changed")
+    assert [file.read_bytes() for file in files] == before
+
+
 def test_changed_optimizer_settings_apply(run: Path, train: Train) -> None:
     words = train("--resume-changed", "--steps", 4, "--weight-decay", "0.25")
     assert "train.weight_decay was 0.0005, is 0.25" in words
