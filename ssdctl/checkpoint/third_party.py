@@ -130,7 +130,7 @@ def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> NetworkWe
             f"{path}: looks like {system}'s, but is not an SSD300 on a ResNet or VGG16"
         )
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
-    if not 1 <= num_classes <= MAX_CLASSES:
+    if not 2 <= num_classes <= MAX_CLASSES:
         raise IntegrityError(f"{path}: its network has {num_classes} classes")
     try:
         facts = msgspec.convert(payload, _Facts, strict=False)
@@ -141,11 +141,11 @@ def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> NetworkWe
         raise IntegrityError(
             f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
         )
-    extra_norm = "batch" if "extra.0.1.weight" in state else "none"
+    has_norm = "batch" in find_backbone(backbone).EXTRA_NORMS and "extra.0.1.weight" in state
     return NetworkWeights(
         path=path,
         model=state,
-        architecture=Architecture(backbone, extra_norm, num_classes),
+        architecture=Architecture(backbone, "batch" if has_norm else "none", num_classes),
         classes=classes_of(names, num_classes),
         step=facts.iteration,
         epoch=facts.epoch,

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -101,7 +102,7 @@ def test_average_of_the_weights(tmp_path: Path, train: Train) -> None:
         train("--lr", "1e-2", "--steps", steps, "--ema", 0.5, out=averaged)
     actual, expected = last(averaged), last(plain)
     assert actual.trained is not None
-    assert_same_state(actual._replace(model=actual.trained), expected)
+    assert_same_state(replace(actual, model=actual.trained), expected)
     name = "box_heads.0.weight"
     assert not torch.equal(actual.model[name], actual.trained[name])
     train("--lr", "1e-2", "--steps", 4, "--ema", 0.5, out=straight)
