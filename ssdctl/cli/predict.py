@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import json
-import shlex
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.safe_text import counted, listed, printable_line
+from ssdctl.runtime.safe_text import counted, listed, printable_line, quoted
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ def _predict(
     is_dataset = settings.save == "yolo"
     console.closing(
         [done, *[("then", "correct the boxes in your labeling tool")] * is_dataset],
-        [shlex.join(["ssdctl", "prepare", "--data", str(out)])] * is_dataset,
+        [f"ssdctl prepare --data {quoted(out)}"] * is_dataset,
     )
     if failures:
         raise _error(failures, len(sources))

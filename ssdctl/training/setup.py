@@ -41,7 +41,7 @@ from ssdctl.distributed.collectives import open_on_all_ranks, wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
-from ssdctl.inference.locate import locate_checkpoint, resolve_source
+from ssdctl.inference.locate import check_weight_sources, locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
 from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
@@ -90,6 +90,8 @@ def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progres
         UsageError: A package, a tracker or the dataset does not exist, or see `check_settings`.
         DataError: There is nothing to train on.
     """
+    if ranks.is_main:
+        check_weight_sources(config)
     check_pipeline(config.train.pipeline)
     find_trackers(config.train)
     check_settings(config, device)
