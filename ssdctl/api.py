@@ -23,7 +23,7 @@ from ssdctl.config.call import (
 )
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
@@ -281,9 +281,9 @@ def evaluate(
         "nms_iou": nms_iou,
     }
     config = resolve_call(config, overrides_of("evaluate", given))
+    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
-    from ssdctl.inference.locate import locate_checkpoint
 
     path = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(

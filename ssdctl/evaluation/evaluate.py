@@ -208,7 +208,7 @@ def detect_on_split(
     from ssdctl.inference.predict import open_detector
 
     settings = config.evaluate
-    data = choose_data(checkpoint, config.data, config.explicit_settings())
+    data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
     for warning in split.warnings:
@@ -305,11 +305,12 @@ def trained_on(checkpoint: ModelFile) -> DataConfig:
     return DataConfig(root=settings.get("data.root"), store=settings.get("data.store"))
 
 
-def choose_data(checkpoint: ModelFile, data: DataConfig, given: set[str]) -> DataConfig:
+def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
     """Return the dataset to score on: the user's choice, else the one it was trained on."""
-    if "data.root" in given or checkpoint.run_settings is None:
+    data, explicit = config.data, config.explicit_settings()
+    if "data.root" in explicit or checkpoint.run_settings is None:
         return data
-    if "data.store" in given:
+    if "data.store" in explicit:
         return msgspec.structs.replace(trained_on(checkpoint), store=data.store)
     root, folder = dataset_folders(trained_on(checkpoint))
     fallback = dataset_folders(data)
