@@ -50,10 +50,12 @@ def evaluate_files(
     *,
     progress: Progress,
     detections_file: Path | None = None,
+    is_distributed: bool = True,
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
+    With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
         UsageError: `detections_file` is given for a file of detections, or for several checkpoints.
@@ -77,6 +79,7 @@ def evaluate_files(
 
     ranks = find_ranks()
     device = open_device(config.evaluate.device, ranks.local_rank)
+    ranks = ranks if is_distributed else SINGLE_PROCESS
     with process_group(ranks, device):
         for file in files:
             checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
