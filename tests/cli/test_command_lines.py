@@ -232,7 +232,7 @@ def check_refusal(result: Result, line: list[Typed], blamed: list[Typed], *, has
 SETTINGS = tuple(all_settings().values())
 
 
-@budgets(40, 6000)
+@budgets(25, 6000)
 def test_the_highest_layer_counts_and_errors_name_what_was_typed(examples: int) -> None:
     check_all(check_layers, examples, line=lines(SETTINGS))
 
@@ -341,7 +341,7 @@ def problem_of(result: Result) -> str:
     return lines[0] if lines else ""
 
 
-@budgets(12, 1200)
+@budgets(6, 1200)
 def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int) -> None:
     names = {"DATA": shapes, "RUN": "old", "CKPT": "old/checkpoints/last.pt"}
 
@@ -442,7 +442,7 @@ def of_any_command(draw: Any) -> tuple[list[str], list[Typed]]:
     return words, options
 
 
-@budgets(60, 6000)
+@budgets(30, 6000)
 def test_every_command_takes_its_options_and_names_the_wrong_one(examples: int) -> None:
     def check(line: tuple[list[str], list[Typed]]) -> None:
         words, options = line
@@ -485,7 +485,7 @@ CLOSING = [
 ]
 
 
-@budgets(12, 1200)
+@budgets(6, 1200)
 def test_the_next_commands_are_accepted_by_a_shell(
     shapes: Path, tiny_run: Path, examples: int
 ) -> None:
@@ -536,7 +536,7 @@ OWN = st.sampled_from(
 ).map(str.split)
 
 
-@budgets(30, 3000)
+@budgets(12, 3000)
 def test_a_line_of_another_program_needs_one_correction(examples: int) -> None:
     def check(name: str, options: list[list[str]]) -> None:
         words = [*name.split(), *(word for option in options for word in option)]
