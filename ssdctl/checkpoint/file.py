@@ -11,9 +11,10 @@ from __future__ import annotations
 import errno
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,10 @@ from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
 from ssdctl.model.ssd300 import SSD300
 
+Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
+OTHER_SUFFIXES = (ONNX, SAFETENSORS, ".pt2", ".xml", ".json")
+HOW_TO_SAVE = "write checkpoints of your own with model.save(path, class_names=[...])"
 MAX_NAMED_KEYS = 5  # in the message for another program's file
 
 
@@ -55,13 +59,16 @@ def load_resumable(path: Path) -> Checkpoint:
     )
 
 
-def load_checkpoint(path: Path) -> NetworkWeights:
+def load_checkpoint(source: Source) -> NetworkWeights:
     """Read a checkpoint of ssdctl, MLPerf, Habana, NVIDIA, its TPU fork or torchvision.
 
     Raises:
-        UsageError: There is no such file.
+        UsageError: There is no such file, or the module is not an SSD300.
         IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
+    if isinstance(source, nn.Module):
+        return weights_in_memory(source)
+    path = source
     if path.suffix == ONNX:
         raise UsageError(
             f"{path}: an ONNX file can be run and scored; this needs weights",
@@ -85,21 +92,73 @@ def load_checkpoint(path: Path) -> NetworkWeights:
         raise IntegrityError(f"{path}: malformed checkpoint: {error!r:.300}") from error
 
 
-def read_model(path: Path) -> NetworkWeights | OnnxGraph:
+def weights_in_memory(model: nn.Module) -> NetworkWeights:
+    """Return a copy of a network's weights, in fp32, on the CPU.
+
+    Args:
+        model: An SSD300; in its place a wrapper, such as of DistributedDataParallel.
+
+    Raises:
+        UsageError: It is another module.
+        IntegrityError: It has other weights than an SSD300.
+    """
+    network: object = model
+    while not isinstance(network, SSD300):
+        inner = getattr(network, "module", None) or getattr(network, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            raise UsageError(
+                f"a {type(network).__name__} is not an SSD300",
+                hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
+            )
+        network = inner
+    name, architecture = Path(f"SSD300 {network.architecture.backbone}"), network.architecture
+    state = {
+        key: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
+        for key, tensor in network.state_dict().items()
+    }
+    compare_shapes(architecture.shapes(), _shapes_of(state), name)
+    return NetworkWeights(
+        path=name, model=state, architecture=architecture, classes=network.classes
+    )
+
+
+def _single(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
+
+
+def save_network(path: Path, model: SSD300, classes: Sequence[ClassName]) -> None:
+    """Write a network as a checkpoint without a run.
+
+    Raises:
+        UsageError: The number of classes is not the network's, or see `SSD300.save`.
+        DiskError: It cannot be written.
+    """
+    if len(classes) != model.num_classes - 1:
+        raise UsageError(
+            f"{path}: {len(classes)} class names, the network has {model.num_classes - 1} classes "
+            "and the background",
+            hint="write model.save(path, class_names=[...]), in the order of the labels",
+        )
+    if path.suffix in OTHER_SUFFIXES or path.is_dir():
+        raise UsageError(f"{path}: not a name for a checkpoint", hint="give one such as model.pt")
+    save_checkpoint(path, replace(weights_in_memory(model), classes=list(classes)))
+
+
+def read_model(source: Source) -> NetworkWeights | OnnxGraph:
     """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`.
 
     Raises:
         UsageError: There is no such file, or a package is absent.
         IntegrityError: It is damaged, not a detector, or would run code.
     """
-    if path.suffix != ONNX:
-        return load_checkpoint(path)
+    if isinstance(source, nn.Module) or source.suffix != ONNX:
+        return load_checkpoint(source)
     from ssdctl.checkpoint.exported import read_onnx
 
-    return read_onnx(path)
+    return read_onnx(source)
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+def save_checkpoint(path: Path, checkpoint: NetworkWeights) -> None:
     """Write a checkpoint atomically.
 
     Raises:
@@ -123,7 +182,8 @@ def _read_any(path: Path, payload: Any) -> NetworkWeights:
         if (system := third_party.source_of(payload)) is not None:
             return third_party.checkpoint_of(path, payload, system)
         raise _not_readable(path, payload, number)
-    return Checkpoint.read(path, payload)
+    kind = Checkpoint if "optimizer" in payload else NetworkWeights
+    return kind.read(path, payload)
 
 
 def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
@@ -134,8 +194,14 @@ def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
             f"{FORMAT}",
             hint="update ssdctl",
         )
-    from ssdctl.checkpoint.third_party import looks_like
+    from ssdctl.checkpoint.third_party import has_own_weights, looks_like
 
+    if has_own_weights(payload):
+        return IntegrityError(
+            f"{path}: weights of an SSD300 without its backbone and classes, as of "
+            "torch.save(model.state_dict())",
+            hint=HOW_TO_SAVE,
+        )
     names = ", ".join(str(key)[:40] for key in keys[:MAX_NAMED_KEYS])
     has = f" (keys: {names})" if names else ""
     return IntegrityError(
@@ -208,18 +274,21 @@ def read_payload(path: Path) -> Any:
     except Exception as error:  # a hostile pickle can make the unpickler raise anything
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise unreadable(path, error) from None
-        raise IntegrityError(
-            f"{path}: not a checkpoint (nothing was executed): {_reason(error)}"
-        ) from None
+        raise _not_loaded(path, error) from None
+
+
+def _not_loaded(path: Path, error: Exception) -> IntegrityError:
+    """Return the error for one of torch.load, without its advice to load it unsafely."""
+    from ssdctl.checkpoint.third_party import has_own_weights, looks_like
+
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    reason = f"it names {named[1]}{looks_like(named[1])}" if named else _reason(error)
+    hint = HOW_TO_SAVE if named and has_own_weights(named[1]) else None
+    return IntegrityError(f"{path}: not a checkpoint (nothing was executed): {reason}", hint=hint)
 
 
 def _reason(error: Exception) -> str:
-    """Return the cause from an error of torch.load, without its advice to load it unsafely."""
-    from ssdctl.checkpoint.third_party import looks_like
-
     text = str(error)
-    if match := re.search(r"GLOBAL (\S+)", text):
-        return f"it names {match[1]}{looks_like(match[1])}"
     if "weights_only" in text or not isinstance(error, RuntimeError):
         return "torch.save did not write it, or it is damaged"
     return text.splitlines()[0]
@@ -234,6 +303,7 @@ def load_network(checkpoint: NetworkWeights) -> SSD300:
     _check_class_heads(checkpoint)
     model = checkpoint.architecture.build()
     load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
+    model.classes = checkpoint.classes
     return model
 
 

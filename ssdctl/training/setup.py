@@ -135,6 +135,7 @@ def build_network(
     with _INITIALIZING, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         model = architecture.build()
+    model.classes = splits.train.classes
     if config.freeze_stem:
         model.freeze_stem()
     model.freeze(config.freeze)
