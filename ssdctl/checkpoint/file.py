@@ -11,8 +11,7 @@ from __future__ import annotations
 import errno
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,18 +20,17 @@ from torch import Tensor, nn
 
 from ssdctl.checkpoint.format import (
     FORMAT,
+    Architecture,
     Checkpoint,
     NetworkWeights,
     OnnxGraph,
     check_zip,
     compare_shapes,
-    is_state,
     require_file,
 )
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
-from ssdctl.model.ssd300 import SSD300
 
 Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
@@ -100,10 +98,9 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
 
     Raises:
         UsageError: It is another module.
-        IntegrityError: It has other weights than an SSD300.
     """
-    network: object = model
-    while not isinstance(network, SSD300):
+    network: Any = model
+    while not isinstance(getattr(network, "architecture", None), Architecture):
         inner = getattr(network, "module", None) or getattr(network, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             raise UsageError(
@@ -111,37 +108,20 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
                 hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
             )
         network = inner
-    name, architecture = Path(f"SSD300 {network.architecture.backbone}"), network.architecture
     state = {
-        key: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
-        for key, tensor in network.state_dict().items()
+        name: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
+        for name, tensor in network.state_dict().items()
     }
-    compare_shapes(architecture.shapes(), _shapes_of(state), name)
     return NetworkWeights(
-        path=name, model=state, architecture=architecture, classes=network.classes
+        path=Path(f"SSD300 {network.architecture.backbone}"),
+        model=state,
+        architecture=network.architecture,
+        classes=network.classes,
     )
 
 
 def _single(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
-
-
-def save_network(path: Path, model: SSD300, classes: Sequence[ClassName]) -> None:
-    """Write a network as a checkpoint without a run.
-
-    Raises:
-        UsageError: The number of classes is not the network's, or see `SSD300.save`.
-        DiskError: It cannot be written.
-    """
-    if len(classes) != model.num_classes - 1:
-        raise UsageError(
-            f"{path}: {len(classes)} class names, the network has {model.num_classes - 1} classes "
-            "and the background",
-            hint="write model.save(path, class_names=[...]), in the order of the labels",
-        )
-    if path.suffix in OTHER_SUFFIXES or path.is_dir():
-        raise UsageError(f"{path}: not a name for a checkpoint", hint="give one such as model.pt")
-    save_checkpoint(path, replace(weights_in_memory(model), classes=list(classes)))
 
 
 def read_model(source: Source) -> NetworkWeights | OnnxGraph:
@@ -218,7 +198,7 @@ def same_classes(weights: NetworkWeights, classes: list[ClassName]) -> bool:
 
 
 def with_classes(
-    checkpoint: NetworkWeights, model: SSD300, classes: list[ClassName]
+    checkpoint: NetworkWeights, model: nn.Module, classes: list[ClassName]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return a checkpoint's weights for a network with other classes.
 
@@ -228,11 +208,11 @@ def with_classes(
     Returns:
         The weights, and the names of the classes that were kept.
     """
-    _check_class_heads(checkpoint)
     state = with_counters(checkpoint.model, model)
     old = {"": 0, **{c.name: label for label, c in enumerate(checkpoint.classes, start=1)}}
     new = {"": 0, **{c.name: label for label, c in enumerate(classes, start=1)}}
     kept = [name for name in new if name in old]
+    count = checkpoint.architecture.num_classes
     for name, tensor in model.state_dict().items():
         if not name.startswith("class_heads.") or name not in state:
             continue
@@ -240,7 +220,9 @@ def with_classes(
             continue
         # Channels are class-major: (classes, box shapes).
         target = tensor.clone().unflatten(0, (len(classes) + 1, -1))
-        source = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
+        expected = (count * target.shape[1], *tensor.shape[1:])
+        compare_shapes({name: expected}, {name: tuple(state[name].shape)}, checkpoint.path)
+        source = state[name].unflatten(0, (count, -1))
         for kept_name in kept:
             target[new[kept_name]] = source[old[kept_name]]
         state[name] = target.flatten(0, 1)
@@ -294,28 +276,6 @@ def _reason(error: Exception) -> str:
     return text.splitlines()[0]
 
 
-def load_network(checkpoint: NetworkWeights) -> SSD300:
-    """Return the network of a checkpoint with its weights.
-
-    Raises:
-        IntegrityError: The weights do not fit; the message lists what differs.
-    """
-    _check_class_heads(checkpoint)
-    model = checkpoint.architecture.build()
-    load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
-    model.classes = checkpoint.classes
-    return model
-
-
-def _check_class_heads(checkpoint: NetworkWeights) -> None:
-    """Check that the file has the class heads that its number of classes needs, before they are
-    allocated. The rest of the network has a fixed size: `load_state` compares it."""
-    shapes = checkpoint.architecture.shapes()
-    expected = {k: shape for k, shape in shapes.items() if k.startswith("class_heads.")}
-    heads = {k: v for k, v in checkpoint.model.items() if k in expected}
-    compare_shapes(expected, _shapes_of(heads), checkpoint.path)
-
-
 def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Load weights, all or nothing, or raise IntegrityError with what differs."""
     check_shapes(module, state, path)
@@ -324,27 +284,11 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
 
 def check_shapes(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Check that weights have the names and shapes of a module's, or raise IntegrityError."""
-    compare_shapes(_shapes_of(module.state_dict()), _shapes_of(state), path)
+    compare_shapes(shapes_of(module.state_dict()), shapes_of(state), path)
 
 
-def _shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def load_backbone(model: SSD300, path: Path) -> None:
-    """Load pretrained weights into the backbone.
-
-    Raises:
-        IntegrityError: The file is damaged, or contains another network.
-    """
-    state = read_payload(path)
-    if not is_state(state):
-        raise IntegrityError(
-            f"{path}: not backbone weights: not a state dict",
-            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
-        )
-    for module, part in model.backbone.pretrained_parts(state, model.extra):
-        load_state(module, with_counters(part, module), path)
 
 
 def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:

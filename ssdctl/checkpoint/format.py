@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -25,7 +25,6 @@ from ssdctl.config.fields import LARGEST_INT, BackboneName
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
-from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.safe_text import listed
 
 FORMAT: Final = 1
@@ -40,6 +39,14 @@ Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Setting = Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
 Scalar = bool | Setting | float | str | None
 Shape = tuple[int, ...]
+
+
+class Architecture(NamedTuple):
+    """The parameters that build the network of a checkpoint."""
+
+    backbone: str
+    extra_norm: str
+    num_classes: int  # with background
 
 
 class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):

@@ -98,10 +98,10 @@ def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | Dete
 
 def trust_first_use(name: str, file: Path) -> None:
     """Read a detector's file, for which no checksum is published, and record its SHA-256."""
-    from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
+    from ssdctl.checkpoint.file import load_checkpoint  # torch takes seconds
 
     try:
-        load_network(load_checkpoint(file))
+        load_checkpoint(file)
     except IntegrityError as error:
         if checksum_path(file).exists():  # it was read before
             raise

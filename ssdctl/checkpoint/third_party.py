@@ -16,14 +16,20 @@ import msgspec
 from torch import Tensor
 
 from ssdctl.boxes import BOXES_PER_CELL
-from ssdctl.checkpoint.format import MAX_CLASSES, MAX_COUNT, Count, NetworkWeights, is_state
+from ssdctl.checkpoint.format import (
+    MAX_CLASSES,
+    MAX_COUNT,
+    Architecture,
+    Count,
+    NetworkWeights,
+    is_state,
+)
 from ssdctl.config.fields import BACKBONES
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES, UNUSED
 from ssdctl.errors import IntegrityError
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
-from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.packages import module_names
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}

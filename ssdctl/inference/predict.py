@@ -15,7 +15,6 @@ from typing import Any, overload
 
 from PIL import Image
 
-from ssdctl.checkpoint import file as checkpoint_file
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
@@ -35,7 +34,7 @@ from ssdctl.inference.image_detector import (
 from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.sources import source_of
 from ssdctl.model.results import Result
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ def open_detector(
     """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run."""
     if isinstance(checkpoint, OnnxGraph):
         return OnnxDetector(checkpoint, device, config)
-    return Detector(device.place(checkpoint_file.load_network(checkpoint)).eval(), device, config)
+    return Detector(device.place(load_network(checkpoint)).eval(), device, config)
 
 
 def load_detector(

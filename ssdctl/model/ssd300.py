@@ -5,10 +5,11 @@ Shapes: B batch, C classes with background, N = 8732 default boxes.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from PIL import Image
@@ -17,9 +18,21 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes import BOXES_PER_CELL, IMAGE_SIZE, box_cxcywh_to_ltrb
+from ssdctl.checkpoint.file import (
+    OTHER_SUFFIXES,
+    load_checkpoint,
+    load_state,
+    read_payload,
+    save_checkpoint,
+    shapes_of,
+    weights_in_memory,
+    with_counters,
+)
+from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shapes, is_state
+from ssdctl.checkpoint.locate import locate_checkpoint
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb
-from ssdctl.errors import UsageError, hints_in_messages
+from ssdctl.errors import IntegrityError, UsageError, hints_in_messages
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import ModelConstants, find_backbone
 from ssdctl.model.loss import Losses, MultiboxLoss
@@ -130,9 +143,6 @@ class SSD300(nn.Module):
             ssdctl.errors.NetworkError: The detector cannot be fetched.
             ssdctl.errors.IntegrityError: The file is damaged, or not a checkpoint.
         """
-        from ssdctl.checkpoint.file import load_checkpoint, load_network
-        from ssdctl.checkpoint.locate import locate_checkpoint
-
         return load_network(load_checkpoint(locate_checkpoint(checkpoint))).eval()
 
     @hints_in_messages()
@@ -153,13 +163,21 @@ class SSD300(nn.Module):
                 the suffix is one of another format.
             ssdctl.errors.DiskError: The file cannot be written.
         """
-        from ssdctl.checkpoint.file import save_network
-
-        classes = self.classes
+        file, classes = Path(path), self.classes
         if class_names is not None:
             classes = [ClassName(None, str(name)) for name in class_names]
-        save_network(Path(path), self, classes)
-        return Path(path)
+        if len(classes) != self.num_classes - 1:
+            raise UsageError(
+                f"{file}: {len(classes)} class names, the network has {self.num_classes - 1} "
+                "classes and the background",
+                hint="write model.save(path, class_names=[...]), in the order of the labels",
+            )
+        if file.suffix in OTHER_SUFFIXES or file.is_dir():
+            raise UsageError(f"{file}: not a name for a checkpoint", hint="such as model.pt")
+        weights = weights_in_memory(self)
+        compare_shapes(shapes_of_network(self.architecture), shapes_of(weights.model), file)
+        save_checkpoint(file, dataclasses.replace(weights, classes=classes))
+        return file
 
     @hints_in_messages()
     def detect(
@@ -273,19 +291,48 @@ class SSD300(nn.Module):
         return [self.backbone.get_submodule(name) for name in names]
 
 
-class Architecture(NamedTuple):
-    """The parameters that build the network of a checkpoint."""
+def network_of(architecture: Architecture) -> SSD300:
+    """Return the network with random weights."""
+    return SSD300(architecture.backbone, architecture.num_classes, architecture.extra_norm)
 
-    backbone: str
-    extra_norm: str
-    num_classes: int  # with background
 
-    def build(self) -> SSD300:
-        return SSD300(self.backbone, self.num_classes, self.extra_norm)
+def shapes_of_network(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    with without_weights():
+        return shapes_of(network_of(architecture).state_dict())
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        with without_weights():
-            return {name: tuple(tensor.shape) for name, tensor in self.build().state_dict().items()}
+
+def load_network(checkpoint: NetworkWeights) -> SSD300:
+    """Return the network of a checkpoint with its weights.
+
+    Raises:
+        IntegrityError: The weights do not fit; the message lists what differs.
+    """
+    # A file of some bytes may state any number of classes: the heads are compared before they are
+    # allocated. The rest of the network has a fixed size: `load_state` compares it.
+    expected = shapes_of_network(checkpoint.architecture)
+    heads = {name: shape for name, shape in expected.items() if name.startswith("class_heads.")}
+    own = {name: tensor for name, tensor in checkpoint.model.items() if name in heads}
+    compare_shapes(heads, shapes_of(own), checkpoint.path)
+    model = network_of(checkpoint.architecture)
+    load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
+    model.classes = checkpoint.classes
+    return model
+
+
+def load_backbone(model: SSD300, path: Path) -> None:
+    """Load pretrained weights into the backbone.
+
+    Raises:
+        IntegrityError: The file is damaged, or contains another network.
+    """
+    state = read_payload(path)
+    if not is_state(state):
+        raise IntegrityError(
+            f"{path}: not backbone weights: not a state dict",
+            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
+        )
+    for module, part in model.backbone.pretrained_parts(state, model.extra):
+        load_state(module, with_counters(part, module), path)
 
 
 def _normalized_batch(images: Images, constants: ModelConstants, like: Tensor) -> Tensor:
