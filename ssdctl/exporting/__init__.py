@@ -54,17 +54,8 @@ def export_checkpoint(
         IntegrityError: The checkpoint is damaged, or the outputs differ from PyTorch's.
     """
     outputs = _check(request)
-    suffix = SUFFIXES.get(request.format, request.out.suffix)
-    if request.out.suffix != suffix:
-        problem = f"{request.out}: the name of a file in this format ends in {suffix}"
-        if request.format == "openvino":  # it reads NAME.xml and NAME.bin
-            raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
-        log.warning("%s: ssdctl and other programs may not recognize it", problem)
-    from ssdctl.checkpoint.locate import locate_checkpoint
-
-    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
-    if request.out.exists() and request.out.samefile(source):
-        raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
+    _check_suffix(request)
+    source = _find_source(checkpoint, request, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.evaluate import choose_data
     from ssdctl.exporting import graphs, int8, weights
@@ -73,11 +64,8 @@ def export_checkpoint(
     names = request.out.name, request.out.with_suffix(".bin").name
     remove_stale_temporaries(request.out.parent, *names)
     content = load_checkpoint(source)
-    result: dict[str, Any] = {
-        "file": str(request.out),
-        "format": request.format,
-        "source": str(source),
-    }
+    result: dict[str, Any] = {"file": str(request.out), "format": request.format}
+    result["source"] = str(source)
     if request.format not in GRAPH_FORMATS:
         weights.export_weights(content, request.format, request.out)
         return result
@@ -96,6 +84,25 @@ def export_checkpoint(
         max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
         progress=progress,
     )
+
+
+def _find_source(checkpoint: str, request: ExportRequest, config: Config) -> Path:
+    from ssdctl.checkpoint.locate import locate_checkpoint
+
+    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
+    if request.out.exists() and request.out.samefile(source):
+        raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
+    return source
+
+
+def _check_suffix(request: ExportRequest) -> None:
+    suffix = SUFFIXES.get(request.format, request.out.suffix)
+    if request.out.suffix == suffix:
+        return
+    problem = f"{request.out}: the name of a file in this format ends in {suffix}"
+    if request.format == "openvino":  # it reads NAME.xml and NAME.bin
+        raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
+    log.warning("%s: ssdctl and other programs may not recognize it", problem)
 
 
 def _check(request: ExportRequest) -> Outputs:
