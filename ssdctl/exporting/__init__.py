@@ -15,6 +15,7 @@ from ssdctl.files import remove_stale_temporaries
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
+    from ssdctl.checkpoint.locate import Named
     from ssdctl.exporting.deployed import Outputs
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ExportRequest(NamedTuple):
 
 
 def export_checkpoint(
-    checkpoint: str, request: ExportRequest, config: Config, *, progress: Progress
+    checkpoint: Named, request: ExportRequest, config: Config, *, progress: Progress
 ) -> dict[str, Any]:
     """Write a checkpoint in another format; return the file, its source, and the comparison.
 
@@ -55,7 +56,11 @@ def export_checkpoint(
     """
     outputs = _check(request)
     _check_suffix(request)
-    source = _find_source(checkpoint, request, config)
+    from ssdctl.checkpoint.locate import locate_checkpoint
+
+    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
+    if isinstance(source, Path) and request.out.exists() and request.out.samefile(source):
+        raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.evaluate import choose_data
     from ssdctl.exporting import graphs, int8, weights
@@ -65,7 +70,7 @@ def export_checkpoint(
     remove_stale_temporaries(request.out.parent, *names)
     content = load_checkpoint(source)
     result: dict[str, Any] = {"file": str(request.out), "format": request.format}
-    result["source"] = str(source)
+    result["source"] = str(content.path)
     if request.format not in GRAPH_FORMATS:
         weights.export_weights(content, request.format, request.out)
         return result
@@ -84,15 +89,6 @@ def export_checkpoint(
         max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
         progress=progress,
     )
-
-
-def _find_source(checkpoint: str, request: ExportRequest, config: Config) -> Path:
-    from ssdctl.checkpoint.locate import locate_checkpoint
-
-    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
-    if request.out.exists() and request.out.samefile(source):
-        raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
-    return source
 
 
 def _check_suffix(request: ExportRequest) -> None:
