@@ -211,7 +211,7 @@ def _close(call: Call, records: list[Any], done: str, out: Path | None) -> None:
     facts, commands = [("done", done)], []
     if call.config.predict.save == "yolo":
         facts.append(("then", "correct the boxes in your labeling tool"))
-        commands.append(shlex.join(["ssdctl", "prepare", "--data", str(out)]))
+        commands.append(f"ssdctl prepare --data {quoted(out)}")
     call.console.closing(facts, commands)
 
 
