@@ -94,8 +94,7 @@ class _Bench:
     ) -> None:
         self.config, self.architecture, self.device = plan.config, architecture, device
         self.ranks, self.precision, self.size = ranks, plan.precision, plan.batch_size
-        torch.manual_seed(plan.config.train.seed)
-        self.model = device.place(architecture.build()).train()
+        self.model = device.place(architecture.build(plan.config.train.seed)).train()
 
     def metrics(self, split: Split | None, seconds: float) -> Measurements:
         boxes = 93 if split is None else max(split.most_boxes, 1)
@@ -214,7 +213,7 @@ def train_flops(architecture: Architecture) -> float:
     Batch norm cannot train on the 1 x 1 map of one image, so two are counted.
     """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        offsets, logits = architecture.build()(torch.zeros(2, 3, 300, 300))
+        offsets, logits = architecture.build(device="meta")(torch.zeros(2, 3, 300, 300))
         (offsets.sum() + logits.sum()).backward()
     return counter.get_total_flops() / 2
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes import BOXES_PER_CELL, IMAGE_SIZE, box_cxcywh_to_ltrb
 from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.model.backbone import without_weights
+from ssdctl.model.backbone import own_random_numbers
 from ssdctl.model.backbones import ModelConstants, find_backbone
 from ssdctl.model.loss import Losses, MultiboxLoss
 
@@ -196,12 +196,17 @@ class Architecture(NamedTuple):
     extra_norm: str
     num_classes: int  # with background
 
-    def build(self) -> SSD300:
-        return SSD300(self.backbone, self.num_classes, self.extra_norm)
+    def build(self, seed: int = 0, device: str = "cpu") -> SSD300:
+        """Return the network with random weights that depend only on the seed.
+
+        On the device `meta` it has shapes, but no weights.
+        """
+        with own_random_numbers(seed, device):
+            return SSD300(self.backbone, self.num_classes, self.extra_norm)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        with without_weights():
-            return {name: tuple(tensor.shape) for name, tensor in self.build().state_dict().items()}
+        state = self.build(device="meta").state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _normalized_batch(images: Images, constants: ModelConstants, like: Tensor) -> Tensor:
