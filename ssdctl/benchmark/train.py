@@ -98,10 +98,7 @@ class _Bench:
         self.model = device.place(network_of(architecture, plan.config.train.seed)).train()
 
     def metrics(self, split: Split | None, seconds: float) -> Measurements:
-        boxes = 93 if split is None else max(split.most_boxes, 1)
-        # Labels of the dataset's classes; the network always has COCO's outputs.
-        labels = COCO_OUTPUTS if split is None else len(split.classes) + 1
-        fake = itertools.repeat(random_batch(self.size, labels, boxes))
+        fake = itertools.repeat(self._fake_batch(split))
         step, compile_s = self._warm_step(self.ranks, fake)
         fake_rate = rate = self._rate(step, fake, seconds)
         extra = {}
@@ -140,6 +137,12 @@ class _Bench:
             "warmup_s": round(compile_s, 1),
             "peak_memory_bytes": memory,
         }
+
+    def _fake_batch(self, split: Split | None) -> Batch:
+        if split is None:
+            return random_batch(self.size, COCO_OUTPUTS, 93)
+        # Labels of the dataset's classes; the network always has COCO's outputs.
+        return random_batch(self.size, len(split.classes) + 1, max(split.most_boxes, 1))
 
     def _warm_step(self, ranks: Ranks, batches: Iterator[Batch]) -> tuple[TrainStep, float]:
         """Return a compiled step, and the seconds that compiling took."""

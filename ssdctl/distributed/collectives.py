@@ -91,14 +91,7 @@ def process_group(
     except RuntimeError as error:  # dist.DistError is one
         if not isinstance(error, dist.DistError) and not any(w in str(error).lower() for w in LOST):
             raise
-        # The message without its source location and advice for programmers.
-        line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
-        raise DistributedError(
-            f"rank {ranks.rank} lost {_missing_ranks(ranks)}: "
-            f"{line.partition('. This is typically')[0]}",
-            hint="the first failure is in the log of the rank that was lost; --rank-timeout sets "
-            f"how long a rank is waited for (now {timeout_s:g} s)",
-        ) from error
+        raise _lost_rank(ranks, error, timeout_s) from error
     finally:
         group, _group, _store = _group, None, None
         if dist.is_initialized() and (is_ours or group is not None):
@@ -109,6 +102,17 @@ def process_group(
             with contextlib.suppress(RuntimeError):  # the other ranks may be gone
                 dist.destroy_process_group(None if is_ours else group)
         variables.close()
+
+
+def _lost_rank(ranks: Ranks, error: RuntimeError, timeout_s: float) -> DistributedError:
+    # The message without its source location and advice for programmers.
+    line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
+    return DistributedError(
+        f"rank {ranks.rank} lost {_missing_ranks(ranks)}: "
+        f"{line.partition('. This is typically')[0]}",
+        hint="the first failure is in the log of the rank that was lost; --rank-timeout sets "
+        f"how long a rank is waited for (now {timeout_s:g} s)",
+    )
 
 
 def wait_for_main(ranks: Ranks, task: str) -> None:
