@@ -24,7 +24,7 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.safe_text import counted, listed, printable_line
+from ssdctl.runtime.safe_text import counted, listed, printable_line, quoted
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
