@@ -28,6 +28,7 @@ from launch.test_kubernetes import checked, containers
 from torch.distributed.run import get_args_parser
 
 from ssdctl.config.settings import all_settings
+from ssdctl.launch.engines.kubernetes import PLAIN
 
 PHASES = [Phase.reuse, Phase.generate, Phase.shrink]  # not `explain`, which takes long
 HOSTILE = ["a b", "it's", '"', "$(touch x)", "`touch x`", "; touch x", "a\nb", "-x", "--", "$$",
@@ -362,6 +363,9 @@ def test_kubernetes_and_its_pods_read_the_manifest(examples: int) -> None:
         dashes = ["--", *launch.rest] if launch.rest else []
         text = run_cli("launch", *launch.words, "--dry-run", *dashes).out
         name = re.compile("ssdctl-[0-9a-f]{6}")  # another one each time
+        for token in yaml.scan(text):  # readers of YAML 1.1 and 1.2 guess numbers and dates
+            if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
+                assert PLAIN.fullmatch(token.value)
         manifest = json.loads(name.sub("mine", json.dumps(plan["manifest"])))
         assert yaml.safe_load(name.sub("mine", text)) == manifest
         check_kubernetes(plan, launch)
