@@ -95,8 +95,7 @@ class _Bench:
     ) -> None:
         self.config, self.architecture, self.device = plan.config, architecture, device
         self.ranks, self.precision, self.size = ranks, plan.precision, plan.batch_size
-        torch.manual_seed(plan.config.train.seed)
-        self.model = device.place(network_of(architecture)).train()
+        self.model = device.place(network_of(architecture, plan.config.train.seed)).train()
 
     def metrics(self, split: Split | None, seconds: float) -> Measurements:
         fake = itertools.repeat(self._fake_batch(split))
@@ -218,7 +217,8 @@ def train_flops(architecture: Architecture) -> float:
     Batch norm cannot train on the 1 x 1 map of one image, so two are counted.
     """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        offsets, logits = network_of(architecture)(torch.zeros(2, 3, 300, 300))
+        network = network_of(architecture, device="meta")
+        offsets, logits = network(torch.zeros(2, 3, 300, 300))
         (offsets.sum() + logits.sum()).backward()
     return counter.get_total_flops() / 2
 

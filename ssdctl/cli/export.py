@@ -24,6 +24,7 @@ from ssdctl.exporting import (
     ExportRequest,
     export_checkpoint,
 )
+from ssdctl.runtime.safe_text import quoted
 
 MESSAGE = "Upload an SSD300 trained with ssdctl"
 SAMPLES = 4
@@ -147,7 +148,7 @@ def _next_command(request: ExportRequest, config: Config) -> str:
         return ""
     least = config.evaluate.score_threshold or 0  # the NMS in the file drops lower scores
     score = f" --score {least:g}" if least > config.predict.score else ""
-    return f"ssdctl predict {shlex.quote(out)} photo.jpg --out drawn{score}"
+    return f"ssdctl predict {quoted(out)} photo.jpg --out drawn{score}"
 
 
 def _batch_size(text: str) -> int | None:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import json
-import shlex
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.safe_text import counted, listed, printable_line
+from ssdctl.runtime.safe_text import counted, listed, printable_line, quoted
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ def _close(call: Call, records: list[Any], done: str, out: Path | None) -> None:
     facts, commands = [("done", done)], []
     if call.config.predict.save == "yolo":
         facts.append(("then", "correct the boxes in your labeling tool"))
-        commands.append(shlex.join(["ssdctl", "prepare", "--data", str(out)]))
+        commands.append(f"ssdctl prepare --data {quoted(out)}")
     call.console.closing(facts, commands)
 
 

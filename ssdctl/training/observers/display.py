@@ -214,7 +214,6 @@ class Display(Observer):
             bar = progress_bar(
                 total=plan.total_steps,
                 initial=step,
-                miniters=1,  # the time between two redraws counts, not the number of steps
                 bar_format=self._pace.bar_format(shutil.get_terminal_size().columns),
             )
             self._bar = self._stack.enter_context(bar)
