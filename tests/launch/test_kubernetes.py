@@ -21,7 +21,7 @@ from conftest import Cli, Result
 from launch import plans
 from launch.plans import IN_A_POD
 
-from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.job import Job
 

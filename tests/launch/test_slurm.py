@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from launch import plans
 
-from ssdctl.config.batch_sections import SlurmConfig
+from ssdctl.config.sections import SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.job import Job
 
