@@ -23,7 +23,7 @@ from ssdctl.config.call import (
 )
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
@@ -239,9 +239,12 @@ def evaluate(
     config: ConfigLike | None = None,
     detections: PathLike | None = None,
     report: PathLike | None = None,
+    distributed: bool = True,
     progress: bool = True,
 ) -> Evaluation:
-    """Compute COCO AP for a checkpoint or a file of detections. Under torchrun every rank calls it.
+    """Compute COCO AP for a checkpoint or a file of detections.
+
+    Under torchrun, or in a process group of your own, every rank calls it and gets the result.
 
     Args:
         checkpoint: As `load` takes it, or a file in COCO's results format, which is scored without
@@ -259,6 +262,8 @@ def evaluate(
         config: A config, or a config file, with other settings.
         detections: Write the detections in COCO's results format to this file.
         report: Write report.html and evaluation.json to this folder.
+        distributed: Share the images among the ranks; False scores all of them on the rank that
+            calls, without the others.
         progress: Show a progress bar, on a terminal and in a notebook.
 
     Returns:
@@ -281,9 +286,9 @@ def evaluate(
         "nms_iou": nms_iou,
     }
     config = resolve_call(config, overrides_of("evaluate", given))
+    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
-    from ssdctl.inference.locate import locate_checkpoint
 
     path = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(
@@ -291,8 +296,9 @@ def evaluate(
         config,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
+        is_distributed=distributed,
     )
-    if report is not None and find_ranks().is_main:
+    if report is not None and (find_ranks().is_main or not distributed):
         from ssdctl.reporting.page import write_evaluation_report
 
         write_evaluation_report(evaluation, Path(report))

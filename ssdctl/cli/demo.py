@@ -20,7 +20,7 @@ from ssdctl.cli.console import painted
 from ssdctl.cli.help import click_root
 from ssdctl.config import Config
 from ssdctl.errors import ExitCode
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runtime.progress import duration, step_time
 
 # Tuned on two cores from random weights (benchmarks/RESULTS.md); without augmentation, because each

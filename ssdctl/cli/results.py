@@ -14,7 +14,7 @@ from ssdctl.cli.console import Console, table
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
-from ssdctl.runs.layout import RUNS, RunDir, running_on
+from ssdctl.runs.folder import RUNS, RunDir, running_on
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def evaluate(
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.inference.locate import is_model_folder, locate_checkpoint
+    from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
 
     what = what or name_newest_run(call.console)
     is_run = Path(what).is_dir() and not is_model_folder(Path(what))

@@ -50,10 +50,12 @@ def evaluate_files(
     *,
     progress: Progress,
     detections_file: Path | None = None,
+    is_distributed: bool = True,
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
+    With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
         UsageError: `detections_file` is given for a file of detections, or for several checkpoints.
@@ -77,6 +79,7 @@ def evaluate_files(
 
     ranks = find_ranks()
     device = open_device(config.evaluate.device, ranks.local_rank)
+    ranks = ranks if is_distributed else SINGLE_PROCESS
     with process_group(ranks, device):
         for file in files:
             checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
@@ -208,7 +211,7 @@ def detect_on_split(
     from ssdctl.inference.predict import open_detector
 
     settings = config.evaluate
-    data = choose_data(checkpoint, config.data, config.explicit_settings())
+    data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
     for warning in split.warnings:
@@ -305,11 +308,12 @@ def trained_on(checkpoint: ModelFile) -> DataConfig:
     return DataConfig(root=settings.get("data.root"), store=settings.get("data.store"))
 
 
-def choose_data(checkpoint: ModelFile, data: DataConfig, given: set[str]) -> DataConfig:
+def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
     """Return the dataset to score on: the user's choice, else the one it was trained on."""
-    if "data.root" in given or checkpoint.run_settings is None:
+    data, explicit = config.data, config.explicit_settings()
+    if "data.root" in explicit or checkpoint.run_settings is None:
         return data
-    if "data.store" in given:
+    if "data.store" in explicit:
         return msgspec.structs.replace(trained_on(checkpoint), store=data.store)
     root, folder = dataset_folders(trained_on(checkpoint))
     fallback = dataset_folders(data)

@@ -60,7 +60,7 @@ def export_checkpoint(
         if request.format == "openvino":  # it reads NAME.xml and NAME.bin
             raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
         log.warning("%s: ssdctl and other programs may not recognize it", problem)
-    from ssdctl.inference.locate import locate_checkpoint
+    from ssdctl.checkpoint.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     if request.out.exists() and request.out.samefile(source):
@@ -83,7 +83,7 @@ def export_checkpoint(
         return result
     thresholds = config.evaluate.score_threshold, config.evaluate.nms_iou
     deployment = Deployment(content, outputs, request.batch, request.fp16, *thresholds)
-    data = choose_data(content, config.data, config.explicit_settings())
+    data = choose_data(content, config)
     result |= {"nms": outputs, "batch": request.batch or "dynamic"}
     if not request.int8:
         folders = dataset_folders(data)

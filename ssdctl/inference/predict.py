@@ -18,6 +18,7 @@ from PIL import Image
 from ssdctl.checkpoint import file as checkpoint_file
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
+from ssdctl.checkpoint.locate import locate_checkpoint
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.device import Device, open_device
@@ -31,7 +32,6 @@ from ssdctl.inference.image_detector import (
     detect_ahead,
     open_image,
 )
-from ssdctl.inference.locate import locate_checkpoint
 from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.results import Result
 from ssdctl.inference.sources import source_of

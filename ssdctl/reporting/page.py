@@ -33,7 +33,7 @@ from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
 from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run, different_settings
 from ssdctl.runtime.progress import duration
 

@@ -36,7 +36,7 @@ from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.runs.environment import find_environment
 from ssdctl.runs.evaluation import SHOWN_SCORE
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 from ssdctl.runtime.safe_text import redact_urls

@@ -22,8 +22,8 @@ from ssdctl.model.pretrained import (
     weights_named,
     weights_of,
 )
+from ssdctl.runs.folder import RunDir, find_checkpoint, run_dir
 from ssdctl.runs.going_back import has_continued_from
-from ssdctl.runs.layout import RunDir, find_checkpoint, run_dir
 
 log = logging.getLogger(__name__)
 
