@@ -1,6 +1,6 @@
 """Cut images into tiles, in which small objects are large enough for SSD300.
 
-    split = tiled(split, 640, 0.2)      # its rows: all images, then the tiles of all images
+    split = tiled(split, Tiling(640, 0.2))      # its rows: all images, then their tiles
 
 An image that is larger than a tile is trained on and detected on as a whole and in tiles. A tile is
 a row of the split like an image, so sampling, decoding, resuming and ranks need no other code.
@@ -9,7 +9,7 @@ Nothing is stored: tiles follow from the sizes of the images. Torch-free.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,19 @@ from numpy.typing import NDArray
 from ssdctl.data.default_boxes import IMAGE_SIZE
 from ssdctl.data.store import Split, Tiles
 
+if TYPE_CHECKING:
+    from ssdctl.config.sections import DataConfig
+
 MIN_VISIBLE = 0.5  # an object of which less is in a tile is neither learned nor background there
+ROUNDING = 1e-3  # pixels, and shares of an area, that fractions in fp32 may be off
 IGNORED = -1  # the label of such an object
 WELL_VISIBLE = 40  # pixels of an object, after resizing, that SSD300 detects well
-MIN_TILE = 32
+STEP = 32  # of the sizes that are recommended
+
+
+class Tiling(NamedTuple):
+    size: int  # pixels of the sides of a tile
+    overlap: float  # least overlap of neighbors, as a fraction of a side
 
 
 class Window(NamedTuple):
@@ -46,14 +55,16 @@ class TileObjects(NamedTuple):
         return np.asarray(learned[ends] > learned[ends - self.counts])
 
 
-def tile_windows(width: int, height: int, size: int | None, overlap: float) -> list[Window]:
-    """Return the whole image, and tiles that cover it if it is larger than one.
+def tiling_of(data: DataConfig) -> Tiling | None:
+    """Return the tiles that a user chose."""
+    return Tiling(data.tile, data.tile_overlap) if data.tile else None
 
-    Tiles have `size` pixels (None or 0: no tiles); neighbors overlap by at least `overlap`, a
-    fraction of the tile.
-    """
+
+def tile_windows(width: int, height: int, tiling: Tiling | None) -> list[Window]:
+    """Return the whole image, and tiles that cover it if it is larger than one."""
     windows = [Window(0, 0, width, height)]
-    if size and (width > size or height > size):
+    if tiling is not None and max(width, height) > tiling.size:
+        size, overlap = tiling
         windows += [
             Window(left, top, min(left + size, width), min(top + size, height))
             for top in _starts(height, size, overlap)
@@ -71,15 +82,15 @@ def _starts(length: int, size: int, overlap: float) -> list[int]:
     return [round(i * (length - size) / (count - 1)) for i in range(count)]
 
 
-def tiled(split: Split, size: int | None, overlap: float) -> Split:
-    """Return a split whose rows are the images, then the tiles of `size` pixels of all images.
+def tiled(split: Split, tiling: Tiling | None) -> Split:
+    """Return a split whose rows are the images, then the tiles of all images.
 
     A tile that touches no object is an image without objects, unless all boxes of its image were
     dropped: it may show what they were drawn around.
     """
-    if not size:
+    if tiling is None:
         return split
-    tiles = cut(split.sizes, size, overlap)
+    tiles = cut(split.sizes, tiling)
     rows, first = tiles.rows, split.num_images
     found = objects_in_tiles(tiles, split.sizes, split.starts, split.boxes, split.labels)
     is_known = np.diff(split.starts) > 0
@@ -112,17 +123,17 @@ def _joined(
     return np.concatenate([images, first + chosen])[np.argsort(owners, kind="stable")]
 
 
-def cut(sizes: NDArray[np.int32], size: int, overlap: float) -> Tiles:
+def cut(sizes: NDArray[np.integer], tiling: Tiling) -> Tiles:
     """Return the tiles of images of (N, 2) `sizes`, width and height in pixels."""
-    large = np.flatnonzero((sizes > size).any(axis=1)).tolist()
-    windows = [tile_windows(*sizes[row].tolist(), size, overlap)[1:] for row in large]
+    large = np.flatnonzero((sizes > tiling.size).any(axis=1)).tolist()
+    windows = [tile_windows(int(sizes[row, 0]), int(sizes[row, 1]), tiling)[1:] for row in large]
     rows = np.repeat(np.array(large, np.int64), [len(tiles) for tiles in windows])
     return Tiles(rows, np.array([w for tiles in windows for w in tiles], np.int32).reshape(-1, 4))
 
 
 def objects_in_tiles(
     tiles: Tiles,
-    sizes: NDArray[np.int32],
+    sizes: NDArray[np.integer],
     starts: NDArray[np.int64],
     boxes: NDArray[np.float32],
     labels: NDArray[np.int32],
@@ -139,10 +150,10 @@ def objects_in_tiles(
         high = np.minimum(windows[..., 2:], ltrb[:, 2:])
         visible = (high - low).clip(min=0).prod(axis=-1)  # K x M
         area = (ltrb[:, 2:] - ltrb[:, :2]).prod(axis=-1)
-        touched = visible > 0
+        touched = (high - low > ROUNDING).all(axis=-1)
         origin, scale = windows[..., [0, 1, 0, 1]], (windows[..., 2:] - windows[..., :2])
         cut_boxes = (np.concatenate([low, high], axis=-1) - origin) / np.tile(scale, 2)
-        is_learned = visible >= MIN_VISIBLE * area
+        is_learned = visible >= (MIN_VISIBLE - ROUNDING) * area
         counts.append(touched.sum(axis=1))
         parts.append(cut_boxes[touched].astype(np.float32))
         kinds.append(np.where(is_learned, labels[span], IGNORED)[touched].astype(np.int32))
@@ -157,4 +168,4 @@ def fitting_tile(boxes: NDArray[np.float64]) -> int | None:
     sides = np.sqrt(boxes[:, 2:].prod(axis=1))
     if not len(sides):
         return None
-    return max(int(np.median(sides) * IMAGE_SIZE / WELL_VISIBLE) // MIN_TILE, 2) * MIN_TILE
+    return max(int(np.median(sides) * IMAGE_SIZE / WELL_VISIBLE) // STEP, 2) * STEP

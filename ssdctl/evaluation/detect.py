@@ -7,6 +7,7 @@ next; on few cores the thread would only compete with the network.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssdctl.data.store import Split
+from ssdctl.data.tiles import Window
 from ssdctl.device import Device
 from ssdctl.distributed.collectives import run_and_gather
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import DetectorBackend, detect_batches
+from ssdctl.inference.merge import merge_views
 from ssdctl.input.batch import Batch
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model import fused
@@ -51,7 +54,8 @@ def detect(
 ) -> Detections | None:
     """Return the detections on images of a split; None on ranks other than the first.
 
-    An image that cannot be opened has no detections. The ranks share the rows.
+    An image that cannot be opened has no detections. The ranks share the rows. If the split has
+    tiles, an image is detected on as a whole and in its tiles.
 
     Args:
         category_ids: The category id of each class of the network, -1 to leave it out; None: the
@@ -65,10 +69,12 @@ def detect(
         ids = np.array([c.id for c in split.classes], np.int64)
     max_boxes = 1 if losses is None else max(split.most_boxes, 1)
 
+    views = _with_tiles(split, share)
+
     def detect_share() -> tuple[Detections, list[float]]:
-        batches: Iterable[Batch] = evaluation_batches(split, share, batch_size, threads, max_boxes)
+        batches: Iterable[Batch] = evaluation_batches(split, views, batch_size, threads, max_boxes)
         if progress is not None:
-            total = -(-len(share) // batch_size)
+            total = -(-len(views) // batch_size)
             batches = progress(batches, total=total, label="detecting", unit="batch")
         detected = detect_batches(
             detector,
@@ -77,11 +83,18 @@ def detect(
             on_output=None if losses is None else losses.add,
             describe=lambda batch: listed(split.image_ids[batch.rows].tolist(), 5),
         )
-        parts = [
-            _in_pixels(found, split, row, ids)
+        found = (
+            (row, image)
             for batch, images in detected
-            for row, found in zip(batch.rows.tolist(), images, strict=True)
-        ]
+            for row, image in zip(batch.rows.tolist(), images, strict=True)
+        )
+        if split.tiles is None:
+            parts = [_in_pixels(image, split, row, ids) for row, image in found]
+        else:
+            parts = [
+                _merged(list(group), split, row, ids, detector.nms_iou)
+                for row, group in itertools.groupby(found, lambda pair: split.image_of(pair[0])[0])
+            ]
         return Detections.joined(parts), [] if losses is None else losses.sums()
 
     parts = run_and_gather(detect_share, ranks)
@@ -90,6 +103,17 @@ def detect(
     if losses is not None:
         losses.set_means([sums for _, sums in parts])
     return Detections.joined([detections for detections, _ in parts])
+
+
+def _with_tiles(split: Split, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return images with each one's tiles after it."""
+    if split.tiles is None:
+        return rows
+    first = np.searchsorted(split.tiles.rows, rows)
+    last = np.searchsorted(split.tiles.rows, rows, side="right")
+    tiles = [split.num_images + np.arange(*span) for span in zip(first, last, strict=True)]
+    views = (part for row, of in zip(rows, tiles, strict=True) for part in ([row], of))
+    return np.concatenate([np.empty(0, np.int64), *views])
 
 
 def _batching(device: Device, batch_size: int) -> dict[str, int]:
@@ -107,16 +131,48 @@ def _batching(device: Device, batch_size: int) -> dict[str, int]:
 def _in_pixels(
     found: ImageDetections, split: Split, row: int, category_ids: NDArray[np.int64]
 ) -> Detections:
-    """Convert to COCO's format: left, top, width, height in pixels, not clipped."""
-    ids = category_ids[found.labels.numpy() - 1]
+    """Return detections in pixels, not clipped."""
+    ltrb = found.boxes.numpy().astype(np.float64) * np.tile(split.sizes[row], 2)
+    scores, labels = found.scores.numpy().astype(np.float64), found.labels.numpy()
+    return _as_detections(ltrb, scores, labels, int(split.image_ids[row]), category_ids)
+
+
+def _as_detections(
+    ltrb: NDArray[np.float64],
+    scores: NDArray[np.float64],
+    labels: NDArray[np.int64],
+    image_id: int,
+    category_ids: NDArray[np.int64],
+) -> Detections:
+    """Convert to COCO's format: left, top, width, height in pixels."""
+    ids = category_ids[labels - 1]
     used = ids >= 0
-    ltrb = found.boxes.numpy()[used].astype(np.float64) * np.tile(split.sizes[row], 2)
+    ltrb = ltrb[used]
     return Detections(
-        np.full(len(ltrb), split.image_ids[row], np.int64),
+        np.full(len(ltrb), image_id, np.int64),
         np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
-        found.scores.numpy()[used].astype(np.float64),
+        scores[used],
         ids[used],
     )
+
+
+def _merged(
+    found: list[tuple[int, ImageDetections]],
+    split: Split,
+    row: int,
+    category_ids: NDArray[np.int64],
+    nms_iou: float,
+) -> Detections:
+    """Merge the detections of an image and its tiles, as `ssdctl predict` does."""
+    assert split.tiles is not None
+    width, height = split.sizes[row].tolist()
+    views = [
+        (Window(*split.tiles.windows[tile].tolist()) if tile >= 0 else whole, image)
+        for whole in [Window(0, 0, width, height)]
+        for tile, image in ((view - split.num_images, image) for view, image in found)
+    ]
+    boxes, scores, labels = merge_views(views, (width, height), nms_iou)
+    return _as_detections(boxes, scores, labels, int(split.image_ids[row]), category_ids)
 
 
 class ValidationLoss:

@@ -1,6 +1,6 @@
 """Detect objects on images of any size: whole or in tiles, many in turn.
 
-    detector = ImageDetector(backend, classes, PredictConfig(tile=600))
+    detector = ImageDetector(backend, classes, tiling=Tiling(600, 0.2))
     for found in detect_ahead(detector, paths, prepare, batch_size=8, threads=4): ...
 
 An image becomes views, which the network gets: all of it, and its tiles if there are any. Their
@@ -28,7 +28,7 @@ from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb
-from ssdctl.data.tiles import Window, tile_windows
+from ssdctl.data.tiles import Tiling, Window, tile_windows
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
 from ssdctl.inference.merge import merge_views
@@ -76,10 +76,12 @@ class ImageDetector:
         backend: DetectorBackend,
         classes: Sequence[ClassName],
         options: PredictConfig = PredictConfig(),  # noqa: B008 - immutable
+        tiling: Tiling | None = None,
     ) -> None:
         self.backend = backend
         self.classes = list(classes)
         self.options = options
+        self.tiling = tiling
         self._selected = _selected_labels([c.name for c in classes], options.classes)
 
     @property
@@ -89,10 +91,10 @@ class ImageDetector:
 
     def prepare(self, item: Any, source: Any, image: Image.Image) -> PreparedImage:
         """Return the views of an RGB image for `detect`."""
-        tile = self.options.tile
-        windows = tile_windows(*image.size, tile, self.options.tile_overlap)
+        windows = tile_windows(*image.size, self.tiling)
         views = ((window, resized(image, window)) for window in windows)
-        return PreparedImage(item, source, image.size, list(views) if tile is None else views)
+        is_whole = self.tiling is None
+        return PreparedImage(item, source, image.size, list(views) if is_whole else views)
 
     def detect(
         self, images: Iterable[PreparedImage | Prediction], batch_size: int
@@ -101,7 +103,7 @@ class ImageDetector:
 
         Images are taken a batch at a time, or one by one with tiles.
         """
-        images, at_once = iter(images), 1 if self.options.tile is not None else batch_size
+        images, at_once = iter(images), batch_size if self.tiling is None else 1
         while batch := list(itertools.islice(images, at_once)):
             good = [image for image in batch if isinstance(image, PreparedImage)]
             start = time.perf_counter()
@@ -157,7 +159,7 @@ def detect_ahead(
         batch_size: Images that go through the network together.
     """
     ahead = 2 * batch_size
-    if detector.options.tile is not None:
+    if detector.tiling is not None:
         threads = ahead = 1
     canceled = threading.Event()
 

@@ -189,9 +189,9 @@ class DecodedOnce:
         """Return the same as `Split.decode`."""
         image, window = self._split.image_of(row)
         if window is None:
-            left, top, right, bottom = 0, 0, *self._split.pixel_sizes[row].tolist()
-        else:
-            left, top, right, bottom = window
+            width, height = self._split.pixel_sizes[row].tolist()
+            window = (0, 0, width, height)
+        left, top, right, bottom = window
         bottom = bottom if rows is None else min(bottom, top + rows)
         if image != self._image or len(self._pixels) < bottom:
             self._image = -1  # decoding that fails may have overwritten the pixels
