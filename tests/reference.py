@@ -159,9 +159,9 @@ def loss_from_targets(
             for n in n_range
         ]
         hardness = [0.0 if labels[image, n] > 0 else entropy[n] for n in n_range]
-        hardest = sorted(
-            (n for n in n_range if labels[image, n] >= 0), key=lambda n: -hardness[n]
-        )[: 3 * len(positives) or background_negatives]
+        hardest = sorted((n for n in n_range if labels[image, n] >= 0), key=lambda n: -hardness[n])[
+            : 3 * len(positives) or background_negatives
+        ]
         weight = dict.fromkeys(positives, 1)
         for n in hardest:
             weight[n] = weight.get(n, 0) + 1 if flavor == "mlperf" else 1

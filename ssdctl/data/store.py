@@ -79,7 +79,7 @@ class Split(NamedTuple):
         return len(self.image_ids) - (0 if self.tiles is None else len(self.tiles.rows))
 
     def image_of(self, row: int) -> tuple[int, tuple[int, int, int, int] | None]:
-        """Return the row of a row's image; of a tile also left, top, right, bottom in its pixels."""
+        """Return the row of the image of a row; of a tile also its ltrb in pixels."""
         tile = row - self.num_images
         if self.tiles is None or tile < 0:
             return row, None
@@ -88,7 +88,7 @@ class Split(NamedTuple):
         return image, (left, top, right, bottom)
 
     def read(self, row: int) -> bytes:
-        """Return the encoded image of a row: a PNG of a tile, or if the store has decoded pixels."""
+        """Return the encoded image of a row; of a tile or decoded pixels a PNG."""
         if self.is_raw or row >= self.num_images:
             return encode(self.decode(row), "PNG")
         return self.images.read(row)

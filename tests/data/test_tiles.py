@@ -147,7 +147,12 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
 ) -> None:
     """Without another word: `evaluate` and `predict` find the same, and the run resumes exactly."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    train = [*"train --tile 128 --steps 4 --seed 1".split(), *TINY_RUN.split(), "--data", shapes]
+    train = [
+        *["train", "--tile", "128", "--steps", "4", "--seed", "1"],
+        *TINY_RUN.split(),
+        "--data",
+        shapes,
+    ]
     assert cli(*train, "--out", whole).code == 0
     assert cli(*train, "--out", run, "--steps", 2).code == 0
     assert cli(*train, "--out", run, "--tile", 160).code == 2

@@ -22,9 +22,9 @@ from download.http_server import Reply, Server, file
 from PIL import Image
 
 import ssdctl
+from ssdctl.data.tiles import Tiling, tile_windows
 from ssdctl.errors import DataError, UsageError
 from ssdctl.inference.detector import Detector
-from ssdctl.data.tiles import Tiling, tile_windows
 from ssdctl.inference.predict import Predictor
 
 Cli = Callable[..., CliResult]
