@@ -32,9 +32,9 @@ from ssdctl.data.tiles import Tiling, Window, tile_windows
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
 from ssdctl.inference.merge import merge_views
-from ssdctl.inference.results import Result
 from ssdctl.inference.sources import source_of
 from ssdctl.model.postprocess import ImageDetections
+from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.threads import map_ahead
 
@@ -130,8 +130,8 @@ class ImageDetector:
         boxes, scores, labels = merge_views(found, image.size, self.backend.nms_iou)
         kept = np.flatnonzero(np.isin(labels, self._selected))[: self.options.max_detections]
         return Result(
-            boxes[kept].round(2),
-            scores[kept].round(5),
+            boxes[kept],
+            scores[kept],
             labels[kept],
             classes=self.classes,
             size=image.size,

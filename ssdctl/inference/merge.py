@@ -23,13 +23,14 @@ Merged = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]
 def merge_views(
     found: Sequence[tuple[Window, ImageDetections]], size: tuple[int, int], nms_iou: float
 ) -> Merged:
-    """Return the objects of an image of `size`, clipped, the best score first.
+    """Return the objects of an image of `size`, the best score first; of several views clipped.
 
     Args:
         found: The detections in each view, in fractions of its window.
         nms_iou: Drop a box that overlaps a better one of its class by more.
     """
-    columns = [_in_pixels(detections, window) for window, detections in found]
+    is_clipped = len(found) > 1  # an object that exceeds its tile is on another one, too
+    columns = [_in_pixels(detections, window, is_clipped) for window, detections in found]
     boxes, scores, labels = (np.concatenate(column) for column in zip(*columns, strict=True))
     if len(found) == 1:
         return boxes, scores, labels
@@ -39,10 +40,12 @@ def merge_views(
     return boxes[kept], scores[kept], labels[kept]
 
 
-def _in_pixels(found: ImageDetections, window: Window) -> Merged:
+def _in_pixels(found: ImageDetections, window: Window, is_clipped: bool) -> Merged:
     left, top, right, bottom = window
     scale = np.array([right - left, bottom - top] * 2)
-    boxes = found.boxes.double().cpu().numpy().clip(0, 1) * scale + [left, top, left, top]
+    fractions = found.boxes.double().cpu().numpy()
+    fractions = fractions.clip(0, 1) if is_clipped else fractions
+    boxes = fractions * scale + [left, top, left, top]
     scores = np.array(found.scores.tolist(), np.float64)
     return boxes, scores, found.labels.cpu().numpy().astype(np.int64)
 
