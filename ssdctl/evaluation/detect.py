@@ -88,13 +88,10 @@ def detect(
             for batch, images in detected
             for row, image in zip(batch.rows.tolist(), images, strict=True)
         )
-        if split.tiles is None:
-            parts = [_in_pixels(image, split, row, ids) for row, image in found]
-        else:
-            parts = [
-                _merged(list(group), split, row, ids, detector.nms_iou)
-                for row, group in itertools.groupby(found, lambda pair: split.image_of(pair[0])[0])
-            ]
+        parts = [
+            _of_image(list(views), split, row, ids, detector.nms_iou)
+            for row, views in itertools.groupby(found, lambda view: split.image_of(view[0])[0])
+        ]
         return Detections.joined(parts), [] if losses is None else losses.sums()
 
     parts = run_and_gather(detect_share, ranks)
@@ -128,51 +125,33 @@ def _batching(device: Device, batch_size: int) -> dict[str, int]:
     }
 
 
-def _in_pixels(
-    found: ImageDetections, split: Split, row: int, category_ids: NDArray[np.int64]
-) -> Detections:
-    """Return detections in pixels, not clipped."""
-    ltrb = found.boxes.numpy().astype(np.float64) * np.tile(split.sizes[row], 2)
-    scores, labels = found.scores.numpy().astype(np.float64), found.labels.numpy()
-    return _as_detections(ltrb, scores, labels, int(split.image_ids[row]), category_ids)
-
-
-def _as_detections(
-    ltrb: NDArray[np.float64],
-    scores: NDArray[np.float64],
-    labels: NDArray[np.int64],
-    image_id: int,
-    category_ids: NDArray[np.int64],
-) -> Detections:
-    """Convert to COCO's format: left, top, width, height in pixels."""
-    ids = category_ids[labels - 1]
-    used = ids >= 0
-    ltrb = ltrb[used]
-    return Detections(
-        np.full(len(ltrb), image_id, np.int64),
-        np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
-        scores[used],
-        ids[used],
-    )
-
-
-def _merged(
+def _of_image(
     found: list[tuple[int, ImageDetections]],
     split: Split,
     row: int,
     category_ids: NDArray[np.int64],
     nms_iou: float,
 ) -> Detections:
-    """Merge the detections of an image and its tiles, as `ssdctl predict` does."""
-    assert split.tiles is not None
+    """Return the detections on an image and its tiles, merged as `ssdctl predict` does.
+
+    As COCO has them: left, top, width, height in pixels.
+    """
     width, height = split.sizes[row].tolist()
-    views = [
-        (Window(*split.tiles.windows[tile].tolist()) if tile >= 0 else whole, image)
-        for whole in [Window(0, 0, width, height)]
-        for tile, image in ((view - split.num_images, image) for view, image in found)
-    ]
-    boxes, scores, labels = merge_views(views, (width, height), nms_iou)
-    return _as_detections(boxes, scores, labels, int(split.image_ids[row]), category_ids)
+    windows = [Window(0, 0, width, height)]
+    if split.tiles is not None:
+        tiles = [view - split.num_images for view, _ in found[1:]]
+        windows += [Window(*tile) for tile in split.tiles.windows[tiles].tolist()]
+    views = [(window, image) for window, (_, image) in zip(windows, found, strict=True)]
+    ltrb, scores, labels = merge_views(views, (width, height), nms_iou)
+    ids = category_ids[labels - 1]
+    used = ids >= 0
+    ltrb = ltrb[used]
+    return Detections(
+        np.full(len(ltrb), split.image_ids[row], np.int64),
+        np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
+        scores[used],
+        ids[used],
+    )
 
 
 class ValidationLoss:
