@@ -7,8 +7,7 @@ next; on few cores the thread would only compete with the network.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from ssdctl.model.postprocess import ImageDetections
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.safe_text import listed
 
+View = tuple[int, ImageDetections]  # a row of the split, and what is detected there
 MAX_PENDING = 2  # outputs waiting to be decoded
 FEW_CORES = 4  # on 2 cores the thread lowered the rate by 3 to 5% (benchmarks/RESULTS.md)
 # A single image uses other convolution kernels than a batch, and their last digits differ: the
@@ -89,8 +89,8 @@ def detect(
             for row, image in zip(batch.rows.tolist(), images, strict=True)
         )
         parts = [
-            _of_image(list(views), split, row, ids, detector.nms_iou)
-            for row, views in itertools.groupby(found, lambda view: split.image_of(view[0])[0])
+            _of_image(views, split, ids, detector.nms_iou)
+            for views in _by_image(found, split.num_images)
         ]
         return Detections.joined(parts), [] if losses is None else losses.sums()
 
@@ -125,10 +125,21 @@ def _batching(device: Device, batch_size: int) -> dict[str, int]:
     }
 
 
+def _by_image(found: Iterable[View], num_images: int) -> Iterator[list[View]]:
+    """Yield the views of each image: of the image and, after it, of its tiles."""
+    views: list[View] = []
+    for view in found:
+        if view[0] < num_images and views:
+            yield views
+            views = []
+        views.append(view)
+    if views:
+        yield views
+
+
 def _of_image(
-    found: list[tuple[int, ImageDetections]],
+    views: list[View],
     split: Split,
-    row: int,
     category_ids: NDArray[np.int64],
     nms_iou: float,
 ) -> Detections:
@@ -136,13 +147,14 @@ def _of_image(
 
     As COCO has them: left, top, width, height in pixels.
     """
+    row = views[0][0]
     width, height = split.sizes[row].tolist()
     windows = [Window(0, 0, width, height)]
     if split.tiles is not None:
-        tiles = [view - split.num_images for view, _ in found[1:]]
+        tiles = [view - split.num_images for view, _ in views[1:]]
         windows += [Window(*tile) for tile in split.tiles.windows[tiles].tolist()]
-    views = [(window, image) for window, (_, image) in zip(windows, found, strict=True)]
-    ltrb, scores, labels = merge_views(views, (width, height), nms_iou)
+    found = [(window, image) for window, (_, image) in zip(windows, views, strict=True)]
+    ltrb, scores, labels = merge_views(found, (width, height), nms_iou)
     ids = category_ids[labels - 1]
     used = ids >= 0
     ltrb = ltrb[used]
