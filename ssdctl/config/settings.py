@@ -100,7 +100,7 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (keys, problem) of each rule between several settings that the config breaks."""
     model, train = config.model, config.train
     if 0 < (tile := config.data.tile or 0) < MIN_TILE:
-        yield "data.tile", f"{tile} pixels are too few: {MIN_TILE} or more, or 0 for no tiles"
+        yield ("data.tile",), f"{tile} pixels are too few: {MIN_TILE} or more, or 0 for no tiles"
     if list(train.decay_epochs) != sorted(set(train.decay_epochs)):
         yield ("train.decay_epochs",), "the epochs must increase"
     if train.lr_decay == "cosine" and len(train.decay_epochs) != 2:
