@@ -165,11 +165,10 @@ class Dataset(torch.utils.data.Dataset[Item]):
         from torchvision import tv_tensors  # late: it takes a second
 
         assert self._transforms is not None
-        boxes = tv_tensors.BoundingBoxes(
-            target["boxes"], format="XYXY", canvas_size=tuple(image.shape[-2:])
-        )
-        image, target = self._transforms(tv_tensors.Image(image), {**target, "boxes": boxes})
-        boxes = target["boxes"]
+        size = tuple(image.shape[-2:])
+        target["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
+        image, target = self._transforms(tv_tensors.Image(image), target)
+        boxes: Any = target["boxes"]
         plain = boxes.as_subclass(Tensor)
         extent = plain[:, 2:]
         if boxes.format is tv_tensors.BoundingBoxFormat.XYXY:
