@@ -94,7 +94,9 @@ class Word(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.typed[0].partition("=")[0]
+        """The option as typed, without its value."""
+        is_short = len(self.flag) == 2  # `-b128`
+        return self.flag if is_short else self.typed[0].partition("=")[0]
 
 
 class CommandWithAliases(Protocol):

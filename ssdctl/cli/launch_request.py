@@ -152,16 +152,16 @@ def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
         devices += [value] * (path == "train.device")
         if path.partition(".")[0] not in LAUNCH_TABLES:
             arguments.append(f"--set={text}")
-    for path, value, (_, flag) in call.overrides:
+    for path, value, _ in call.overrides:
         setting = all_settings()[path]
         if path == "train.device":
             devices.append(value)
         elif setting.section in LAUNCH_TABLES:
             pass
         elif setting.choice_flags or setting.is_flag:
-            arguments.append(flag)
+            arguments.append(setting.as_option(value))
         else:
-            arguments.append(f"{flag}={value}")
+            arguments.append(f"{setting.flags[0]}={value}")
     for other in set(devices) - {"auto", device}:
         raise UsageError(
             f"--device {other} contradicts the number of {device} devices: give only the number"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command, command_group, stoppable
 from ssdctl.cli.console import table
 from ssdctl.files import refuse_url
-from ssdctl.runtime.safe_text import counted
+from ssdctl.runtime.safe_text import counted, quoted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -24,6 +23,14 @@ if TYPE_CHECKING:
 group = command_group("dataset", "Data", "Export a dataset in another format.")
 MAX_EXAMPLES = 5  # per kind of finding in the table
 MAX_CLASSES = 20  # in the table
+
+
+Preview = Annotated[
+    Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
+]
+Audit = Annotated[
+    bool, Option("--audit", help="Find near-duplicates between splits (decodes all images)")
+]
 
 
 @command(
@@ -43,12 +50,8 @@ MAX_CLASSES = 20  # in the table
 def prepare(
     call: Call,
     force: Annotated[bool, Option("--force", help="Prepare again even if nothing changed")] = False,
-    preview: Annotated[
-        Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
-    ] = None,
-    audit: Annotated[
-        bool, Option("--audit", help="Find near-duplicates between splits (decodes all images)")
-    ] = False,
+    preview: Preview = None,
+    audit: Audit = False,
 ) -> None:
     """Check images and annotations, and pack them for training.
 
@@ -78,8 +81,8 @@ def prepare(
     if "val" not in [report.split for report in outcome.splits]:
         call.console.warning(warning_without_validation(root))
     what = "images and boxes" if outcome.packed else "the index; images stay where they are"
-    store = ["--store", outcome.store] if call.config.data.store else []
-    command = shlex.join(["ssdctl", "train", "--data", outcome.root, *store])
+    store = f" --store {quoted(outcome.store)}" if call.config.data.store else ""
+    command = f"ssdctl train --data {quoted(outcome.root)}{store}"
     facts: list[tuple[str, str | Path]] = [("store", f"{outcome.store} ({what})")]
     if any(f.kind not in WITHOUT_OBJECTS for report in outcome.splits for f in report.findings):
         facts.append(("issues", Path(outcome.store) / "report.json"))
@@ -217,4 +220,4 @@ def export(
     written = ", ".join(f"{split} {count:,}" for split, count in counts.items())
     call.console.result(result, f"{out}: {written} images")
     if to != "hf":
-        call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(out))}"])
+        call.console.closing([], [f"ssdctl prepare --data {quoted(out)}"])

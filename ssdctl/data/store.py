@@ -40,6 +40,7 @@ from ssdctl.files import (
     safe_join,
     unreadable,
 )
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import allow_open_files
 
 POPULATE_READ = 22  # MADV_POPULATE_READ: load the pages, or fail
@@ -231,7 +232,7 @@ def image_folder(root: Path, metadata: index.Metadata) -> Path:
 def open_splits(root: Path, folder: Path) -> dict[str, Split]:
     made = index.read_made(folder)
     if made is None:
-        raise DataError(f"{root}: not prepared", hint=f"ssdctl prepare --data {root}")
+        raise DataError(f"{root}: not prepared", hint=f"ssdctl prepare --data {quoted(root)}")
     return {split: open_split(root, folder, split) for split in made.splits}
 
 

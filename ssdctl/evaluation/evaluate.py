@@ -34,6 +34,7 @@ from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_trut
 from ssdctl.files import DECODE_ERRORS, write_bytes
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
@@ -330,7 +331,7 @@ def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
             state = "has no store" if read_made(folder) is None else "changed since it was prepared"
             raise DataError(
                 f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
-                hint=f"ssdctl prepare --data {root}, or evaluate with --data {root}",
+                hint=f"ssdctl prepare --data {quoted(root)}, or name another one: --data DIR",
             )
         return trained_on(checkpoint)
     text = "the dataset of %s (%s) does not exist any more: using %s"
