@@ -65,7 +65,9 @@ def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> N
     assert changed.seed == 3
 
 
-@pytest.mark.parametrize("function", [ssdctl.train, ssdctl.prepare, ssdctl.load, ssdctl.Trainer])
+@pytest.mark.parametrize(
+    "function", [ssdctl.train, ssdctl.evaluate, ssdctl.prepare, ssdctl.load, ssdctl.Trainer]
+)
 def test_an_unknown_keyword_is_a_type_error(function: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="bs"):
         function(bs=4)
