@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ssdctl.config.call import (
     ConfigLike,
+    EvaluateSettings,
     PathLike,
     TrainSettings,
     override_of,
@@ -225,24 +226,18 @@ def train(
         return trainer.run()
 
 
+@takes_settings(EvaluateSettings)
 @hints_in_messages()
 def evaluate(
     checkpoint: CheckpointLike,
     data: PathLike | None = None,
     *,
-    split: Literal["train", "val", "test"] | None = None,
-    batch_size: int | None = None,
-    device: DeviceName | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    limit: int | None = None,
-    score_threshold: float | None = None,
-    nms_iou: float | None = None,
     config: ConfigLike | None = None,
     detections: PathLike | None = None,
     report: PathLike | None = None,
     distributed: bool = True,
     progress: bool = True,
+    **settings: Unpack[EvaluateSettings],
 ) -> Evaluation:
     """Compute COCO AP for a checkpoint or a file of detections.
 
@@ -276,25 +271,13 @@ def evaluate(
         ssdctl.errors.DataError: The dataset or the detections cannot be read.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
-    given = {
-        "data": data,
-        "split": split,
-        "batch_size": batch_size,
-        "device": device,
-        "precision": precision,
-        "workers": workers,
-        "limit": limit,
-        "score_threshold": score_threshold,
-        "nms_iou": nms_iou,
-    }
-    config = resolve_call(config, overrides_of("evaluate", given))
+    config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
     from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
-    path = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(
-        [path],
+        [locate_checkpoint(checkpoint, mirror=config.download.mirror)],
         config,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
@@ -357,13 +340,9 @@ def export(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
         ssdctl.errors.DiskError: The file cannot be written.
     """
-    given = {
-        "score_threshold": score_threshold,
-        "nms_iou": nms_iou,
-        "data": data,
-        "limit": limit,
-    }
-    config = resolve_call(config, overrides_of("evaluate", given))
+    thresholds = {"score_threshold": score_threshold, "nms_iou": nms_iou}
+    given = overrides_of("evaluate", {"data": data, "limit": limit, **thresholds})
+    config = resolve_call(config, given)
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(

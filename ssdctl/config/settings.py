@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from ssdctl.config.batch_sections import KubernetesConfig, SlurmConfig
 from ssdctl.config.fields import (
     AUGMENTATION_LISTS,
     AUGMENTATIONS,
@@ -29,10 +28,12 @@ from ssdctl.config.sections import (
     DataConfig,
     DownloadConfig,
     EvaluateConfig,
+    KubernetesConfig,
     LaunchConfig,
     ModelConfig,
     PredictConfig,
     PrepareConfig,
+    SlurmConfig,
     TrainConfig,
 )
 from ssdctl.files import parse_toml

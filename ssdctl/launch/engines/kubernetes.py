@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.data.store_folder import DEFAULT_ROOTS
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
