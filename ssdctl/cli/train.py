@@ -9,7 +9,6 @@ from typer import Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import aligned
-from ssdctl.data.annotations import ClassName
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
@@ -181,6 +180,7 @@ def _check_start(plan: Plan, size: DatasetSize) -> None:
 
         check_pipeline(train.pipeline)
     if RunDir(plan.out).is_started() or train.resume not in ("auto", "never"):
+        from ssdctl.data.annotations import ClassName
         from ssdctl.training.resume import find_checkpoint
 
         names = [ClassName(None, name) for name in size.classes]

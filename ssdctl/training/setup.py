@@ -49,7 +49,7 @@ from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import Overridden, with_variables
 from ssdctl.training.description import warning_of_cut
-from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
+from ssdctl.training.memory import architecture_of, plan_on_device
 from ssdctl.training.observers import Observer
 from ssdctl.training.observers.mllog import MLLog
 from ssdctl.training.observers.trackers import Trackers, find_trackers
@@ -143,13 +143,6 @@ def build_network(
     if config.sync_bn:
         model = with_sync_bn(model, device, ranks)
     return architecture, device.place(model)
-
-
-def memory_hints(
-    plan: Plan, architecture: Architecture, device: Device
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a function whose blocks explain a full memory."""
-    return functools.partial(out_of_memory_hints, plan, architecture, device)
 
 
 def observers_of(plan: Plan) -> list[Observer]:
