@@ -64,7 +64,7 @@ def _row(path: Path) -> dict[str, Any]:
             "state": f"running on {host}" if host else "",
         }
     except SsdctlError as error:
-        row["state"] = f"broken: {error.message}"
+        row["state"] = f"broken: {error.for_command_line()[0]}"
     date = datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
     return {**row, "date": date}
 

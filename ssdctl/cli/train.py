@@ -9,7 +9,6 @@ from typer import Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import aligned
-from ssdctl.data.annotations import ClassName
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
@@ -181,6 +180,7 @@ def _check_start(plan: Plan, size: DatasetSize) -> None:
 
         check_pipeline(train.pipeline)
     if RunDir(plan.out).is_started() or train.resume not in ("auto", "never"):
+        from ssdctl.data.annotations import ClassName
         from ssdctl.training.resume import find_checkpoint
 
         names = [ClassName(None, name) for name in size.classes]
@@ -236,11 +236,12 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.data.tiles import tiling_of
 
     root, folder = dataset_folders(call.config.data)
     root = root.absolute() if call.config.data.root else root
     if root.exists() or (call.config.data.root and not call.config.train.fake_data):
-        return root, count_images(root, folder)
+        return root, count_images(root, folder, tiling_of(call.config.data))
     if not call.config.train.fake_data:
         call.console.warning(
             f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "

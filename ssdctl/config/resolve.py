@@ -250,7 +250,6 @@ def _as_list(value: Any) -> Any:
 
 
 def _pairs(override: Override, table: dict[str, Any]) -> list[str]:
-    """Return a table as a list of `KEY=VALUE`."""
     for key, value in table.items():
         if not isinstance(value, (str, int, float)):
             raise UsageError(

@@ -233,7 +233,7 @@ def check_refusal(result: Result, line: list[Typed], blamed: list[Typed], *, has
 SETTINGS = tuple(all_settings().values())
 
 
-@budgets(25, 6000)
+@budgets(50, 6000)
 def test_the_highest_layer_counts_and_errors_name_what_was_typed(examples: int) -> None:
     check_all(check_layers, examples, line=lines(SETTINGS))
 
@@ -342,7 +342,7 @@ def problem_of(result: Result) -> str:
     return lines[0] if lines else ""
 
 
-@budgets(6, 1200)
+@budgets(25, 1200)
 def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int) -> None:
     names = {"DATA": shapes, "RUN": "old", "CKPT": "old/checkpoints/last.pt"}
 
@@ -362,7 +362,7 @@ def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int
         if result.code == 0:
             assert {key: json.loads(planned.out)[key] for key in plan} == plan
 
-    drawn = st.lists(PLAN_OPTION, min_size=1, max_size=4, unique_by=lambda o: o.partition("=")[0])
+    drawn = st.lists(PLAN_OPTION, min_size=1, max_size=3, unique_by=lambda o: o.partition("=")[0])
     check_all(check, examples, options=drawn)
 
 
@@ -443,7 +443,7 @@ def of_any_command(draw: Any) -> tuple[list[str], list[Typed]]:
     return words, options
 
 
-@budgets(30, 6000)
+@budgets(60, 6000)
 def test_every_command_takes_its_options_and_names_the_wrong_one(examples: int) -> None:
     def check(line: tuple[list[str], list[Typed]]) -> None:
         words, options = line
@@ -487,7 +487,7 @@ CLOSING = [
 ]
 
 
-@budgets(6, 1200)
+@budgets(15, 1200)
 def test_the_next_commands_are_accepted_by_a_shell(
     shapes: Path, tiny_run: Path, image_file: Path, examples: int
 ) -> None:
@@ -541,7 +541,7 @@ OWN = st.sampled_from(
 ).map(str.split)
 
 
-@budgets(12, 3000)
+@budgets(25, 3000)
 def test_a_line_of_another_program_needs_one_correction(examples: int) -> None:
     def check(name: str, options: list[list[str]]) -> None:
         words = [*name.split(), *(word for option in options for word in option)]
