@@ -96,8 +96,8 @@ def load(
         precision: `fp32` or `bf16`.
         classes: Names of the classes to return; empty returns all.
         max_detections: Keep at most this many detections per image, best first; None keeps all.
-        tile: Tile size in pixels; merges tiles with the full image. For small objects. None
-            detects on the full image only.
+        tile: Also detect in tiles of this size in pixels, for small objects; 0: only on the whole
+            image. None: as the checkpoint was trained.
         tile_overlap: Overlap of neighboring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
@@ -113,13 +113,12 @@ def load(
         "precision": precision,
         "classes": classes,
         "max_detections": max_detections,
-        "tile": tile,
-        "tile_overlap": tile_overlap,
     }
-    settings = resolve_call(None, overrides_of("predict", given)).predict
+    tiles = {"tile": tile, "tile_overlap": tile_overlap}
+    config = resolve_call(None, [*overrides_of("predict", given), *overrides_of("data", tiles)])
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
-    return Predictor(*load_detector(checkpoint, settings))
+    return Predictor(*load_detector(checkpoint, config.predict, config.data))
 
 
 @hints_in_messages()

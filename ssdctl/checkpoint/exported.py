@@ -24,6 +24,7 @@ from ssdctl.checkpoint.format import (
     ModelFile,
     NetworkWeights,
     OnnxGraph,
+    TilingFields,
     check_classes,
     is_state,
     require_file,
@@ -66,6 +67,7 @@ class OnnxDescription(msgspec.Struct):
     # The limits of the NMS in the graph; null without one.
     score_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     nms_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    tiling: TilingFields | None = None  # how the run saw images; null: only as a whole
 
     @property
     def named_classes(self) -> list[ClassName]:
@@ -118,6 +120,7 @@ def read_onnx(path: Path) -> OnnxGraph:
         epoch=facts.epoch,
         content=content,
         nms=(facts.score_threshold, facts.nms_iou),
+        tiling=None if facts.tiling is None else facts.tiling.value,
     )
 
 
@@ -184,6 +187,7 @@ class NetworkDescription(msgspec.Struct, kw_only=True):
     classes: list[ClassName]
     step: Count = 0
     epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
+    tiling: TilingFields | None = None
 
 
 def describe_network(model: ModelFile) -> dict[str, Any]:
@@ -193,6 +197,7 @@ def describe_network(model: ModelFile) -> dict[str, Any]:
         classes=model.classes,
         step=model.step,
         epoch=model.epoch,
+        tiling=None if model.tiling is None else TilingFields(*model.tiling),
     )
     facts: dict[str, Any] = msgspec.to_builtins(description)
     return facts
@@ -229,6 +234,7 @@ def read_safetensors(path: Path) -> NetworkWeights:
         classes=facts.classes,
         step=facts.step,
         epoch=facts.epoch,
+        tiling=None if facts.tiling is None else facts.tiling.value,
     )
 
 

@@ -22,6 +22,7 @@ from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.tiles import tiling_of
 from ssdctl.distributed.ranks import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
@@ -101,7 +102,7 @@ def _count_images(config: Config) -> DatasetSize | None:
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        size = count_images(root, folder)
+        size = count_images(root, folder, tiling_of(config.data))
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None

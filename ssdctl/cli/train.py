@@ -235,11 +235,12 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.data.tiles import tiling_of
 
     root, folder = dataset_folders(call.config.data)
     root = root.absolute() if call.config.data.root else root
     if root.exists() or (call.config.data.root and not call.config.train.fake_data):
-        return root, count_images(root, folder)
+        return root, count_images(root, folder, tiling_of(call.config.data))
     if not call.config.train.fake_data:
         call.console.warning(
             f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "

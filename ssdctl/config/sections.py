@@ -73,6 +73,13 @@ class DataConfig(Section, frozen=True):
         str | None,
         _data("Folder of the prepared data [default: DATA/prepared]", metavar="DIR"),
     ] = None
+    tile: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        _data("Also see images in tiles of PX pixels (0 = off) [default: the run's]", metavar="PX"),
+    ] = None
+    tile_overlap: Annotated[
+        float, _data("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
+    ] = 0.2
 
 
 class DownloadConfig(Section, frozen=True):
@@ -372,12 +379,6 @@ class PredictConfig(Section, frozen=True):
         None
     )
     max_detections: Annotated[Count | None, setting("Keep at most N boxes per image")] = None
-    tile: Annotated[
-        Annotated[int, msgspec.Meta(ge=32)] | None, setting("Also detect on tiles of N pixels")
-    ] = None
-    tile_overlap: Annotated[
-        float, setting("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
-    ] = 0.2
     every: Annotated[Count, setting("Videos: detect on every Nth frame")] = 1
     max_frames: Annotated[Count | None, setting("Videos: stop after N frames [default: all]")] = (
         None

@@ -100,6 +100,8 @@ TABLES = {
 def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (keys, problem) of each rule between several settings that the config breaks."""
     model, train = config.model, config.train
+    if 0 < (tile := config.data.tile or 0) < MIN_TILE:
+        yield ("data.tile",), f"{tile} pixels are too few: {MIN_TILE} or more, or 0 for no tiles"
     if list(train.decay_epochs) != sorted(set(train.decay_epochs)):
         yield ("train.decay_epochs",), "the epochs must increase"
     if train.lr_decay == "cosine" and len(train.decay_epochs) != 2:
@@ -128,6 +130,8 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             yield ("train.profile",), f"step {last} is before step {first}"
 
 
+MIN_TILE = 32
+
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.
 # The exceptions of the comparison:
 NOT_COMPARED = {
@@ -138,6 +142,7 @@ NOT_COMPARED = {
 COMPARED_TOO = {
     *("train.seed", "train.ema", "train.freeze", "train.freeze_norm", "train.sync_bn"),
     *("train.tf32", "train.pipeline", "train.augment", "train.fake_data"),
+    *("data.tile", "data.tile_overlap"),
     *("train.limit_train", "train.overfit", "train.background", "train.background_negatives"),
 }
 

@@ -18,8 +18,9 @@ from PIL import Image
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
-from ssdctl.config.sections import PredictConfig
+from ssdctl.config.sections import DataConfig, PredictConfig
 from ssdctl.data.annotations import ClassName, numbered_classes
+from ssdctl.data.tiles import Tiling, tiling_of
 from ssdctl.device import Device, open_device
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
@@ -95,7 +96,7 @@ class Predictor:
         """
         images = image if isinstance(image, list | tuple) else [image]
         prepared = map(self._prepare, images)
-        batch_size = TILES_PER_PASS if self._detector.options.tile else max(len(images), 1)
+        batch_size = TILES_PER_PASS if self._detector.tiling else max(len(images), 1)
         found = self._detector.detect(prepared, batch_size)
         results = [result for _, result, _ in found if isinstance(result, Result)]
         return results if isinstance(image, list | tuple) else results[0]
@@ -171,6 +172,7 @@ def open_detector(
 def load_detector(
     checkpoint: Named,
     settings: PredictConfig,
+    data: DataConfig,
     *,
     mirror: str | None = None,
 ) -> tuple[ImageDetector, str]:
@@ -182,7 +184,15 @@ def load_detector(
     config = DetectorConfig(settings.precision, settings.score, settings.nms_iou)
     read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
     classes, backend = class_names(read), open_detector(read, opened, config)
-    return ImageDetector(backend, classes, settings), f"ssd300-{read.architecture.backbone}"
+    tiling = choose_tiling(read, data)
+    if tiling is not None and data.tile is None:
+        log.info("detecting in tiles of %d pixels, as it was trained (--tile 0: off)", tiling.size)
+    return ImageDetector(backend, classes, settings, tiling), f"ssd300-{read.architecture.backbone}"
+
+
+def choose_tiling(checkpoint: ModelFile, data: DataConfig) -> Tiling | None:
+    """Return how to see images: as the user chose, else as the checkpoint was trained."""
+    return checkpoint.tiling if data.tile is None else tiling_of(data)
 
 
 def class_names(checkpoint: ModelFile) -> list[ClassName]:
