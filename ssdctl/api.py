@@ -7,7 +7,6 @@ Keywords are the settings that most calls need; `config` has the others. Nothing
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +22,7 @@ from ssdctl.config.call import (
 )
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
@@ -34,8 +33,11 @@ if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceName, Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
+    from ssdctl.model.ssd300 import SSD300
     from ssdctl.runs.evaluation import Evaluation
     from ssdctl.training.observers import Observer
+
+    CheckpointLike = PathLike | SSD300
 
 
 @hints_in_messages()
@@ -66,7 +68,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
 
 @hints_in_messages()
 def load(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     *,
     device: DeviceName = "auto",
     score: float = 0.3,
@@ -82,8 +84,9 @@ def load(
     Args:
         checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA,
             torchvision); a `.safetensors` or `.onnx` file of `ssdctl export`; a run or its folder:
-            its best checkpoint, else its last; a detector's name, such as `ssd300-vgg16-coco`; or a
-            model on the Hugging Face Hub, such as `hf://org/name@v1`.
+            its best checkpoint, else its last; a detector's name, such as `ssd300-vgg16-coco`; a
+            model on the Hugging Face Hub, such as `hf://org/name@v1`; or an `SSD300`, whose weights
+            are copied.
         device: `auto` is the accelerator of this machine, else the CPU; under torchrun, that of
             this rank.
         score: Return only detections with a score above this, 0 to 1.
@@ -225,7 +228,7 @@ def train(
 
 @hints_in_messages()
 def evaluate(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     data: PathLike | None = None,
     *,
     split: Literal["train", "val", "test"] | None = None,
@@ -239,9 +242,12 @@ def evaluate(
     config: ConfigLike | None = None,
     detections: PathLike | None = None,
     report: PathLike | None = None,
+    distributed: bool = True,
     progress: bool = True,
 ) -> Evaluation:
-    """Compute COCO AP for a checkpoint or a file of detections. Under torchrun every rank calls it.
+    """Compute COCO AP for a checkpoint or a file of detections.
+
+    Under torchrun, or in a process group of your own, every rank calls it and gets the result.
 
     Args:
         checkpoint: As `load` takes it, or a file in COCO's results format, which is scored without
@@ -259,6 +265,8 @@ def evaluate(
         config: A config, or a config file, with other settings.
         detections: Write the detections in COCO's results format to this file.
         report: Write report.html and evaluation.json to this folder.
+        distributed: Share the images among the ranks; False scores all of them on the rank that
+            calls, without the others.
         progress: Show a progress bar, on a terminal and in a notebook.
 
     Returns:
@@ -281,9 +289,9 @@ def evaluate(
         "nms_iou": nms_iou,
     }
     config = resolve_call(config, overrides_of("evaluate", given))
+    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
-    from ssdctl.inference.locate import locate_checkpoint
 
     path = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(
@@ -291,8 +299,9 @@ def evaluate(
         config,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
+        is_distributed=distributed,
     )
-    if report is not None and find_ranks().is_main:
+    if report is not None and (find_ranks().is_main or not distributed):
         from ssdctl.reporting.page import write_evaluation_report
 
         write_evaluation_report(evaluation, Path(report))
@@ -301,7 +310,7 @@ def evaluate(
 
 @hints_in_messages()
 def export(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     out: PathLike,
     *,
     format: Literal["onnx", "openvino", "pt2", "safetensors", "mlperf", "nvidia"] = "onnx",
@@ -359,7 +368,7 @@ def export(
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(
-        os.fspath(checkpoint),
+        checkpoint,
         ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
         config,
         progress=_progress(progress),

@@ -27,8 +27,8 @@ from ssdctl.files import (
     sync_file,
 )
 from ssdctl.runs.evaluation import read_evaluation
+from ssdctl.runs.folder import RunDir, evaluation_of, step_of
 from ssdctl.runs.going_back import finish_going_back, go_back, retired, retired_files
-from ssdctl.runs.layout import RunDir, evaluation_of, step_of
 
 
 class CheckpointFolder:

@@ -249,7 +249,7 @@ def fetch_weights(
         command = f"ssdctl train --data DIR --backbone-weights {name}"
     else:
         if cached_detector(detector, dest) is None:  # no checksum yet: its contents are checked
-            from ssdctl.inference.locate import trust_first_use
+            from ssdctl.checkpoint.locate import trust_first_use
 
             trust_first_use(name, path)
         data |= {"sha256": sha256_of(path, path.name), "trust": detector.trust}

@@ -181,7 +181,7 @@ def _run(call: Call, engine: Engine, request: LaunchRequest, job: Job) -> int:
 
 def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: str) -> None:
     from ssdctl.distributed.rank_process import last_lines
-    from ssdctl.runs.layout import RunDir
+    from ssdctl.runs.folder import RunDir
 
     call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {reason}"))
     if ranks[0] == 0 or request.run_folder is None:

@@ -27,8 +27,9 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
 from ssdctl.launch.engines import _tpus
 from ssdctl.launch.engines.mpirun import read_hosts
-from ssdctl.runs.layout import run_dir
-from ssdctl.training.plan import check_settings, make_plan, settings_of_run
+from ssdctl.runs.folder import run_dir
+from ssdctl.runs.run import continued_config
+from ssdctl.training.plan import check_settings, make_plan
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", "kubernetes", "slurm")
@@ -91,7 +92,7 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
-        make_plan(config, device, Ranks(0, count, 0), size, before=settings_of_run(config))
+        make_plan(config, device, Ranks(0, count, 0), size, before=continued_config(config))
     return notices
 
 

@@ -16,7 +16,7 @@ from ssdctl.cli.console import Console, table
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import make_dir
-from ssdctl.runs.layout import RUNS, RunDir, running_on
+from ssdctl.runs.folder import RUNS, RunDir, running_on
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def evaluate(
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.inference.locate import is_model_folder, locate_checkpoint
+    from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
 
     what = what or name_newest_run(call.console)
     is_run = Path(what).is_dir() and not is_model_folder(Path(what))
@@ -202,8 +202,8 @@ def _compare(call: Call, file: Path, against: str, *, fail_if_worse: bool) -> No
     Raises:
         WorseError: With `fail_if_worse`, if `against` is better.
     """
+    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.evaluation.evaluate import compare_files
-    from ssdctl.inference.locate import locate_checkpoint
 
     other = locate_checkpoint(against, mirror=call.config.download.mirror)
     with _on_main_rank(call):

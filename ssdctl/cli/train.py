@@ -13,7 +13,7 @@ from ssdctl.cli.console import aligned
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
-from ssdctl.runs.layout import RunDir, run_dir
+from ssdctl.runs.folder import RunDir, run_dir
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import counted
@@ -141,7 +141,8 @@ def _show_plan(call: Call) -> None:
 
 def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
     """Plan for the device; for any device if only the precision is chosen."""
-    from ssdctl.training.plan import make_plan, settings_of_run
+    from ssdctl.runs.run import continued_config
+    from ssdctl.training.plan import make_plan
 
     config, ranks, network = call.config, find_ranks(), None
     if config.train.init is not None:
@@ -150,7 +151,7 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
         network = planned_network(config)
     device.choose_execution(config.train.execution)
     is_any = config.train.device == "auto" and config.is_chosen("train.precision")
-    known, before = None if is_any else device, settings_of_run(config)
+    known, before = None if is_any else device, continued_config(config)
     plan = make_plan(config, known, ranks, size, before=before, network=network)
     for notice in plan.notices:
         call.console.warning(notice)
@@ -163,8 +164,8 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
 
 
 def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None:
+    from ssdctl.checkpoint.locate import check_weight_sources
     from ssdctl.data.dataset import warning_without_validation
-    from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
 
     check_weight_sources(call.config)
@@ -248,8 +249,8 @@ def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) ->
     elif call.console.live and device == "cpu" and find_ranks().is_single_process:
         call.console.info("Measuring training steps...")
         from ssdctl.benchmark.train import seconds_per_step  # late: torch takes seconds
+        from ssdctl.checkpoint.format import Architecture
         from ssdctl.device import open_device
-        from ssdctl.model.ssd300 import Architecture
 
         model, config, size = plan.config.model, plan.config.train, MEASURED_BATCH
         architecture = Architecture(model.backbone, model.extra_norm, classes + 1)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.annotations import Annotations
+from ssdctl.data.drawing import one_line
 from ssdctl.errors import SsdctlError
 from ssdctl.evaluation.coco_ap import (
     IOU_THRESHOLDS,
@@ -32,7 +33,6 @@ from ssdctl.evaluation.coco_ap import (
     run_scoring,
 )
 from ssdctl.evaluation.resample import Draws, differences, images_needed, intervals, resample
-from ssdctl.inference.drawing import one_line
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,

@@ -40,6 +40,7 @@ from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
+    from ssdctl.checkpoint.file import Source
     from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
     from ssdctl.data.store import Split
     from ssdctl.device import Device
@@ -48,22 +49,25 @@ log = logging.getLogger(__name__)
 
 
 def evaluate_files(
-    files: Sequence[Path],
+    files: Sequence[Source],
     config: Config,
     *,
     progress: Progress,
     detections_file: Path | None = None,
+    is_distributed: bool = True,
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
+    A checkpoint may also be a network in memory.
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
+    With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
         UsageError: `detections_file` is given for a file of detections, or for several checkpoints.
     """
-    is_results = files[0].suffix == ".json"
+    results = _detections_in(files[0])
     if detections_file is not None:
-        if is_results or len(files) > 1:
+        if results or len(files) > 1:
             named = ", ".join(map(str, files))
             raise UsageError(
                 f"--detections writes the detections of one checkpoint, not of {named}",
@@ -71,15 +75,14 @@ def evaluate_files(
             )
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
-    if is_results:
-        yield _read_results(files[0], config).score(verify=config.evaluate.verify)
+    if results is not None:
+        yield _read_results(results, config).score(verify=config.evaluate.verify)
         return
-    from ssdctl.checkpoint.file import read_model
     from ssdctl.distributed.collectives import any_rank, broadcast
 
-    with _joined_ranks(config) as (device, ranks):
+    with _joined_ranks(config, is_distributed) as (device, ranks):
         for file in files:
-            checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
+            checkpoint = _read_unless_deleted(file, len(files) > 1)
             is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
             if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
@@ -108,7 +111,7 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
             from ssdctl.checkpoint.file import read_model
 
             checkpoint = read_model(file)
-            data = choose_data(checkpoint, config.data, config.explicit_settings())
+            data = choose_data(checkpoint, config)
             config = config.with_value("data.root", data.root, of_call("--data"))
             config = config.with_value("data.store", data.store)
             joined = joined or stack.enter_context(_joined_ranks(config))
@@ -127,24 +130,30 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
 
 
 @contextlib.contextmanager
-def _joined_ranks(config: Config) -> Iterator[tuple[Device, Ranks]]:
+def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple[Device, Ranks]]:
     """Open the device, and join the other ranks for the duration of the block."""
     from ssdctl.device import open_device
     from ssdctl.distributed.collectives import process_group
 
     ranks = find_ranks()
     device = open_device(config.evaluate.device, ranks.local_rank)
+    ranks = ranks if is_distributed else SINGLE_PROCESS
     with process_group(ranks, device):
         yield device, ranks
 
 
-def _read_unless_deleted(file: Path) -> NetworkWeights | OnnxGraph | None:
+def _detections_in(source: Source) -> Path | None:
+    """Return the file of detections, if it is one."""
+    return source if isinstance(source, Path) and source.suffix == ".json" else None
+
+
+def _read_unless_deleted(source: Source, may_be_deleted: bool) -> NetworkWeights | OnnxGraph | None:
     from ssdctl.checkpoint.file import read_model
 
     try:
-        return read_model(file)
+        return read_model(source)
     except SsdctlError:
-        if file.exists():
+        if not may_be_deleted or (isinstance(source, Path) and source.exists()):
             raise
         return None
 
@@ -257,7 +266,7 @@ def detect_on_split(
     from ssdctl.inference.predict import open_detector
 
     settings = config.evaluate
-    data = choose_data(checkpoint, config.data, config.explicit_settings())
+    data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
     for warning in split.warnings:
@@ -356,11 +365,12 @@ def trained_on(checkpoint: ModelFile) -> DataConfig:
     return DataConfig(root=settings.get("data.root"), store=settings.get("data.store"))
 
 
-def choose_data(checkpoint: ModelFile, data: DataConfig, given: set[str]) -> DataConfig:
+def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
     """Return the dataset to score on: the user's choice, else the one it was trained on."""
-    if "data.root" in given or checkpoint.run_settings is None:
+    data, explicit = config.data, config.explicit_settings()
+    if "data.root" in explicit or checkpoint.run_settings is None:
         return data
-    if "data.store" in given:
+    if "data.store" in explicit:
         return msgspec.structs.replace(trained_on(checkpoint), store=data.store)
     root, folder = dataset_folders(trained_on(checkpoint))
     fallback = dataset_folders(data)

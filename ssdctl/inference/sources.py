@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from ssdctl.checkpoint.locate import is_model_folder
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import NetworkError, UsageError
-from ssdctl.inference.locate import is_model_folder
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runtime.safe_text import redact_url
 
 log = logging.getLogger(__name__)

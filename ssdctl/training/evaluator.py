@@ -18,7 +18,7 @@ from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.evaluation.detect import ValidationLoss, detect
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
 

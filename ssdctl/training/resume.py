@@ -16,8 +16,8 @@ from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.going_back import has_continued_from
-from ssdctl.runs.layout import RunDir
 
 if TYPE_CHECKING:
     from ssdctl.distributed.ranks import Ranks
@@ -169,7 +169,7 @@ def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:
     before, changed = checkpoint.config, dict[str, object]()
     for path, setting in all_settings().items():
         if setting.is_compared:
-            saved = before.get(path, now[path])
+            saved = before.get(path)
             if _plain(saved) != _plain(now[path]):
                 changed[path] = saved
     return changed

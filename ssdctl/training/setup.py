@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ssdctl.checkpoint.file import (
-    load_backbone,
     load_checkpoint,
     load_state,
     same_classes,
@@ -29,7 +28,8 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.format import NetworkWeights
+from ssdctl.checkpoint.format import Architecture, NetworkWeights
+from ssdctl.checkpoint.locate import locate_checkpoint, resolve_source
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.open_dataset import DatasetSize
@@ -41,19 +41,19 @@ from ssdctl.distributed.collectives import open_on_all_ranks, wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
-from ssdctl.inference.locate import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
 from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
-from ssdctl.model.ssd300 import SSD300, Architecture
-from ssdctl.runs.layout import run_dir
+from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
+from ssdctl.runs.folder import run_dir
+from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
 from ssdctl.training.description import warning_of_cut
 from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
 from ssdctl.training.observers import Observer
 from ssdctl.training.observers.mllog import MLLog
 from ssdctl.training.observers.trackers import Trackers, find_trackers
-from ssdctl.training.plan import Network, Plan, check_settings, settings_of_run
+from ssdctl.training.plan import Network, Plan, check_settings
 
 log = logging.getLogger(__name__)
 InitReader = Callable[[], NetworkWeights]  # reads the checkpoint of --init
@@ -103,7 +103,7 @@ def plan_run(
 ) -> Plan:
     """Plan a run on an open device and dataset; all ranks return the same plan."""
     network, val = None, splits.val
-    before = collectives.broadcast(settings_of_run(config) if ranks.is_main else None, ranks)
+    before = collectives.broadcast(continued_config(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(config):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
     names = [c.name for c in splits.train.classes]
@@ -133,7 +133,8 @@ def build_network(
     architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
     with _INITIALIZING, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        model = architecture.build()
+        model = network_of(architecture)
+    model.classes = splits.train.classes
     if config.freeze_stem:
         model.freeze_stem()
     model.freeze(config.freeze)

@@ -36,7 +36,7 @@ from ssdctl.device import open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError, hints_in_messages
-from ssdctl.runs.layout import RunDir, exclusive_run, run_dir
+from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
 from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import can_redraw, progress_bar, without_progress

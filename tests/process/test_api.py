@@ -201,7 +201,7 @@ def test_a_stepped_run_is_the_run_of_the_command(
         steps = iter(left)
         next(steps)
         assert left.model.training
-        monkeypatch.setattr("ssdctl.runs.layout.WAIT_S", 0.0)
+        monkeypatch.setattr("ssdctl.runs.folder.WAIT_S", 0.0)
         with pytest.raises(UsageError, match="left: this process"):
             ssdctl.Trainer(shapes, out="left", **common).open()
     assert next(steps, None) is None

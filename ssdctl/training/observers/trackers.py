@@ -36,7 +36,7 @@ from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.runs.environment import find_environment
 from ssdctl.runs.evaluation import SHOWN_SCORE
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 from ssdctl.runtime.safe_text import redact_urls
@@ -323,7 +323,7 @@ def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.
     """Return the first images with their detections, (H, W, 3), by image id."""
     from PIL import Image
 
-    from ssdctl.inference.drawing import draw
+    from ssdctl.data.drawing import draw
 
     names = {c.id: c.name for c in split.classes}
     numbers = {c.id: number for number, c in enumerate(split.classes, 1)}
