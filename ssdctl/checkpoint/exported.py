@@ -24,7 +24,9 @@ from ssdctl.checkpoint.format import (
     ModelFile,
     NetworkWeights,
     OnnxGraph,
+    Threshold,
     check_classes,
+    check_thresholds,
     is_state,
     require_file,
 )
@@ -66,6 +68,7 @@ class OnnxDescription(msgspec.Struct):
     # The limits of the NMS in the graph; null without one.
     score_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     nms_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    thresholds: list[Threshold] = []  # the scores of the best F1 of the classes; empty: not known
 
     @property
     def named_classes(self) -> list[ClassName]:
@@ -107,6 +110,7 @@ def read_onnx(path: Path) -> OnnxGraph:
         facts = _from_metadata(metadata, OnnxDescription)
         if len(facts.classes) != len(facts.category_ids):
             raise ValueError("classes and category_ids have different lengths")
+        check_thresholds(facts.thresholds, facts.classes)
         if facts.classes:
             check_classes(facts.named_classes, facts.num_classes)
         if (facts.score_threshold is None) != (facts.nms_iou is None):
@@ -120,6 +124,7 @@ def read_onnx(path: Path) -> OnnxGraph:
         path=path,
         architecture=Architecture(facts.backbone, "none", facts.num_classes),
         classes=facts.named_classes,
+        thresholds=facts.thresholds,
         step=facts.step,
         epoch=facts.epoch,
         content=content,
@@ -178,6 +183,7 @@ class NetworkDescription(msgspec.Struct, kw_only=True):
     classes: list[ClassName]
     step: Count = 0
     epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
+    thresholds: list[Threshold] = []
 
 
 def describe_network(model: ModelFile) -> dict[str, Any]:
@@ -187,6 +193,7 @@ def describe_network(model: ModelFile) -> dict[str, Any]:
         classes=model.classes,
         step=model.step,
         epoch=model.epoch,
+        thresholds=[*model.thresholds],
     )
     facts: dict[str, Any] = msgspec.to_builtins(description)
     return facts
@@ -221,6 +228,7 @@ def read_safetensors(path: Path) -> NetworkWeights:
         model=state,
         architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
         classes=facts.classes,
+        thresholds=facts.thresholds,
         step=facts.step,
         epoch=facts.epoch,
     )
@@ -237,6 +245,7 @@ def _network_description(path: Path, metadata: dict[str, str]) -> NetworkDescrip
             source = path.with_name(CONFIG_FILE)
             content = read_limited(source, MAX_CONFIG_BYTES)
             facts = msgspec.json.decode(content, type=NetworkDescription)
+        check_thresholds(facts.thresholds, facts.classes)
         if facts.classes:  # a third-party checkpoint may have no names
             check_classes(facts.classes, facts.architecture.num_classes)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:

@@ -299,7 +299,8 @@ def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[
         return -1.0, -1.0
     f1 = _f1(precision)
     best = int(f1.argmax())
-    return round(float(f1[best]), 4), round(float(cut[best]), 4)
+    below = (np.ceil(cut[best] * 1e4) - 1) / 1e4  # predictions have a score above the threshold
+    return round(float(f1[best]), 4), max(float(below), 0.0)
 
 
 def _confusions(counts: NDArray[np.int64], names: list[str]) -> list[Confusion]:

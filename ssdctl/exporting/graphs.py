@@ -259,6 +259,7 @@ def description(deployment: Deployment) -> OnnxDescription:
         epoch=checkpoint.epoch,
         score_threshold=score_threshold,
         nms_iou=nms_iou,
+        thresholds=[*checkpoint.thresholds],
     )
 
 

@@ -78,6 +78,9 @@ class Prediction(NamedTuple):
 class ImageDetector:
     """A network with the options of `predict`.
 
+    Args:
+        thresholds: The score that detections of each class must exceed; empty: any score.
+
     Raises:
         UsageError: The network has no class of that name.
     """
@@ -87,10 +90,12 @@ class ImageDetector:
         backend: DetectorBackend,
         classes: Sequence[ClassName],
         options: PredictConfig = PredictConfig(),  # noqa: B008 - immutable
+        thresholds: Sequence[float] = (),
     ) -> None:
         self.backend = backend
         self.classes = list(classes)
         self.options = options
+        self._thresholds = np.array([0, *thresholds]) if thresholds else None
         self._selected = _selected_labels([c.name for c in classes], options.classes)
 
     @property
@@ -146,7 +151,10 @@ class ImageDetector:
             ]
             kept = merge(boxes, scores, labels, np.concatenate(is_cut), self.backend.nms_iou)
             boxes, scores, labels = boxes[kept], scores[kept], labels[kept]
-        kept = np.flatnonzero(np.isin(labels, self._selected))[: self.options.max_detections]
+        is_kept = np.isin(labels, self._selected)
+        if self._thresholds is not None:
+            is_kept &= scores > self._thresholds[labels]
+        kept = np.flatnonzero(is_kept)[: self.options.max_detections]
         return Result(
             boxes[kept],
             scores[kept],

@@ -6,12 +6,13 @@ The report is drawn from this file, so the network need not run again for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, read_limited, reason_of, write_bytes
 from ssdctl.runtime.safe_text import html_table
@@ -139,6 +140,11 @@ class Evaluation(msgspec.Struct, frozen=True):
             for c in self.per_class
         ]
         return html_table(("class", "objects", "AP", "AP50", "best F1"), rows, repr(self))
+
+    def thresholds(self, classes: Sequence[ClassName]) -> list[float | None]:
+        """Return the score of the best F1 of each class; None if nothing of it was found."""
+        scores = {c.name: c.best_score for c in self.per_class if c.best_f1 > 0}
+        return [scores.get(c.name) for c in classes]
 
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""
