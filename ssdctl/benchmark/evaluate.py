@@ -50,8 +50,7 @@ def benchmark_evaluate(
         Rates in images per second, latencies in ms, times in s: `forward_` is only the network, on
         pixels in memory; `images_per_second` is all from encoded images to detections.
     """
-    settings = config.evaluate
-    device = open_device(settings.device)
+    settings, device = config.evaluate, open_device(config.evaluate.device)
     model = SSD300(config.model.backbone, len(split.classes) + 1, config.model.extra_norm)
     model = device.place(model).eval()
     threads = settings.workers or usable_cores()

@@ -107,14 +107,7 @@ def read_onnx(path: Path) -> OnnxGraph:
     except Exception as error:  # protobuf's differ between its implementations
         raise IntegrityError(f"{path}: not an ONNX file, or a damaged one: {error}") from None
     try:
-        facts = _from_metadata(metadata, OnnxDescription)
-        if len(facts.classes) != len(facts.category_ids):
-            raise ValueError("classes and category_ids have different lengths")
-        check_thresholds(facts.thresholds, facts.classes)
-        if facts.classes:
-            check_classes(facts.named_classes, facts.num_classes)
-        if (facts.score_threshold is None) != (facts.nms_iou is None):
-            raise ValueError("only one of score_threshold and nms_iou is set")
+        facts = _onnx_description(metadata)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise IntegrityError(
             f"{path}: its metadata (metadata_props) does not describe an SSD300: {error!s:.300}",
@@ -130,6 +123,19 @@ def read_onnx(path: Path) -> OnnxGraph:
         content=content,
         nms=(facts.score_threshold, facts.nms_iou),
     )
+
+
+def _onnx_description(metadata: dict[str, str]) -> OnnxDescription:
+    """Return the description in a file's metadata; raise ValueError if it contradicts itself."""
+    facts = _from_metadata(metadata, OnnxDescription)
+    if len(facts.classes) != len(facts.category_ids):
+        raise ValueError("classes and category_ids have different lengths")
+    check_thresholds(facts.thresholds, facts.classes)
+    if facts.classes:
+        check_classes(facts.named_classes, facts.num_classes)
+    if (facts.score_threshold is None) != (facts.nms_iou is None):
+        raise ValueError("only one of score_threshold and nms_iou is set")
+    return facts
 
 
 def _refuse_references(model: Any, path: Path) -> None:

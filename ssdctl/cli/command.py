@@ -110,24 +110,31 @@ def command(
         patterns = (settings.split(), TRAIN_SETTINGS if takes_train_options else ())
         add = functools.partial(_add_options, run, function, selected, patterns, more_options)
         without_options.append((name if group is app else group.info.name, add))
-
-        class Command(AliasCommand):
-            settings = selected
-            short_options = short.split()
-            takes_options_of = "train" if takes_train_options else ""
-
         group.command(
             name,
-            cls=Command,
-            # Paragraphs without line breaks: the terminal wraps them.
-            help=re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
-            + (EXAMPLES + "\n".join(f"$ {line}" for line in examples) if examples else ""),
+            cls=_command_class(selected, short, "train" if takes_train_options else ""),
+            help=_help(function, examples),
             rich_help_panel=panel,
             context_settings={"help_option_names": ["--help"]},  # -h is an option of its own
         )(run)
         return function
 
     return register
+
+
+def _command_class(selected: list[Setting], short: str, other: str) -> type[AliasCommand]:
+    class Command(AliasCommand):
+        settings = selected
+        short_options = short.split()
+        takes_options_of = other
+
+    return Command
+
+
+def _help(function: Callable[..., None], examples: Sequence[str]) -> str:
+    # Paragraphs without line breaks: the terminal wraps them.
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
+    return text + (EXAMPLES + "\n".join(f"$ {line}" for line in examples) if examples else "")
 
 
 def _runner(

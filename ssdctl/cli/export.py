@@ -52,6 +52,30 @@ Nms = Annotated[
         autocompletion=completer(NMS),
     ),
 ]
+CalibrationImages = Annotated[
+    int | None,
+    Option(metavar="N", min=1, help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]"),
+]
+MaxApLoss = Annotated[
+    float | None,
+    Option(metavar="X", min=0, max=1, help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]"),
+]
+CheckpointToPush = Annotated[
+    str, Argument(metavar="CKPT|RUN", help="Run folder (its best checkpoint) or checkpoint")
+]
+Repository = Annotated[
+    str, Argument(metavar="hf://ORG/NAME", help="Model repository; created if it does not exist")
+]
+License = Annotated[
+    str, Option("--license", metavar="ID", help="License of the weights, e.g. apache-2.0")
+]
+DataLicense = Annotated[str | None, Option(metavar="TEXT", help="License of the dataset")]
+FolderInstead = Annotated[
+    str | None, Option(metavar="DIR", help="Write the files to DIR without uploading")
+]
+Samples = Annotated[
+    int, Option(min=0, max=50, metavar="N", help="Number of sample images with detections")
+]
 
 
 @command(
@@ -86,18 +110,8 @@ def export(
     int8: Annotated[
         bool, Option("--int8", help="ONNX: quantize, and print AP, size and latency")
     ] = False,
-    calibrate: Annotated[
-        int | None,
-        Option(
-            metavar="N", min=1, help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]"
-        ),
-    ] = None,
-    max_ap_loss: Annotated[
-        float | None,
-        Option(
-            metavar="X", min=0, max=1, help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]"
-        ),
-    ] = None,
+    calibrate: CalibrationImages = None,
+    max_ap_loss: MaxApLoss = None,
 ) -> None:
     """Export to ONNX, OpenVINO, torch.export and other formats.
 
@@ -158,27 +172,14 @@ def _batch_size(text: str) -> int | None:
 )
 def push(
     call: Call,
-    checkpoint: Annotated[
-        str, Argument(metavar="CKPT|RUN", help="Run folder (its best checkpoint) or checkpoint")
-    ],
-    target: Annotated[
-        str,
-        Argument(metavar="hf://ORG/NAME", help="Model repository; created if it does not exist"),
-    ],
-    license_id: Annotated[
-        str, Option("--license", metavar="ID", help="License of the weights, e.g. apache-2.0")
-    ] = "other",
-    data_license: Annotated[
-        str | None, Option(metavar="TEXT", help="License of the dataset")
-    ] = None,
-    samples: Annotated[
-        int, Option(min=0, max=50, metavar="N", help="Number of sample images with detections")
-    ] = SAMPLES,
+    checkpoint: CheckpointToPush,
+    target: Repository,
+    license_id: License = "other",
+    data_license: DataLicense = None,
+    samples: Samples = SAMPLES,
     private: Annotated[bool, Option("--private", help="Create a private repository")] = False,
     message: Annotated[str, Option(metavar="TEXT", help="Commit message")] = MESSAGE,
-    out: Annotated[
-        str | None, Option(metavar="DIR", help="Write the files to DIR without uploading")
-    ] = None,
+    out: FolderInstead = None,
 ) -> None:
     """Publish a model on the Hugging Face Hub.
 
@@ -199,13 +200,8 @@ def push(
     if out is not None:
         names = _write_model(call, checkpoint, Path(out), reference.repo, about)
         call.console.result({"files": names, **result}, f"{len(names)} files in {out}")
-        again = ["ssdctl", "push", checkpoint, target]
-        again += [f"--license={license_id}"] * (license_id != "other")
-        again += [f"--data-license={data_license}"] * bool(data_license)
-        again += [f"--samples={samples}"] * (samples != SAMPLES) + ["--private"] * private
-        again += [f"--message={message}"] * (message != MESSAGE)
-        wrote = ("wrote", f"{out} (nothing was uploaded)")
-        call.console.closing([wrote], [shlex.join(again)])
+        again = ["ssdctl", "push", checkpoint, target, *_options(about, message, private)]
+        call.console.closing([("wrote", f"{out} (nothing was uploaded)")], [shlex.join(again)])
         return
     with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as folder:
         names = _write_model(call, checkpoint, Path(folder), reference.repo, about)
@@ -214,6 +210,13 @@ def push(
         url = upload_folder(reference, Path(folder), names, is_private=private, message=message)
     call.console.result({"files": names, **result, "url": url}, f"{len(names)} files: {url}")
     call.console.closing([], [f"ssdctl predict {target} photo.jpg"])
+
+
+def _options(about: dict[str, Any], message: str, private: bool) -> list[str]:
+    defaults = {"license_id": "other", "data_license": None, "samples": SAMPLES}
+    flags = {"license_id": "--license", "data_license": "--data-license", "samples": "--samples"}
+    options = [f"{flags[k]}={value}" for k, value in about.items() if value != defaults[k]]
+    return [*options, *["--private"] * private, *[f"--message={message}"] * (message != MESSAGE)]
 
 
 def _write_model(

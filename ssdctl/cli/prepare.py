@@ -26,6 +26,14 @@ MAX_EXAMPLES = 5  # per kind of finding in the table
 MAX_CLASSES = 20  # in the table
 
 
+Preview = Annotated[
+    Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
+]
+Audit = Annotated[
+    bool, Option("--audit", help="Find near-duplicates between splits (decodes all images)")
+]
+
+
 @command(
     "prepare",
     short="--data --from --split --classes --shrink --preview --force",
@@ -43,12 +51,8 @@ MAX_CLASSES = 20  # in the table
 def prepare(
     call: Call,
     force: Annotated[bool, Option("--force", help="Prepare again even if nothing changed")] = False,
-    preview: Annotated[
-        Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
-    ] = None,
-    audit: Annotated[
-        bool, Option("--audit", help="Find near-duplicates between splits (decodes all images)")
-    ] = False,
+    preview: Preview = None,
+    audit: Audit = False,
 ) -> None:
     """Check images and annotations, and pack them for training.
 

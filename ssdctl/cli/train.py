@@ -64,36 +64,40 @@ def train(
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         tune_process()
     ranks, run = find_ranks(), run_dir(call.config)
-    is_main = ranks.is_main
     if not ranks.is_single_process:
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
-    call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
+    # Only rank 0 writes to the terminal.
+    call.console.quiet = call.console.quiet or not ranks.is_main
     try:
-        from ssdctl.training.observers.display import Display
-        from ssdctl.training.trainer import Trainer
-
-        console = call.console
-        display = Display(
-            console.facts,
-            console.info,
-            progress=console.progress,
-            is_live=console.live,
-            is_verbose=console.verbose,
-        )
-        trainer = Trainer(config=call.config, observers=[display])
-        with signals.announced(console.info), trainer:
-            start = trainer.step
-            trainer.run()
-            summary = trainer.summary()
+        summary, start = _train(call)
     except Stopped as stop:
-        if is_main:
+        if ranks.is_main:
             raise
         raise SystemExit(stop.exit_code) from None
     finally:
         signals.restore()
-    if not is_main:
-        return
-    _print_summary(call, summary, start)
+    if ranks.is_main:
+        _print_summary(call, summary, start)
+
+
+def _train(call: Call) -> tuple[Summary, int]:
+    """Return the summary of the run, and the step from which it continued."""
+    from ssdctl.training.observers.display import Display
+    from ssdctl.training.trainer import Trainer
+
+    console = call.console
+    display = Display(
+        console.facts,
+        console.info,
+        progress=console.progress,
+        is_live=console.live,
+        is_verbose=console.verbose,
+    )
+    trainer = Trainer(config=call.config, observers=[display])
+    with signals.announced(console.info), trainer:
+        start = trainer.step
+        trainer.run()
+        return trainer.summary(), start
 
 
 def _print_summary(call: Call, summary: Summary, start: int) -> None:

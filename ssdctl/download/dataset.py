@@ -108,7 +108,6 @@ def download(
     """
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
-
     get = partial(
         fetch,
         folder=dest,
@@ -293,13 +292,7 @@ def unpack(
     try:
         with zipfile.ZipFile(archive) as opened:
             infos = _checked_entries(opened, archive, num_files)
-            for entry in map(_entry, infos):
-                owner, other = owners.get(entry.path, ("", entry))
-                if other != entry:
-                    raise IntegrityError(
-                        f"{archive}: its {entry.path!r} would replace the file of {owner}",
-                        hint="give each archive a manifest and a --dest of its own",
-                    )
+            _check_owners(infos, archive, owners)
             num_bytes = sum(info.file_size for info in infos)
             check_space(dest, num_bytes, f"unpacking {archive.name}")
             with disk_errors(temporary, "creating"):
@@ -312,6 +305,18 @@ def unpack(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [_entry(info) for info in infos if not info.is_dir()]
+
+
+def _check_owners(
+    infos: list[zipfile.ZipInfo], archive: Path, owners: Mapping[str, tuple[str, Entry | None]]
+) -> None:
+    for entry in map(_entry, infos):
+        owner, other = owners.get(entry.path, ("", entry))
+        if other != entry:
+            raise IntegrityError(
+                f"{archive}: its {entry.path!r} would replace the file of {owner}",
+                hint="give each archive a manifest and a --dest of its own",
+            )
 
 
 def _broken(archive: Path, temporary: Path, error: Exception) -> SsdctlError:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +46,7 @@ from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
 from ssdctl.runs.folder import run_dir
 from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.system import Overridden, with_variables
 from ssdctl.training.description import warning_of_cut
 from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
 from ssdctl.training.observers import Observer
@@ -57,7 +56,6 @@ from ssdctl.training.plan import Network, Plan, check_settings
 
 log = logging.getLogger(__name__)
 InitReader = Callable[[], NetworkWeights]  # reads the checkpoint of --init
-_INITIALIZING = threading.Lock()  # torch's initializers draw from its global generator
 
 
 class Splits(NamedTuple):
@@ -131,9 +129,7 @@ def build_network(
     """Return a network on the device, with random weights that depend only on the seed."""
     config = plan.config.train
     architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
-    with _INITIALIZING, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
-        model = network_of(architecture)
+    model = network_of(architecture, config.seed)
     model.classes = splits.train.classes
     if config.freeze_stem:
         model.freeze_stem()
@@ -214,27 +210,33 @@ def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
     return model
 
 
+_KERNELS = Overridden(
+    lambda: (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    ),
+    lambda values: _choose_kernels(*values),
+)
+
+
+def _choose_kernels(is_deterministic: bool, only_warns: bool, benchmark: bool) -> None:
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
+    torch.backends.cudnn.benchmark = benchmark
+
+
 @contextlib.contextmanager
 def deterministic_kernels(is_on: bool) -> Iterator[None]:
     """Let PyTorch choose deterministic kernels, or fail if there is none, during the block."""
     if not is_on:
         yield
         return
-    variable = "CUBLAS_WORKSPACE_CONFIG"  # read at the first use
-    workspace = os.environ.get(variable)
-    was_on = torch.are_deterministic_algorithms_enabled()
-    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    os.environ.setdefault(variable, ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
+    # The variable is read at the first use.
+    with (
+        with_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        _KERNELS.by((True, False, False)),
+    ):
         yield
-    finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
-        torch.backends.cudnn.benchmark = benchmark
-        if workspace is None:
-            os.environ.pop(variable, None)
 
 
 def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:

@@ -87,11 +87,25 @@ class FolderWriter(Observer):
             self._write("train", step.step, **step.metrics._asdict())
             if step.is_input_bound:
                 self._event("input_starves", step.step, data_wait=step.metrics.data_wait)
+                log.warning(
+                    "the device waits for images %.0f%% of the time: use more --workers, or "
+                    "smaller images (ssdctl prepare --shrink 512)",
+                    100 * step.metrics.data_wait,
+                )
         for image in step.bad_images:
             self._event("bad_image", step.step, **image._asdict())
+            log.warning("image %s was replaced: %s: %s", image.image_id, image.file, image.problem)
         for bad in step.skipped:
             self._event("nonfinite", step.step, bad_step=bad.step)
             self._write_skipped(bad)
+        if step.skipped:
+            log.warning(
+                "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
+                "their images are in %s",
+                len(step.skipped),
+                step.skipped[-1].step,
+                self._folder.nonfinite,
+            )
 
     def _write_skipped(self, bad: BadStep) -> None:
         content = json.dumps({"step": bad.step, "image_ids": bad.image_ids})
