@@ -25,6 +25,7 @@ from ssdctl.checkpoint.format import (
     NetworkWeights,
     OnnxGraph,
     Threshold,
+    TilingFields,
     check_classes,
     check_thresholds,
     is_state,
@@ -69,6 +70,7 @@ class OnnxDescription(msgspec.Struct):
     score_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     nms_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     thresholds: list[Threshold] = []  # the scores of the best F1 of the classes; empty: not known
+    tiling: TilingFields | None = None  # how the run saw images; null: only as a whole
 
     @property
     def named_classes(self) -> list[ClassName]:
@@ -122,6 +124,7 @@ def read_onnx(path: Path) -> OnnxGraph:
         epoch=facts.epoch,
         content=content,
         nms=(facts.score_threshold, facts.nms_iou),
+        tiling=None if facts.tiling is None else facts.tiling.value,
     )
 
 
@@ -190,6 +193,7 @@ class NetworkDescription(msgspec.Struct, kw_only=True):
     step: Count = 0
     epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
     thresholds: list[Threshold] = []
+    tiling: TilingFields | None = None
 
 
 def describe_network(model: ModelFile) -> dict[str, Any]:
@@ -200,6 +204,7 @@ def describe_network(model: ModelFile) -> dict[str, Any]:
         step=model.step,
         epoch=model.epoch,
         thresholds=[*model.thresholds],
+        tiling=None if model.tiling is None else TilingFields(*model.tiling),
     )
     facts: dict[str, Any] = msgspec.to_builtins(description)
     return facts
@@ -237,6 +242,7 @@ def read_safetensors(path: Path) -> NetworkWeights:
         thresholds=facts.thresholds,
         step=facts.step,
         epoch=facts.epoch,
+        tiling=None if facts.tiling is None else facts.tiling.value,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from ssdctl.cli.console import Console, is_encodable
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import free_bytes, refuse_url
 from ssdctl.runtime.progress import progress_bar
-from ssdctl.runtime.safe_text import listed, printable_line
+from ssdctl.runtime.safe_text import listed, printable_line, quoted
 
 if TYPE_CHECKING:
     from ssdctl.config.sections import DownloadConfig
@@ -128,7 +127,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) ->
         for row in results
     ]
     call.console.result({"dest": str(dest), "files": results}, "\n".join(lines))
-    commands = [] if config.manifest else [f"ssdctl prepare --data {shlex.quote(str(dest))}"]
+    commands = [] if config.manifest else [f"ssdctl prepare --data {quoted(dest)}"]
     call.console.closing([("wrote", f"{dest} ({len(results)} archives or files)")], commands)
 
 
@@ -174,7 +173,7 @@ def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
         f"{dest}: {action} {train:,} training and {val:,} validation images",
     )
     if not dry_run:
-        call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(dest))}"])
+        call.console.closing([], [f"ssdctl prepare --data {quoted(dest)}"])
 
 
 def _completed(incomplete: str) -> list[str]:

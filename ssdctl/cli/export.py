@@ -24,6 +24,7 @@ from ssdctl.exporting import (
     ExportRequest,
     export_checkpoint,
 )
+from ssdctl.runtime.safe_text import quoted
 
 MESSAGE = "Upload an SSD300 trained with ssdctl"
 SAMPLES = 4
@@ -149,7 +150,7 @@ def _next_command(request: ExportRequest, config: Config) -> str:
     chosen = config.predict.score
     is_lower = isinstance(chosen, float) and chosen < least
     score = f" --score {least:g}" if is_lower else ""
-    return f"ssdctl predict {shlex.quote(out)} photo.jpg --out drawn{score}"
+    return f"ssdctl predict {quoted(out)} photo.jpg --out drawn{score}"
 
 
 def _batch_size(text: str) -> int | None:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import json
-import shlex
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.safe_text import counted, listed, printable_line
+from ssdctl.runtime.safe_text import counted, listed, printable_line, quoted
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ LineWidth = Annotated[
     "predict",
     short="--out --save --score --classes --tile --recursive --bf16 --fp32 --device",
     panel="Results",
-    settings="predict.*",
+    settings="data.tile data.tile_overlap predict.*",
     examples=[
         "ssdctl predict street.jpg   # with the newest run of runs/",
         "ssdctl predict runs/coco-resnet34 street.jpg --out drawn",
@@ -129,7 +128,8 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
     settings = call.config.predict
     if settings.nms_iou is None:
         settings = msgspec.structs.replace(settings, nms_iou=call.config.evaluate.nms_iou)
-    return load_detector(checkpoint, settings, mirror=call.config.download.mirror)[0]
+    mirror = call.config.download.mirror
+    return load_detector(checkpoint, settings, call.config.data, mirror=mirror)[0]
 
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
@@ -212,7 +212,7 @@ def _close(call: Call, records: list[Any], done: str, out: Path | None) -> None:
     facts, commands = [("done", done)], []
     if call.config.predict.save == "yolo":
         facts.append(("then", "correct the boxes in your labeling tool"))
-        commands.append(shlex.join(["ssdctl", "prepare", "--data", str(out)]))
+        commands.append(f"ssdctl prepare --data {quoted(out)}")
     call.console.closing(facts, commands)
 
 

@@ -33,6 +33,7 @@ from ssdctl.evaluation.coco_ap import (
     run_scoring,
 )
 from ssdctl.evaluation.resample import Draws, differences, images_needed, intervals, resample
+from ssdctl.evaluation.suspects import find_suspects
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,
@@ -58,6 +59,7 @@ NUM_SAMPLES = 12  # worst images, and the same number of random ones
 SEED = 0  # random samples
 MAX_SAMPLE_BOXES = 100  # per image
 NUM_CONFUSIONS = 12
+SHOWN_SUSPECTS = 50
 MAX_MATRIX = 100  # classes of a confusion matrix
 ERRORS = {  # TIDE's kinds (Bolya et al. 2020): name, meaning, what one would have to do
     "Cls": ("Classification", "right place, wrong class", "Fixing wrong classes"),
@@ -228,6 +230,7 @@ def analyze(
         sample_score=SAMPLE_SCORE,
         confusion=counts.tolist() if len(counts) <= MAX_MATRIX + 1 else [],  # background last
         intervals=overall,
+        suspects=find_suspects(scoring.truth, scoring.image_ids, [detections])[:SHOWN_SUSPECTS],
     )
 
 

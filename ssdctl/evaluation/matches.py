@@ -113,15 +113,29 @@ def _objects(scoring: Scoring) -> _Boxes:
     return _Boxes(key, truth.boxes[order], areas, areas, truth.is_crowd[order].astype(np.bool_))
 
 
+def box_pairs(
+    key: Ints,
+    boxes: Floats,
+    object_key: Ints,
+    object_boxes: Floats,
+    is_crowd: Bools,
+    min_iou: float,
+) -> tuple[Ints, Ints, Floats]:
+    """Return the pairs of a box and an object with the same key: their rows, and their IoU."""
+    order = np.argsort(object_key, kind="stable")
+    first = np.searchsorted(object_key[order], key)
+    counts = np.searchsorted(object_key[order], key, side="right") - first
+    box = np.repeat(np.arange(len(key)), counts)
+    within = np.arange(len(box)) - np.repeat(counts.cumsum() - counts, counts)
+    item = order[first[box] + within]
+    iou = _iou(boxes[box], object_boxes[item], is_crowd[item])
+    close = iou >= min_iou
+    return box[close], item[close], iou[close]
+
+
 def _close_pairs(found: _Boxes, objects: _Boxes) -> _Pairs:
-    first = np.searchsorted(objects.key, found.key)
-    counts = np.searchsorted(objects.key, found.key, side="right") - first
-    detection = np.repeat(np.arange(len(found.key)), counts)
-    within = np.arange(len(detection)) - np.repeat(counts.cumsum() - counts, counts)
-    item = first[detection] + within
-    iou = _iou(found.boxes[detection], objects.boxes[item], objects.is_crowd[item])
-    close = iou >= IOU_THRESHOLDS[0]
-    detection, item, iou = detection[close], item[close], iou[close]
+    columns = objects.key, objects.boxes, objects.is_crowd
+    detection, item, iou = box_pairs(found.key, found.boxes, *columns, IOU_THRESHOLDS[0])
     used, row = np.unique(detection, return_inverse=True)
     rounds = np.arange(len(used)) - np.searchsorted(found.key[used], found.key[used])
     return _Pairs(rounds[row], detection, item, iou)

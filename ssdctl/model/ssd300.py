@@ -29,7 +29,6 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shapes, is_state
-from ssdctl.checkpoint.locate import locate_checkpoint
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import IntegrityError, UsageError, hints_in_messages
@@ -143,6 +142,8 @@ class SSD300(nn.Module):
             ssdctl.errors.NetworkError: The detector cannot be fetched.
             ssdctl.errors.IntegrityError: The file is damaged, or not a checkpoint.
         """
+        from ssdctl.checkpoint.locate import locate_checkpoint  # late: a run needs no downloads
+
         return load_network(load_checkpoint(locate_checkpoint(checkpoint))).eval()
 
     @hints_in_messages()

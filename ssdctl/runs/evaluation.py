@@ -113,6 +113,19 @@ class SampleImage(msgspec.Struct, frozen=True):
     is_worst: bool = False  # chosen for its errors, else at random
 
 
+class Suspect(msgspec.Struct, frozen=True, kw_only=True):
+    """A label that looks wrong, or a box that seems to be missing."""
+
+    kind: str  # `class`, `not found` or `no box`
+    suspicion: float  # 0 to 1
+    image_id: int
+    file_name: str
+    box: Box
+    label: str  # empty: there is no box
+    detected: str  # the class of the detections; empty: there are none
+    score: float  # of the detections
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """One evaluation: the metrics and the data that they are computed from."""
 
@@ -128,6 +141,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     sample_score: float = SHOWN_SCORE  # lowest score in the samples; that of older files
     confusion: list[list[int]] = []  # ground truth x detected, background last; empty: too large
     intervals: dict[str, Interval] = {}  # of the metrics AP, AP50, AP75, APs, APm, APl
+    suspects: list[Suspect] = []  # the worst first
 
     def __repr__(self) -> str:
         """Return the metrics in one line: the curves and samples would fill pages."""

@@ -10,6 +10,7 @@ Messages go to the logger `ssdctl.training`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -166,7 +167,9 @@ class Trainer:
         self._state = "open"
 
     def _open(self, resources: contextlib.ExitStack) -> None:
-        from ssdctl.training import setup  # late: the loop needs no formats and downloads
+        # Late: the loop needs no formats and downloads.
+        from ssdctl.training import setup
+        from ssdctl.training.memory import out_of_memory_hints
 
         config, train = self.config, self.config.train
         self.ranks = ranks = find_ranks()
@@ -186,7 +189,8 @@ class Trainer:
             self.threads = train.workers or usable_cores(ranks.world_size)
             network = setup.build_network(self.plan, self.splits, device, ranks)
             self.architecture, self.model = network
-            self.memory_hints = setup.memory_hints(self.plan, self.architecture, device)
+            hints = functools.partial(out_of_memory_hints, self.plan, self.architecture, device)
+            self.memory_hints = hints
             if ranks.is_main:
                 resources.enter_context(exclusive_run(self.path))
                 CheckpointFolder(self.path, train.keep).repair()
@@ -200,7 +204,6 @@ class Trainer:
         setup.warn_about(self.plan, self.splits)
 
     def _open_state(self, checkpoint: Checkpoint | None) -> None:
-        """Build the optimizer step and what saves, records and evaluates the run."""
         config, plan, ranks = self.plan.config.train, self.plan, self.ranks
         self.train_step = build_step(self.model, config, self.device, plan.precision, ranks)
         self.optimizer = self.train_step.optimizer

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shlex
 from pathlib import Path
 
 import pytest
 from conftest import Cli, Result, run_cli
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.config.settings import other_programs
-from ssdctl.errors import ExitCode
 
 # The lines of the seeds' documents and scripts, with the command's name of ssdctl.
 DALI = "train --warmup 300 --bs 64 --fp16"
@@ -133,48 +127,6 @@ def test_one_error_lists_all_options(cli: Cli) -> None:
     flags = [line.split(":")[0].strip() for line in lines[1:-2]]
     assert flags == ["--warmup", "--no-cuda", "--num_cores", "--suppress_loss_report",
                      "--json-summary", "--parallel_loader"]  # fmt: skip
-
-
-def spelling(usage: str) -> st.SearchStrategy[list[str]]:
-    """Return ways to write an option of the table, with values."""
-    name, _, metavar = usage.partition(" ")
-    flag, _, constant = name.partition("=")
-    if constant:
-        return st.just([flag, constant])
-    examples = {"": [""], "N": ["1", "8"], "AP": ["0.2"], "V": ["x", "12"]}
-    values = st.sampled_from(examples.get(metavar, ["a/b"]))
-    if metavar.endswith("..."):
-        return st.lists(st.integers(1, 60), unique=True, min_size=1).map(
-            lambda numbers: [flag, *map(str, sorted(numbers))]
-        )
-    return values.map(lambda value: [flag, value] if value else [flag])
-
-
-FOREIGN = st.sampled_from(sorted(other_programs()["refused"])).flatmap(spelling)
-OWN = st.sampled_from(
-    ["--bs 4", "--lr 0.1", "--bf16", "--fp32", "--seed 3", "--device cpu", "--hpus 8", "--nodes 2"]
-).map(str.split)
-
-
-@hypothesis_settings(max_examples=60)
-@given(words=st.lists(FOREIGN | OWN, min_size=1, max_size=5, unique_by=lambda words: words[0]))
-def test_a_corrected_line_is_accepted(words: list[list[str]]) -> None:
-    """Whatever options of the table a line has, at most one correction is needed."""
-    flags = {word[0] for word in words}
-    if {"--bf16", "--fp32"} <= flags or {"--device", "--hpus"} <= flags:
-        return  # wrong in ssdctl, too
-    result = run_cli("train", *itertools.chain(*words), "--dry-run")
-    if result.code == 0:
-        return
-    line = corrected(result)
-    if line[0] == "launch" and "--" in line:
-        line.insert(1, "--dry-run")
-    again = run_cli(*line, *(["--help"] if line[0] == "benchmark" else []))
-    is_accepted = again.code in (0, ExitCode.DATA, ExitCode.INTEGRITY)
-    # numbers that do not fit, another device, files that do not exist; evaluate and predict without arguments
-    others = ("divide", "needs two", "support lazy", "a/b", "missing argument", "no run named")
-    is_accepted |= any(text in again.err for text in others)
-    assert is_accepted, (line, again.err)
 
 
 @pytest.mark.parametrize("words", [["--local-rank=1", "train"], ["train", "--local_rank=1"]])

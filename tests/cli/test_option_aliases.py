@@ -34,7 +34,7 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
         ("--wd 0.1", "--weight-decay=0.1"),
         ("--model_dir x", "--out=x"),
         ("--autocast", "--bf16"),
-        ("--dtype bf16", "--set=train.precision=bf16"),
+        ("--dtype bf16", "--bf16"),
         ("--hpu-lazy-mode", "--execution=lazy"),
         ("--no-allow-tf32", "--no-tf32"),
         ("--threshold 0.23", "--target-ap=0.23"),

@@ -22,7 +22,7 @@ from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, IN_A_POD, TEXT
 
-from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.engines.kubernetes import PLAIN
 from ssdctl.launch.job import Job

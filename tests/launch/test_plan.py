@@ -17,7 +17,7 @@ from hypothesis import given
 from launch import plans
 from launch.plans import ARGUMENTS, SMALL
 
-from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import Node, read_node
 from ssdctl.launch.engines._tpus import choose_device

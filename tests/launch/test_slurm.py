@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from launch import plans
 from launch.plans import ARGUMENTS
 
-from ssdctl.config.batch_sections import SlurmConfig
+from ssdctl.config.sections import SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.job import Job
 
