@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.console import aligned
+from ssdctl.cli.console import Console, aligned
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.observers import Summary
+    from ssdctl.training.observers.display import Display
     from ssdctl.training.plan import Plan
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
@@ -68,7 +69,13 @@ def train(
     # Only rank 0 writes to the terminal.
     call.console.quiet = call.console.quiet or not ranks.is_main
     try:
-        summary, start = _train(call)
+        from ssdctl.training.trainer import Trainer
+
+        trainer = Trainer(config=call.config, observers=[_display(call.console)])
+        with signals.announced(call.console.info), trainer:
+            start = trainer.step
+            trainer.run()
+            summary = trainer.summary()
     except Stopped as stop:
         if ranks.is_main:
             raise
@@ -79,24 +86,16 @@ def train(
         _print_summary(call, summary, start)
 
 
-def _train(call: Call) -> tuple[Summary, int]:
-    """Return the summary of the run, and the step from which it continued."""
+def _display(console: Console) -> Display:
     from ssdctl.training.observers.display import Display
-    from ssdctl.training.trainer import Trainer
 
-    console = call.console
-    display = Display(
+    return Display(
         console.facts,
         console.info,
         progress=console.progress,
         is_live=console.live,
         is_verbose=console.verbose,
     )
-    trainer = Trainer(config=call.config, observers=[display])
-    with signals.announced(console.info), trainer:
-        start = trainer.step
-        trainer.run()
-        return trainer.summary(), start
 
 
 def _print_summary(call: Call, summary: Summary, start: int) -> None:
