@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from ssdctl.config.fields import DeviceName, Precision
+    from ssdctl.config.fields import Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
@@ -68,7 +68,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
 def load(
     checkpoint: PathLike,
     *,
-    device: DeviceName = "auto",
+    device: str = "auto",
     score: float = 0.3,
     nms_iou: float | None = None,
     precision: Precision = "fp32",
@@ -230,7 +230,7 @@ def evaluate(
     *,
     split: Literal["train", "val", "test"] | None = None,
     batch_size: int | None = None,
-    device: DeviceName | None = None,
+    device: str | None = None,
     precision: Precision | None = None,
     workers: int | None = None,
     limit: int | None = None,

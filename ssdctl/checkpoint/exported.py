@@ -25,9 +25,9 @@ from ssdctl.checkpoint.format import (
     OnnxGraph,
     check_classes,
     is_state,
+    require_backbone,
     require_file,
 )
-from ssdctl.config.fields import BackboneName
 from ssdctl.data.annotations import ClassName, Name
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.files import read_limited, reason_of
@@ -56,7 +56,7 @@ class OnnxDescription(msgspec.Struct):
     """The metadata; other keys are for other programs."""
 
     format: Literal[1]
-    backbone: BackboneName
+    backbone: str
     num_classes: Annotated[int, msgspec.Meta(ge=2, le=MAX_CLASSES)]  # with background
     classes: list[Name]  # in the order of the labels, from 1; empty if they have no names
     category_ids: list[Integer | None]
@@ -116,6 +116,7 @@ def read_onnx(path: Path) -> OnnxGraph:
             f"{path}: its metadata (metadata_props) does not describe an SSD300: {error!s:.300}",
             hint="`ssdctl export CKPT --format onnx` writes it; other ONNX files cannot be read",
         ) from None
+    require_backbone(facts.backbone, path)
     return OnnxGraph(
         path=path,
         architecture=Architecture(facts.backbone, "none", facts.num_classes),
@@ -216,6 +217,7 @@ def read_safetensors(path: Path) -> NetworkWeights:
         ) from None
     if not is_state(state):
         raise IntegrityError(f"{path}: its weights are not dense tensors of real numbers")
+    require_backbone(facts.architecture.backbone, path)
     return NetworkWeights(
         path=path,
         model=state,

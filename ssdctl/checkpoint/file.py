@@ -8,6 +8,7 @@ file has only the weights and the classes (exported.py), other systems' have oth
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import warnings
@@ -32,6 +33,8 @@ from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES
 
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
 MAX_NAMED_KEYS = 5  # in the message for another program's file
@@ -273,7 +276,12 @@ def load_backbone(model: SSD300, path: Path) -> None:
             f"{path}: not backbone weights: not a state dict",
             hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
         )
-    for module, part in model.backbone.pretrained_parts(state, model.extra):
+    plugin = plugins.find(BACKBONES, model.backbone_name)
+    with contextlib.nullcontext() if plugin is None else plugin.errors("pretrained_parts()"):
+        parts = model.backbone.pretrained_parts(state, model.extra)
+        if not (parts and all(isinstance(m, nn.Module) and is_state(part) for m, part in parts)):
+            raise TypeError("expected a list of modules with their state dicts")
+    for module, part in parts:
         load_state(module, with_counters(part, module), path)
 
 

@@ -20,11 +20,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import LARGEST_INT, BackboneName
+from ssdctl.config.fields import LARGEST_INT
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
 from ssdctl.model.ssd300 import Architecture
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import listed
 
 FORMAT: Final = 1
@@ -42,7 +44,7 @@ Shape = tuple[int, ...]
 
 
 class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):
-    backbone: BackboneName
+    backbone: str
     extra_norm: Literal["none", "batch"]
     num_classes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLASSES)]
 
@@ -126,9 +128,14 @@ class Checkpoint(NetworkWeights):
 
     @classmethod
     def read(cls, path: Path, payload: Any) -> Checkpoint:
-        """Return the checkpoint in a dictionary; raise ValueError if it is not one."""
+        """Return the checkpoint in a dictionary; raise ValueError if it is not one.
+
+        Raises:
+            UsageError: Its backbone is not installed.
+        """
         fields = msgspec.convert(payload, Payload)
         _check_fields(fields)
+        require_backbone(fields.architecture.backbone, path)
         return cls(
             path=path,
             model=payload["model"],
@@ -172,6 +179,15 @@ def _check_fields(fields: Payload) -> None:
     for values in fields.optimizer.state.values():
         if not all(is_plain_tensor(v) for v in values.values() if isinstance(v, Tensor)):
             raise ValueError("optimizer: a tensor is not dense numbers")
+
+
+def require_backbone(name: str, path: Path) -> None:
+    """Raise UsageError unless the backbone that a file names is built in or an installed plugin."""
+    if name not in plugins.names(BACKBONES):
+        raise UsageError(
+            f"{path}: its backbone {name!r:.100} is not installed",
+            hint=f"install the package that has it as an entry point of {BACKBONES.group}",
+        )
 
 
 def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:

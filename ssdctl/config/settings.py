@@ -6,6 +6,7 @@ from the classes in sections.py, which define the type, bounds, default and mean
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import shlex
@@ -18,13 +19,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ssdctl.config.batch_sections import KubernetesConfig, SlurmConfig
-from ssdctl.config.fields import (
-    AUGMENTATION_LISTS,
-    AUGMENTATIONS,
-    BACKBONES,
-    BackboneName,
-    augmentation_names,
-)
+from ssdctl.config.fields import augmentation_names
 from ssdctl.config.sections import (
     DataConfig,
     DownloadConfig,
@@ -35,8 +30,10 @@ from ssdctl.config.sections import (
     PrepareConfig,
     TrainConfig,
 )
+from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
-from ssdctl.runtime.packages import load_plugin, plugin_names
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import AUGMENTATION_LISTS, AUGMENTATIONS, BACKBONES, PluginKind
 
 
 class Kind(enum.IntEnum):
@@ -103,16 +100,19 @@ def conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.decay_epochs", "the epochs must increase"
     if train.lr_decay == "cosine" and len(train.decay_epochs) != 2:
         yield "train.decay_epochs", "cosine needs two epochs, its start and its end"
-    if model.weights.partition("-")[0] in {*typing.get_args(BackboneName)} - {model.backbone}:
+    if model.weights.partition("-")[0] in {*plugins.names(BACKBONES)} - {model.backbone}:
         yield "model.weights", f"{model.weights} does not fit {model.backbone}"
-    if model.extra_norm not in load_plugin(*BACKBONES, model.backbone).EXTRA_NORMS:
-        yield "model.extra_norm", f"{model.backbone} has no extra blocks with {model.extra_norm}"
+    with contextlib.suppress(UsageError):  # the commands that use the backbone report it
+        norms = getattr(plugins.load(BACKBONES, model.backbone)[0], "EXTRA_NORMS", None)
+        if norms and isinstance(norms, tuple) and model.extra_norm not in norms:
+            key = "model.extra_norm"
+            yield key, f"{model.backbone} has no extra blocks with {model.extra_norm}"
     names = augmentation_names(train.augment)
     if train.augment not in AUGMENTATION_LISTS:
-        known = plugin_names(*AUGMENTATIONS)
+        known = plugins.choices(AUGMENTATIONS)
         if unknown := [name for name in names if name not in known]:
-            listed = ", ".join([*AUGMENTATION_LISTS, *known])
-            yield "train.augment", f"no augmentation {unknown[0]!r}; there are {listed}"
+            there = ", ".join(known)
+            yield "train.augment", f"no augmentation {unknown[0]!r}; there are {there}"
     if "zoom" in names and train.pipeline == "dali":
         yield "train.augment", "zoom needs --pipeline native"
     if train.init is not None and train.resume not in ("auto", "never"):
@@ -147,7 +147,8 @@ class Setting(NamedTuple):
     flags: tuple[str, ...]
     panel: str
     metavar: str | None
-    choices: tuple[str, ...]
+    own_choices: tuple[str, ...]
+    kind: PluginKind | None
     choice_flags: bool
     aliases: tuple[str, ...]  # other spellings of the flags; `--fp16-flag=fp16` takes no value
 
@@ -158,6 +159,11 @@ class Setting(NamedTuple):
     @property
     def name(self) -> str:
         return self.path.partition(".")[2]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that are always possible; of a plugin, what is installed now."""
+        return self.own_choices if self.kind is None else plugins.choices(self.kind)
 
     @property
     def is_recipe(self) -> bool:
@@ -249,7 +255,8 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         flags=flags,
         panel=extra["panel"] or ("Recipe" if field.default is msgspec.NODEFAULT else "Options"),
         metavar=extra["metavar"] or {int: "N", float: "X"}.get(kind),
-        choices=choices,
+        own_choices=choices,
+        kind=extra["kind"],
         choice_flags=extra["choice_flags"],
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias not in flags),
     )

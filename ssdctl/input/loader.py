@@ -193,6 +193,8 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
         if isinstance(error, DiskError) and not is_replaced:
             raise
         return str(error)
+    if samples.change is not None:
+        samples.change(slot, out)
     return None
 
 

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes import BOXES_PER_CELL, IMAGE_SIZE, box_cxcywh_to_ltrb
 from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.model.backbone import without_weights
-from ssdctl.model.backbones import ModelConstants, find_backbone
+from ssdctl.model.backbone import build_parts, check_parameters, without_weights
+from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
 
 OVERSHOOT = 1e-3  # beyond 0 to 1, by rounding
@@ -38,33 +38,33 @@ class SSD300(nn.Module):
             ResNet's; VGG16 has its own extra blocks.
 
     Raises:
-        ssdctl.errors.UsageError: There is no such backbone, or it has no such `extra_norm`, or
-            there are fewer than two classes.
+        ssdctl.errors.UsageError: There is no such backbone, or it is a plugin that fails; it has no
+            such `extra_norm`; or there are fewer than two classes.
 
     Attributes:
+        backbone_name: The name of the backbone.
         num_classes: Classes with background.
         class_names: Class names without the background; empty if not from a checkpoint.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
-        file = find_backbone(backbone)
+        file, plugin = load_backbone_file(backbone)
         if num_classes < 2:
             raise UsageError(f"num_classes {num_classes}: expected 2 or more, with the background")
         if extra_norm not in file.EXTRA_NORMS:
             expected = " or ".join(file.EXTRA_NORMS)
             raise UsageError(f"extra_norm {extra_norm!r}: {backbone} has {expected}")
-        self.num_classes = num_classes
+        self.backbone_name, self.num_classes = backbone, num_classes
         self.class_names: list[str] = []
         # One for each device and precision, in a dictionary so that `bfloat16()` rounds no buffer.
         self._losses: dict[tuple[str, torch.dtype], MultiboxLoss] = {}
         self._frozen_stages = 0
         self._is_norm_frozen = False
         self.constants = file.CONSTANTS
-        built = file.build()
-        self.first_map_norm = built.first_map_norm()
+        built, self.first_map_norm, extra = build_parts(file.build, plugin, extra_norm)
         self.backbone = built
-        self.extra = nn.ModuleList(built.extra_blocks(extra_norm))
+        self.extra = nn.ModuleList(extra)
         pairs = list(zip(built.channels, BOXES_PER_CELL, strict=True))
         self.box_heads = nn.ModuleList(nn.Conv2d(c, n * 4, 3, padding=1) for c, n in pairs)
         self.class_heads = nn.ModuleList(
@@ -74,6 +74,8 @@ class SSD300(nn.Module):
             for parameter in part.parameters():
                 if parameter.dim() > 1:
                     nn.init.xavier_uniform_(parameter)
+        if plugin is not None and extra_norm == file.EXTRA_NORMS[0]:
+            check_parameters(self, num_classes, file.PARAMETERS, plugin)
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, 4, N) offsets and (B, C, N) logits of normalized (B, 3, 300, 300) images.
