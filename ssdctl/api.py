@@ -7,7 +7,6 @@ Keywords are the settings that most calls need; `config` has the others. Nothing
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,8 +33,11 @@ if TYPE_CHECKING:
     from ssdctl.config.fields import Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
+    from ssdctl.model.ssd300 import SSD300
     from ssdctl.runs.evaluation import Evaluation
     from ssdctl.training.observers import Observer
+
+    CheckpointLike = PathLike | SSD300
 
 
 @hints_in_messages()
@@ -66,7 +68,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
 
 @hints_in_messages()
 def load(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     *,
     device: str = "auto",
     score: float = 0.3,
@@ -82,8 +84,9 @@ def load(
     Args:
         checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA,
             torchvision); a `.safetensors` or `.onnx` file of `ssdctl export`; a run or its folder:
-            its best checkpoint, else its last; a detector's name, such as `ssd300-vgg16-coco`; or a
-            model on the Hugging Face Hub, such as `hf://org/name@v1`.
+            its best checkpoint, else its last; a detector's name, such as `ssd300-vgg16-coco`; a
+            model on the Hugging Face Hub, such as `hf://org/name@v1`; or an `SSD300`, whose weights
+            are copied.
         device: `auto` is the accelerator of this machine, else the CPU; under torchrun, that of
             this rank.
         score: Return only detections with a score above this, 0 to 1.
@@ -225,7 +228,7 @@ def train(
 
 @hints_in_messages()
 def evaluate(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     data: PathLike | None = None,
     *,
     split: Literal["train", "val", "test"] | None = None,
@@ -307,7 +310,7 @@ def evaluate(
 
 @hints_in_messages()
 def export(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     out: PathLike,
     *,
     format: Literal["onnx", "openvino", "pt2", "safetensors", "mlperf", "nvidia"] = "onnx",
@@ -365,7 +368,7 @@ def export(
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(
-        os.fspath(checkpoint),
+        checkpoint,
         ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
         config,
         progress=_progress(progress),

@@ -17,6 +17,7 @@ from ssdctl.checkpoint.format import (
     FORMAT,
     MAX_CLASSES,
     MAX_COUNT,
+    Architecture,
     ArchitectureFields,
     Count,
     Integer,
@@ -31,7 +32,6 @@ from ssdctl.checkpoint.format import (
 from ssdctl.data.annotations import ClassName, Name
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.files import read_limited, reason_of
-from ssdctl.model.ssd300 import Architecture
 
 MAX_BYTES = (2 << 30) - 1  # protobuf's limit for a message
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")  # operators inside of onnxruntime

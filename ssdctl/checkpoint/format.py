@@ -1,8 +1,9 @@
 """The format of checkpoints: the keys of a file, their types, and the file itself.
 
-A checkpoint is a zip of stored entries that `torch.save` wrote: the dictionary `Payload`. It is an
-untrusted file: a few bytes of it can describe a tensor, a network or a number of any size. Here
-everything is bound to the bytes that the file really has.
+A checkpoint is a zip of stored entries that `torch.save` wrote: the dictionary `Payload` of a run,
+or `NetworkPayload` of a network without one. It is an untrusted file: a few bytes of it can
+describe a tensor, a network or a number of any size. Here everything is bound to the bytes that the
+file really has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -24,7 +25,6 @@ from ssdctl.config.fields import LARGEST_INT
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
-from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import listed
@@ -43,6 +43,14 @@ Scalar = bool | Setting | float | str | None
 Shape = tuple[int, ...]
 
 
+class Architecture(NamedTuple):
+    """The parameters that build the network of a checkpoint."""
+
+    backbone: str
+    extra_norm: str
+    num_classes: int  # with background
+
+
 class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):
     backbone: str
     extra_norm: Literal["none", "batch"]
@@ -58,14 +66,19 @@ class OptimizerFields(msgspec.Struct):
     param_groups: list[ParameterGroup]
 
 
-class Payload(msgspec.Struct, kw_only=True):
-    """The dictionary that `torch.save` writes. Its tensors are checked by `Checkpoint.read`."""
+class NetworkPayload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The dictionary of a network without a run. Its tensors are checked by `read`."""
 
     format: Literal[1] = FORMAT
     model: dict[str, Any]  # the weights to evaluate
-    trained: dict[str, Any] | None  # the weights to resume from, if `model` is an average
     architecture: ArchitectureFields
     classes: list[ClassName]  # label = index + 1; ids are COCO's
+
+
+class Payload(NetworkPayload, kw_only=True, forbid_unknown_fields=False):
+    """The dictionary of a run's checkpoint."""
+
+    trained: dict[str, Any] | None  # the weights to resume from, if `model` is an average
     config: dict[str, Scalar | list[Scalar]]  # the settings that explain the result, by path
     step: Count
     samples_seen: Count
@@ -84,8 +97,8 @@ class ModelFile:
     path: Path
     architecture: Architecture
     classes: list[ClassName]
-    step: int
-    epoch: float
+    step: int = 0
+    epoch: float = 0.0
 
     @property
     def run_settings(self) -> Mapping[str, Any] | None:
@@ -103,10 +116,30 @@ class OnnxGraph(ModelFile):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NetworkWeights(ModelFile):
-    """Weights under ssdctl's names: of a `.safetensors` file, a third-party program, or a run."""
+    """Weights under ssdctl's names: of `SSD300.save`, another program, an export, or a run."""
 
     model: dict[str, Tensor]
     third_party: str | None = None  # the program that wrote the file; None if ssdctl did
+
+    @classmethod
+    def read(cls, path: Path, payload: Any) -> NetworkWeights:
+        """Return the network in a dictionary; raise ValueError if it is not one."""
+        fields = msgspec.convert(payload, NetworkPayload)
+        _check_network(fields)
+        return cls(path=path, model=payload["model"], **_network_of(fields))
+
+    def payload(self) -> dict[str, Any]:
+        """Return the dictionary that `read` takes. Its tensors are the checkpoint's own."""
+        return self._payload(NetworkPayload)
+
+    def _payload(self, fields: type[msgspec.Struct]) -> dict[str, Any]:
+        own = {
+            "format": FORMAT,
+            "architecture": self.architecture._asdict(),
+            "classes": msgspec.to_builtins(self.classes),
+        }
+        names = fields.__struct_fields__
+        return {name: own[name] if name in own else getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -140,8 +173,7 @@ class Checkpoint(NetworkWeights):
             path=path,
             model=payload["model"],
             trained=payload["trained"],
-            architecture=Architecture(*msgspec.structs.astuple(fields.architecture)),
-            classes=fields.classes,
+            **_network_of(fields),
             config=fields.config,
             step=fields.step,
             epoch=fields.samples_seen / fields.images,
@@ -154,14 +186,18 @@ class Checkpoint(NetworkWeights):
         )
 
     def payload(self) -> dict[str, Any]:
-        """Return the dictionary that `read` takes. Its tensors are the checkpoint's own."""
-        own = {
-            "format": FORMAT,
-            "architecture": self.architecture._asdict(),
-            "classes": msgspec.to_builtins(self.classes),
-        }
-        names = Payload.__struct_fields__
-        return {name: own[name] if name in own else getattr(self, name) for name in names}
+        return self._payload(Payload)
+
+
+def _network_of(fields: NetworkPayload) -> dict[str, Any]:
+    architecture = Architecture(*msgspec.structs.astuple(fields.architecture))
+    return {"architecture": architecture, "classes": fields.classes}
+
+
+def _check_network(fields: NetworkPayload) -> None:
+    check_classes(fields.classes, fields.architecture.num_classes)
+    if not is_state(fields.model):
+        raise ValueError("model: not a state dict of dense tensors")
 
 
 def _check_fields(fields: Payload) -> None:
@@ -170,10 +206,9 @@ def _check_fields(fields: Payload) -> None:
         value = fields.config.get(key)
         if value is not None and (not isinstance(value, str) or "\0" in value):
             raise ValueError(f"config: {key} is not a path")
-    check_classes(fields.classes, fields.architecture.num_classes)
-    for name, state in (("model", fields.model), ("trained", fields.trained)):
-        if not is_state(state or {}):
-            raise ValueError(f"{name}: not a state dict of dense tensors")
+    _check_network(fields)
+    if not is_state(fields.trained or {}):
+        raise ValueError("trained: not a state dict of dense tensors")
     if not all(is_plain_tensor(t) for rank in fields.rank_statistics or () for t in rank):
         raise ValueError("rank_statistics: not dense tensors")
     for values in fields.optimizer.state.values():

@@ -217,9 +217,10 @@ def push(
 def _write_model(
     call: Call, checkpoint: str, folder: Path, repo: str, about: dict[str, Any]
 ) -> list[str]:
-    from ssdctl.checkpoint.file import load_checkpoint, load_network
+    from ssdctl.checkpoint.file import load_checkpoint
     from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.exporting.hub import write_model_folder
+    from ssdctl.model.ssd300 import load_network
 
     content = load_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
     load_network(content)

@@ -30,9 +30,9 @@ from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.inference.image_detector import ImageDetector, Prediction
-    from ssdctl.inference.results import Detection, Result
     from ssdctl.inference.sources import ImageSource
     from ssdctl.inference.video import Frame, Video
+    from ssdctl.model.results import Detection, Result
 
 MAX_NAMED = 3  # failed images in the error
 # An image with such an error is skipped. The first kind here that occurred is the exit code.
@@ -133,7 +133,7 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
     """Return the file of each drawn image; one of the images themselves is refused."""
-    from ssdctl.inference.drawing import DRAWN_FORMATS
+    from ssdctl.data.drawing import DRAWN_FORMATS
 
     targets, stems = list[Path](), set[str]()
     for source in sources:
@@ -156,8 +156,8 @@ def _predict(
     style: dict[str, Any],
 ) -> None:
     """Print, draw and save the detections; an image that cannot be read fails only at the end."""
-    from ssdctl.inference.results import count_text
     from ssdctl.inference.save import WRITERS, image_record
+    from ssdctl.model.results import count_text
 
     settings, console = call.config.predict, call.console
     writer = None
@@ -324,8 +324,8 @@ def _frames(
 def _print_frame(
     call: Call, name: str, frame: Frame, found: Result, lines: IO[bytes] | None
 ) -> None:
-    from ssdctl.inference.results import count_text
     from ssdctl.inference.save import image_record
+    from ssdctl.model.results import count_text
 
     record = image_record(name, found, frame=frame.number, time_s=round(frame.time_s, 4))
     if lines is not None:

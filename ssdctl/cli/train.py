@@ -249,8 +249,8 @@ def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) ->
     elif call.console.live and device == "cpu" and find_ranks().is_single_process:
         call.console.info("Measuring training steps...")
         from ssdctl.benchmark.train import seconds_per_step  # late: torch takes seconds
+        from ssdctl.checkpoint.format import Architecture
         from ssdctl.device import open_device
-        from ssdctl.model.ssd300 import Architecture
 
         model, config, size = plan.config.model, plan.config.train, MEASURED_BATCH
         architecture = Architecture(model.backbone, model.extra_norm, classes + 1)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.annotations import Annotations
+from ssdctl.data.drawing import one_line
 from ssdctl.errors import SsdctlError
 from ssdctl.evaluation.coco_ap import (
     IOU_THRESHOLDS,
@@ -31,7 +32,6 @@ from ssdctl.evaluation.coco_ap import (
     read_ground_truth,
     run_scoring,
 )
-from ssdctl.inference.drawing import one_line
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,

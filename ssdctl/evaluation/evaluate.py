@@ -37,6 +37,7 @@ from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
+    from ssdctl.checkpoint.file import Source
     from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
     from ssdctl.data.store import Split
     from ssdctl.device import Device
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def evaluate_files(
-    files: Sequence[Path],
+    files: Sequence[Source],
     config: Config,
     *,
     progress: Progress,
@@ -54,15 +55,16 @@ def evaluate_files(
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
+    A checkpoint may also be a network in memory.
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
     With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
         UsageError: `detections_file` is given for a file of detections, or for several checkpoints.
     """
-    is_results = files[0].suffix == ".json"
+    results = _detections_in(files[0])
     if detections_file is not None:
-        if is_results or len(files) > 1:
+        if results or len(files) > 1:
             named = ", ".join(map(str, files))
             raise UsageError(
                 f"--detections writes the detections of one checkpoint, not of {named}",
@@ -70,10 +72,9 @@ def evaluate_files(
             )
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
-    if is_results:
-        yield _evaluate_results(files[0], config)
+    if results is not None:
+        yield _evaluate_results(results, config)
         return
-    from ssdctl.checkpoint.file import read_model
     from ssdctl.device import open_device
     from ssdctl.distributed.collectives import any_rank, broadcast, process_group
 
@@ -82,7 +83,7 @@ def evaluate_files(
     ranks = ranks if is_distributed else SINGLE_PROCESS
     with process_group(ranks, device):
         for file in files:
-            checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
+            checkpoint = _read_unless_deleted(file, len(files) > 1)
             is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
             if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
@@ -94,13 +95,18 @@ def evaluate_files(
             yield evaluation
 
 
-def _read_unless_deleted(file: Path) -> NetworkWeights | OnnxGraph | None:
+def _detections_in(source: Source) -> Path | None:
+    """Return the file of detections, if it is one."""
+    return source if isinstance(source, Path) and source.suffix == ".json" else None
+
+
+def _read_unless_deleted(source: Source, may_be_deleted: bool) -> NetworkWeights | OnnxGraph | None:
     from ssdctl.checkpoint.file import read_model
 
     try:
-        return read_model(file)
+        return read_model(source)
     except SsdctlError:
-        if file.exists():
+        if not may_be_deleted or (isinstance(source, Path) and source.exists()):
             raise
         return None
 

@@ -15,6 +15,7 @@ from ssdctl.files import remove_stale_temporaries
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
+    from ssdctl.checkpoint.locate import Named
     from ssdctl.exporting.deployed import Outputs
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ExportRequest(NamedTuple):
 
 
 def export_checkpoint(
-    checkpoint: str, request: ExportRequest, config: Config, *, progress: Progress
+    checkpoint: Named, request: ExportRequest, config: Config, *, progress: Progress
 ) -> dict[str, Any]:
     """Write a checkpoint in another format; return the file, its source, and the comparison.
 
@@ -63,7 +64,8 @@ def export_checkpoint(
     from ssdctl.checkpoint.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
-    if request.out.exists() and request.out.samefile(source):
+    file = source if isinstance(source, Path) else None
+    if file is not None and request.out.exists() and request.out.samefile(file):
         raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.evaluate import choose_data
@@ -76,7 +78,7 @@ def export_checkpoint(
     result: dict[str, Any] = {
         "file": str(request.out),
         "format": request.format,
-        "source": str(source),
+        "source": str(content.path),
     }
     if request.format not in GRAPH_FORMATS:
         weights.export_weights(content, request.format, request.out)

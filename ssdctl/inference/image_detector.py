@@ -32,9 +32,9 @@ from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.inference.results import Result
 from ssdctl.inference.sources import source_of
 from ssdctl.model.postprocess import ImageDetections
+from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.threads import map_ahead
 
@@ -136,7 +136,8 @@ class ImageDetector:
     def _result(
         self, image: PreparedImage, found: Sequence[tuple[Window, ImageDetections]]
     ) -> Result:
-        columns = [_in_pixels(detections, window) for window, detections in found]
+        is_clipped = len(found) > 1  # an object that exceeds its tile is on another one, too
+        columns = [_in_pixels(detections, window, is_clipped) for window, detections in found]
         boxes, scores, labels = (np.concatenate(column) for column in zip(*columns, strict=True))
         if len(found) > 1:
             is_cut = [
@@ -147,8 +148,8 @@ class ImageDetector:
             boxes, scores, labels = boxes[kept], scores[kept], labels[kept]
         kept = np.flatnonzero(np.isin(labels, self._selected))[: self.options.max_detections]
         return Result(
-            boxes[kept].round(2),
-            scores[kept].round(5),
+            boxes[kept],
+            scores[kept],
             labels[kept],
             classes=self.classes,
             size=image.size,
@@ -196,12 +197,14 @@ def detect_ahead(
 
 
 def _in_pixels(
-    found: ImageDetections, window: Window
+    found: ImageDetections, window: Window, is_clipped: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Return boxes (left, top, right, bottom, clipped), scores and labels in the whole image."""
+    """Return boxes (left, top, right, bottom), scores and labels in the whole image."""
     left, top, right, bottom = window
     scale = np.array([right - left, bottom - top] * 2)
-    boxes = found.boxes.double().cpu().numpy().clip(0, 1) * scale + [left, top, left, top]
+    fractions = found.boxes.double().cpu().numpy()
+    fractions = fractions.clip(0, 1) if is_clipped else fractions
+    boxes = fractions * scale + [left, top, left, top]
     scores = np.array(found.scores.tolist(), np.float64)
     return boxes, scores, found.labels.cpu().numpy().astype(np.int64)
 

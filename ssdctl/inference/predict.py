@@ -15,12 +15,11 @@ from typing import Any, overload
 
 from PIL import Image
 
-from ssdctl.checkpoint import file as checkpoint_file
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
-from ssdctl.checkpoint.locate import locate_checkpoint
+from ssdctl.checkpoint.locate import Named, locate_checkpoint
 from ssdctl.config.sections import PredictConfig
-from ssdctl.data.annotations import ClassName
+from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.device import Device, open_device
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
@@ -33,9 +32,9 @@ from ssdctl.inference.image_detector import (
     open_image,
 )
 from ssdctl.inference.onnx_detector import OnnxDetector
-from ssdctl.inference.results import Result
 from ssdctl.inference.sources import source_of
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.results import Result
+from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)
@@ -152,11 +151,11 @@ def open_detector(
     """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run."""
     if isinstance(checkpoint, OnnxGraph):
         return OnnxDetector(checkpoint, device, config)
-    return Detector(device.place(checkpoint_file.load_network(checkpoint)).eval(), device, config)
+    return Detector(device.place(load_network(checkpoint)).eval(), device, config)
 
 
 def load_detector(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: Named,
     settings: PredictConfig,
     *,
     mirror: str | None = None,
@@ -169,8 +168,6 @@ def load_detector(
     config = DetectorConfig(settings.precision, settings.score, settings.nms_iou)
     read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
     classes, backend = class_names(read), open_detector(read, opened, config)
-    if isinstance(backend, Detector) and isinstance(backend.model, SSD300):
-        backend.model.class_names = [c.name for c in classes]
     return ImageDetector(backend, classes, settings), f"ssd300-{read.architecture.backbone}"
 
 
@@ -180,4 +177,4 @@ def class_names(checkpoint: ModelFile) -> list[ClassName]:
         return checkpoint.classes
     count = checkpoint.architecture.num_classes - 1
     log.info("%s does not name its %d classes: they are numbered", checkpoint.path, count)
-    return [ClassName(None, f"class {label}") for label in range(1, count + 1)]
+    return numbered_classes(count)

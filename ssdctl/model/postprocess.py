@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ssdctl.boxes import box_cxcywh_to_ltrb, decode
+from ssdctl.errors import NonFiniteError
 from ssdctl.model.backbones import RESNET, ModelConstants
 
 DETECTIONS_PER_IMAGE = 200
@@ -48,6 +49,27 @@ def detect(
     with torch.autocast(offsets_B4N.device.type, enabled=False):
         boxes, scores = boxes_and_scores(*outputs, clips_boxes=rules.clips_boxes)
         return select_detections(boxes, scores, rules)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a network into evaluation mode during the block, then each module back into its own."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def refuse_non_finite(output: tuple[Tensor, ...]) -> None:
+    """Raise NonFiniteError if a network's output is NaN or infinite."""
+    if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
+        raise NonFiniteError(
+            "the network's output is NaN or infinite",
+            hint="the weights were damaged in training: use an earlier checkpoint",
+        )
 
 
 def select_detections(

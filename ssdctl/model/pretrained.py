@@ -22,6 +22,7 @@ from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.backbones import BackboneFile, find_backbone
+from ssdctl.runs.folder import tensorflow_checkpoint
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import redact_url
@@ -140,19 +141,6 @@ def fetch_weights(
         log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
     return fetch_one(
         name, file, folder, mirror=mirror, retry_policy=retry_policy, progress=progress
-    )
-
-
-def tensorflow_checkpoint(path: Path) -> UsageError | None:
-    """Return the error for a checkpoint of TensorFlow, named by its folder, prefix or file."""
-    prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.name)
-    pattern = "*" if path.is_dir() else re.sub(r"([*?[])", r"[\1]", prefix)
-    folder = path if path.is_dir() else path.parent
-    if not any(folder.glob(f"{pattern}.index")):
-        return None
-    return UsageError(
-        f"{path}: a checkpoint of TensorFlow, which ssdctl cannot read",
-        hint="train again, from the backbone's weights (docs/migrating.md)",
     )
 
 

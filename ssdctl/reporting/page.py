@@ -20,6 +20,7 @@ from PIL import Image
 from ssdctl._version import __version__
 from ssdctl.config.render import toml_value
 from ssdctl.data.dataset import require_split
+from ssdctl.data.drawing import class_color, ink_on, one_line
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.prepare import read_report
@@ -29,7 +30,6 @@ from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
 from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_text
-from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
 from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation

@@ -114,14 +114,25 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _no_checkpoints(path: Path) -> UsageError:
-    from ssdctl.model.pretrained import tensorflow_checkpoint
-
     if (error := tensorflow_checkpoint(path)) is not None:
         return error
     return UsageError(
         f"{path}: a folder without checkpoints",
         hint="name a run folder (train's --out) or a checkpoint file; training saves at "
         "--save-every, at evaluations and at its end",
+    )
+
+
+def tensorflow_checkpoint(path: Path) -> UsageError | None:
+    """Return the error for a checkpoint of TensorFlow, named by its folder, prefix or file."""
+    prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.name)
+    pattern = "*" if path.is_dir() else re.sub(r"([*?[])", r"[\1]", prefix)
+    folder = path if path.is_dir() else path.parent
+    if not any(folder.glob(f"{pattern}.index")):
+        return None
+    return UsageError(
+        f"{path}: a checkpoint of TensorFlow, which ssdctl cannot read",
+        hint="train again, from the backbone's weights (docs/migrating.md)",
     )
 
 

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ssdctl.checkpoint.file import (
-    load_backbone,
     load_checkpoint,
     load_state,
     same_classes,
@@ -29,7 +28,7 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.format import NetworkWeights
+from ssdctl.checkpoint.format import Architecture, NetworkWeights
 from ssdctl.checkpoint.locate import locate_checkpoint, resolve_source
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
@@ -45,7 +44,7 @@ from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
 from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
-from ssdctl.model.ssd300 import SSD300, Architecture
+from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
 from ssdctl.runs.folder import run_dir
 from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
@@ -134,7 +133,8 @@ def build_network(
     architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
     with _INITIALIZING, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        model = architecture.build()
+        model = network_of(architecture)
+    model.classes = splits.train.classes
     if config.freeze_stem:
         model.freeze_stem()
     model.freeze(config.freeze)

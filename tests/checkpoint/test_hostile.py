@@ -15,7 +15,7 @@ import torch
 
 import ssdctl
 from ssdctl.boxes import BOXES_PER_CELL
-from ssdctl.checkpoint.file import load_checkpoint, load_network, read_payload, with_classes
+from ssdctl.checkpoint.file import load_checkpoint, read_payload, with_classes
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import resolve
@@ -26,7 +26,7 @@ from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.evaluate import choose_data
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.state import restore
 

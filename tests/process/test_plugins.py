@@ -70,16 +70,14 @@ def changed(number: int, files: dict[str, str] | None = None) -> dict[str, str]:
 def installed(site: Path, files: dict[str, str]) -> Iterator[None]:
     site.mkdir()
     install(site, files)
-    before = {*sys.modules}
     sys.path.insert(0, str(site))
     try:
         yield
     finally:
         sys.path.remove(str(site))
         augmentations.load.cache_clear()
-        for name in {*sys.modules} - before:
-            if str(site) in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+        for name in [n for n in sys.modules if n.startswith(("my_plugins", "package_"))]:
+            del sys.modules[name]
         importlib.invalidate_caches()
 
 

@@ -322,7 +322,7 @@ def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.
     """Return the first images with their detections, (H, W, 3), by image id."""
     from PIL import Image
 
-    from ssdctl.inference.drawing import draw
+    from ssdctl.data.drawing import draw
 
     names = {c.id: c.name for c in split.classes}
     numbers = {c.id: number for number, c in enumerate(split.classes, 1)}
