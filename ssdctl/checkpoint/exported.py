@@ -26,7 +26,6 @@ from ssdctl.checkpoint.format import (
     OnnxGraph,
     check_classes,
     is_state,
-    require_backbone,
     require_file,
 )
 from ssdctl.data.annotations import ClassName, Name
@@ -116,7 +115,6 @@ def read_onnx(path: Path) -> OnnxGraph:
             f"{path}: its metadata (metadata_props) does not describe an SSD300: {error!s:.300}",
             hint="`ssdctl export CKPT --format onnx` writes it; other ONNX files cannot be read",
         ) from None
-    require_backbone(facts.backbone, path)
     return OnnxGraph(
         path=path,
         architecture=Architecture(facts.backbone, "none", facts.num_classes),
@@ -217,7 +215,6 @@ def read_safetensors(path: Path) -> NetworkWeights:
         ) from None
     if not is_state(state):
         raise IntegrityError(f"{path}: its weights are not dense tensors of real numbers")
-    require_backbone(facts.architecture.backbone, path)
     return NetworkWeights(
         path=path,
         model=state,

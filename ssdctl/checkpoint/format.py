@@ -100,6 +100,14 @@ class ModelFile:
     step: int = 0
     epoch: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Raise UsageError unless the backbone is built in, or a plugin that is installed."""
+        if self.architecture.backbone not in plugins.names(BACKBONES):
+            raise UsageError(
+                f"{self.path}: its backbone {self.architecture.backbone!r:.100} is not installed",
+                hint=f"install the package that has it as an entry point of {BACKBONES.group}",
+            )
+
     @property
     def run_settings(self) -> Mapping[str, Any] | None:
         """The settings of the run by path; None if the file is not a run's checkpoint."""
@@ -161,14 +169,9 @@ class Checkpoint(NetworkWeights):
 
     @classmethod
     def read(cls, path: Path, payload: Any) -> Checkpoint:
-        """Return the checkpoint in a dictionary; raise ValueError if it is not one.
-
-        Raises:
-            UsageError: Its backbone is not installed.
-        """
+        """Return the checkpoint in a dictionary; raise ValueError if it is not one."""
         fields = msgspec.convert(payload, Payload)
         _check_fields(fields)
-        require_backbone(fields.architecture.backbone, path)
         return cls(
             path=path,
             model=payload["model"],
@@ -214,15 +217,6 @@ def _check_fields(fields: Payload) -> None:
     for values in fields.optimizer.state.values():
         if not all(is_plain_tensor(v) for v in values.values() if isinstance(v, Tensor)):
             raise ValueError("optimizer: a tensor is not dense numbers")
-
-
-def require_backbone(name: str, path: Path) -> None:
-    """Raise UsageError unless the backbone that a file names is built in or an installed plugin."""
-    if name not in plugins.names(BACKBONES):
-        raise UsageError(
-            f"{path}: its backbone {name!r:.100} is not installed",
-            hint=f"install the package that has it as an entry point of {BACKBONES.group}",
-        )
 
 
 def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:

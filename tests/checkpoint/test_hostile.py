@@ -88,7 +88,7 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
     "a list as the trained weights": lambda p: p.update(trained=[1, 2]),
     "no image trained on": lambda p: p.update(images=0),
     "a class without a name": lambda p: p.update(classes=[{"id": 1}] * 2),
-    "an unknown backbone": architecture(backbone="vgg11", extra_norm="none", num_classes=3),
+    "a number as the backbone": architecture(backbone=11, extra_norm="none", num_classes=3),
     "a negative position": lambda p: p.update(samples_seen=-1),
     "an empty batch": lambda p: p.update(global_batch=0),
     "text as the best AP": lambda p: p.update(best_ap="x"),
