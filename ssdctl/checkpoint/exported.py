@@ -24,6 +24,7 @@ from ssdctl.checkpoint.format import (
     ModelFile,
     NetworkWeights,
     OnnxGraph,
+    TilingFields,
     check_classes,
     is_state,
     require_file,
@@ -65,6 +66,7 @@ class OnnxDescription(msgspec.Struct):
     # The limits of the NMS in the graph; null without one.
     score_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     nms_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    tiling: TilingFields | None = None  # how the run saw images; null: only as a whole
 
     @property
     def named_classes(self) -> list[ClassName]:
@@ -103,13 +105,7 @@ def read_onnx(path: Path) -> OnnxGraph:
     except Exception as error:  # protobuf's differ between its implementations
         raise IntegrityError(f"{path}: not an ONNX file, or a damaged one: {error}") from None
     try:
-        facts = _from_metadata(metadata, OnnxDescription)
-        if len(facts.classes) != len(facts.category_ids):
-            raise ValueError("classes and category_ids have different lengths")
-        if facts.classes:
-            check_classes(facts.named_classes, facts.num_classes)
-        if (facts.score_threshold is None) != (facts.nms_iou is None):
-            raise ValueError("only one of score_threshold and nms_iou is set")
+        facts = _onnx_description(metadata)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise IntegrityError(
             f"{path}: its metadata (metadata_props) does not describe an SSD300: {error!s:.300}",
@@ -123,7 +119,20 @@ def read_onnx(path: Path) -> OnnxGraph:
         epoch=facts.epoch,
         content=content,
         nms=(facts.score_threshold, facts.nms_iou),
+        tiling=None if facts.tiling is None else facts.tiling.value,
     )
+
+
+def _onnx_description(metadata: dict[str, str]) -> OnnxDescription:
+    """Return the description in a file's metadata; raise ValueError if it contradicts itself."""
+    facts = _from_metadata(metadata, OnnxDescription)
+    if len(facts.classes) != len(facts.category_ids):
+        raise ValueError("classes and category_ids have different lengths")
+    if facts.classes:
+        check_classes(facts.named_classes, facts.num_classes)
+    if (facts.score_threshold is None) != (facts.nms_iou is None):
+        raise ValueError("only one of score_threshold and nms_iou is set")
+    return facts
 
 
 def _refuse_references(model: Any, path: Path) -> None:
@@ -177,6 +186,7 @@ class NetworkDescription(msgspec.Struct, kw_only=True):
     classes: list[ClassName]
     step: Count = 0
     epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
+    tiling: TilingFields | None = None
 
 
 def describe_network(model: ModelFile) -> dict[str, Any]:
@@ -186,6 +196,7 @@ def describe_network(model: ModelFile) -> dict[str, Any]:
         classes=model.classes,
         step=model.step,
         epoch=model.epoch,
+        tiling=None if model.tiling is None else TilingFields(*model.tiling),
     )
     facts: dict[str, Any] = msgspec.to_builtins(description)
     return facts
@@ -222,6 +233,7 @@ def read_safetensors(path: Path) -> NetworkWeights:
         classes=facts.classes,
         step=facts.step,
         epoch=facts.epoch,
+        tiling=None if facts.tiling is None else facts.tiling.value,
     )
 
 

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.config.fields import LARGEST_INT
+from ssdctl.config.settings import MIN_TILE
 from ssdctl.data.annotations import ClassName
+from ssdctl.data.tiles import Tiling
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
 from ssdctl.runtime import plugins
@@ -55,6 +57,15 @@ class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):
     backbone: str
     extra_norm: Literal["none", "batch"]
     num_classes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLASSES)]
+
+
+class TilingFields(msgspec.Struct, forbid_unknown_fields=True):
+    size: Annotated[int, msgspec.Meta(ge=MIN_TILE, le=MAX_COUNT)]  # pixels
+    overlap: Annotated[float, msgspec.Meta(ge=0, le=0.9)]  # fraction of a tile
+
+    @property
+    def value(self) -> Tiling:
+        return Tiling(self.size, self.overlap)
 
 
 class ParameterGroup(msgspec.Struct):
@@ -99,6 +110,7 @@ class ModelFile:
     classes: list[ClassName]
     step: int = 0
     epoch: float = 0.0
+    tiling: Tiling | None = None  # how the run saw images; None: only as a whole
 
     def __post_init__(self) -> None:
         """Raise UsageError unless the backbone is built in, or a plugin that is installed."""
@@ -180,6 +192,7 @@ class Checkpoint(NetworkWeights):
             config=fields.config,
             step=fields.step,
             epoch=fields.samples_seen / fields.images,
+            tiling=_tiling(fields.config),
             samples_seen=fields.samples_seen,
             images=fields.images,
             global_batch=fields.global_batch,
@@ -217,6 +230,11 @@ def _check_fields(fields: Payload) -> None:
     for values in fields.optimizer.state.values():
         if not all(is_plain_tensor(v) for v in values.values() if isinstance(v, Tensor)):
             raise ValueError("optimizer: a tensor is not dense numbers")
+
+
+def _tiling(config: Mapping[str, Any]) -> Tiling | None:
+    facts = {"size": config.get("data.tile"), "overlap": config.get("data.tile_overlap")}
+    return msgspec.convert(facts, TilingFields).value if facts["size"] else None
 
 
 def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:

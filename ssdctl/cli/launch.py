@@ -30,6 +30,12 @@ OUTCOMES: dict[int, str] = {
 option = functools.partial(Option, rich_help_panel="Launch")
 
 
+DryRun = Annotated[bool, option("--dry-run", help="Print the command without running it")]
+Write = Annotated[
+    str | None, option(metavar="FILE", help="Write the script or manifest instead of running it")
+]
+
+
 def _count_parameter(device: DeviceType) -> inspect.Parameter:
     text = f"Number of {device.description} over all nodes ({device.launcher})"
     kind = Annotated[int | None, option(device.count_option, min=1, metavar="N", help=text)]
@@ -56,13 +62,8 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
 )
 def launch(
     call: Call,
-    dry_run: Annotated[
-        bool, option("--dry-run", help="Print the command without running it")
-    ] = False,
-    write: Annotated[
-        str | None,
-        option(metavar="FILE", help="Write the script or manifest instead of running it"),
-    ] = None,
+    dry_run: DryRun = False,
+    write: Write = None,
     wait: Annotated[bool, option("--wait", help="Follow the submitted job until it ends")] = False,
     devices: Annotated[
         int | None,

@@ -22,6 +22,7 @@ from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.tiles import tiling_of
 from ssdctl.distributed.ranks import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
@@ -101,7 +102,7 @@ def _count_images(config: Config) -> DatasetSize | None:
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        size = count_images(root, folder)
+        size = count_images(root, folder, tiling_of(config.data))
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None
@@ -152,16 +153,16 @@ def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
         devices += [value] * (path == "train.device")
         if path.partition(".")[0] not in LAUNCH_TABLES:
             arguments.append(f"--set={text}")
-    for path, value, (_, flag) in call.overrides:
+    for path, value, _ in call.overrides:
         setting = all_settings()[path]
         if path == "train.device":
             devices.append(value)
         elif setting.section in LAUNCH_TABLES:
             pass
         elif setting.choice_flags or setting.is_flag:
-            arguments.append(flag)
+            arguments.append(setting.as_option(value))
         else:
-            arguments.append(f"{flag}={value}")
+            arguments.append(f"{setting.flags[0]}={value}")
     for other in set(devices) - {"auto", device}:
         raise UsageError(
             f"--device {other} contradicts the number of {device} devices: give only the number"

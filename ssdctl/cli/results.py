@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
 from ssdctl.runs.folder import RUNS, RunDir, running_on
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def runs(
     rows = [_row(path) for path in newest_runs(Path(folder))]
     call.console.result(rows, (lambda: _table(rows)) if rows else f"{folder}: no runs")
     if rows:
-        call.console.closing([], [f"ssdctl report {rows[0]['path']}"])
+        call.console.closing([], [f"ssdctl report {quoted(rows[0]['path'])}"])
 
 
 def _row(path: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _row(path: Path) -> dict[str, Any]:
             "state": f"running on {host}" if host else "",
         }
     except SsdctlError as error:
-        row["state"] = f"broken: {error.message}"
+        row["state"] = f"broken: {error.for_command_line()[0]}"
     date = datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
     return {**row, "date": date}
 
@@ -102,7 +102,8 @@ def report(
     write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")
     has_checkpoints = any(RunDir(Path(named[0])).checkpoints.glob("*.pt"))
-    call.console.closing([], [f"ssdctl predict {named[0]} photo.jpg --out drawn"] * has_checkpoints)
+    command = f"ssdctl predict {quoted(named[0])} photo.jpg --out drawn"
+    call.console.closing([], [command] * has_checkpoints)
 
 
 def _table(found: list[dict[str, Any]]) -> Group:
@@ -200,11 +201,12 @@ def _show(
         call.console.closing(facts)
         return
     facts.insert(0, ("best" if every else "checkpoint", best.about.source))
-    next_commands = [f"ssdctl predict {best.about.source} photo.jpg --out drawn"]
+    source = quoted(best.about.source)
+    next_commands = [f"ssdctl predict {source} photo.jpg --out drawn"]
     if report is None:
         is_chosen = call.config.is_chosen("data.root")
-        data = f" --data {shlex.quote(str(call.config.data.root))}" * is_chosen
-        next_commands.append(f"ssdctl evaluate {best.about.source}{data} --report evaluation")
+        data = f" --data {quoted(call.config.data.root)}" * is_chosen
+        next_commands.append(f"ssdctl evaluate {source}{data} --report evaluation")
     call.console.closing(facts, next_commands)
 
 

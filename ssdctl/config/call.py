@@ -48,6 +48,19 @@ class TrainSettings(TypedDict, total=False):
     seed: int | None
 
 
+class EvaluateSettings(TypedDict, total=False):
+    """The settings that `evaluate` takes as keywords, which it describes."""
+
+    split: Literal["train", "val", "test"] | None
+    batch_size: int | None
+    device: str | None
+    precision: Precision | None
+    workers: int | None
+    limit: int | None
+    score_threshold: float | None
+    nms_iou: float | None
+
+
 def takes_settings(settings: type) -> Callable[[F], F]:
     """Show the keys of a TypedDict in the signature of a function that has them as `**settings`.
 

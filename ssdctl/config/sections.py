@@ -1,4 +1,4 @@
-"""The settings of ssdctl, a class for each table of the config; batch_sections.py has two more."""
+"""The settings of ssdctl, a class for each table of the config."""
 
 import functools
 from typing import Annotated, Final, Literal
@@ -45,6 +45,12 @@ _data = functools.partial(setting, panel="Data")
 _shapes = functools.partial(setting, panel="Shapes dataset")
 _conversion = functools.partial(setting, panel="Conversion")
 
+Words = tuple[str, ...]
+_name = functools.partial(setting, metavar="NAME")
+_pairs = functools.partial(setting, metavar="KEY=VALUE,...")
+_amounts = functools.partial(setting, metavar="NAME=AMOUNT,...")
+_options = functools.partial(setting, metavar="--OPTION,...")
+
 
 class DataConfig(Section, frozen=True):
     """The locations of the dataset and its store."""
@@ -62,6 +68,13 @@ class DataConfig(Section, frozen=True):
         str | None,
         _data("Folder of the prepared data [default: DATA/prepared]", metavar="DIR"),
     ] = None
+    tile: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        _data("Also see images in tiles of PX pixels (0 = off) [default: the run's]", metavar="PX"),
+    ] = None
+    tile_overlap: Annotated[
+        float, _data("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
+    ] = 0.2
 
 
 class DownloadConfig(Section, frozen=True):
@@ -361,12 +374,6 @@ class PredictConfig(Section, frozen=True):
         None
     )
     max_detections: Annotated[Count | None, setting("Keep at most N boxes per image")] = None
-    tile: Annotated[
-        Annotated[int, msgspec.Meta(ge=32)] | None, setting("Also detect on tiles of N pixels")
-    ] = None
-    tile_overlap: Annotated[
-        float, setting("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
-    ] = 0.2
     every: Annotated[Count, setting("Videos: detect on every Nth frame")] = 1
     max_frames: Annotated[Count | None, setting("Videos: stop after N frames [default: all]")] = (
         None
@@ -424,3 +431,74 @@ class LaunchConfig(Section, frozen=True):
     devices_per_node: Annotated[
         Count | None, _launch("Devices per node [default: those in use]")
     ] = None
+
+
+class KubernetesConfig(Section, frozen=True):
+    """The job and the pods of `launch --launcher kubernetes`."""
+
+    kind: Annotated[
+        Literal["auto", "Job", "MPIJob"],
+        setting("Kind of job (auto: MPIJob for HPUs on several nodes, else Job)"),
+    ] = "auto"
+    labels: Annotated[Words, _pairs("Labels of job and pods (Kueue's queue)")] = ()
+    annotations: Annotated[Words, _pairs("Annotations of job and pods")] = ()
+    priority_class: Annotated[str | None, _name("Priority class of the pods")] = None
+    patch: Annotated[
+        str | None, setting("YAML file merged into pods (spec, metadata) and job", metavar="FILE")
+    ] = None
+
+    name: Annotated[str | None, _name("Job name [default: ssdctl-XXXXXX]")] = None
+    namespace: Annotated[str | None, _name("Namespace [default: kubectl's]")] = None
+    image: Annotated[str | None, setting("Container image of all pods", metavar="IMAGE")] = None
+    pull_policy: Annotated[
+        Literal["Always", "IfNotPresent", "Never"], setting("When to pull the image")
+    ] = "IfNotPresent"
+    pull_secret: Annotated[str | None, _name("Secret for the image's registry")] = None
+    service_account: Annotated[str | None, _name("Service account")] = None
+    install: Annotated[
+        str | None, setting("How pods get ssdctl: image, or pip source", metavar="image|SOURCE")
+    ] = None
+    python: Annotated[str, setting("Python interpreter of the image", metavar="PROGRAM")] = (
+        "python3"
+    )
+    volumes: Annotated[
+        Words, setting("Volumes to mount (node path or claim)", metavar="SOURCE:PATH[:ro],...")
+    ] = ()
+    resources: Annotated[
+        Words, _amounts("Resources per pod, besides devices (cpu=95, memory=409Gi)")
+    ] = ()
+    launcher_resources: Annotated[Words, _amounts("Resources of the pod that runs mpirun")] = (
+        "cpu=2",
+        "memory=4Gi",
+    )
+    node_selector: Annotated[Words, _pairs("Labels of the nodes to run on")] = ()
+    host_ipc: Annotated[bool, setting("Share the node's IPC namespace")] = False
+    env: Annotated[
+        Words, setting("Environment variables of all pods", metavar="NAME=VALUE,...")
+    ] = ()
+
+
+class SlurmConfig(Section, frozen=True):
+    """The job that `launch --launcher slurm` submits."""
+
+    job_name: Annotated[str, _name("Job name")] = "ssdctl"
+    partition: Annotated[str | None, _name("Partition")] = None
+    account: Annotated[str | None, _name("Account to charge")] = None
+    qos: Annotated[str | None, _name("Quality of service")] = None
+    constraint: Annotated[str | None, setting("Features of the nodes", metavar="LIST")] = None
+    time: Annotated[
+        str | None,
+        setting(
+            "Time limit: minutes, H:MM:SS or D-HH:MM:SS [default: the partition's]", metavar="TIME"
+        ),
+    ] = None
+    memory: Annotated[str | None, setting("Memory per node (400G)", metavar="SIZE")] = None
+    gres: Annotated[
+        str | None, setting("Slurm's name of the devices, or none [default: gpu or hpu]")
+    ] = None
+    signal_before: Annotated[
+        Count, setting("Seconds before the time limit to stop", metavar="S")
+    ] = 300
+    requeue: Annotated[bool, setting("Requeue a job that reached its time limit")] = True
+    options: Annotated[Words, _options("More options for sbatch (--exclusive)")] = ()
+    srun_options: Annotated[Words, _options("More options for srun (--mpi=none)")] = ()

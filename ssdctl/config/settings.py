@@ -18,16 +18,17 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from ssdctl.config.batch_sections import KubernetesConfig, SlurmConfig
 from ssdctl.config.fields import augmentation_names
 from ssdctl.config.sections import (
     DataConfig,
     DownloadConfig,
     EvaluateConfig,
+    KubernetesConfig,
     LaunchConfig,
     ModelConfig,
     PredictConfig,
     PrepareConfig,
+    SlurmConfig,
     TrainConfig,
 )
 from ssdctl.errors import UsageError
@@ -93,35 +94,42 @@ TABLES = {
 }
 
 
-def conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) of each rule between several settings that the config breaks."""
+def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (keys, problem) of each rule between several settings that the config breaks."""
     model, train = config.model, config.train
+    if 0 < (tile := config.data.tile or 0) < MIN_TILE:
+        yield ("data.tile",), f"{tile} pixels are too few: {MIN_TILE} or more, or 0 for no tiles"
     if list(train.decay_epochs) != sorted(set(train.decay_epochs)):
-        yield "train.decay_epochs", "the epochs must increase"
+        yield ("train.decay_epochs",), "the epochs must increase"
     if train.lr_decay == "cosine" and len(train.decay_epochs) != 2:
-        yield "train.decay_epochs", "cosine needs two epochs, its start and its end"
+        keys = ("train.decay_epochs", "train.lr_decay")
+        yield keys, "cosine needs two --decay-epochs, its start and its end"
     if model.weights.partition("-")[0] in {*plugins.names(BACKBONES)} - {model.backbone}:
-        yield "model.weights", f"{model.weights} does not fit {model.backbone}"
+        keys = ("model.weights", "model.backbone")
+        yield keys, f"{model.weights} does not fit {model.backbone}"
     with contextlib.suppress(UsageError):  # the commands that use the backbone report it
         norms = getattr(plugins.load(BACKBONES, model.backbone)[0], "EXTRA_NORMS", None)
         if norms and isinstance(norms, tuple) and model.extra_norm not in norms:
-            key = "model.extra_norm"
-            yield key, f"{model.backbone} has no extra blocks with {model.extra_norm}"
+            keys = ("model.extra_norm", "model.backbone")
+            yield keys, f"{model.backbone} has no extra blocks with {model.extra_norm}"
     names = augmentation_names(train.augment)
     if train.augment not in AUGMENTATION_LISTS:
         known = plugins.choices(AUGMENTATIONS)
         if unknown := [name for name in names if name not in known]:
             there = ", ".join(known)
-            yield "train.augment", f"no augmentation {unknown[0]!r}; there are {there}"
+            yield ("train.augment",), f"no augmentation {unknown[0]!r}; there are {there}"
     if "zoom" in names and train.pipeline == "dali":
-        yield "train.augment", "zoom needs --pipeline native"
+        yield ("train.augment", "train.pipeline"), "zoom needs --pipeline native"
     if train.init is not None and train.resume not in ("auto", "never"):
-        yield "train.init", "starts a new run, --resume FILE continues one"
+        keys = ("train.init", "train.resume")
+        yield keys, "--init starts a new run, --resume FILE continues one"
     if train.profile is not None:
         first, last = map(int, train.profile.split(","))
         if last < first:
-            yield "train.profile", f"step {last} is before step {first}"
+            yield ("train.profile",), f"step {last} is before step {first}"
 
+
+MIN_TILE = 32
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.
 # The exceptions of the comparison:
@@ -133,6 +141,7 @@ NOT_COMPARED = {
 COMPARED_TOO = {
     *("train.seed", "train.ema", "train.freeze", "train.freeze_norm", "train.sync_bn"),
     *("train.tf32", "train.pipeline", "train.augment", "train.fake_data"),
+    *("data.tile", "data.tile_overlap"),
     *("train.limit_train", "train.overfit", "train.background", "train.background_negatives"),
 }
 

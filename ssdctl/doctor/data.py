@@ -27,6 +27,7 @@ from ssdctl.download.pinned_files import COCO2017, PinnedFile
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
 from ssdctl.model.pretrained import find_weights, weights_named, weights_of
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
@@ -78,7 +79,7 @@ def _dataset(root: Path, made: Made | None, metadata: list[Metadata]) -> Check:
 
 
 def _store(root: Path, folder: Path, made: Made | None, metadata: list[Metadata]) -> Check:
-    again = f"ssdctl prepare --data {shlex.quote(str(root))}"
+    again = f"ssdctl prepare --data {quoted(root)}"
     again += "" if folder == root / "prepared" else f" --store {shlex.quote(str(folder))}"
     if made is None:
         has_index = any(index_path(folder, split).is_file() for split in SPLITS)

@@ -27,6 +27,7 @@ from ssdctl.data.index import index_path, read_made, require_metadata
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.tiles import tiled
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import score
@@ -34,6 +35,7 @@ from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_trut
 from ssdctl.files import DECODE_ERRORS, write_bytes
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
@@ -214,12 +216,13 @@ def detect_on_split(
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
-    from ssdctl.inference.predict import open_detector
+    from ssdctl.inference.predict import choose_tiling, open_detector
 
     settings = config.evaluate
     data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
+    split = tiled(split, choose_tiling(checkpoint, config.data))
     for warning in split.warnings:
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
@@ -249,7 +252,7 @@ def detect_on_split(
 
 def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:
     """Return the rows of the images; log how many have no objects or cannot be decoded."""
-    has_objects = np.diff(split.starts) > 0
+    has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
     rows = np.flatnonzero(has_objects | (not settings.annotated_only))[: settings.limit]
     counted = f"{len(rows)} images"
     if settings.annotated_only:
@@ -330,7 +333,7 @@ def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
             state = "has no store" if read_made(folder) is None else "changed since it was prepared"
             raise DataError(
                 f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
-                hint=f"ssdctl prepare --data {root}, or evaluate with --data {root}",
+                hint=f"ssdctl prepare --data {quoted(root)}, or name another one: --data DIR",
             )
         return trained_on(checkpoint)
     text = "the dataset of %s (%s) does not exist any more: using %s"

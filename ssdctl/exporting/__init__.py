@@ -55,17 +55,11 @@ def export_checkpoint(
         IntegrityError: The checkpoint is damaged, or the outputs differ from PyTorch's.
     """
     outputs = _check(request)
-    suffix = SUFFIXES.get(request.format, request.out.suffix)
-    if request.out.suffix != suffix:
-        problem = f"{request.out}: the name of a file in this format ends in {suffix}"
-        if request.format == "openvino":  # it reads NAME.xml and NAME.bin
-            raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
-        log.warning("%s: ssdctl and other programs may not recognize it", problem)
+    _check_suffix(request)
     from ssdctl.checkpoint.locate import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
-    file = source if isinstance(source, Path) else None
-    if file is not None and request.out.exists() and request.out.samefile(file):
+    if isinstance(source, Path) and request.out.exists() and request.out.samefile(source):
         raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.evaluate import choose_data
@@ -75,11 +69,8 @@ def export_checkpoint(
     names = request.out.name, request.out.with_suffix(".bin").name
     remove_stale_temporaries(request.out.parent, *names)
     content = load_checkpoint(source)
-    result: dict[str, Any] = {
-        "file": str(request.out),
-        "format": request.format,
-        "source": str(content.path),
-    }
+    result: dict[str, Any] = {"file": str(request.out), "format": request.format}
+    result["source"] = str(content.path)
     if request.format not in GRAPH_FORMATS:
         weights.export_weights(content, request.format, request.out)
         return result
@@ -98,6 +89,16 @@ def export_checkpoint(
         max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
         progress=progress,
     )
+
+
+def _check_suffix(request: ExportRequest) -> None:
+    suffix = SUFFIXES.get(request.format, request.out.suffix)
+    if request.out.suffix == suffix:
+        return
+    problem = f"{request.out}: the name of a file in this format ends in {suffix}"
+    if request.format == "openvino":  # it reads NAME.xml and NAME.bin
+        raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
+    log.warning("%s: ssdctl and other programs may not recognize it", problem)
 
 
 def _check(request: ExportRequest) -> Outputs:

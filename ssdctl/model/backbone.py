@@ -137,18 +137,47 @@ def check_parameters(
 
 
 @contextlib.contextmanager
-def without_weights() -> Iterator[None]:
-    """Build modules on the meta device: names and shapes, no memory and no random numbers."""
-    with torch.device("meta"), _NoRandomNumbers():
+def own_random_numbers(seed: int, device: str = "cpu") -> Iterator[None]:
+    """Build modules on a device with random numbers that depend only on the seed.
+
+    PyTorch's global generators are neither used nor changed, and other threads are not affected.
+    """
+    with torch.device(device), _OwnGenerator(seed):
         yield
 
 
-class _NoRandomNumbers(TorchFunctionMode):
-    """Skip random numbers, which import the compiler on the meta device (a second of CPU time)."""
+def without_weights() -> contextlib.AbstractContextManager[None]:
+    """Build modules on the meta device: names and shapes, no memory and no random numbers."""
+    return own_random_numbers(0, "meta")
+
+
+_TENSOR_DRAWS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
+_TORCH_DRAWS = "bernoulli multinomial normal poisson rand randint randn randperm"
+_INIT_DRAWS = "normal_ trunc_normal_ uniform_ kaiming_normal_ kaiming_uniform_ orthogonal_ sparse_"
+_DRAWS = {
+    getattr(module, name)
+    for module, names in (
+        (Tensor, _TENSOR_DRAWS),
+        (torch, _TORCH_DRAWS),
+        (nn.init, f"{_INIT_DRAWS} xavier_normal_ xavier_uniform_"),
+    )
+    for name in names.split()
+}
+
+
+class _OwnGenerator(TorchFunctionMode):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in (Tensor.normal_, Tensor.uniform_):
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _DRAWS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor  # random numbers on it import the compiler: a second of CPU time
+            if kwargs.get("generator") is None:
+                kwargs = {**kwargs, "generator": self._generator}
+        return func(*args, **kwargs)

@@ -30,11 +30,10 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shapes, is_state
-from ssdctl.checkpoint.locate import locate_checkpoint
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import IntegrityError, UsageError, hints_in_messages
-from ssdctl.model.backbone import build_parts, check_parameters, without_weights
+from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
 from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.postprocess import ImageDetections, detect, evaluating, refuse_non_finite
@@ -147,6 +146,8 @@ class SSD300(nn.Module):
             ssdctl.errors.NetworkError: The detector cannot be fetched.
             ssdctl.errors.IntegrityError: The file is damaged, or not a checkpoint.
         """
+        from ssdctl.checkpoint.locate import locate_checkpoint  # late: a run needs no downloads
+
         return load_network(load_checkpoint(locate_checkpoint(checkpoint))).eval()
 
     @hints_in_messages()
@@ -295,14 +296,17 @@ class SSD300(nn.Module):
         return [self.backbone.get_submodule(name) for name in names]
 
 
-def network_of(architecture: Architecture) -> SSD300:
-    """Return the network with random weights."""
-    return SSD300(architecture.backbone, architecture.num_classes, architecture.extra_norm)
+def network_of(architecture: Architecture, seed: int = 0, device: str = "cpu") -> SSD300:
+    """Return the network with random weights that depend only on the seed.
+
+    On the device `meta` it has shapes, but no weights.
+    """
+    with own_random_numbers(seed, device):
+        return SSD300(architecture.backbone, architecture.num_classes, architecture.extra_norm)
 
 
 def shapes_of_network(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    with without_weights():
-        return shapes_of(network_of(architecture).state_dict())
+    return shapes_of(network_of(architecture, device="meta").state_dict())
 
 
 def load_network(checkpoint: NetworkWeights) -> SSD300:

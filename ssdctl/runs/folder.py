@@ -21,6 +21,7 @@ from ssdctl.config.sections import DEFAULT_PRESET
 from ssdctl.data.store_folder import default_root
 from ssdctl.errors import UsageError
 from ssdctl.files import make_dir, try_lock
+from ssdctl.runtime.system import is_process_running
 
 RUNS = Path("runs")  # the folder of runs without --out
 FILE_SUFFIX = re.compile(r"\.(pt|pth|safetensors)$")
@@ -180,24 +181,7 @@ def exclusive_run(out: Path) -> Iterator[None]:
     path = RunDir(make_dir(out)).lock
     descriptor = _wait_for_lock(path)
     if descriptor is None:
-        process, host = _owner(path)
-        if (process, host) == (str(os.getpid()), socket.gethostname()):
-            raise UsageError(
-                f"{out}: this process already has a Trainer of this run",
-                hint="close() it first",
-            )
-        if host == socket.gethostname():
-            raise UsageError(
-                f"{out}: another ssdctl process trains in this folder (process {process})",
-                hint="wait for it or stop it; use a different --out to run both",
-            )
-        log.warning(
-            "%s: process %s on %s seems to train in this folder too; if it is still running, stop "
-            "one of them",
-            out,
-            process or "?",
-            host or "another machine",
-        )
+        _refuse_owner(out, *_owner(path))
         yield
         return
     try:
@@ -212,6 +196,20 @@ def exclusive_run(out: Path) -> Iterator[None]:
         if is_new:
             with contextlib.suppress(OSError):
                 out.rmdir()  # empty if the run was refused
+
+
+def _refuse_owner(out: Path, process: str, host: str) -> None:
+    if (process, host) == (str(os.getpid()), socket.gethostname()):
+        raise UsageError(
+            f"{out}: this process already has a Trainer of this run", hint="close() it first"
+        )
+    if host == socket.gethostname():
+        raise UsageError(
+            f"{out}: another ssdctl process trains in this folder (process {process})",
+            hint="wait for it or stop it; use a different --out to run both",
+        )
+    text = "%s: process %s on %s seems to train in this folder too; if it is still running, stop "
+    log.warning(text + "one of them", out, process or "?", host or "another machine")
 
 
 def _wait_for_lock(path: Path) -> int | None:
@@ -246,11 +244,5 @@ def running_on(out: Path) -> str | None:
     process, host = _owner(RunDir(out).lock)
     if not process.isdecimal():
         return None
-    if host == socket.gethostname():
-        try:
-            os.kill(int(process), 0)  # only tests whether it exists
-        except PermissionError:  # another user's
-            pass
-        except (OSError, OverflowError):
-            return None
-    return host
+    is_here = host == socket.gethostname()
+    return None if is_here and not is_process_running(int(process)) else host

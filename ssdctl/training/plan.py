@@ -240,11 +240,9 @@ def make_plan(
         for path, value in kept.items():
             first = first.with_value(path, value, CONTINUED)
         plan = _adapted(first, share)
-    _check_background(plan, dataset)
-    _check_warmup_steps(plan)
+    _check(plan, dataset)
     if kept and plan.is_cosine and plan.decay_steps[-1] < plan.total_steps:
         plan = dataclasses.replace(plan, notices=(*notices, _schedule_has_ended(plan)))
-    _check_batch_norm(plan)
     return plan
 
 
@@ -334,13 +332,15 @@ def _schedule_has_ended(plan: Plan) -> str:
     )
 
 
-def _check_background(plan: Plan, dataset: DatasetSize) -> None:
+def _check(plan: Plan, dataset: DatasetSize) -> None:
     config = plan.config.train
     if dataset.background == 0 and config.background and not config.fake_data:
         raise UsageError(
             f"--background {config.background:g}: no training image is without objects",
             hint="list such images, with an empty label file each, or leave --background out",
         )
+    _check_warmup_steps(plan)
+    _check_batch_norm(plan)
 
 
 def _check_warmup_steps(plan: Plan) -> None:

@@ -75,7 +75,7 @@ class Keys(NamedTuple):
 
 class Boxes(NamedTuple):
     ltrb: NDArray[np.floating]  # B x G x 4, fractions
-    labels: NDArray[np.int64]  # B x G; 0 marks padding
+    labels: NDArray[np.int64]  # B x G; 0 marks padding, -1 an object to ignore
 
 
 class View(NamedTuple):

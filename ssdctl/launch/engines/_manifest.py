@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssdctl.config.batch_sections import KubernetesConfig
 from ssdctl.config.fields import device_type
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import LaunchRequest, check_form
 from ssdctl.launch.engines.torchrun import RENDEZVOUS_PORT

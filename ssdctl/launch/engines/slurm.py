@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.config.batch_sections import SlurmConfig
 from ssdctl.config.fields import device_type
+from ssdctl.config.sections import SlurmConfig
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
 from ssdctl.errors import ExitCode, UsageError
 from ssdctl.launch.base import (
