@@ -16,7 +16,7 @@ import torch
 import ssdctl
 from ssdctl.boxes import BOXES_PER_CELL
 from ssdctl.checkpoint.file import load_checkpoint, read_payload, with_classes
-from ssdctl.checkpoint.format import Checkpoint
+from ssdctl.checkpoint.format import Architecture, Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import resolve
 from ssdctl.config.fields import LARGEST_INT
@@ -303,7 +303,7 @@ def test_other_formats_are_refused(name: str, tmp_path: Path) -> None:
 
 def remembered(root: Path, store: Path | None) -> Checkpoint:
     return Checkpoint(
-        path=Path("x.pt"), model={}, architecture=None, classes=[],  # type: ignore[arg-type]
+        path=Path("x.pt"), model={}, architecture=Architecture("tiny", "none", 1), classes=[],
         config={"data.root": str(root), "data.store": store and str(store)}, step=0, epoch=0,
         samples_seen=0, images=1, global_batch=1, best_ap=None, optimizer={},
     )  # fmt: skip
