@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from ssdctl.config.fields import augmentation_names
+from ssdctl.config.fields import MIN_TILE, augmentation_names
 from ssdctl.config.sections import (
     DataConfig,
     DownloadConfig,
@@ -128,8 +128,6 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         if last < first:
             yield ("train.profile",), f"step {last} is before step {first}"
 
-
-MIN_TILE = 32
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.
 # The exceptions of the comparison:
