@@ -40,6 +40,7 @@ class ExitCode(enum.IntEnum):
     DISK = 6, "a file cannot be read or written"
     NON_FINITE = 7, "NaN or infinite loss, gradient or output"
     DISTRIBUTED = 8, "a rank failed or was lost"
+    WORSE = 10, "`evaluate --fail-if-worse`: the detector is worse than the one of `--against`"
     STOPPED = 75, "stopped by a signal, work so far is kept; run the same command again to continue"
     INTERRUPTED = 130, "stopped by Ctrl-C (by the second one where the first saves progress)"
 
@@ -172,6 +173,10 @@ class NonFiniteError(SsdctlError):
 
 class DistributedError(SsdctlError):
     exit_code = ExitCode.DISTRIBUTED
+
+
+class WorseError(SsdctlError):
+    exit_code = ExitCode.WORSE
 
 
 class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was stopped by request

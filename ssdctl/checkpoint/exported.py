@@ -24,8 +24,10 @@ from ssdctl.checkpoint.format import (
     ModelFile,
     NetworkWeights,
     OnnxGraph,
+    Threshold,
     TilingFields,
     check_classes,
+    check_thresholds,
     is_state,
     require_file,
 )
@@ -68,6 +70,7 @@ class OnnxDescription(msgspec.Struct):
     # The limits of the NMS in the graph; null without one.
     score_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     nms_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    thresholds: list[Threshold] = []  # the scores of the best F1 of the classes; empty: not known
     tiling: TilingFields | None = None  # how the run saw images; null: only as a whole
 
     @property
@@ -114,6 +117,7 @@ def read_onnx(path: Path) -> OnnxGraph:
         path=path,
         architecture=Architecture(facts.backbone, "none", facts.num_classes),
         classes=facts.named_classes,
+        thresholds=facts.thresholds,
         step=facts.step,
         epoch=facts.epoch,
         content=content,
@@ -127,6 +131,7 @@ def _onnx_description(metadata: dict[str, str]) -> OnnxDescription:
     facts = _from_metadata(metadata, OnnxDescription)
     if len(facts.classes) != len(facts.category_ids):
         raise ValueError("classes and category_ids have different lengths")
+    check_thresholds(facts.thresholds, facts.classes)
     if facts.classes:
         check_classes(facts.named_classes, facts.num_classes)
     if (facts.score_threshold is None) != (facts.nms_iou is None):
@@ -185,6 +190,7 @@ class NetworkDescription(msgspec.Struct, kw_only=True):
     classes: list[ClassName]
     step: Count = 0
     epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
+    thresholds: list[Threshold] = []
     tiling: TilingFields | None = None
 
 
@@ -195,6 +201,7 @@ def describe_network(model: ModelFile) -> dict[str, Any]:
         classes=model.classes,
         step=model.step,
         epoch=model.epoch,
+        thresholds=[*model.thresholds],
         tiling=None if model.tiling is None else TilingFields(*model.tiling),
     )
     facts: dict[str, Any] = msgspec.to_builtins(description)
@@ -227,6 +234,7 @@ def read_safetensors(path: Path) -> NetworkWeights:
         model=state,
         architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
         classes=facts.classes,
+        thresholds=facts.thresholds,
         step=facts.step,
         epoch=facts.epoch,
         tiling=None if facts.tiling is None else facts.tiling.value,
@@ -244,6 +252,7 @@ def _network_description(path: Path, metadata: dict[str, str]) -> NetworkDescrip
             source = path.with_name(CONFIG_FILE)
             content = read_limited(source, MAX_CONFIG_BYTES)
             facts = msgspec.json.decode(content, type=NetworkDescription)
+        check_thresholds(facts.thresholds, facts.classes)
         if facts.classes:  # a third-party checkpoint may have no names
             check_classes(facts.classes, facts.architecture.num_classes)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:

@@ -21,10 +21,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import LARGEST_INT, BackboneName
-from ssdctl.config.settings import MIN_TILE
+from ssdctl.config.fields import LARGEST_INT, MIN_TILE, BackboneName, Tiling
 from ssdctl.data.annotations import ClassName
-from ssdctl.data.tiles import Tiling
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
 from ssdctl.runtime.safe_text import listed
@@ -39,6 +37,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Setting = Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
+Threshold = Annotated[float, msgspec.Meta(ge=0, le=1)] | None  # None: not known for the class
 Scalar = bool | Setting | float | str | None
 Shape = tuple[int, ...]
 
@@ -82,6 +81,7 @@ class NetworkPayload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: dict[str, Any]  # the weights to evaluate
     architecture: ArchitectureFields
     classes: list[ClassName]  # label = index + 1; ids are COCO's
+    thresholds: list[Threshold] = []  # the scores of the best F1 of the classes; empty: not known
 
 
 class Payload(NetworkPayload, kw_only=True, forbid_unknown_fields=False):
@@ -106,6 +106,7 @@ class ModelFile:
     path: Path
     architecture: Architecture
     classes: list[ClassName]
+    thresholds: Sequence[float | None] = ()  # scores of the best F1 of the classes, if known
     step: int = 0
     epoch: float = 0.0
     tiling: Tiling | None = None  # how the run saw images; None: only as a whole
@@ -147,6 +148,7 @@ class NetworkWeights(ModelFile):
             "format": FORMAT,
             "architecture": self.architecture._asdict(),
             "classes": msgspec.to_builtins(self.classes),
+            "thresholds": list(self.thresholds),
         }
         names = fields.__struct_fields__
         return {name: own[name] if name in own else getattr(self, name) for name in names}
@@ -197,11 +199,13 @@ class Checkpoint(NetworkWeights):
 
 def _network_of(fields: NetworkPayload) -> dict[str, Any]:
     architecture = Architecture(*msgspec.structs.astuple(fields.architecture))
-    return {"architecture": architecture, "classes": fields.classes}
+    thresholds = fields.thresholds
+    return {"architecture": architecture, "classes": fields.classes, "thresholds": thresholds}
 
 
 def _check_network(fields: NetworkPayload) -> None:
     check_classes(fields.classes, fields.architecture.num_classes)
+    check_thresholds(fields.thresholds, fields.classes)
     if not is_state(fields.model):
         raise ValueError("model: not a state dict of dense tensors")
 
@@ -236,6 +240,12 @@ def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
         )
     if any(c.id is not None and abs(c.id) > MAX_COUNT for c in classes):
         raise ValueError("classes: an id is out of bounds")
+
+
+def check_thresholds(thresholds: Sequence[object], classes: Sequence[object]) -> None:
+    """Raise ValueError unless there are as many thresholds as classes, or none."""
+    if thresholds and len(thresholds) != len(classes):
+        raise ValueError(f"{len(thresholds)} thresholds of {len(classes)} classes")
 
 
 def is_state(value: object) -> bool:

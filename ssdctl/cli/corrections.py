@@ -107,6 +107,9 @@ class CommandWithAliases(Protocol):
     @property
     def templates(self) -> dict[str, str]: ...
 
+    @property
+    def takes_arguments(self) -> bool: ...
+
     def read_words(self, args: Sequence[str]) -> list[Word]: ...
 
 
@@ -175,6 +178,8 @@ class _CorrectedLine:
             self._place_launched(*word.typed[1:])
         elif self.is_moved and word.flag and not is_targets:
             self._refuse(word, [], f"ssdctl {self.target} does not have it")
+        elif self.is_moved and not word.flag and not self.command.takes_arguments:
+            self._refuse(word, [], f"ssdctl {self.target} takes only options")
         elif setting == "train.warmup" and (remark := self._why_steps(value)):
             self._replace_by(word, ["--warmup", f"{value}st"], remark)
         elif setting == "train.device" and value and self.is_launched and self.target != "launch":

@@ -379,7 +379,13 @@ class EvaluateConfig(Section, frozen=True):
 class PredictConfig(Section, frozen=True):
     """How `ssdctl predict` detects objects."""
 
-    score: Annotated[Fraction, setting("Keep boxes with a score above this")] = 0.3
+    score: Annotated[
+        Fraction | Literal["best"] | None,
+        setting(
+            "Keep boxes with a score above this; best: each class's best F1 [default: best if "
+            "the checkpoint has it, else 0.3]"
+        ),
+    ] = None
     classes: Annotated[
         tuple[str, ...], setting("Keep only these classes [default: all]", metavar="A,B")
     ] = ()

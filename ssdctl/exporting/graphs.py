@@ -260,6 +260,7 @@ def description(deployment: Deployment) -> OnnxDescription:
         epoch=checkpoint.epoch,
         score_threshold=score_threshold,
         nms_iou=nms_iou,
+        thresholds=[*checkpoint.thresholds],
         tiling=None if checkpoint.tiling is None else TilingFields(*checkpoint.tiling),
     )
 

@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes import IMAGE_SIZE
+from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb
-from ssdctl.data.tiles import Tiling, Window, tile_windows
+from ssdctl.data.tiles import Window, tile_windows
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.inference.merge import merge_views
 from ssdctl.inference.sources import source_of
-from ssdctl.model.postprocess import ImageDetections
+from ssdctl.model.postprocess import ImageDetections, merge_views
 from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.threads import map_ahead
@@ -67,6 +67,9 @@ class Prediction(NamedTuple):
 class ImageDetector:
     """A network with the options of `predict`.
 
+    Args:
+        thresholds: The score that detections of each class must exceed; empty: any score.
+
     Raises:
         UsageError: The network has no class of that name.
     """
@@ -77,11 +80,13 @@ class ImageDetector:
         classes: Sequence[ClassName],
         options: PredictConfig = PredictConfig(),  # noqa: B008 - immutable
         tiling: Tiling | None = None,
+        thresholds: Sequence[float] = (),
     ) -> None:
         self.backend = backend
         self.classes = list(classes)
         self.options = options
         self.tiling = tiling
+        self._thresholds = np.array([0, *thresholds]) if thresholds else None
         self._selected = _selected_labels([c.name for c in classes], options.classes)
 
     @property
@@ -128,7 +133,10 @@ class ImageDetector:
         self, image: PreparedImage, found: Sequence[tuple[Window, ImageDetections]]
     ) -> Result:
         boxes, scores, labels = merge_views(found, image.size, self.backend.nms_iou)
-        kept = np.flatnonzero(np.isin(labels, self._selected))[: self.options.max_detections]
+        is_kept = np.isin(labels, self._selected)
+        if self._thresholds is not None:
+            is_kept &= scores > self._thresholds[labels]
+        kept = np.flatnonzero(is_kept)[: self.options.max_detections]
         return Result(
             boxes[kept],
             scores[kept],

@@ -136,6 +136,7 @@ class Trainer:
         self.path = run_dir(self.config).path
         self.step = self.samples_seen = 0
         self.evaluation: Evaluation | None = None
+        self._thresholds: Sequence[float | None] = ()  # of the last evaluation
         self._new_evaluation: Evaluation | None = None  # since the last step that was yielded
         displays = [observer for observer in observers if isinstance(observer, Display)]
         self._display = displays[0] if displays else log_display(progress=progress)
@@ -366,6 +367,7 @@ class Trainer:
             trained=None if self.ema is None else trained,
             architecture=self.architecture,
             classes=self.splits.train.classes,
+            thresholds=self._thresholds,
             config=snapshot(plan.config),
             step=self.step,
             epoch=self.samples_seen / plan.images,
@@ -389,6 +391,7 @@ class Trainer:
         self.step = self.plan.step_of(checkpoint)
         self.statistics.load(checkpoint.rank_statistics, self.step)
         self.samples_seen = checkpoint.samples_seen
+        self._thresholds = checkpoint.thresholds
 
     def summary(self) -> Summary:
         """Return the position, the best AP and the pace of this start."""
@@ -574,6 +577,7 @@ class Trainer:
         if (scored := self.evaluator.scored(wait=wait)) is None:
             return
         self.evaluation = self._new_evaluation = evaluation = scored[0]
+        self._thresholds = evaluation.thresholds(self.splits.train.classes)
         is_best, step = scored[1], evaluation.about.step
         assert step is not None
         record = Scored(step, evaluation, self.evaluator.losses, is_best)

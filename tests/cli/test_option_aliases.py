@@ -107,34 +107,6 @@ def test_thresholds_have_the_names_of_other_detectors(cli: Cli, command: str, fl
     assert "<= 1.0" in cli(command, "absent.pt", *images, flag, "5").err
 
 
-KEY_ALIASES = {
-    "train.bs": ("train.batch_size", 7),
-    "train.learning_rate": ("train.lr", 0.5),
-    "train.output_dir": ("train.out", "x"),
-    "data.data": ("data.root", "x"),
-    "model.backbone_weights": ("model.weights", "none"),
-    "prepare.from": ("prepare.source", "voc"),
-    "evaluate.bs": ("evaluate.batch_size", 7),
-}
-
-
-@pytest.mark.parametrize("source", ["file", "--set", "variable"])
-def test_keys_have_aliases_too(cli: Cli, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    options: list[str] = []
-    for alias, (_, value) in KEY_ALIASES.items():
-        if source == "file":
-            with Path("ssdctl.toml").open("a") as file:
-                file.write(f"{alias} = {json.dumps(value)}\n")
-        elif source == "--set":
-            options += ["--set", f"{alias}={value}"]
-        else:
-            monkeypatch.setenv(f"SSDCTL_{alias.replace('.', '__')}".upper(), str(value))
-    result = cli("config", "show", "--json", *options)
-    assert result.code == 0, result.err
-    shown = json.loads(result.out)
-    assert all(shown[path]["value"] == value for path, value in KEY_ALIASES.values())
-
-
 def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:
     Path("ssdctl.toml").write_text("[train]\nbs = 1\nbatch_size = 2\n")
     result = cli("config", "show")

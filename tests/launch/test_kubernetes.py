@@ -18,13 +18,11 @@ import jsonschema
 import pytest
 import yaml
 from conftest import Cli, Result
-from hypothesis import given
 from launch import plans
-from launch.plans import ARGUMENTS, IN_A_POD, TEXT
+from launch.plans import IN_A_POD
 
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch.engines.kubernetes import PLAIN
 from ssdctl.launch.job import Job
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -350,13 +348,8 @@ def test_only_crashes_are_tried_again() -> None:
         (("train",), {"install": None}, "kubernetes.install is not set"),
         (("train",), {"volumes": ("runs",)}, "SOURCE:/PATH"),
         (("train",), {"volumes": ("runs:/runs", "a:/b/../c")}, "SOURCE:/PATH"),
-        (("train",), {"resources": ("cpu=a lot",)}, "kubernetes.resources"),
         (("train",), {"env": ("1=2",)}, "kubernetes.env"),
-        (("train",), {"namespace": "a\nb"}, "kubernetes.namespace"),
-        (("train",), {"name": "-a"}, "kubernetes.name"),
-        (("train",), {"node_selector": ("a=$(b)",)}, "kubernetes.node_selector"),
         (("train",), {"image": "a; b"}, "kubernetes.image"),
-        (("train",), {"service_account": "A"}, "kubernetes.service_account"),
     ],
 )
 def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], words: str) -> None:
@@ -372,24 +365,6 @@ def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
         assert ("/dev/shm" in [m["mountPath"] for m in mounts]) == (count > 1)
     manifest = manifest_for("hpu", 16, nodes=2, env=("TOKEN=1",))
     assert "--export-env=TOKEN" in containers(manifest)["launcher"]["command"]
-
-
-@given(ARGUMENTS, TEXT)
-def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> None:
-    """Kubernetes replaces $(NAME) and turns $$ into $; YAML readers guess numbers and dates."""
-    arguments = ["a" + argument for argument in arguments]
-    plan = plan_for("cpu", 1, "evaluate", *arguments, env=(f"NAME={value}",))
-    assert plan.text is not None
-    read = yaml.safe_load(plan.text)
-    assert read == plan.manifest
-    (container,) = containers(read).values()
-    passed = [word.replace("$$", "$") for word in container["command"]]
-    assert passed[4:] == arguments
-    assert container["env"][-1]["value"].replace("$$", "$") == value
-    assert all("$" not in word.replace("$$", "") for word in container["command"])
-    for token in yaml.scan(plan.text):
-        if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
-            assert PLAIN.fullmatch(token.value)
 
 
 def in_pods(cli: Cli, *options: object, install: str = "ssdctl==1.0.0rc1") -> Result:
