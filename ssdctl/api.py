@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ssdctl.config.call import (
     ConfigLike,
+    EvaluateSettings,
     PathLike,
     TrainSettings,
     override_of,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from ssdctl.config.fields import DeviceName, Precision
+    from ssdctl.config.fields import Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.model.ssd300 import SSD300
@@ -70,8 +71,8 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
 def load(
     checkpoint: CheckpointLike,
     *,
-    device: DeviceName = "auto",
-    score: float = 0.3,
+    device: str = "auto",
+    score: float | Literal["best"] | None = None,
     nms_iou: float | None = None,
     precision: Precision = "fp32",
     classes: Sequence[str] = (),
@@ -89,14 +90,16 @@ def load(
             are copied.
         device: `auto` is the accelerator of this machine, else the CPU; under torchrun, that of
             this rank.
-        score: Return only detections with a score above this, 0 to 1.
+        score: Return only detections with a score above this, 0 to 1. `best` uses the score of
+            each class's best F1 in the last evaluation of the run. None is `best` if the
+            checkpoint has these, else 0.3.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
             None uses the network's default (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
         classes: Names of the classes to return; empty returns all.
         max_detections: Keep at most this many detections per image, best first; None keeps all.
-        tile: Tile size in pixels; merges tiles with the full image. For small objects. None
-            detects on the full image only.
+        tile: Also detect in tiles of this size in pixels, for small objects; 0: only on the whole
+            image. None: as the checkpoint was trained.
         tile_overlap: Overlap of neighboring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
@@ -112,13 +115,12 @@ def load(
         "precision": precision,
         "classes": classes,
         "max_detections": max_detections,
-        "tile": tile,
-        "tile_overlap": tile_overlap,
     }
-    settings = resolve_call(None, overrides_of("predict", given)).predict
+    tiles = {"tile": tile, "tile_overlap": tile_overlap}
+    config = resolve_call(None, [*overrides_of("predict", given), *overrides_of("data", tiles)])
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
-    return Predictor(*load_detector(checkpoint, settings))
+    return Predictor(*load_detector(checkpoint, config.predict, config.data))
 
 
 @hints_in_messages()
@@ -226,24 +228,18 @@ def train(
         return trainer.run()
 
 
+@takes_settings(EvaluateSettings)
 @hints_in_messages()
 def evaluate(
     checkpoint: CheckpointLike,
     data: PathLike | None = None,
     *,
-    split: Literal["train", "val", "test"] | None = None,
-    batch_size: int | None = None,
-    device: DeviceName | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    limit: int | None = None,
-    score_threshold: float | None = None,
-    nms_iou: float | None = None,
     config: ConfigLike | None = None,
     detections: PathLike | None = None,
     report: PathLike | None = None,
     distributed: bool = True,
     progress: bool = True,
+    **settings: Unpack[EvaluateSettings],
 ) -> Evaluation:
     """Compute COCO AP for a checkpoint or a file of detections.
 
@@ -277,25 +273,13 @@ def evaluate(
         ssdctl.errors.DataError: The dataset or the detections cannot be read.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
-    given = {
-        "data": data,
-        "split": split,
-        "batch_size": batch_size,
-        "device": device,
-        "precision": precision,
-        "workers": workers,
-        "limit": limit,
-        "score_threshold": score_threshold,
-        "nms_iou": nms_iou,
-    }
-    config = resolve_call(config, overrides_of("evaluate", given))
+    config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
     from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
-    path = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(
-        [path],
+        [locate_checkpoint(checkpoint, mirror=config.download.mirror)],
         config,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
@@ -358,13 +342,9 @@ def export(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
         ssdctl.errors.DiskError: The file cannot be written.
     """
-    given = {
-        "score_threshold": score_threshold,
-        "nms_iou": nms_iou,
-        "data": data,
-        "limit": limit,
-    }
-    config = resolve_call(config, overrides_of("evaluate", given))
+    thresholds = {"score_threshold": score_threshold, "nms_iou": nms_iou}
+    given = overrides_of("evaluate", {"data": data, "limit": limit, **thresholds})
+    config = resolve_call(config, given)
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(

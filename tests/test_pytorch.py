@@ -53,6 +53,17 @@ def test_items_are_the_annotated_images(shapes: Path) -> None:
         dataset[len(dataset)]
 
 
+def test_targets_have_areas_and_crowds(dataset: Path) -> None:
+    path = dataset / "annotations/instances_val2017.json"
+    document = json.loads(path.read_text())
+    document["annotations"][2] |= {"iscrowd": 1, "area": 7.5}
+    path.write_text(json.dumps(document))
+    for _, target in ssdctl.Dataset(dataset, "val"):
+        listed = [a for a in document["annotations"] if a["image_id"] == target["image_id"]]
+        assert target["iscrowd"].tolist() == [a["iscrowd"] for a in listed]
+        assert target["area"].tolist() == pytest.approx([a["area"] for a in listed])
+
+
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
 def test_augmented_items_follow_torchs_random_numbers(shapes: Path, augment: Any) -> None:
     dataset = ssdctl.Dataset(shapes, "train", augment=augment)
@@ -72,6 +83,35 @@ def test_augmented_items_follow_torchs_random_numbers(shapes: Path, augment: Any
         assert boxes.min() >= 0
         assert boxes.max() <= 300
         assert (boxes[:, 2:] > boxes[:, :2]).all()
+
+
+def test_joint_transforms_of_torchvision(shapes: Path, model: ssdctl.SSD300) -> None:
+    from torchvision.transforms import v2
+
+    transforms = v2.Compose(
+        [
+            v2.RandomHorizontalFlip(p=1.0),
+            v2.Resize((100, 200)),
+            v2.RandomCrop((90, 150)),
+            v2.SanitizeBoundingBoxes(),
+            v2.ConvertBoundingBoxFormat("CXCYWH"),
+        ]
+    )
+    plain, flipped = ssdctl.Dataset(shapes), ssdctl.Dataset(shapes, transforms=transforms)
+    again = pickle.loads(pickle.dumps(flipped))
+    for number in (0, 1, 2):
+        (image, before), (small, after) = plain[number], again[number]
+        assert small.shape == (3, 90, 150)
+        assert len(after["boxes"]) <= len(before["boxes"])
+        assert len({len(after[name]) for name in ("boxes", "labels", "area", "iscrowd")}) == 1
+        assert after["area"].tolist() == after["boxes"][:, 2:].prod(dim=1).tolist()
+        assert model.loss([small], [after]) >= 0
+    for transform, expected in ((lambda i, t: (i, t), image), (v2.RandomHorizontalFlip(1.0), None)):
+        got, target = ssdctl.Dataset(shapes, transforms=transform)[2]
+        assert torch.equal(got, image if expected is not None else image.flip(2))
+        assert (
+            target["area"].sum() == (before["boxes"][:, 2:] - before["boxes"][:, :2]).prod(1).sum()
+        )
 
 
 def test_images_without_objects_are_items_and_train(shapes: Path, model: ssdctl.SSD300) -> None:

@@ -114,9 +114,15 @@ class Result:
         if isinstance(index, int | np.integer):
             at = range(len(self))[index]  # IndexError beyond the last one
             return next(iter(self[at : at + 1]))
-        chosen: Any = index if isinstance(index, slice) else np.asarray(index)
-        if not isinstance(index, slice) and not len(chosen):
-            chosen = slice(0)
+        chosen: Any = index
+        if not isinstance(index, slice):
+            chosen = np.asarray(index)
+            if chosen.ndim != 1 or (len(chosen) and chosen.dtype.kind not in "biu"):
+                raise TypeError(
+                    f"result[{index!r}]: expected an integer, a slice, a boolean mask or indices; "
+                    "boxes, scores, labels and names are attributes"
+                )
+            chosen = chosen if len(chosen) else slice(0)
         boxes, scores = self._raw
         return Result(
             boxes[chosen],
