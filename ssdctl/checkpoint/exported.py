@@ -33,11 +33,12 @@ from ssdctl.checkpoint.format import (
 )
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.annotations import ClassName, Name
-from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.files import read_limited, reason_of
 
 MAX_BYTES = (2 << 30) - 1  # protobuf's limit for a message
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")  # operators inside of onnxruntime
+DAMAGED = (OSError, ValueError, RuntimeError, TypeError, KeyError)  # of a safetensors file
 PACKAGES = ("onnx", "onnxruntime")
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -93,10 +94,7 @@ def read_onnx(path: Path) -> OnnxGraph:
             description of ssdctl.
     """
     require_file(path)
-    try:
-        import onnx
-    except ImportError:
-        raise missing_package("onnx", *PACKAGES) from None
+    onnx = import_package("onnx", *PACKAGES)
     if path.stat().st_size > MAX_BYTES:
         raise IntegrityError(f"{path}: larger than {MAX_BYTES} bytes")
     content = path.read_bytes()
@@ -218,16 +216,13 @@ def read_safetensors(path: Path) -> NetworkWeights:
         IntegrityError: It is damaged, or does not describe an SSD300.
     """
     require_file(path)
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise missing_package("safetensors", "safetensors") from None
+    safetensors = import_package("safetensors")
     try:
         # The sizes in the header are checked against the file before a tensor is allocated.
-        with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
+        with safetensors.safe_open(os.fspath(path), framework="pt", device="cpu") as file:
             facts = _network_description(path, file.metadata() or {})
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it cannot be iterated
-    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+    except (safetensors.SafetensorError, *DAMAGED) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         raise IntegrityError(
             f"{path}: not a safetensors file, or a damaged one: {reason}"

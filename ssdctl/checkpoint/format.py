@@ -21,10 +21,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import LARGEST_INT, BackboneName
-from ssdctl.config.settings import MIN_TILE
+from ssdctl.config.fields import LARGEST_INT, MIN_TILE, BackboneName, Tiling
 from ssdctl.data.annotations import ClassName
-from ssdctl.data.tiles import Tiling
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
 from ssdctl.runtime.safe_text import listed

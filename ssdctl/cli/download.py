@@ -226,9 +226,9 @@ def fetch_weights(
         return
     from ssdctl.download.fetch import fetch_detector
     from ssdctl.download.pinned_files import find_detector
-    from ssdctl.model.pretrained import fetch_weights, weights_of
+    from ssdctl.model.pretrained import fetch_weights
 
-    name = name or weights_of(call.config.model)
+    name = name or call.config.model.weights_name
     if name is None or "/" in name:
         raise UsageError(
             f"model.weights is {call.config.model.weights!r} in the config: nothing to download",

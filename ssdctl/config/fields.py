@@ -85,6 +85,16 @@ DeviceName = Literal["auto", "cpu", "cuda", "hpu", "tpu", "xla"]
 LocalLauncher = Literal["torchrun", "mpirun"]
 
 
+MIN_TILE = 32  # pixels
+
+
+class Tiling(NamedTuple):
+    """How images are cut into tiles."""
+
+    size: int  # pixels of the sides of a tile
+    overlap: float  # least overlap of neighbors, as a fraction of a side
+
+
 class DeviceType(NamedTuple):
     """One type of device: its names in options, launchers and schedulers.
 

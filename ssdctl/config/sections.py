@@ -172,6 +172,14 @@ class ModelConfig(Section, frozen=True):
         Literal["none", "batch"], _network("Normalization in the extra blocks (batch: NVIDIA's)")
     ]
 
+    @property
+    def weights_name(self) -> str | None:
+        """The full name or the file of the weights, `resnet34-imagenet-v1`; None: random."""
+        if self.weights == "none":
+            return None
+        is_short = self.weights.startswith("imagenet-")
+        return f"{self.backbone}-{self.weights}" if is_short else self.weights
+
 
 class TrainConfig(Section, frozen=True):
     """One training run. Fields without a default belong to the recipe: the preset sets them."""

@@ -21,6 +21,7 @@ from ssdctl.config.fields import (
     AUGMENTATION_LISTS,
     AUGMENTATIONS,
     BACKBONES,
+    MIN_TILE,
     BackboneName,
     augmentation_names,
 )
@@ -129,8 +130,6 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         if last < first:
             yield ("train.profile",), f"step {last} is before step {first}"
 
-
-MIN_TILE = 32
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.
 # The exceptions of the comparison:

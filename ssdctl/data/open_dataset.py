@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from ssdctl.config import Config, PrepareConfig
+from ssdctl.config.fields import Tiling
 from ssdctl.data import TOML, index
 from ssdctl.data.annotations import (
     AUTOMATIC,
@@ -32,7 +33,7 @@ from ssdctl.data.store_folder import (
     is_cached_store,
     require_dataset,
 )
-from ssdctl.data.tiles import Tiling, cut, objects_in_tiles, tiled
+from ssdctl.data.tiles import cut, objects_in_tiles, tiled
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress, without_progress

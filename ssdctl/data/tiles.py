@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.config.fields import Tiling
 from ssdctl.data.default_boxes import IMAGE_SIZE
 from ssdctl.data.store import Split, Tiles
 
@@ -25,11 +26,6 @@ ROUNDING = 1e-3  # pixels, and shares of an area, that fractions in fp32 may be 
 IGNORED = -1  # the label of such an object
 WELL_VISIBLE = 40  # pixels of an object, after resizing, that SSD300 detects well
 STEP = 32  # of the sizes that are recommended
-
-
-class Tiling(NamedTuple):
-    size: int  # pixels of the sides of a tile
-    overlap: float  # least overlap of neighbors, as a fraction of a side
 
 
 class Window(NamedTuple):

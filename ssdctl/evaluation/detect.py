@@ -16,19 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssdctl.data.store import Split
-from ssdctl.data.tiles import Window
 from ssdctl.device import Device
 from ssdctl.distributed.collectives import run_and_gather
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.inference.merge import merge_views
 from ssdctl.input.batch import Batch
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model import fused
 from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
-from ssdctl.model.postprocess import ImageDetections
+from ssdctl.model.postprocess import ImageDetections, merge_views
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.safe_text import listed
 
@@ -149,10 +147,10 @@ def _of_image(
     """
     row = views[0][0]
     width, height = split.sizes[row].tolist()
-    windows = [Window(0, 0, width, height)]
+    windows = [(0, 0, width, height)]
     if split.tiles is not None:
         tiles = [view - split.num_images for view, _ in views[1:]]
-        windows += [Window(*tile) for tile in split.tiles.windows[tiles].tolist()]
+        windows += map(tuple, split.tiles.windows[tiles].tolist())
     found = [(window, image) for window, (_, image) in zip(windows, views, strict=True)]
     ltrb, scores, labels = merge_views(found, (width, height), nms_iou)
     ids = category_ids[labels - 1]

@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes import IMAGE_SIZE
+from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb
-from ssdctl.data.tiles import Tiling, Window, tile_windows
+from ssdctl.data.tiles import Window, tile_windows
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.inference.merge import merge_views
 from ssdctl.inference.sources import source_of
-from ssdctl.model.postprocess import ImageDetections
+from ssdctl.model.postprocess import ImageDetections, merge_views
 from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.threads import map_ahead

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from ssdctl.config import ModelConfig
 from ssdctl.config.fields import BackboneName
 from ssdctl.download.fetch import (
     DEFAULT_POLICY,
@@ -78,17 +77,6 @@ def weights_named(name: str) -> Weights:
         else f"backbone {own[:-1]} has no published weights",
         hint=hint + "`ssdctl fetch-weights --list` shows all; --backbone-weights none needs none",
     )
-
-
-def weights_of(model: ModelConfig) -> str | None:
-    """Return the name or file of the backbone weights of a config; None: random weights.
-
-    `imagenet-v1` is the backbone's own: `resnet34-imagenet-v1`.
-    """
-    if model.weights == "none":
-        return None
-    is_short = model.weights.startswith("imagenet-")
-    return f"{model.backbone}-{model.weights}" if is_short else model.weights
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:

@@ -42,7 +42,7 @@ from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
-from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
+from ssdctl.model.pretrained import check_file, fetch_weights
 from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
 from ssdctl.runs.folder import run_dir
 from ssdctl.runs.run import continued_config
@@ -277,7 +277,7 @@ def load_first_weights(
             )
         load_state(model, state, checkpoint.path)
         return
-    name = weights_of(config.model)
+    name = config.model.weights_name
     if name is None:
         return
     if Path(name).is_file():

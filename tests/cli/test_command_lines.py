@@ -181,7 +181,8 @@ OF_TRAIN = select("data.*", "model.*", "train.*")
 @st.composite
 def lines(draw: Any, pool: tuple[Setting, ...]) -> list[Typed]:
     """Return one to four settings, each in one to three layers."""
-    chosen = draw(st.lists(st.sampled_from(pool), min_size=1, max_size=4, unique=True))
+    of_any = st.sampled_from(OF_TRAIN) | st.sampled_from(pool)
+    chosen = draw(st.lists(of_any, min_size=1, max_size=4, unique=True))
     found = []
     for setting in chosen:
         layers = LAYERS if setting in OF_TRAIN else LAYERS[:-1]

@@ -17,10 +17,11 @@ from PIL import Image
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.config import PrepareConfig
+from ssdctl.config.fields import Tiling
 from ssdctl.data.open_dataset import count_images
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, open_splits
-from ssdctl.data.tiles import IGNORED, Tiling, tiled
+from ssdctl.data.tiles import IGNORED, tiled
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 

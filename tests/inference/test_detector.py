@@ -10,11 +10,12 @@ import torch
 from tiny_network import build_training
 from torch import Tensor
 
-from ssdctl.data.tiles import Tiling, Window, tile_windows
+from ssdctl.config.fields import Tiling
+from ssdctl.data.tiles import Window, tile_windows
 from ssdctl.device import open_device
 from ssdctl.errors import UsageError
 from ssdctl.inference.detector import Detector, DetectorConfig
-from ssdctl.inference.merge import cut_flags, merge
+from ssdctl.model.postprocess import cut_flags, merge
 
 Row = tuple[tuple[int, int, int, int], float, int, bool]  # box, score, label, is cut
 

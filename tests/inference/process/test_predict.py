@@ -22,7 +22,8 @@ from download.http_server import Reply, Server, file
 from PIL import Image
 
 import ssdctl
-from ssdctl.data.tiles import Tiling, tile_windows
+from ssdctl.config.fields import Tiling
+from ssdctl.data.tiles import tile_windows
 from ssdctl.errors import DataError, UsageError
 from ssdctl.inference.detector import Detector
 from ssdctl.inference.predict import Predictor
