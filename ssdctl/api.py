@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from ssdctl.config.fields import DeviceName, Precision
+    from ssdctl.config.fields import Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.model.ssd300 import SSD300
@@ -71,7 +71,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
 def load(
     checkpoint: CheckpointLike,
     *,
-    device: DeviceName = "auto",
+    device: str = "auto",
     score: float | Literal["best"] | None = None,
     nms_iou: float | None = None,
     precision: Precision = "fp32",

@@ -69,7 +69,7 @@ def test_commands_are_what_the_command_line_takes(page: Path) -> None:
 @every_page
 def test_config_files_are_valid(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
-        if block.kind == "toml":
+        if block.kind == "toml" and "[project]" not in block.text:
             path = tmp_path / "block.toml"
             path.write_text(re.sub(r"^ +", "", block.text, flags=re.M))
             if "images =" in block.text:

@@ -31,7 +31,6 @@ from ssdctl.checkpoint.format import (
     is_state,
     require_file,
 )
-from ssdctl.config.fields import BackboneName
 from ssdctl.data.annotations import ClassName, Name
 from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.files import read_limited, reason_of
@@ -60,7 +59,7 @@ class OnnxDescription(msgspec.Struct):
     """The metadata; other keys are for other programs."""
 
     format: Literal[1]
-    backbone: BackboneName
+    backbone: str
     num_classes: Annotated[int, msgspec.Meta(ge=2, le=MAX_CLASSES)]  # with background
     classes: list[Name]  # in the order of the labels, from 1; empty if they have no names
     category_ids: list[Integer | None]

@@ -21,10 +21,12 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import LARGEST_INT, MIN_TILE, BackboneName, Tiling
+from ssdctl.config.fields import LARGEST_INT, MIN_TILE, Tiling
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import listed
 
 FORMAT: Final = 1
@@ -51,7 +53,7 @@ class Architecture(NamedTuple):
 
 
 class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):
-    backbone: BackboneName
+    backbone: str
     extra_norm: Literal["none", "batch"]
     num_classes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLASSES)]
 
@@ -110,6 +112,14 @@ class ModelFile:
     step: int = 0
     epoch: float = 0.0
     tiling: Tiling | None = None  # how the run saw images; None: only as a whole
+
+    def __post_init__(self) -> None:
+        """Raise UsageError unless the backbone is built in, or a plugin that is installed."""
+        if self.architecture.backbone not in plugins.names(BACKBONES):
+            raise UsageError(
+                f"{self.path}: its backbone {self.architecture.backbone!r:.100} is not installed",
+                hint=f"install the package that has it as an entry point of {BACKBONES.group}",
+            )
 
     @property
     def run_settings(self) -> Mapping[str, Any] | None:

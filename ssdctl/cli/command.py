@@ -49,6 +49,7 @@ from ssdctl.config.settings import Config, Setting, all_settings, select
 from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
 from ssdctl.runtime.packages import library_error
+from ssdctl.runtime.plugins import plugin_error
 from ssdctl.runtime.safe_text import printable, redact_urls
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
@@ -234,6 +235,8 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
         return error
     if _is_interrupt(error):
         return Interrupted("interrupted")
+    if (named := plugin_error(error)) is not None:
+        return named
     if hasattr(error, "format_message"):
         return _usage_error(error)
     if isinstance(error, UnicodeEncodeError):  # a name

@@ -15,7 +15,7 @@ from ssdctl.cli.command import Call
 from ssdctl.cli.help import click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import device_type
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import Kind, all_settings
@@ -42,7 +42,7 @@ def configure_launch(
     """Return the launcher and the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
     device = _tpu_device(call) if device == "tpu" else device
-    name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
+    name = device_type(device).launcher if config.launcher == "auto" else config.launcher
     engine = load_engine(name)
     command = (
         rest_command(call, rest)
@@ -89,7 +89,7 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
     Args:
         has_data: Whether the ranks read the dataset that is prepared on this machine.
     """
-    device = DEVICE_TYPES[device_name]
+    device = device_type(device_name)
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):

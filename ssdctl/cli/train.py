@@ -177,7 +177,7 @@ def _check_start(plan: Plan, size: DatasetSize) -> None:
     if train.pipeline == "dali":
         from ssdctl.input.open import check_pipeline  # late: torch takes seconds
 
-        check_pipeline(train.pipeline)
+        check_pipeline(train.pipeline, train.augment)
     if RunDir(plan.out).is_started() or train.resume not in ("auto", "never"):
         from ssdctl.data.annotations import ClassName
         from ssdctl.training.resume import find_checkpoint
@@ -192,7 +192,7 @@ def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None
 
     if not size.validation and root.exists() and not plan.config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    for warning in description.warnings_of_unreached(plan):
+    for warning in (*size.warnings, *description.warnings_of_unreached(plan)):
         call.console.warning(warning)
 
 
@@ -250,15 +250,15 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
 
 
 def _device(name: str) -> DeviceType:
-    from ssdctl.config.fields import DEVICE_TYPES
+    from ssdctl.config.fields import device_type
     from ssdctl.runtime.hardware import find_hardware
 
     found = find_hardware()
     if name == "auto":
         name = "cuda" if found.num_nvidia else "hpu" if found.num_gaudi else "cpu"
     if name != "cpu":
-        return DEVICE_TYPES[name]
-    return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
+        return device_type(name)
+    return device_type(name)._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
 def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) -> str:

@@ -214,6 +214,8 @@ def _checked(override: Override) -> Override:
     try:
         value = msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
         _check_magnitude(value)
+        if setting.kind is not None and value not in setting.choices:
+            raise msgspec.ValidationError("unknown name")
         return override._replace(path=setting.path, value=value)
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))

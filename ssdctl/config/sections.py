@@ -1,16 +1,13 @@
 """The settings of ssdctl, a class for each table of the config."""
 
 import functools
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from ssdctl.config.fields import (
-    AUGMENTATION_LISTS,
-    BackboneName,
     ClusterName,
     Count,
-    DeviceName,
     Duration,
     Fraction,
     Interval,
@@ -23,17 +20,15 @@ from ssdctl.config.fields import (
     Section,
     setting,
 )
-from ssdctl.runtime.packages import plugin_names
+from ssdctl.runtime.plugins import (
+    AUGMENTATION_LISTS,
+    BACKBONES,
+    DEVICES,
+    FORMATS,
+    LAUNCHERS,
+)
 
 DEFAULT_PRESET: Final = "stable-r34"
-# A package with a module for each name, and a group of entry points.
-FORMATS = ("ssdctl.data.formats", "ssdctl.datasets")
-LAUNCHERS = ("ssdctl.launch.engines", "ssdctl.launchers")
-LAUNCHER_CHOICES = ("auto", *plugin_names(*LAUNCHERS))
-if TYPE_CHECKING:
-    LauncherName = str
-else:
-    LauncherName = Literal[LAUNCHER_CHOICES]
 TpuVersion = Literal["v2", "v3", "v4", "v5e", "v5p", "v6e", "v7"]
 SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 
@@ -116,7 +111,7 @@ class PrepareConfig(Section, frozen=True):
         _conversion(
             "Dataset format, auto-detected by default; plugins can add formats",
             flag="--from",
-            choices=("auto", *(name.replace("_", "-") for name in plugin_names(*FORMATS))),
+            kind=FORMATS,
         ),
     ] = "auto"
     split: Annotated[
@@ -159,7 +154,7 @@ class PrepareConfig(Section, frozen=True):
 class ModelConfig(Section, frozen=True):
     """The network."""
 
-    backbone: Annotated[BackboneName, _network("Backbone of the detector")]
+    backbone: Annotated[str, _network("Backbone of the detector", kind=BACKBONES)]
     weights: Annotated[
         str,
         _network(
@@ -277,9 +272,9 @@ class TrainConfig(Section, frozen=True):
     ] = "skip"
 
     # Device
-    device: Annotated[DeviceName, _device("Device to train on (auto: accelerator, else CPU)")] = (
-        "auto"
-    )
+    device: Annotated[
+        str, _device("Device to train on (auto: accelerator, else CPU)", kind=DEVICES)
+    ] = "auto"
     execution: Annotated[
         Literal["eager", "compile", "lazy"] | None,
         _device("Eager, torch.compile, or lazily traced graphs [default: the fastest]"),
@@ -359,7 +354,7 @@ class EvaluateConfig(Section, frozen=True):
         Literal["auto", "bf16", "fp32"],
         setting("Precision [default: the run's, else fp32]", choice_flags=True),
     ] = "auto"
-    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+    device: Annotated[str, setting("Device to run on", kind=DEVICES)] = "auto"
     workers: Annotated[
         NonNegativeInt, setting("Decoder threads (0 = all cores)", aliases=("--num-workers",))
     ] = 0
@@ -401,14 +396,14 @@ class PredictConfig(Section, frozen=True):
     save: Annotated[SaveFormat | None, setting("Write boxes to --out in this format")] = None
     batch_size: Annotated[Count, setting("Batch size", flag="--bs")] = 8
     precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
-    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+    device: Annotated[str, setting("Device to run on", kind=DEVICES)] = "auto"
 
 
 class LaunchConfig(Section, frozen=True):
     """Settings of `ssdctl launch`: the launcher and how ranks share nodes."""
 
     launcher: Annotated[
-        LauncherName, _launch("Program that starts the ranks (auto: by device)")
+        str, _launch("Program that starts the ranks (auto: by device)", kind=LAUNCHERS)
     ] = "auto"
     cluster: Annotated[
         ClusterName | None, _launch("Start from the settings of a known cluster")

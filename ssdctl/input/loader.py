@@ -223,6 +223,8 @@ def decode_sample(
         if isinstance(error, DiskError) and not is_replaced:
             raise
         return str(error)
+    if samples.change is not None:
+        samples.change(slot, out)
     return None
 
 

@@ -91,7 +91,7 @@ def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progres
     """
     if ranks.is_main:
         check_weight_sources(config)
-    check_pipeline(config.train.pipeline)
+    check_pipeline(config.train.pipeline, config.train.augment)
     find_trackers(config.train)
     check_settings(config, device)
     if not (config.train.fake_data or config.is_chosen("data.root")):
