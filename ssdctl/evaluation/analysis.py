@@ -191,14 +191,13 @@ def analyze(
     scoring: Scoring, detections: Detections, about: EvaluationInfo, draws: Draws
 ) -> Evaluation:
     """Compute the evaluation record of scored detections."""
-    engine = scoring.engine
     overall, *by_class = intervals(draws)
-    precision, cut = engine.eval["precision"], engine.eval["scores"]
+    precision, cut = (scoring.engine.eval[name] for name in ("precision", "scores"))
     table, diagnostics = _shown(scoring)
     counted = np.sort(np.array(list(diagnostics["dt_status"]), np.int64)) - 1  # not in a crowd
     shown = _evaluated(scoring, table[counted]).confusion_matrix(iou_thr=IOU_FOUND)
     counts = shown["matrix"].astype(np.int64)
-    bins, calibration_error = _calibration(engine, detections)
+    bins, calibration_error = _calibration(scoring.engine, detections)
     return Evaluation(
         about=about,
         metrics=scoring.metrics,
