@@ -22,6 +22,7 @@ from ssdctl.runtime.system import tune_process
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from ssdctl.evaluation.evaluate import DetectedSplit
     from ssdctl.runs.evaluation import ClassAnalysis, Comparison, Evaluation
 
 SIZES = ("APs", "APm", "APl")
@@ -124,6 +125,23 @@ def _table(found: list[dict[str, Any]]) -> Group:
     return Group(runs, *(f"{r['path']}: {r['state']}" for r in found if r["state"]))
 
 
+EveryCheckpoint = Annotated[
+    bool, Option("--all", help="Score every checkpoint of a run, in one table")
+]
+DetectionsFile = Annotated[
+    str | None, Option(metavar="FILE", help="Write the detections as COCO results")
+]
+SuspectsFile = Annotated[
+    str | None,
+    Option(metavar="FILE.csv", help="Write the labels that look wrong, the worst first"),
+]
+Other = Annotated[
+    str | None,
+    Option(metavar="B", help="Compare with another checkpoint, run or file of detections"),
+]
+FailIfWorse = Annotated[
+    bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
+]
 WhatToScore = Annotated[
     str | None,
     Argument(
@@ -146,6 +164,7 @@ WhatToScore = Annotated[
         "ssdctl evaluate ckpt.pt --report evaluation   # a page with errors by type",
         "ssdctl evaluate runs/coco-resnet34 --all   # every checkpoint of the run",
         "ssdctl evaluate new.pt --against best.pt --fail-if-worse   # is it better?",
+        "ssdctl evaluate runs/coco-resnet34 --suspects suspects.csv   # labels that look wrong",
         "ssdctl evaluate detections.json --data /data/coco --verify",
         "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
     ],
@@ -153,20 +172,12 @@ WhatToScore = Annotated[
 def evaluate(
     call: Call,
     what: WhatToScore = None,
-    every: Annotated[
-        bool, Option("--all", help="Score every checkpoint of a run, in one table")
-    ] = False,
-    detections: Annotated[
-        str | None, Option(metavar="FILE", help="Write the detections as COCO results")
-    ] = None,
+    every: EveryCheckpoint = False,
+    detections: DetectionsFile = None,
     report: Annotated[str | None, Option(metavar="DIR", help="Write an HTML report to DIR")] = None,
-    against: Annotated[
-        str | None,
-        Option(metavar="B", help="Compare with another checkpoint, run or file of detections"),
-    ] = None,
-    fail_if_worse: Annotated[
-        bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
-    ] = False,
+    suspects: SuspectsFile = None,
+    against: Other = None,
+    fail_if_worse: FailIfWorse = False,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 
@@ -184,17 +195,29 @@ def evaluate(
     else:
         files = [locate_checkpoint(what, mirror=call.config.download.mirror)]
     if against is not None:
-        if every or detections or report:
-            raise UsageError("--against excludes --all, --detections and --report")
+        if every or detections or report or suspects:
+            raise UsageError("--against excludes --all, --detections, --report and --suspects")
         _compare(call, files[0], against, fail_if_worse=fail_if_worse)
         return
     if fail_if_worse:
         raise UsageError("--fail-if-worse without --against", hint="add --against B")
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
-    evaluations = _evaluate(call, files, Path(detections) if detections else None)
-    if evaluations:  # else not the main rank
-        _show(call, evaluations, is_run=is_run, every=every, report=report)
+    found: list[DetectedSplit] = []
+    evaluations = _evaluate(call, files, Path(detections) if detections else None, found)
+    if not evaluations:  # not the main rank
+        return
+    written = _write_suspects(found, Path(suspects)) if suspects else []
+    _show(call, evaluations, written, is_run=is_run, every=every, report=report)
+
+
+def _write_suspects(found: list[DetectedSplit], file: Path) -> list[tuple[str, str]]:
+    """Write the suspects by all detections; return a fact for the end."""
+    from ssdctl.evaluation.suspects import find_suspects, write_suspects
+
+    ranked = find_suspects(found[0].truth, found[0].image_ids, [f.detections for f in found])
+    write_suspects(file, ranked)
+    return [("suspects", f"{len(ranked):,} labels that look wrong -> {file}")]
 
 
 def _compare(call: Call, file: Path, against: str, *, fail_if_worse: bool) -> None:
@@ -238,7 +261,13 @@ def _differences(comparison: Comparison) -> Group:
 
 
 def _show(
-    call: Call, evaluations: list[Evaluation], *, is_run: bool, every: bool, report: str | None
+    call: Call,
+    evaluations: list[Evaluation],
+    facts: list[tuple[str, str]],
+    *,
+    is_run: bool,
+    every: bool,
+    report: str | None,
 ) -> None:
     """Print the evaluations of one checkpoint or of `every` checkpoint of a run."""
     best = max(evaluations, key=lambda e: e.metrics["AP"])
@@ -249,7 +278,6 @@ def _show(
         call.console.result(results[0] if is_run else best.as_json(), headline(best))
         if not call.console.as_json and not call.console.quiet:
             call.console.result(None, lambda: tables(best))
-    facts = []
     if report is not None:
         from ssdctl.reporting.page import write_evaluation_report
 
@@ -267,14 +295,23 @@ def _show(
     call.console.closing(facts, next_commands)
 
 
-def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score all files; return an empty list on ranks other than the main one."""
+def _evaluate(
+    call: Call, files: list[Path], detections: Path | None, found: list[DetectedSplit]
+) -> list[Evaluation]:
+    """Score all files; return an empty list on ranks other than the main one.
+
+    The detections of each file are added to `found`.
+    """
     from ssdctl.evaluation.evaluate import evaluate_files
 
     evaluations = []
     with _on_main_rank(call) as is_main:
         for evaluation in evaluate_files(
-            files, call.config, progress=call.console.progress, detections_file=detections
+            files,
+            call.config,
+            progress=call.console.progress,
+            detections_file=detections,
+            on_detected=found.append,
         ):
             if not is_main:
                 continue

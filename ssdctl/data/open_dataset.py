@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -166,6 +167,7 @@ class DatasetSize(NamedTuple):
     background: int | None  # training images without objects; None: not known
     validation: int  # images; 0: no validation split
     classes: list[str]
+    warnings: Sequence[str] = ()  # on measuring with the validation split
 
 
 def count_images(root: Path, folder: Path, tiling: Tiling | None = None) -> DatasetSize:
@@ -174,9 +176,9 @@ def count_images(root: Path, folder: Path, tiling: Tiling | None = None) -> Data
     if is_prepared(root, folder):
         splits = open_splits(root, folder)
         train = tiled(require_split(splits, "train", root), tiling)
-        num_val = len(splits["val"].image_ids) if "val" in splits else 0
-        names = [c.name for c in train.classes]
-        return DatasetSize(len(train.trainable), len(train.background), num_val, names)
+        val, names = splits.get("val"), [c.name for c in train.classes]
+        num_val, warnings = (len(val.image_ids), val.warnings) if val else (0, ())
+        return DatasetSize(len(train.trainable), len(train.background), num_val, names, warnings)
     unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
     annotations = require_split(unprepared, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):

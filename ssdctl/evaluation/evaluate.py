@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,11 +57,13 @@ def evaluate_files(
     progress: Progress,
     detections_file: Path | None = None,
     is_distributed: bool = True,
+    on_detected: Callable[[DetectedSplit], None] | None = None,
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
     A checkpoint may also be a network in memory.
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
+    `on_detected` gets the detections of each, on the first rank.
     With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
@@ -78,18 +80,25 @@ def evaluate_files(
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
     if results is not None:
-        yield _read_results(results, config).score(verify=config.evaluate.verify)
+        read = _read_results(results, config)
+        if on_detected is not None:
+            on_detected(read)
+        yield read.score(verify=config.evaluate.verify)
         return
     from ssdctl.distributed.collectives import any_rank, broadcast
 
     with _joined_ranks(config, is_distributed) as (device, ranks):
         for file in files:
             checkpoint = _read_unless_deleted(file, len(files) > 1)
+            if not isinstance(file, Path):  # each rank has its own statistics of batch norm
+                checkpoint = broadcast(checkpoint, ranks)
             is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
             if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
             found = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
+            if found is not None and on_detected is not None:
+                on_detected(found)
             evaluation = None if found is None else _score(found, config, detections_file)
             evaluation = broadcast(evaluation, ranks)
             assert evaluation is not None

@@ -316,7 +316,8 @@ PLAN_FLAGS = [
     "--tf32",
     "--tensorboard",
 ]
-PLAN_OPTION = st.sampled_from(PLAN_FLAGS) | st.sampled_from(sorted(PLANNED)).flatmap(
+RISKY = ["--resume=CKPT", "--out=RUN", "--init=CKPT", "--tracker=nonsense", "--accumulate=3"]
+PLAN_OPTION = st.sampled_from(RISKY + PLAN_FLAGS) | st.sampled_from(sorted(PLANNED)).flatmap(
     lambda path: st.sampled_from(PLANNED[path].split()).map(
         lambda text: f"{all_settings()[path].flags[0]}={text}"
     )

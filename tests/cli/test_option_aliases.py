@@ -26,17 +26,8 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
 @pytest.mark.parametrize(
     ("alias", "ours"),
     [
-        ("--batch_size=8", "--bs=8"),
-        ("-b 8", "--bs=8"),
         ("-b8", "--bs=8"),
-        ("--base_lr 1e-3", "--lr=1e-3"),
-        ("--num-workers 3", "--workers=3"),
-        ("--wd 0.1", "--weight-decay=0.1"),
-        ("--model_dir x", "--out=x"),
-        ("--autocast", "--bf16"),
         ("--dtype bf16", "--bf16"),
-        ("--hpu-lazy-mode", "--execution=lazy"),
-        ("--no-allow-tf32", "--no-tf32"),
         ("--threshold 0.23", "--target-ap=0.23"),
         ("--ebs 4", "--set=evaluate.batch_size=4"),
         ("--save_summary_steps 10", "--log-every=10 --tensorboard"),  # TensorFlow's

@@ -188,34 +188,6 @@ def test_one_pod_for_a_download(cli: Cli) -> None:
     assert container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
 
 
-@pytest.mark.parametrize(
-    ("device", "count", "nodes", "kind", "resource"),
-    [
-        ("hpu", 8, 1, "Job", "habana.ai/gaudi"),
-        ("hpu", 16, 2, "MPIJob", "habana.ai/gaudi"),
-        ("hpu", 1, 1, "Job", "habana.ai/gaudi"),
-        ("cuda", 4, 1, "Job", "nvidia.com/gpu"),
-        ("cuda", 16, 2, "List", "nvidia.com/gpu"),
-        ("tpu", 4, 1, "Job", "google.com/tpu"),
-        ("xla", 4, 1, "Job", "google.com/tpu"),
-        ("xla", 8, 2, "List", "google.com/tpu"),
-        ("cpu", 2, 1, "Job", None),
-    ],
-)
-def test_kinds(device: str, count: int, nodes: int, kind: str, resource: str | None) -> None:
-    settings = {"install": "a.whl", "host_ipc": True, "pull_secret": "s"}
-    manifest = manifest_for(device, count, nodes=nodes, **settings)
-    assert manifest["kind"] == kind
-    limits = list(containers(manifest).values())[-1]["resources"].get("limits", {})
-    assert limits == ({resource: str(count // nodes)} if resource else {})
-    with_devices = templates(manifest)[-1]
-    expected = [{"key": resource, "operator": "Exists"}] if resource else None
-    assert with_devices["spec"].get("tolerations") == expected
-    for template in templates(manifest):
-        for marks in (template["metadata"]["labels"], template["metadata"]["annotations"]):
-            assert marks["sidecar.istio.io/inject"] == "false"
-
-
 def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
     """The launcher waits for all workers: one failed download must not fail a worker."""
     sidecar = {"name": "sidecar", "image": "b"}

@@ -24,9 +24,10 @@ import yaml
 from conftest import Result, run_cli
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
-from launch.test_kubernetes import checked, containers
+from launch.test_kubernetes import checked, containers, templates
 from torch.distributed.run import get_args_parser
 
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.settings import all_settings
 from ssdctl.launch.engines.kubernetes import PLAIN
 
@@ -324,10 +325,14 @@ def check_kubernetes(plan: Any, launch: Launch) -> None:
     assert replicas == launch.nodes
     assert spec.get("slotsPerWorker", launch.ranks_per_node) == launch.ranks_per_node
     amounts = devices["resources"].get("limits", {})
-    if (
-        kind := {"hpus": "habana.ai/gaudi", "gpus": "nvidia.com/gpu"}.get(launch.plural)
-    ) is not None:
-        assert int(amounts[kind]) * replicas == launch.count
+    expected = "Job" if launch.nodes == 1 else "MPIJob" if launch.plural == "hpus" else "List"
+    assert manifest["kind"] == expected
+    resource = DEVICE_TYPES[DEVICES[launch.plural]].kubernetes_resource
+    assert [t["key"] for t in templates(manifest)[-1]["spec"].get("tolerations", [])] == (
+        [resource] if resource else []
+    )
+    if resource is not None:
+        assert int(amounts[resource]) * replicas == launch.count
     program = unescaped((pods.get("launcher") or pods["main"])["command"])
     environment = {e["name"]: unescaped([e["value"]])[0] for e in devices["env"]}
     assert environment["NAME"] == launch.texts["env"]
@@ -349,7 +354,7 @@ def check_pod_command(words: list[str], launch: Launch) -> None:
     if "--launcher=mpirun" in words:
         check_mpirun(plan, launch._replace(cores=launch.cores or 10**6))
     else:
-        argv = plan["argv"]
+        argv = [word for word in plan["argv"] if word != "--tpu"]
         read = get_args_parser().parse_args(argv[argv.index("-m") + 2 :])
         check_command([w.replace("$$", "$") for w in read.training_script_args], launch)
 
@@ -370,4 +375,4 @@ def test_kubernetes_and_its_pods_read_the_manifest(examples: int) -> None:
         assert yaml.safe_load(name.sub("mine", text)) == manifest
         check_kubernetes(plan, launch)
 
-    check_all(check, examples, "kubernetes", plurals=("hpus", "gpus", "cpus"))
+    check_all(check, examples, "kubernetes")
