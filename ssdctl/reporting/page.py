@@ -42,7 +42,7 @@ from ssdctl.runs.evaluation import (
     write_evaluation,
 )
 from ssdctl.runs.folder import RunDir
-from ssdctl.runs.run import Run, different_settings
+from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
 
 HERE = Path(__file__).parent
@@ -82,6 +82,7 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
         runs=runs,
         heading=" \u00b7 ".join(names),
         facts=[_facts(run) for run in runs],
+        folds=folds_text(runs),
         curves=curves,
         frame=charts,
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
