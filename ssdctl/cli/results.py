@@ -128,6 +128,23 @@ def _table(found: list[dict[str, Any]], lines: list[str]) -> Group:
     return Group(runs, *lines, *states)
 
 
+EveryCheckpoint = Annotated[
+    bool, Option("--all", help="Score every checkpoint of a run, in one table")
+]
+DetectionsFile = Annotated[
+    str | None, Option(metavar="FILE", help="Write the detections as COCO results")
+]
+SuspectsFile = Annotated[
+    str | None,
+    Option(metavar="FILE.csv", help="Write the labels that look wrong, the worst first"),
+]
+Other = Annotated[
+    str | None,
+    Option(metavar="B", help="Compare with another checkpoint, run or file of detections"),
+]
+FailIfWorse = Annotated[
+    bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
+]
 WhatToScore = Annotated[
     list[str] | None,
     Argument(
@@ -159,24 +176,12 @@ WhatToScore = Annotated[
 def evaluate(
     call: Call,
     what: WhatToScore = None,
-    every: Annotated[
-        bool, Option("--all", help="Score every checkpoint of a run, in one table")
-    ] = False,
-    detections: Annotated[
-        str | None, Option(metavar="FILE", help="Write the detections as COCO results")
-    ] = None,
+    every: EveryCheckpoint = False,
+    detections: DetectionsFile = None,
     report: Annotated[str | None, Option(metavar="DIR", help="Write an HTML report to DIR")] = None,
-    suspects: Annotated[
-        str | None,
-        Option(metavar="FILE.csv", help="Write the labels that look wrong, the worst first"),
-    ] = None,
-    against: Annotated[
-        str | None,
-        Option(metavar="B", help="Compare with another checkpoint, run or file of detections"),
-    ] = None,
-    fail_if_worse: Annotated[
-        bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
-    ] = False,
+    suspects: SuspectsFile = None,
+    against: Other = None,
+    fail_if_worse: FailIfWorse = False,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 

@@ -192,7 +192,7 @@ def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None
 
     if not size.validation and root.exists() and not plan.config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    for warning in description.warnings_of_unreached(plan):
+    for warning in (*size.warnings, *description.warnings_of_unreached(plan)):
         call.console.warning(warning)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,6 +169,7 @@ class DatasetSize(NamedTuple):
     background: int | None  # training images without objects; None: not known
     validation: int  # images; 0: no validation split
     classes: list[str]
+    warnings: Sequence[str] = ()  # on measuring with the validation split
 
 
 def fold_rows(split: Split, fold: str, group: str | None) -> NDArray[np.int64]:
@@ -203,12 +205,12 @@ def count_images(
     if is_prepared(root, folder):
         splits = open_splits(root, folder)
         train = tiled(require_split(splits, "train", root), tiling)
-        num_val = len(splits["val"].image_ids) if "val" in splits else 0
+        val, names = splits.get("val"), [c.name for c in train.classes]
+        num_val, warnings = (len(val.image_ids), val.warnings) if val else (0, ())
         if fold is not None:
             rows = fold_rows(train, fold, group)
-            train, num_val = without_images(train, rows), len(rows)
-        names = [c.name for c in train.classes]
-        return DatasetSize(len(train.trainable), len(train.background), num_val, names)
+            train, num_val, warnings = without_images(train, rows), len(rows), ()
+        return DatasetSize(len(train.trainable), len(train.background), num_val, names, warnings)
     unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
     annotations = require_split(unprepared, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):

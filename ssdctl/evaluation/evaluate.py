@@ -90,6 +90,8 @@ def evaluate_files(
     with _joined_ranks(config, is_distributed) as (device, ranks):
         for file in files:
             checkpoint = _read_unless_deleted(file, len(files) > 1)
+            if not isinstance(file, Path):  # each rank has its own statistics of batch norm
+                checkpoint = broadcast(checkpoint, ranks)
             is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
             if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)

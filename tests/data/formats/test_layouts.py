@@ -24,6 +24,7 @@ from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
+from ssdctl.runtime.safe_text import quoted
 
 TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
 
@@ -219,7 +220,7 @@ def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
     for given in (tmp_path, root / "images"):
         with pytest.raises(DataError, match=re.escape(str(given))) as error:
             find(given)
-        assert f"--data {root}" in str(error.value.hint)
+        assert f"--data {quoted(root)}" in str(error.value.hint)
 
 
 def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:
