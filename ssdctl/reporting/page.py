@@ -1,4 +1,4 @@
-"""Write the report: one self-contained HTML page of one run folder or several. Torch-free."""
+"""Write the report: one self-contained HTML page of one run folder or several."""
 
 from __future__ import annotations
 

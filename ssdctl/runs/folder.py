@@ -1,4 +1,4 @@
-"""A run folder: its file names, its default place, and its lock. Torch-free.
+"""A run folder: its file names, its default place, and its lock.
 
 The first rank locks `RUN/.lock`, which contains its process id and host, so that no second process
 trains in the folder. The kernel releases a lock when the process ends, so a dead run never blocks a
