@@ -335,7 +335,7 @@ def _prepare_split(
             *images.warnings(),
             *duplicate_warnings(split, len(counts), duplicates),
             *contradictions(versions, objects, background | (is_usable & (counts > 0))),
-            *summary_warnings(split, int(is_usable.sum()), per_class, sizes),
+            *summary_warnings(split, int(is_usable.sum()), int(background.sum()), per_class, sizes),
         ],
         notes=[*annotations.notes],
     )

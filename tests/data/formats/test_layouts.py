@@ -15,7 +15,8 @@ from conftest import Cli, Result
 from data.formats import exports
 
 from ssdctl.config import DataConfig, PrepareConfig
-from ssdctl.data.annotations import Annotations, LabeledImage, from_images
+from ssdctl.data.annotations import Annotations, ClassName, LabeledImage, from_images
+from ssdctl.data.check import duplicate_names
 from ssdctl.data.dataset import find
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.find_images import resolve_images
@@ -162,6 +163,9 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     assert not any("bolt (id 1)" in warning for warning in val.warnings)
     export_dataset(open_dataset(root, tmp_path / "store"), tmp_path / "o", "yolo")
     open_dataset(tmp_path / "o", tmp_path / "store2")
+    names = enumerate(("Traffic light", "traffic_light", "car"))
+    (warning,) = duplicate_names([ClassName(*entry) for entry in names])
+    assert "Traffic light (id 0), traffic_light (id 1)." in warning
 
 
 @pytest.mark.parametrize(
