@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from ssdctl.config.fields import DeviceName, Precision
+    from ssdctl.config.fields import Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.model.ssd300 import SSD300
@@ -71,8 +71,8 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
 def load(
     checkpoint: CheckpointLike,
     *,
-    device: DeviceName = "auto",
-    score: float = 0.3,
+    device: str = "auto",
+    score: float | Literal["best"] | None = None,
     nms_iou: float | None = None,
     precision: Precision = "fp32",
     classes: Sequence[str] = (),
@@ -90,14 +90,16 @@ def load(
             are copied.
         device: `auto` is the accelerator of this machine, else the CPU; under torchrun, that of
             this rank.
-        score: Return only detections with a score above this, 0 to 1.
+        score: Return only detections with a score above this, 0 to 1. `best` uses the score of
+            each class's best F1 in the last evaluation of the run. None is `best` if the
+            checkpoint has these, else 0.3.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
             None uses the network's default (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
         classes: Names of the classes to return; empty returns all.
         max_detections: Keep at most this many detections per image, best first; None keeps all.
-        tile: Tile size in pixels; merges tiles with the full image. For small objects. None
-            detects on the full image only.
+        tile: Also detect in tiles of this size in pixels, for small objects; 0: only on the whole
+            image. None: as the checkpoint was trained.
         tile_overlap: Overlap of neighboring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
@@ -113,13 +115,12 @@ def load(
         "precision": precision,
         "classes": classes,
         "max_detections": max_detections,
-        "tile": tile,
-        "tile_overlap": tile_overlap,
     }
-    settings = resolve_call(None, overrides_of("predict", given)).predict
+    tiles = {"tile": tile, "tile_overlap": tile_overlap}
+    config = resolve_call(None, [*overrides_of("predict", given), *overrides_of("data", tiles)])
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
-    return Predictor(*load_detector(checkpoint, settings))
+    return Predictor(*load_detector(checkpoint, config.predict, config.data))
 
 
 @hints_in_messages()
@@ -242,7 +243,8 @@ def evaluate(
 ) -> Evaluation:
     """Compute COCO AP for a checkpoint or a file of detections.
 
-    Under torchrun, or in a process group of your own, every rank calls it and gets the result.
+    Under torchrun, or in a process group of your own, every rank calls it and gets the result;
+    of a network in memory, that of the first rank is scored.
 
     Args:
         checkpoint: As `load` takes it, or a file in COCO's results format, which is scored without

@@ -40,6 +40,7 @@ class ExitCode(enum.IntEnum):
     DISK = 6, "a file cannot be read or written"
     NON_FINITE = 7, "NaN or infinite loss, gradient or output"
     DISTRIBUTED = 8, "a rank failed or was lost"
+    WORSE = 10, "`evaluate --fail-if-worse`: the detector is worse than the one of `--against`"
     STOPPED = 75, "stopped by a signal, work so far is kept; run the same command again to continue"
     INTERRUPTED = 130, "stopped by Ctrl-C (by the second one where the first saves progress)"
 
@@ -80,6 +81,13 @@ class SsdctlError(Exception):
     def for_command_line(self) -> tuple[str, str | None]:
         """Return message and hint with options, also if the error left the Python API."""
         return self._written or (self.message, self.hint)
+
+    def begin_with(self, words: str) -> None:
+        """Put words before the message, unless they are in it."""
+        message, hint = self.for_command_line()
+        if words not in message:
+            self.args = (f"{words}: {self}",)
+            self._written = self._written and (f"{words}: {message}", hint)
 
     def tell_python(self) -> None:
         """Name keywords in place of options, and let the message end with the hint."""
@@ -172,6 +180,10 @@ class NonFiniteError(SsdctlError):
 
 class DistributedError(SsdctlError):
     exit_code = ExitCode.DISTRIBUTED
+
+
+class WorseError(SsdctlError):
+    exit_code = ExitCode.WORSE
 
 
 class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was stopped by request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -104,11 +105,8 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
     logits[:, 0] += 8  # most boxes are background, as in a trained network's output
     logits = logits.to(device.torch_device)
     defaults = default_boxes_cxcywh().to(device.torch_device)
-
-    def once() -> Any:
-        return detect(offsets, logits, defaults)
-
-    return DETECT_BATCH / _seconds_each(once, seconds, device)
+    work = functools.partial(detect, offsets, logits, defaults)
+    return DETECT_BATCH / _seconds_each(work, seconds, device)
 
 
 def _latencies(split: Split, detector: Detector, seconds: float, device: Device) -> Measurements:

@@ -88,8 +88,6 @@ def seconds_per_step(
 
 
 class _Bench:
-    """Time training steps of one network on one device."""
-
     def __init__(
         self, plan: Plan, architecture: Architecture, device: Device, ranks: Ranks
     ) -> None:

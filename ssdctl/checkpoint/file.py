@@ -8,10 +8,12 @@ file has only the weights and the classes (exported.py), other systems' have oth
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,8 +31,10 @@ from ssdctl.checkpoint.format import (
     require_file,
 )
 from ssdctl.data.annotations import ClassName
-from ssdctl.errors import IntegrityError, SsdctlError, UsageError
+from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
+from ssdctl.runs.evaluation import read_evaluation
+from ssdctl.runs.folder import RunDir, evaluation_of
 
 Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
@@ -83,11 +87,27 @@ def load_checkpoint(source: Source) -> NetworkWeights:
         return read_safetensors(path)
     payload = read_payload(path)
     try:
-        return _read_any(path, payload)
+        return with_own_thresholds(_read_any(path, payload))
     except SsdctlError:
         raise
     except Exception as error:  # a tensor in place of another value can raise anything
         raise IntegrityError(f"{path}: malformed checkpoint: {error!r:.300}") from error
+
+
+def with_own_thresholds(read: NetworkWeights) -> NetworkWeights:
+    """Return a checkpoint with the thresholds of its own evaluation, if that is in its run folder.
+
+    The score arrives after the checkpoint is saved: the file has those of the evaluation before.
+    """
+    run = RunDir(read.path.parent.parent)
+    if not isinstance(read, Checkpoint) or read.path.parent != run.checkpoints:
+        return read
+    for file in (evaluation_of(run.step_checkpoint(read.step)), run.evaluation):
+        with contextlib.suppress(DataError):
+            evaluation = read_evaluation(file)
+            if evaluation is not None and evaluation.about.step == read.step:
+                return replace(read, thresholds=evaluation.thresholds(read.classes))
+    return read
 
 
 def weights_in_memory(model: nn.Module) -> NetworkWeights:

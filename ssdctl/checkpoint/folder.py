@@ -178,7 +178,6 @@ class CheckpointFolder:
 
 
 def _on_host(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with a copy of its tensors on the CPU."""
     names = ("model", "trained", "optimizer", "rank_statistics")
     return replace(checkpoint, **{name: _copied(getattr(checkpoint, name)) for name in names})
 

@@ -21,10 +21,12 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import LARGEST_INT, BackboneName
+from ssdctl.config.fields import LARGEST_INT, MIN_TILE, Tiling
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import listed
 
 FORMAT: Final = 1
@@ -37,6 +39,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Setting = Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
+Threshold = Annotated[float, msgspec.Meta(ge=0, le=1)] | None  # None: not known for the class
 Scalar = bool | Setting | float | str | None
 Shape = tuple[int, ...]
 
@@ -50,9 +53,18 @@ class Architecture(NamedTuple):
 
 
 class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):
-    backbone: BackboneName
+    backbone: str
     extra_norm: Literal["none", "batch"]
     num_classes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLASSES)]
+
+
+class TilingFields(msgspec.Struct, forbid_unknown_fields=True):
+    size: Annotated[int, msgspec.Meta(ge=MIN_TILE, le=MAX_COUNT)]  # pixels
+    overlap: Annotated[float, msgspec.Meta(ge=0, le=0.9)]  # fraction of a tile
+
+    @property
+    def value(self) -> Tiling:
+        return Tiling(self.size, self.overlap)
 
 
 class ParameterGroup(msgspec.Struct):
@@ -71,6 +83,7 @@ class NetworkPayload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: dict[str, Any]  # the weights to evaluate
     architecture: ArchitectureFields
     classes: list[ClassName]  # label = index + 1; ids are COCO's
+    thresholds: list[Threshold] = []  # the scores of the best F1 of the classes; empty: not known
 
 
 class Payload(NetworkPayload, kw_only=True, forbid_unknown_fields=False):
@@ -95,8 +108,18 @@ class ModelFile:
     path: Path
     architecture: Architecture
     classes: list[ClassName]
+    thresholds: Sequence[float | None] = ()  # scores of the best F1 of the classes, if known
     step: int = 0
     epoch: float = 0.0
+    tiling: Tiling | None = None  # how the run saw images; None: only as a whole
+
+    def __post_init__(self) -> None:
+        """Raise UsageError unless the backbone is built in, or a plugin that is installed."""
+        if self.architecture.backbone not in plugins.names(BACKBONES):
+            raise UsageError(
+                f"{self.path}: its backbone {self.architecture.backbone!r:.100} is not installed",
+                hint=f"install the package that has it as an entry point of {BACKBONES.group}",
+            )
 
     @property
     def run_settings(self) -> Mapping[str, Any] | None:
@@ -135,6 +158,7 @@ class NetworkWeights(ModelFile):
             "format": FORMAT,
             "architecture": self.architecture._asdict(),
             "classes": msgspec.to_builtins(self.classes),
+            "thresholds": list(self.thresholds),
         }
         names = fields.__struct_fields__
         return {name: own[name] if name in own else getattr(self, name) for name in names}
@@ -170,6 +194,7 @@ class Checkpoint(NetworkWeights):
             config=fields.config,
             step=fields.step,
             epoch=fields.samples_seen / fields.images,
+            tiling=_tiling(fields.config),
             samples_seen=fields.samples_seen,
             images=fields.images,
             global_batch=fields.global_batch,
@@ -184,11 +209,13 @@ class Checkpoint(NetworkWeights):
 
 def _network_of(fields: NetworkPayload) -> dict[str, Any]:
     architecture = Architecture(*msgspec.structs.astuple(fields.architecture))
-    return {"architecture": architecture, "classes": fields.classes}
+    thresholds = fields.thresholds
+    return {"architecture": architecture, "classes": fields.classes, "thresholds": thresholds}
 
 
 def _check_network(fields: NetworkPayload) -> None:
     check_classes(fields.classes, fields.architecture.num_classes)
+    check_thresholds(fields.thresholds, fields.classes)
     if not is_state(fields.model):
         raise ValueError("model: not a state dict of dense tensors")
 
@@ -209,6 +236,11 @@ def _check_fields(fields: Payload) -> None:
             raise ValueError("optimizer: a tensor is not dense numbers")
 
 
+def _tiling(config: Mapping[str, Any]) -> Tiling | None:
+    facts = {"size": config.get("data.tile"), "overlap": config.get("data.tile_overlap")}
+    return msgspec.convert(facts, TilingFields).value if facts["size"] else None
+
+
 def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
     """Raise ValueError if the classes are not those of a network of `num_classes` outputs."""
     if len(classes) + 1 != num_classes:
@@ -218,6 +250,12 @@ def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
         )
     if any(c.id is not None and abs(c.id) > MAX_COUNT for c in classes):
         raise ValueError("classes: an id is out of bounds")
+
+
+def check_thresholds(thresholds: Sequence[object], classes: Sequence[object]) -> None:
+    """Raise ValueError unless there are as many thresholds as classes, or none."""
+    if thresholds and len(thresholds) != len(classes):
+        raise ValueError(f"{len(thresholds)} thresholds of {len(classes)} classes")
 
 
 def is_state(value: object) -> bool:

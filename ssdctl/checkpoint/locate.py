@@ -17,7 +17,7 @@ from ssdctl.download.hub import WEIGHTS, HubReference, fetch_model, is_reference
 from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detector
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_errors
-from ssdctl.model.pretrained import check_file, weights_named, weights_of
+from ssdctl.model.pretrained import check_file, weights_named
 from ssdctl.runs.folder import RunDir, find_checkpoint, run_dir, tensorflow_checkpoint
 from ssdctl.runs.going_back import has_continued_from
 
@@ -142,7 +142,7 @@ def check_weight_sources(config: Config) -> None:
         return
     if config.train.init is not None:
         resolve_source(config.train.init)
-    elif name := weights_of(config.model):
+    elif name := config.model.weights_name:
         if Path(name).is_file():
             check_file(Path(name))
         else:

@@ -24,13 +24,12 @@ from ssdctl.checkpoint.format import (
     NetworkWeights,
     is_state,
 )
-from ssdctl.config.fields import BACKBONES
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES, UNUSED
 from ssdctl.errors import IntegrityError
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
-from ssdctl.runtime.packages import module_names
+from ssdctl.runtime.plugins import BACKBONES, built_in, built_in_module
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
 PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
@@ -249,9 +248,9 @@ def backbone_of(state: Mapping[str, Tensor]) -> str | None:
 
     def difference(backbone: str) -> int:
         with without_weights():
-            expected = find_backbone(backbone).build().state_dict()
+            expected = built_in_module(BACKBONES, backbone).build().state_dict()
         return len(shapes ^ {(k, v.shape) for k, v in expected.items() if not k.endswith(counter)})
 
-    difference_of = {name: difference(name) for name in sorted(module_names(BACKBONES[0]))}
+    difference_of = {name: difference(name) for name in sorted(built_in(BACKBONES))}
     nearest = min(difference_of, key=difference_of.__getitem__)
     return nearest if difference_of[nearest] < len(shapes) else None

@@ -178,9 +178,9 @@ def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
 
 def _completed(incomplete: str) -> list[str]:
     from ssdctl.download.pinned_files import DETECTORS
-    from ssdctl.model.pretrained import all_weights
+    from ssdctl.model.pretrained import built_in_weights
 
-    names = [name for w in all_weights() for name in (w.alias, w.name)]
+    names = [name for w in built_in_weights() for name in (w.alias, w.name)]
     names += [detector.name for detector in DETECTORS]
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
@@ -226,9 +226,9 @@ def fetch_weights(
         return
     from ssdctl.download.fetch import fetch_detector
     from ssdctl.download.pinned_files import find_detector
-    from ssdctl.model.pretrained import fetch_weights, weights_of
+    from ssdctl.model.pretrained import fetch_weights
 
-    name = name or weights_of(call.config.model)
+    name = name or call.config.model.weights_name
     if name is None or "/" in name:
         raise UsageError(
             f"model.weights is {call.config.model.weights!r} in the config: nothing to download",
@@ -276,9 +276,10 @@ def _list(call: Call, dest: Path | None) -> None:
     from ssdctl.model.pretrained import all_weights, find_weights
 
     mark = "\u2713" if is_encodable("\u2713", sys.stdout) else "*"
-    width = max(len(weights.alias or weights.name) for weights in all_weights())
+    listed, errors = all_weights()
+    width = max(len(weights.alias or weights.name) for weights in listed)
     rows, lines = list[dict[str, object]](), list[str]()
-    for weights in all_weights():
+    for weights in listed:
         path, file = find_weights(weights.name, dest), weights.file
         row = {"name": weights.name, "alias": _alias(weights), "note": file.note, "url": file.url}
         more = {"sha256": file.sha256, "bytes": file.bytes, "path": str(path) if path else None}
@@ -287,7 +288,10 @@ def _list(call: Call, dest: Path | None) -> None:
         lines.append(f"{mark if path else ' '} {shown:<{width}}  {file.note}")
         if call.console.verbose:
             lines.append(f"  {path or file.url}")
-    call.console.result({"weights": rows}, "\n".join(lines))
+    for error in errors:
+        call.console.warning(f"broken: {error}")
+    broken = [str(error) for error in errors]
+    call.console.result({"weights": rows, "broken": broken}, "\n".join(lines))
     call.console.closing([(mark, "downloaded"), ("more", "`ssdctl models` lists whole detectors")])
 
 

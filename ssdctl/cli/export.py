@@ -147,7 +147,9 @@ def _next_command(request: ExportRequest, config: Config) -> str:
     if request.out.suffix != SUFFIXES.get(request.format, request.out.suffix):
         return ""
     least = config.evaluate.score_threshold or 0  # the NMS in the file drops lower scores
-    score = f" --score {least:g}" if least > config.predict.score else ""
+    chosen = config.predict.score
+    is_lower = isinstance(chosen, float) and chosen < least
+    score = f" --score {least:g}" if is_lower else ""
     return f"ssdctl predict {quoted(out)} photo.jpg --out drawn{score}"
 
 

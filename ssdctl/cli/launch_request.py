@@ -15,13 +15,14 @@ from ssdctl.cli.command import Call
 from ssdctl.cli.help import click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import device_type
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.tiles import tiling_of
 from ssdctl.distributed.ranks import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
@@ -41,7 +42,7 @@ def configure_launch(
     """Return the launcher and the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
     device = _tpu_device(call) if device == "tpu" else device
-    name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
+    name = device_type(device).launcher if config.launcher == "auto" else config.launcher
     engine = load_engine(name)
     command = (
         rest_command(call, rest)
@@ -88,7 +89,7 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
     Args:
         has_data: Whether the ranks read the dataset that is prepared on this machine.
     """
-    device = DEVICE_TYPES[device_name]
+    device = device_type(device_name)
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
@@ -101,7 +102,8 @@ def _count_images(config: Config) -> DatasetSize | None:
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        size = count_images(root, folder)
+        folds = config.train.fold, config.train.group
+        size = count_images(root, folder, tiling_of(config.data), *folds)
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None

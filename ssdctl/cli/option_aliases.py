@@ -112,6 +112,10 @@ class AliasCommand(HelpCommand):
         is_launchs = flag in known and flag not in command_of("train").templates
         return known if is_launchs else {}
 
+    @property
+    def takes_arguments(self) -> bool:
+        return any(p.param_type_name == "argument" for p in self.params)
+
     @functools.cached_property
     def templates(self) -> dict[str, str]:
         """The replacement of each option and alias: `--flag`, or `--flag=` to add the value to."""

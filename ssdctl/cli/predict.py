@@ -68,7 +68,7 @@ LineWidth = Annotated[
     "predict",
     short="--out --save --score --classes --tile --recursive --bf16 --fp32 --device",
     panel="Results",
-    settings="predict.*",
+    settings="data.tile data.tile_overlap predict.*",
     examples=[
         "ssdctl predict street.jpg   # with the newest run of runs/",
         "ssdctl predict runs/coco-resnet34 street.jpg --out drawn",
@@ -128,7 +128,8 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
     settings = call.config.predict
     if settings.nms_iou is None:
         settings = msgspec.structs.replace(settings, nms_iou=call.config.evaluate.nms_iou)
-    return load_detector(checkpoint, settings, mirror=call.config.download.mirror)[0]
+    mirror = call.config.download.mirror
+    return load_detector(checkpoint, settings, call.config.data, mirror=mirror)[0]
 
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:

@@ -58,8 +58,6 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
-    from ssdctl.data.check import WITHOUT_OBJECTS
-    from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.store_folder import dataset_folders
 
@@ -76,13 +74,22 @@ def prepare(
     if preview is not None:
         _preview(call, *dataset_folders(call.config.data), preview)
         data["preview"] = str(preview)
+    if tiles := _count_tiles(call, outcome):
+        data["tiles"] = tiles
     call.console.result(data, lambda: _tables(outcome))
-    root = Path(outcome.root)
+    _close(call, outcome)
+
+
+def _close(call: Call, outcome: Outcome) -> None:
+    from ssdctl.data.check import WITHOUT_OBJECTS
+    from ssdctl.data.dataset import warning_without_validation
+
     if "val" not in [report.split for report in outcome.splits]:
-        call.console.warning(warning_without_validation(root))
+        call.console.warning(warning_without_validation(Path(outcome.root)))
     what = "images and boxes" if outcome.packed else "the index; images stay where they are"
     store = f" --store {quoted(outcome.store)}" if call.config.data.store else ""
-    command = f"ssdctl train --data {quoted(outcome.root)}{store}"
+    tile = f" --tile {call.config.data.tile}" if call.config.data.tile else ""
+    command = f"ssdctl train --data {quoted(outcome.root)}{store}{tile}"
     facts: list[tuple[str, str | Path]] = [("store", f"{outcome.store} ({what})")]
     if any(f.kind not in WITHOUT_OBJECTS for report in outcome.splits for f in report.findings):
         facts.append(("issues", Path(outcome.store) / "report.json"))
@@ -106,6 +113,26 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
     split, opened = next(iter(open_splits(root, folder).items()))
     num_images = preview(opened, call.config, path)
     call.console.info(f"{path}: {counted(num_images, 'image')} of {split} with their boxes")
+
+
+def _count_tiles(call: Call, outcome: Outcome) -> dict[str, Any]:
+    """Return, and log, what the training images are like in the tiles that the user chose."""
+    from ssdctl.data.default_boxes import can_match
+    from ssdctl.data.store import open_splits
+    from ssdctl.data.tiles import tiled, tiling_of
+
+    if (tiling := tiling_of(call.config.data)) is None:
+        return {}
+    _, split = next(iter(open_splits(Path(outcome.root), Path(outcome.store)).items()))
+    split, first = tiled(split, tiling), split.starts[-1]
+    boxes = split.boxes[first:][split.labels[first:] > 0]
+    unmatched = round(1 - float(can_match(boxes).mean()), 4) if len(boxes) else 0.0
+    number = len(split.image_ids) - split.num_images
+    call.console.info(
+        f"{counted(number, 'tile')} of {tiling.size} pixels: {len(boxes):,} boxes, of which "
+        f"{unmatched:.0%} match no default box"
+    )
+    return {"size": tiling.size, "count": number, "boxes": len(boxes), "unmatched_share": unmatched}
 
 
 def _audit(call: Call, outcome: Outcome, data: dict[str, Any]) -> None:

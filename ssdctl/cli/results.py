@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,7 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, table
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import make_dir
 from ssdctl.runs.folder import RUNS, RunDir, running_on
 from ssdctl.runtime.safe_text import quoted
@@ -20,10 +22,11 @@ from ssdctl.runtime.system import tune_process
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ssdctl.runs.evaluation import Evaluation
+    from ssdctl.evaluation.evaluate import DetectedSplit
+    from ssdctl.runs.evaluation import ClassAnalysis, Comparison, Evaluation
 
 SIZES = ("APs", "APm", "APl")
-SIZE_NAMES = {"APs": "small", "APm": "medium", "APl": "large"}
+INTERVALS = "In brackets: 95% intervals, from 1,000 draws of the images."
 RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
 
@@ -35,14 +38,15 @@ def runs(
 
     Runs in progress and runs with broken files are listed, too.
     """
-    from ssdctl.runs.run import newest_runs
+    from ssdctl.runs.run import Run, folds_text, newest_runs
 
     if not Path(folder).is_dir():
         raise UsageError(
             f"{folder}: no such folder", hint="`ssdctl train` makes runs/, `--out` another folder"
         )
     rows = [_row(path) for path in newest_runs(Path(folder))]
-    call.console.result(rows, (lambda: _table(rows)) if rows else f"{folder}: no runs")
+    lines = folds_text([Run(row["path"]) for row in rows if row.get("fold")])
+    call.console.result(rows, (lambda: _table(rows, lines)) if rows else f"{folder}: no runs")
     if rows:
         call.console.closing([], [f"ssdctl report {quoted(rows[0]['path'])}"])
 
@@ -61,6 +65,7 @@ def _row(path: Path) -> dict[str, Any]:
             "network": run.settings.get("model.backbone", ""),
             "steps": run.num_steps,
             "ap": (run.best_metrics or {}).get("AP"),
+            "fold": run.settings.get("train.fold"),
             "state": f"running on {host}" if host else "",
         }
     except SsdctlError as error:
@@ -106,7 +111,7 @@ def report(
     call.console.closing([], [command] * has_checkpoints)
 
 
-def _table(found: list[dict[str, Any]]) -> Group:
+def _table(found: list[dict[str, Any]], lines: list[str]) -> Group:
     from rich.console import Group
 
     rows = [
@@ -119,22 +124,40 @@ def _table(found: list[dict[str, Any]]) -> Group:
             column.overflow = "fold"
         else:
             column.no_wrap = True
-    return Group(runs, *(f"{r['path']}: {r['state']}" for r in found if r["state"]))
+    states = [f"{r['path']}: {r['state']}" for r in found if r["state"]]
+    return Group(runs, *lines, *states)
 
 
-WhatToScore = Annotated[
+EveryCheckpoint = Annotated[
+    bool, Option("--all", help="Score every checkpoint of a run, in one table")
+]
+DetectionsFile = Annotated[
+    str | None, Option(metavar="FILE", help="Write the detections as COCO results")
+]
+SuspectsFile = Annotated[
     str | None,
+    Option(metavar="FILE.csv", help="Write the labels that look wrong, the worst first"),
+]
+Other = Annotated[
+    str | None,
+    Option(metavar="B", help="Compare with another checkpoint, run or file of detections"),
+]
+FailIfWorse = Annotated[
+    bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
+]
+WhatToScore = Annotated[
+    list[str] | None,
     Argument(
-        metavar="CKPT|RUN|DETECTIONS.json",
-        help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
-        "[default: the newest run]",
+        metavar="CKPT|RUN...|DETECTIONS.json",
+        help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results; or the "
+        "runs of all folds [default: the newest run]",
     ),
 ]
 
 
 @command(
     "evaluate",
-    short=("--data --split --bs --bf16 --fp32 --device --limit --score-threshold --report --all"),
+    short="--data --split --bs --bf16 --fp32 --device --limit --report --against --all",
     panel="Results",
     settings="data.* evaluate.*",
     examples=[
@@ -143,6 +166,9 @@ WhatToScore = Annotated[
         "ssdctl evaluate ckpt.pt --data /data/coco --json",
         "ssdctl evaluate ckpt.pt --report evaluation   # a page with errors by type",
         "ssdctl evaluate runs/coco-resnet34 --all   # every checkpoint of the run",
+        "ssdctl evaluate new.pt --against best.pt --fail-if-worse   # is it better?",
+        "ssdctl evaluate runs/coco-resnet34 --suspects suspects.csv   # labels that look wrong",
+        "ssdctl evaluate runs/parts-resnet34-fold*   # all folds as one set",
         "ssdctl evaluate detections.json --data /data/coco --verify",
         "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
     ],
@@ -150,13 +176,12 @@ WhatToScore = Annotated[
 def evaluate(
     call: Call,
     what: WhatToScore = None,
-    every: Annotated[
-        bool, Option("--all", help="Score every checkpoint of a run, in one table")
-    ] = False,
-    detections: Annotated[
-        str | None, Option(metavar="FILE", help="Write the detections as COCO results")
-    ] = None,
+    every: EveryCheckpoint = False,
+    detections: DetectionsFile = None,
     report: Annotated[str | None, Option(metavar="DIR", help="Write an HTML report to DIR")] = None,
+    suspects: SuspectsFile = None,
+    against: Other = None,
+    fail_if_worse: FailIfWorse = False,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 
@@ -165,23 +190,91 @@ def evaluate(
     """
     from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
 
-    what = what or name_newest_run(call.console)
-    is_run = Path(what).is_dir() and not is_model_folder(Path(what))
+    named = what or [name_newest_run(call.console)]
+    is_run = Path(named[0]).is_dir() and not is_model_folder(Path(named[0]))
     if every and not is_run:
-        raise UsageError(f"--all: {what} is not a run folder", hint="leave --all out")
+        raise UsageError(f"--all: {named[0]} is not a run folder", hint="leave --all out")
+    if len(named) > 1 and (every or against):
+        raise UsageError("--all and --against take one run, several are the folds of one set")
     if every:
-        files = RunDir(Path(what)).all_checkpoints()
+        files = RunDir(Path(named[0])).all_checkpoints()
     else:
-        files = [locate_checkpoint(what, mirror=call.config.download.mirror)]
+        files = [locate_checkpoint(name, mirror=call.config.download.mirror) for name in named]
+    if against is not None:
+        if every or detections or report or suspects:
+            raise UsageError("--against excludes --all, --detections, --report and --suspects")
+        _compare(call, files[0], against, fail_if_worse=fail_if_worse)
+        return
+    if fail_if_worse:
+        raise UsageError("--fail-if-worse without --against", hint="add --against B")
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
-    evaluations = _evaluate(call, files, Path(detections) if detections else None)
-    if evaluations:  # else not the main rank
-        _show(call, evaluations, is_run=is_run, every=every, report=report)
+    found: list[DetectedSplit] = []
+    written = Path(detections) if detections else None
+    evaluations = _evaluate(call, files, written, found, are_folds=len(named) > 1)
+    if not evaluations:  # not the main rank
+        return
+    facts = _write_suspects(found, Path(suspects)) if suspects else []
+    _show(call, evaluations, facts, is_run=is_run, every=every, report=report)
+
+
+def _write_suspects(found: list[DetectedSplit], file: Path) -> list[tuple[str, str]]:
+    """Write the suspects by all detections; return a fact for the end."""
+    from ssdctl.evaluation.suspects import find_suspects, write_suspects
+
+    ranked = find_suspects(found[0].truth, found[0].image_ids, [f.detections for f in found])
+    write_suspects(file, ranked)
+    return [("suspects", f"{len(ranked):,} labels that look wrong -> {file}")]
+
+
+def _compare(call: Call, file: Path, against: str, *, fail_if_worse: bool) -> None:
+    """Print the difference of two detectors.
+
+    Raises:
+        WorseError: With `fail_if_worse`, if `against` is better.
+    """
+    from ssdctl.checkpoint.locate import locate_checkpoint
+    from ssdctl.evaluation.evaluate import compare_files
+
+    other = locate_checkpoint(against, mirror=call.config.download.mirror)
+    with _on_main_rank(call):
+        comparison = compare_files(file, other, call.config, progress=call.console.progress)
+    if comparison is None:
+        return
+    call.console.result(comparison.as_json(), comparison.verdict())
+    if not call.console.as_json and not call.console.quiet:
+        call.console.result(None, lambda: _differences(comparison))
+    if fail_if_worse and comparison.better == "b":
+        raise WorseError(f"{file} is worse than {other}: {comparison.verdict()}")
+
+
+def _differences(comparison: Comparison) -> Group:
+    """Return the metrics of two evaluations, and the differences of each class."""
+    from rich.console import Group
+
+    heads = [
+        f"{name}  {headline(e)}\n   {e.about.source}"
+        for name, e in (("A", comparison.a), ("B", comparison.b))
+    ]
+    rows = []
+    entries = [("all", comparison.difference)]
+    entries += [
+        (c.name, d) for c, d in zip(comparison.a.per_class, comparison.per_class, strict=True)
+    ]
+    for label, found in entries:
+        rows.append([label, *(str(found.get(name, "-")) for name in ("AP", "AP50"))])
+    classes = table("class", "AP, B - A", "AP50, B - A", rows=rows)
+    return Group("", *heads, "", classes, "", INTERVALS)
 
 
 def _show(
-    call: Call, evaluations: list[Evaluation], *, is_run: bool, every: bool, report: str | None
+    call: Call,
+    evaluations: list[Evaluation],
+    facts: list[tuple[str, str]],
+    *,
+    is_run: bool,
+    every: bool,
+    report: str | None,
 ) -> None:
     """Print the evaluations of one checkpoint or of `every` checkpoint of a run."""
     best = max(evaluations, key=lambda e: e.metrics["AP"])
@@ -192,12 +285,11 @@ def _show(
         call.console.result(results[0] if is_run else best.as_json(), headline(best))
         if not call.console.as_json and not call.console.quiet:
             call.console.result(None, lambda: tables(best))
-    facts = []
     if report is not None:
         from ssdctl.reporting.page import write_evaluation_report
 
         facts.append(("report", str(write_evaluation_report(best, Path(report)))))
-    if best.about.precision is None:  # a file of detections
+    if best.about.precision is None or ", " in best.about.source:  # detections, or several folds
         call.console.closing(facts)
         return
     facts.insert(0, ("best" if every else "checkpoint", best.about.source))
@@ -210,34 +302,55 @@ def _show(
     call.console.closing(facts, next_commands)
 
 
-def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score all files; return an empty list on ranks other than the main one."""
-    from ssdctl.evaluation.evaluate import evaluate_files
+def _evaluate(
+    call: Call,
+    files: list[Path],
+    detections: Path | None,
+    found: list[DetectedSplit],
+    *,
+    are_folds: bool,
+) -> list[Evaluation]:
+    """Score all files; return an empty list on ranks other than the main one.
 
+    The detections of each file are added to `found`.
+    """
+    from ssdctl.evaluation.evaluate import evaluate_files, evaluate_folds
+
+    evaluations = []
+    with _on_main_rank(call) as is_main:
+        for evaluation in (evaluate_folds if are_folds else evaluate_files)(
+            files,
+            call.config,
+            progress=call.console.progress,
+            detections_file=detections,
+            on_detected=found.append,
+        ):
+            if not is_main:
+                continue
+            evaluations.append(evaluation)
+            if len(files) > 1 and not are_folds:  # the table comes at the end, perhaps after hours
+                call.console.info(headline(evaluation))
+    return evaluations
+
+
+@contextlib.contextmanager
+def _on_main_rank(call: Call) -> Iterator[bool]:
+    """Let only the main rank write to the terminal; yield whether this is it."""
     tune_process()
     ranks = find_ranks()
     call.console.addFilter(lambda _: ranks.is_main)
-    evaluations = []
     try:
-        for evaluation in evaluate_files(
-            files, call.config, progress=call.console.progress, detections_file=detections
-        ):
-            if not ranks.is_main:
-                continue
-            evaluations.append(evaluation)
-            if len(files) > 1:  # the table comes at the end, perhaps after hours
-                call.console.info(headline(evaluation))
+        yield ranks.is_main
     except SsdctlError as error:
         if error.is_from_all_ranks and not ranks.is_main:  # the main rank reports it
             raise SystemExit(error.exit_code) from None
         raise
-    return evaluations
 
 
 def headline(evaluation: Evaluation) -> str:
     """Return the AP in one line: `AP 0.422  AP50 0.753  AP75 0.416 | 100 images, ...`."""
     names = ("AP", "AP50", "AP75")
-    scores = "  ".join(f"{name} {format_score(evaluation.metrics[name])}" for name in names)
+    scores = "  ".join(f"{n} {_score(evaluation.metrics[n], evaluation, n)}" for n in names)
     about = evaluation.about
     objects = sum(entry.objects for entry in evaluation.per_class)
     facts = [f"{about.images:,} images", f"{objects:,} objects", about.precision]
@@ -251,16 +364,19 @@ def tables(evaluation: Evaluation) -> Group:
     from ssdctl.evaluation.analysis import ERROR_NAMES, diagnosis
 
     about, metrics = evaluation.about, evaluation.metrics
-    sizes = _present(evaluation, SIZES)
-    rows = []
-    for entry in evaluation.per_class:
-        values = [entry.AP, entry.AP50, *(getattr(entry, name) for name in sizes)]
-        rows.append([entry.name, *map(format_score, values), f"{entry.objects:,}"])
-    names = [SIZE_NAMES[name] for name in sizes]
-    classes = table("class", "AP", "AP50", *names, "objects", rows=rows)
+    rows = [
+        [
+            entry.name,
+            _score(entry.AP, entry, "AP"),
+            _score(entry.AP50, entry, "AP50"),
+            f"{entry.objects:,}",
+        ]
+        for entry in evaluation.per_class
+    ]
+    classes = table("class", "AP", "AP50", "objects", rows=rows)
     others = [(SIZES, "AP by size"), (RECALLS, "AR")]
     lines = [
-        f"{title:<10}  " + "  ".join(f"{n} {format_score(metrics[n])}" for n in names)
+        f"{title:<10}  " + "  ".join(f"{n} {_score(metrics[n], evaluation, n)}" for n in names)
         for group, title in others
         if (names := _present(evaluation, group))
     ]
@@ -269,7 +385,7 @@ def tables(evaluation: Evaluation) -> Group:
         for e in sorted(evaluation.errors, key=lambda e: -e.delta_ap)
     ]
     errors = table("error type", "AP50 gain", "count", "meaning", rows=rows, left=(0, 3))
-    counted = "Errors are counted at IoU 0.5"
+    counted = f"{INTERVALS} Errors are counted at IoU 0.5"
     if about.score_threshold is not None:
         counted += f", among detections with a score above {about.score_threshold:g}"
     return Group("", classes, "", *lines, "", errors, "", diagnosis(evaluation), f"{counted}.")
@@ -292,6 +408,13 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
 def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
     """Return the metrics with a value; sizes without objects have no AP."""
     return [name for name in names if evaluation.metrics.get(name, -1) >= 0]
+
+
+def _score(value: float, of: Evaluation | ClassAnalysis, name: str) -> str:
+    """Format a score with its 95% interval: `0.423 [.38, .47]`."""
+    from ssdctl.runs.evaluation import interval_text
+
+    return format_score(value) + interval_text(of.intervals, name)
 
 
 def format_score(value: float | None) -> str:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.console import aligned
-from ssdctl.data.annotations import ClassName
+from ssdctl.cli.console import Console, aligned
 from ssdctl.distributed.rank_process import start_rank_log
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.observers import Summary
+    from ssdctl.training.observers.display import Display
     from ssdctl.training.plan import Plan
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
@@ -69,7 +69,13 @@ def train(
     # Only rank 0 writes to the terminal.
     call.console.quiet = call.console.quiet or not ranks.is_main
     try:
-        summary, start = _train(call)
+        from ssdctl.training.trainer import Trainer
+
+        trainer = Trainer(config=call.config, observers=[_display(call.console)])
+        with signals.announced(call.console.info), trainer:
+            start = trainer.step
+            trainer.run()
+            summary = trainer.summary()
     except Stopped as stop:
         if ranks.is_main:
             raise
@@ -80,24 +86,16 @@ def train(
         _print_summary(call, summary, start)
 
 
-def _train(call: Call) -> tuple[Summary, int]:
-    """Return the summary of the run, and the step from which it continued."""
+def _display(console: Console) -> Display:
     from ssdctl.training.observers.display import Display
-    from ssdctl.training.trainer import Trainer
 
-    console = call.console
-    display = Display(
+    return Display(
         console.facts,
         console.info,
         progress=console.progress,
         is_live=console.live,
         is_verbose=console.verbose,
     )
-    trainer = Trainer(config=call.config, observers=[display])
-    with signals.announced(console.info), trainer:
-        start = trainer.step
-        trainer.run()
-        return trainer.summary(), start
 
 
 def _print_summary(call: Call, summary: Summary, start: int) -> None:
@@ -179,8 +177,9 @@ def _check_start(plan: Plan, size: DatasetSize) -> None:
     if train.pipeline == "dali":
         from ssdctl.input.open import check_pipeline  # late: torch takes seconds
 
-        check_pipeline(train.pipeline)
+        check_pipeline(train.pipeline, train.augment)
     if RunDir(plan.out).is_started() or train.resume not in ("auto", "never"):
+        from ssdctl.data.annotations import ClassName
         from ssdctl.training.resume import find_checkpoint
 
         names = [ClassName(None, name) for name in size.classes]
@@ -193,7 +192,7 @@ def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None
 
     if not size.validation and root.exists() and not plan.config.train.fake_data:
         call.console.warning(warning_without_validation(root))
-    for warning in description.warnings_of_unreached(plan):
+    for warning in (*size.warnings, *description.warnings_of_unreached(plan)):
         call.console.warning(warning)
 
 
@@ -236,11 +235,13 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.data.tiles import tiling_of
 
     root, folder = dataset_folders(call.config.data)
     root = root.absolute() if call.config.data.root else root
     if root.exists() or (call.config.data.root and not call.config.train.fake_data):
-        return root, count_images(root, folder)
+        folds = call.config.train.fold, call.config.train.group
+        return root, count_images(root, folder, tiling_of(call.config.data), *folds)
     if not call.config.train.fake_data:
         call.console.warning(
             f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "
@@ -250,15 +251,15 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
 
 
 def _device(name: str) -> DeviceType:
-    from ssdctl.config.fields import DEVICE_TYPES
+    from ssdctl.config.fields import device_type
     from ssdctl.runtime.hardware import find_hardware
 
     found = find_hardware()
     if name == "auto":
         name = "cuda" if found.num_nvidia else "hpu" if found.num_gaudi else "cpu"
     if name != "cpu":
-        return DEVICE_TYPES[name]
-    return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
+        return device_type(name)
+    return device_type(name)._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
 def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) -> str:

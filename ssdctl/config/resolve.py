@@ -214,6 +214,8 @@ def _checked(override: Override) -> Override:
     try:
         value = msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
         _check_magnitude(value)
+        if setting.kind is not None and value not in setting.choices:
+            raise msgspec.ValidationError("unknown name")
         return override._replace(path=setting.path, value=value)
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
@@ -250,7 +252,6 @@ def _as_list(value: Any) -> Any:
 
 
 def _pairs(override: Override, table: dict[str, Any]) -> list[str]:
-    """Return a table as a list of `KEY=VALUE`."""
     for key, value in table.items():
         if not isinstance(value, (str, int, float)):
             raise UsageError(

@@ -1,16 +1,13 @@
 """The settings of ssdctl, a class for each table of the config."""
 
 import functools
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from ssdctl.config.fields import (
-    AUGMENTATION_LISTS,
-    BackboneName,
     ClusterName,
     Count,
-    DeviceName,
     Duration,
     Fraction,
     Interval,
@@ -23,17 +20,15 @@ from ssdctl.config.fields import (
     Section,
     setting,
 )
-from ssdctl.runtime.packages import plugin_names
+from ssdctl.runtime.plugins import (
+    AUGMENTATION_LISTS,
+    BACKBONES,
+    DEVICES,
+    FORMATS,
+    LAUNCHERS,
+)
 
 DEFAULT_PRESET: Final = "stable-r34"
-# A package with a module for each name, and a group of entry points.
-FORMATS = ("ssdctl.data.formats", "ssdctl.datasets")
-LAUNCHERS = ("ssdctl.launch.engines", "ssdctl.launchers")
-LAUNCHER_CHOICES = ("auto", *plugin_names(*LAUNCHERS))
-if TYPE_CHECKING:
-    LauncherName = str
-else:
-    LauncherName = Literal[LAUNCHER_CHOICES]
 TpuVersion = Literal["v2", "v3", "v4", "v5e", "v5p", "v6e", "v7"]
 SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 
@@ -73,6 +68,13 @@ class DataConfig(Section, frozen=True):
         str | None,
         _data("Folder of the prepared data [default: DATA/prepared]", metavar="DIR"),
     ] = None
+    tile: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        _data("Also use tiles of PX pixels, for small objects (0: off) [default: as trained]", metavar="PX"),
+    ] = None
+    tile_overlap: Annotated[
+        float, _data("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
+    ] = 0.2
 
 
 class DownloadConfig(Section, frozen=True):
@@ -109,7 +111,7 @@ class PrepareConfig(Section, frozen=True):
         _conversion(
             "Dataset format, auto-detected by default; plugins can add formats",
             flag="--from",
-            choices=("auto", *(name.replace("_", "-") for name in plugin_names(*FORMATS))),
+            kind=FORMATS,
         ),
     ] = "auto"
     split: Annotated[
@@ -152,7 +154,7 @@ class PrepareConfig(Section, frozen=True):
 class ModelConfig(Section, frozen=True):
     """The network."""
 
-    backbone: Annotated[BackboneName, _network("Backbone of the detector")]
+    backbone: Annotated[str, _network("Backbone of the detector", kind=BACKBONES)]
     weights: Annotated[
         str,
         _network(
@@ -164,6 +166,14 @@ class ModelConfig(Section, frozen=True):
     extra_norm: Annotated[
         Literal["none", "batch"], _network("Normalization in the extra blocks (batch: NVIDIA's)")
     ]
+
+    @property
+    def weights_name(self) -> str | None:
+        """The full name or the file of the weights, `resnet34-imagenet-v1`; None: random."""
+        if self.weights == "none":
+            return None
+        is_short = self.weights.startswith("imagenet-")
+        return f"{self.backbone}-{self.weights}" if is_short else self.weights
 
 
 class TrainConfig(Section, frozen=True):
@@ -262,9 +272,9 @@ class TrainConfig(Section, frozen=True):
     ] = "skip"
 
     # Device
-    device: Annotated[DeviceName, _device("Device to train on (auto: accelerator, else CPU)")] = (
-        "auto"
-    )
+    device: Annotated[
+        str, _device("Device to train on (auto: accelerator, else CPU)", kind=DEVICES)
+    ] = "auto"
     execution: Annotated[
         Literal["eager", "compile", "lazy"] | None,
         _device("Eager, torch.compile, or lazily traced graphs [default: the fastest]"),
@@ -276,6 +286,15 @@ class TrainConfig(Section, frozen=True):
     profile: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,17},[1-9]\d{0,17}$")] | None,
         _run("Profile these steps into RUN/profile", metavar="FIRST,LAST"),
+    ] = None
+
+    fold: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,2}/[1-9]\d{0,2}$")] | None,
+        _run("Train on all but part I of K; validate on part I", metavar="I/K"),
+    ] = None
+    group: Annotated[
+        str | None,
+        _run("Keep images of equal matches in one fold [default: prepare's]", metavar="REGEX"),
     ] = None
 
     # Input
@@ -344,7 +363,7 @@ class EvaluateConfig(Section, frozen=True):
         Literal["auto", "bf16", "fp32"],
         setting("Precision [default: the run's, else fp32]", choice_flags=True),
     ] = "auto"
-    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+    device: Annotated[str, setting("Device to run on", kind=DEVICES)] = "auto"
     workers: Annotated[
         NonNegativeInt, setting("Decoder threads (0 = all cores)", aliases=("--num-workers",))
     ] = 0
@@ -364,7 +383,13 @@ class EvaluateConfig(Section, frozen=True):
 class PredictConfig(Section, frozen=True):
     """How `ssdctl predict` detects objects."""
 
-    score: Annotated[Fraction, setting("Keep boxes with a score above this")] = 0.3
+    score: Annotated[
+        Fraction | Literal["best"] | None,
+        setting(
+            "Keep boxes with a score above this; best: each class's best F1 [default: best if "
+            "the checkpoint has it, else 0.3]"
+        ),
+    ] = None
     classes: Annotated[
         tuple[str, ...], setting("Keep only these classes [default: all]", metavar="A,B")
     ] = ()
@@ -372,12 +397,6 @@ class PredictConfig(Section, frozen=True):
         None
     )
     max_detections: Annotated[Count | None, setting("Keep at most N boxes per image")] = None
-    tile: Annotated[
-        Annotated[int, msgspec.Meta(ge=32)] | None, setting("Also detect on tiles of N pixels")
-    ] = None
-    tile_overlap: Annotated[
-        float, setting("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
-    ] = 0.2
     every: Annotated[Count, setting("Videos: detect on every Nth frame")] = 1
     max_frames: Annotated[Count | None, setting("Videos: stop after N frames [default: all]")] = (
         None
@@ -386,14 +405,14 @@ class PredictConfig(Section, frozen=True):
     save: Annotated[SaveFormat | None, setting("Write boxes to --out in this format")] = None
     batch_size: Annotated[Count, setting("Batch size", flag="--bs")] = 8
     precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
-    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+    device: Annotated[str, setting("Device to run on", kind=DEVICES)] = "auto"
 
 
 class LaunchConfig(Section, frozen=True):
     """Settings of `ssdctl launch`: the launcher and how ranks share nodes."""
 
     launcher: Annotated[
-        LauncherName, _launch("Program that starts the ranks (auto: by device)")
+        str, _launch("Program that starts the ranks (auto: by device)", kind=LAUNCHERS)
     ] = "auto"
     cluster: Annotated[
         ClusterName | None, _launch("Start from the settings of a known cluster")

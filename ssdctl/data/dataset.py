@@ -30,9 +30,11 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.divide import divided
 from ssdctl.data.find_images import resolve_images
-from ssdctl.data.formats import Format, built_in, coco, load, names
+from ssdctl.data.formats import Format, built_in, coco, load
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
 from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import FORMATS
 from ssdctl.runtime.safe_text import counted, quoted
 
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
@@ -213,13 +215,15 @@ def datasets_in(folder: Path) -> list[Path]:
 
 
 def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
-    for name in names():
+    for name in built_in():
+        module: Format = plugins.built_in_module(FORMATS, name)
+        if by := module.recognize(path):
+            yield name, module, by
+    for name in dict.fromkeys(plugin.name for plugin in plugins.plugins(FORMATS)):
         try:
             module = load(name)
             by = module.recognize(path)
         except SsdctlError as error:
-            if name in built_in():
-                raise
             log.warning("%s", error)  # a broken plugin must not stop the others
             continue
         if by:
@@ -255,9 +259,9 @@ def _no_dataset(path: Path) -> DataError:
     found = [f"{counted(count, f'{kind} file')} such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above):
-        hint = f"did you mean the folder above, --data {above}?"
+        hint = f"did you mean the folder above, --data {quoted(above)}?"
     elif below := datasets_in(path):
-        hint = f"a folder in it is a dataset: --data {below[0]}; or write a dataset.toml"
+        hint = f"a folder in it is a dataset: --data {quoted(below[0])}; or write a dataset.toml"
     else:
         hint = _hint_for(path, files)
     return DataError(

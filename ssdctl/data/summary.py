@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from ssdctl.data.annotations import MAX_CLASSES_NAMED, ClassName
 from ssdctl.data.check import Objects
 from ssdctl.data.default_boxes import IMAGE_SIZE, can_match
+from ssdctl.data.tiles import fitting_tile
 from ssdctl.runtime.safe_text import listed
 
 MIN_VALIDATION = 20  # images; with fewer, one image changes AP by several points
 BLOCK = 1 << 14  # images whose classes are counted at a time
+MAX_EMPTY = 0.25  # share of the images; with more, labeling may not be finished
 MAX_UNMATCHED = 0.25  # share of the boxes
 MAX_COMPARED = 100_000  # boxes that are compared with the default boxes, evenly spaced
 
@@ -37,6 +39,7 @@ class ObjectSizes(msgspec.Struct, frozen=True):
     median: tuple[float, float]  # width, height; 0 without boxes
     unmatched_share: float  # share of the boxes that overlap no default box
     unmatched_median: tuple[float, float]
+    fitting_tile: int | None  # in tiles of as many pixels the median object is large enough
 
 
 def count_classes(
@@ -63,7 +66,8 @@ def object_sizes(objects: Objects) -> ObjectSizes:
     boxes = boxes[:: -(-len(boxes) // MAX_COMPARED) or 1]
     unmatched = boxes[~can_match(boxes)]
     share = round(len(unmatched) / max(len(boxes), 1), 4)
-    return ObjectSizes(_median(boxes), share, _median(unmatched))
+    tile = fitting_tile(objects.boxes[objects.is_trained])
+    return ObjectSizes(_median(boxes), share, _median(unmatched), tile)
 
 
 def _median(boxes: NDArray[np.float32]) -> tuple[float, float]:
@@ -74,10 +78,24 @@ def _median(boxes: NDArray[np.float32]) -> tuple[float, float]:
 
 
 def summary_warnings(
-    split: str, images: int, per_class: Sequence[ClassCount], sizes: ObjectSizes
+    split: str,
+    images: int,
+    background: int,
+    per_class: Sequence[ClassCount],
+    sizes: ObjectSizes,
 ) -> list[str]:
-    """Return what to tell the user about a split of `images` usable images."""
+    """Return what to tell the user about a split.
+
+    Args:
+        images: Number of usable images.
+        background: How many of them are without objects.
+    """
     warnings = []
+    if split == "train" and background > MAX_EMPTY * images:
+        warnings.append(
+            f"{background:,} of {images:,} images have no objects: if some are not labeled yet, "
+            "leave them out, or train with --background 0"
+        )
     if absent := [c.name for c in per_class if not c.boxes]:
         effect = "they are never learned" if split == "train" else "their AP is not measured"
         warnings.append(f"classes without a box: {listed(absent, MAX_CLASSES_NAMED)}; {effect}")
@@ -91,7 +109,6 @@ def summary_warnings(
         warnings.append(
             f"{sizes.unmatched_share:.0%} of the boxes match no default box of SSD300 (median "
             f"{width:.0f} x {height:.0f} of {IMAGE_SIZE} x {IMAGE_SIZE} pixels), so few of these "
-            "objects will be found: crop the images around the objects or cut them into tiles, "
-            "then prepare those"
+            f"objects will be found: train in tiles, --tile {sizes.fitting_tile}"
         )
     return warnings

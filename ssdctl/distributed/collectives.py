@@ -64,9 +64,7 @@ def host_group() -> Any:
 def process_group(
     ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[None]:
-    """Join the other ranks for the duration of the block.
-
-    A process group that the caller has made is used, and kept.
+    """Join the other ranks for the block; a process group that the caller has made is kept.
 
     Args:
         timeout_s: How long a rank waits for another before that one counts as lost.
@@ -80,8 +78,8 @@ def process_group(
         return
     is_ours, variables = not dist.is_initialized(), contextlib.ExitStack()
     try:
+        timeout = datetime.timedelta(seconds=timeout_s)
         with _stdout_to_stderr():
-            timeout = datetime.timedelta(seconds=timeout_s)
             if is_ours:
                 variables.enter_context(with_variables(_variables(ranks)))
                 _join(ranks, device, timeout)

@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 
 from ssdctl._version import __version__
 from ssdctl.config import Config
-from ssdctl.doctor import Check, Doctor, absent, result
-from ssdctl.runtime import hardware, system
+from ssdctl.doctor import IMPORT_S, Check, Doctor, absent, result
+from ssdctl.runtime import hardware, plugins, system
 from ssdctl.runtime.packages import dali_extra, package_version
 from ssdctl.runtime.system import UNLIMITED
 from ssdctl.runtime.threads import run_in_daemon_thread
@@ -151,6 +151,19 @@ def _extras(
         yield result("extras", ", ".join(installed))
     if missing:
         yield absent("other extras", f"not installed: {', '.join(missing)}")
+
+
+def check_plugins(doctor: Doctor) -> Iterator[Check]:
+    """Load the plugins of other packages: a broken one is a problem only when it is used."""
+    if not any(map(plugins.plugins, plugins.KINDS)):
+        return
+    answer = doctor.run_probe("plugins", timeout_s=IMPORT_S)
+    if not (facts := answer.facts()):
+        yield result("plugins", f"cannot be loaded: {answer.problem}", "uninstall them one by one")
+    for name, problem in facts.items():
+        option, detail = name.split(" (")
+        remedy = "update or uninstall its package" if problem else None
+        yield result(option, f"{detail.rstrip(')')}{': ' * bool(problem)}{problem}", remedy)
 
 
 def check_machine(_: Doctor) -> Iterator[Check]:

@@ -142,7 +142,6 @@ def _get_archive(
     get: Callable[[PinnedFile], Path],
     progress: Progress,
 ) -> tuple[Record, str]:
-    """Fetch and unpack one archive unless its content is complete; return its record and state."""
     record_path = _record_path(dest, file)
     if not os.access(dest, os.W_OK) and (record := _whole_record(dest, file)) is not None:
         return record, "present"  # without a lock: the disk is read-only
@@ -340,7 +339,6 @@ def _entry(info: zipfile.ZipInfo) -> Entry:
 def _checked_entries(
     opened: zipfile.ZipFile, archive: Path, num_files: int | None
 ) -> list[zipfile.ZipInfo]:
-    """Return the archive's entries if their number, names, kinds and sizes are safe."""
     infos = opened.infolist()
     if len(infos) > MAX_ENTRIES:
         raise IntegrityError(f"{archive}: {len(infos):,} entries are too many")

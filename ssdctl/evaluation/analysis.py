@@ -1,4 +1,4 @@
-"""Score detections, and analyze their errors, curves, calibration and confusions. Torch-free.
+"""Score detections, and analyze their errors, curves, calibration and confusions.
 
     evaluation = score(read_ground_truth(index), detections, EvaluationInfo(source="best.pt", ...))
     write_evaluation(folder / "evaluation.json", evaluation)
@@ -32,12 +32,15 @@ from ssdctl.evaluation.coco_ap import (
     read_ground_truth,
     run_scoring,
 )
+from ssdctl.evaluation.resample import Draws, differences, images_needed, intervals, resample
+from ssdctl.evaluation.suspects import find_suspects
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,
     Box,
     CalibrationBin,
     ClassAnalysis,
+    Comparison,
     Confusion,
     ErrorKind,
     Evaluation,
@@ -56,6 +59,7 @@ NUM_SAMPLES = 12  # worst images, and the same number of random ones
 SEED = 0  # random samples
 MAX_SAMPLE_BOXES = 100  # per image
 NUM_CONFUSIONS = 12
+SHOWN_SUSPECTS = 50
 MAX_MATRIX = 100  # classes of a confusion matrix
 ERRORS = {  # TIDE's kinds (Bolya et al. 2020): name, meaning, what one would have to do
     "Cls": ("Classification", "right place, wrong class", "Fixing wrong classes"),
@@ -95,6 +99,18 @@ def score(
 
     The numbers of images and detections of `about` are filled in.
     """
+    return score_and_resample(truth, detections, about, image_ids, verify=verify)[0]
+
+
+def score_and_resample(
+    truth: Annotations,
+    detections: Detections,
+    about: EvaluationInfo,
+    image_ids: NDArray[np.int64] | None = None,
+    *,
+    verify: bool = False,
+) -> tuple[Evaluation, Draws]:
+    """Return an evaluation, and the draws of its intervals."""
     scoring = run_scoring(truth, detections, image_ids=image_ids, verify=verify)
     is_scored = np.isin(detections.category_ids, [entry.category_id for entry in scoring.per_class])
     is_scored &= np.isin(detections.image_ids, scoring.image_ids)
@@ -106,7 +122,15 @@ def score(
         above = "" if threshold is None else f" with a score above {threshold:g}"
         log.warning("%s: no detection%s: AP is 0", about.source, above)
     about = msgspec.structs.replace(about, images=len(scoring.image_ids), detections=count)
-    return analyze(scoring, detections, about)
+    draws = resample(scoring)
+    return analyze(scoring, detections, about, draws), draws
+
+
+def compare(a: tuple[Evaluation, Draws], b: tuple[Evaluation, Draws]) -> Comparison:
+    """Compare two evaluations on the same images."""
+    overall, *per_class = differences(a[1], b[1])
+    needed = images_needed(overall["AP"], a[0].about.images) if "AP" in overall else None
+    return Comparison(a[0], b[0], overall, per_class, needed)
 
 
 class BackgroundScoring:
@@ -163,19 +187,17 @@ def serve() -> None:
     sys.stdout.buffer.write(msgspec.json.encode(evaluation))
 
 
-def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> Evaluation:
+def analyze(
+    scoring: Scoring, detections: Detections, about: EvaluationInfo, draws: Draws
+) -> Evaluation:
     """Compute the evaluation record of scored detections."""
-    engine = scoring.engine
-    precision, cut = engine.eval["precision"], engine.eval["scores"]
+    overall, *by_class = intervals(draws)
+    precision, cut = (scoring.engine.eval[name] for name in ("precision", "scores"))
     table, diagnostics = _shown(scoring)
     counted = np.sort(np.array(list(diagnostics["dt_status"]), np.int64)) - 1  # not in a crowd
     shown = _evaluated(scoring, table[counted]).confusion_matrix(iou_thr=IOU_FOUND)
     counts = shown["matrix"].astype(np.int64)
-    has_probabilities = bool(((detections.scores >= 0) & (detections.scores <= 1)).all())
-    if not has_probabilities:
-        log.warning("there are scores outside of 0 to 1: their calibration is not computed")
-    calibration = engine.calibration() if has_probabilities else {"bins": [], "ece": None}
-    columns = ("bin_lower", "bin_upper", "count", "avg_confidence", "avg_accuracy")
+    bins, calibration_error = _calibration(scoring.engine, detections)
     return Evaluation(
         about=about,
         metrics=scoring.metrics,
@@ -187,6 +209,7 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
                 *_best_f1(precision[0, :, k, 0, 2], cut[0, :, k, 0, 2]),
                 curve := _curve(precision[0, :, [k], 0, 2]),
                 cut[0, :, k, 0, 2].round(4).tolist() if curve else [],
+                by_class[k],
             )
             for k, entry in enumerate(scoring.per_class)
         ],
@@ -195,13 +218,24 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
             for iou in CURVE_IOUS
         },
         errors=error_kinds(scoring),
-        calibration=[CalibrationBin(*(b[c] for c in columns)) for b in calibration["bins"]],
-        calibration_error=calibration["ece"],
+        calibration=bins,
+        calibration_error=calibration_error,
         confusions=_confusions(counts[:-1, :-1], shown["cat_names"]),
         samples=choose_samples(scoring, detections),
         sample_score=SAMPLE_SCORE,
         confusion=counts.tolist() if len(counts) <= MAX_MATRIX + 1 else [],  # background last
+        intervals=overall,
+        suspects=find_suspects(scoring.truth, scoring.image_ids, [detections])[:SHOWN_SUSPECTS],
     )
+
+
+def _calibration(engine: Any, detections: Detections) -> tuple[list[CalibrationBin], float | None]:
+    if not ((detections.scores >= 0) & (detections.scores <= 1)).all():
+        log.warning("there are scores outside of 0 to 1: their calibration is not computed")
+        return [], None
+    found = engine.calibration()
+    columns = ("bin_lower", "bin_upper", "count", "avg_confidence", "avg_accuracy")
+    return [CalibrationBin(*(b[c] for c in columns)) for b in found["bins"]], found["ece"]
 
 
 def error_kinds(scoring: Scoring) -> list[ErrorKind]:
@@ -272,7 +306,8 @@ def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[
         return -1.0, -1.0
     f1 = _f1(precision)
     best = int(f1.argmax())
-    return round(float(f1[best]), 4), round(float(cut[best]), 4)
+    below = (np.ceil(cut[best] * 1e4) - 1) / 1e4  # predictions have a score above the threshold
+    return round(float(f1[best]), 4), max(float(below), 0.0)
 
 
 def _confusions(counts: NDArray[np.int64], names: list[str]) -> list[Confusion]:

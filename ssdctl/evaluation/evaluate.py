@@ -8,8 +8,9 @@ A file of detections is scored without torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,21 +19,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config import Config, DataConfig
+from ssdctl.config.resolve import of_call
 from ssdctl.config.sections import EvaluateConfig
-from ssdctl.data.annotations import ClassName, class_differences, match_classes
+from ssdctl.data.annotations import Annotations, ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, read_made, require_metadata
-from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.open_dataset import annotations_of, fold_rows
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.tiles import tiled
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
-from ssdctl.evaluation.analysis import score
+from ssdctl.evaluation.analysis import compare, score_and_resample
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
+from ssdctl.evaluation.resample import Draws
 from ssdctl.files import DECODE_ERRORS, write_bytes
-from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.runs.evaluation import Comparison, Evaluation, EvaluationInfo
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import usable_cores
@@ -53,11 +57,13 @@ def evaluate_files(
     progress: Progress,
     detections_file: Path | None = None,
     is_distributed: bool = True,
+    on_detected: Callable[[DetectedSplit], None] | None = None,
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
     A checkpoint may also be a network in memory.
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
+    `on_detected` gets the detections of each, on the first rank.
     With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
@@ -74,26 +80,141 @@ def evaluate_files(
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
     if results is not None:
-        yield _evaluate_results(results, config)
+        read = _read_results(results, config)
+        if on_detected is not None:
+            on_detected(read)
+        yield read.score(verify=config.evaluate.verify)
         return
-    from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import any_rank, broadcast, process_group
+    from ssdctl.distributed.collectives import any_rank, broadcast
 
-    ranks = find_ranks()
-    device = open_device(config.evaluate.device, ranks.local_rank)
-    ranks = ranks if is_distributed else SINGLE_PROCESS
-    with process_group(ranks, device):
+    with _joined_ranks(config, is_distributed) as (device, ranks):
         for file in files:
             checkpoint = _read_unless_deleted(file, len(files) > 1)
+            if not isinstance(file, Path):  # each rank has its own statistics of batch norm
+                checkpoint = broadcast(checkpoint, ranks)
             is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
             if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
             found = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
+            if found is not None and on_detected is not None:
+                on_detected(found)
             evaluation = None if found is None else _score(found, config, detections_file)
             evaluation = broadcast(evaluation, ranks)
             assert evaluation is not None
             yield evaluation
+
+
+def evaluate_folds(
+    files: Sequence[Path],
+    config: Config,
+    *,
+    progress: Progress,
+    detections_file: Path | None = None,
+    on_detected: Callable[[DetectedSplit], None] | None = None,
+) -> Iterator[Evaluation]:
+    """Score the checkpoints of all folds as one set: each on the images that it did not train on.
+
+    Raises:
+        UsageError: They are not the K folds of one dataset.
+    """
+    from ssdctl.checkpoint.file import read_model
+    from ssdctl.distributed.collectives import broadcast
+
+    read = [read_model(file) for file in files]
+    _check_folds(read)
+    with _joined_ranks(config) as (device, ranks):
+        how: dict[str, Any] = {"progress": progress, "ranks": ranks}
+        parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
+        found = [part for part in parts if part is not None]
+        evaluation = None
+        if found:
+            joined = _joined(found)
+            if on_detected is not None:
+                on_detected(joined)
+            evaluation = _score(joined, config, detections_file)
+        evaluation = broadcast(evaluation, ranks)
+        assert evaluation is not None
+        yield evaluation
+
+
+def _check_folds(checkpoints: Sequence[ModelFile]) -> None:
+    settings = [checkpoint.run_settings or {} for checkpoint in checkpoints]
+    names = ", ".join(str(checkpoint.path) for checkpoint in checkpoints)
+    folds = [str(s.get("train.fold") or "none") for s in settings]
+    count = folds[0].partition("/")[2]
+    if sorted(folds) != sorted(f"{n}/{count}" for n in range(1, len(folds) + 1)) or count != str(
+        len(folds)
+    ):
+        raise UsageError(
+            f"{names}: not all folds of one training (their folds are {', '.join(folds)})",
+            hint="name the K runs of --fold 1/K to K/K, or one run",
+        )
+    if len({(s.get("data.root"), s.get("train.group")) for s in settings}) > 1:
+        raise UsageError(f"{names}: folds of different datasets or groups")
+
+
+def _joined(parts: Sequence[DetectedSplit]) -> DetectedSplit:
+    first = parts[0].about
+    about = msgspec.structs.replace(
+        first,
+        source=", ".join(part.about.source for part in parts),
+        warnings=list(dict.fromkeys(w for part in parts for w in part.about.warnings)),
+    )
+    return DetectedSplit(
+        parts[0].truth,
+        Detections.joined([part.detections for part in parts]),
+        np.concatenate([part.image_ids for part in parts]),
+        about,
+    )
+
+
+def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Comparison | None:
+    """Compare two checkpoints, or files of detections, on the same images; None on further ranks.
+
+    The dataset is that of the config, else of the first one that is a checkpoint.
+
+    Raises:
+        UsageError: They are scored on different images.
+    """
+    found, joined = dict[int, DetectedSplit | None](), None
+    with contextlib.ExitStack() as stack:
+        for n, file in sorted(enumerate((a, b)), key=lambda item: item[1].suffix == ".json"):
+            if file.suffix == ".json":
+                found[n] = _read_results(file, config)
+                continue
+            from ssdctl.checkpoint.file import read_model
+
+            checkpoint = read_model(file)
+            data = choose_data(checkpoint, config)
+            config = config.with_value("data.root", data.root, of_call("--data"))
+            config = config.with_value("data.store", data.store)
+            joined = joined or stack.enter_context(_joined_ranks(config))
+            device, ranks = joined
+            found[n] = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
+    first, second = found[0], found[1]
+    if first is None or second is None:
+        return None
+    if not np.array_equal(np.unique(first.image_ids), np.unique(second.image_ids)):
+        counts = f"{len(first.image_ids):,} and {len(second.image_ids):,} images"
+        raise UsageError(
+            f"{a} and {b} are scored on different images ({counts})",
+            hint="name one dataset and split for both: --data DIR --split val",
+        )
+    return compare(*(f.score_and_resample(verify=config.evaluate.verify) for f in (first, second)))
+
+
+@contextlib.contextmanager
+def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple[Device, Ranks]]:
+    """Open the device, and join the other ranks for the duration of the block."""
+    from ssdctl.device import open_device
+    from ssdctl.distributed.collectives import process_group
+
+    ranks = find_ranks()
+    device = open_device(config.evaluate.device, ranks.local_rank)
+    ranks = ranks if is_distributed else SINGLE_PROCESS
+    with process_group(ranks, device):
+        yield device, ranks
 
 
 def _detections_in(source: Source) -> Path | None:
@@ -121,8 +242,8 @@ def _score(found: DetectedSplit, config: Config, detections_file: Path | None) -
     return found.score(verify=config.evaluate.verify)
 
 
-def _evaluate_results(path: Path, config: Config) -> Evaluation:
-    """Score detections against the annotations only; no image is read.
+def _read_results(path: Path, config: Config) -> DetectedSplit:
+    """Read detections to score against the annotations only; no image is read.
 
     The split of an annotation file is the file, unless the call chooses one.
     """
@@ -149,8 +270,7 @@ def _evaluate_results(path: Path, config: Config) -> Evaluation:
         split=name,
         warnings=warnings,
     )
-    found, image_ids = read_detections(path), image_ids[: settings.limit]
-    return score(truth, found, about, image_ids, verify=settings.verify)
+    return DetectedSplit(truth, read_detections(path), image_ids[: settings.limit], about)
 
 
 class _Result(msgspec.Struct, gc=False):
@@ -183,16 +303,19 @@ def read_detections(path: Path) -> Detections:
 
 
 class DetectedSplit(NamedTuple):
-    """The detections of a checkpoint on a split, ready to be scored."""
+    """The detections on a split, ready to be scored."""
 
+    truth: Annotations
     detections: Detections
-    split: Split
-    rows: NDArray[np.int64]  # the images
+    image_ids: NDArray[np.int64]  # that are scored
     about: EvaluationInfo
 
     def score(self, *, verify: bool) -> Evaluation:
-        truth, image_ids = read_ground_truth(self.split.index_file), self.split.image_ids[self.rows]
-        return score(truth, self.detections, self.about, image_ids, verify=verify)
+        return self.score_and_resample(verify=verify)[0]
+
+    def score_and_resample(self, *, verify: bool) -> tuple[Evaluation, Draws]:
+        truth, detections, image_ids, about = self
+        return score_and_resample(truth, detections, about, image_ids, verify=verify)
 
 
 def detect_on_split(
@@ -215,18 +338,23 @@ def detect_on_split(
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
-    from ssdctl.inference.predict import open_detector
+    from ssdctl.inference.predict import choose_tiling, open_detector
 
     settings = config.evaluate
     data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
+    fold = _fold_of(checkpoint, config, root)
+    name_of_split = settings.split if fold is None else "train"
+    split = require_split(open_on_all_ranks(root, folder, ranks, progress), name_of_split, root)
+    held = None if fold is None else fold_rows(split, *fold)
+    split = tiled(split, choose_tiling(checkpoint, config.data))
     for warning in split.warnings:
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
-    dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
+    part = "" if fold is None else f", fold {fold[0]}"
+    dataset = f"{root} {name_of_split}{part}" + ("" if data.root else " (the default dataset)")
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
-    rows = _rows_to_score(split, settings, what)
+    rows = _rows_to_score(split, settings, what, held)
     precision = choose_precision(checkpoint, settings, device)
     detector_config = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, detector_config)
@@ -240,21 +368,40 @@ def detect_on_split(
         epoch=round(checkpoint.epoch, 4),
         data=str(root.absolute()),
         store=str(folder.absolute()),
-        split=settings.split,
+        split=name_of_split,
         precision=precision,
         score_threshold=detector.score_threshold,
         warnings=[*split.warnings],
     )
-    return None if found is None else DetectedSplit(found, split, rows, about)
+    if found is None:
+        return None
+    return DetectedSplit(read_ground_truth(split.index_file), found, split.image_ids[rows], about)
 
 
-def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:
+def _fold_of(checkpoint: ModelFile, config: Config, root: Path) -> tuple[str, str | None] | None:
+    """Return the fold of a checkpoint's run, and its groups, to score on; None without one.
+
+    A split or another dataset that the user names takes precedence.
+    """
+    settings = checkpoint.run_settings or {}
+    own, _ = dataset_folders(trained_on(checkpoint))
+    is_own = own.absolute() == root.absolute()
+    if settings.get("train.fold") is None or config.is_chosen("evaluate.split") or not is_own:
+        return None
+    return settings["train.fold"], settings.get("train.group")
+
+
+def _rows_to_score(
+    split: Split, settings: EvaluateConfig, what: str, held: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
     """Return the rows of the images; log how many have no objects or cannot be decoded."""
-    has_objects = np.diff(split.starts) > 0
-    rows = np.flatnonzero(has_objects | (not settings.annotated_only))[: settings.limit]
+    has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
+    rows = np.flatnonzero(has_objects | (not settings.annotated_only))
+    rows = (rows if held is None else np.intersect1d(rows, held))[: settings.limit]
     counted = f"{len(rows)} images"
     if settings.annotated_only:
-        counted += f", {int((~has_objects).sum())} without objects skipped"
+        among = has_objects if held is None else has_objects[held]
+        counted += f", {int((~among).sum())} without objects skipped"
     elif empty := int((~has_objects)[rows].sum()):
         counted += f", {empty} without objects (counted; skip with --annotated-only)"
     log.info("%s: %s", what, counted)

@@ -15,6 +15,8 @@ from ssdctl.files import remove_stale_temporaries
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ssdctl.checkpoint.locate import Named
     from ssdctl.exporting.deployed import Outputs
 
@@ -56,11 +58,7 @@ def export_checkpoint(
     """
     outputs = _check(request)
     _check_suffix(request)
-    from ssdctl.checkpoint.locate import locate_checkpoint
-
-    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
-    if isinstance(source, Path) and request.out.exists() and request.out.samefile(source):
-        raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
+    source = _find_source(checkpoint, request.out, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.evaluate import choose_data
     from ssdctl.exporting import graphs, int8, weights
@@ -89,6 +87,15 @@ def export_checkpoint(
         max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
         progress=progress,
     )
+
+
+def _find_source(checkpoint: Named, out: Path, config: Config) -> Path | nn.Module:
+    from ssdctl.checkpoint.locate import locate_checkpoint
+
+    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
+    if isinstance(source, Path) and out.exists() and out.samefile(source):
+        raise UsageError(f"{out}: is the checkpoint itself", hint="give another file")
+    return source
 
 
 def _check_suffix(request: ExportRequest) -> None:

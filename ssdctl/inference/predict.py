@@ -18,8 +18,10 @@ from PIL import Image
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
-from ssdctl.config.sections import PredictConfig
+from ssdctl.config.fields import Tiling
+from ssdctl.config.sections import DataConfig, PredictConfig
 from ssdctl.data.annotations import ClassName, numbered_classes
+from ssdctl.data.tiles import tiling_of
 from ssdctl.device import Device, open_device
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
@@ -41,6 +43,7 @@ from ssdctl.runtime.system import usable_cores
 log = logging.getLogger(__name__)
 
 TILES_PER_PASS = 8
+DEFAULT_SCORE = 0.3  # where no evaluation has found a better threshold
 
 
 class Predictor:
@@ -95,7 +98,7 @@ class Predictor:
         """
         images = image if isinstance(image, list | tuple) else [image]
         prepared = map(self._prepare, images)
-        batch_size = TILES_PER_PASS if self._detector.options.tile else max(len(images), 1)
+        batch_size = TILES_PER_PASS if self._detector.tiling else max(len(images), 1)
         found = self._detector.detect(prepared, batch_size)
         results = [result for _, result, _ in found if isinstance(result, Result)]
         return results if isinstance(image, list | tuple) else results[0]
@@ -171,6 +174,7 @@ def open_detector(
 def load_detector(
     checkpoint: Named,
     settings: PredictConfig,
+    data: DataConfig,
     *,
     mirror: str | None = None,
 ) -> tuple[ImageDetector, str]:
@@ -179,10 +183,48 @@ def load_detector(
     See `locate_checkpoint`; `auto` is the accelerator of this machine or rank, else the CPU.
     """
     opened = open_device(settings.device, find_ranks().local_rank)
-    config = DetectorConfig(settings.precision, settings.score, settings.nms_iou)
     read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
+    thresholds = score_thresholds(read, settings.score)
+    least = (read.nms[0] if isinstance(read, OnnxGraph) else None) or 0.0
+    score = max(min(thresholds), least) if settings.score in (None, "best") else thresholds[0]
+    config = DetectorConfig(settings.precision, score, settings.nms_iou)
     classes, backend = class_names(read), open_detector(read, opened, config)
-    return ImageDetector(backend, classes, settings), f"ssd300-{read.architecture.backbone}"
+    tiling = choose_tiling(read, data)
+    if tiling is not None and data.tile is None:
+        log.info("detecting in tiles of %d pixels, as it was trained (--tile 0: off)", tiling.size)
+    detector = ImageDetector(backend, classes, settings, tiling, thresholds)
+    return detector, f"ssd300-{read.architecture.backbone}"
+
+
+def choose_tiling(checkpoint: ModelFile, data: DataConfig) -> Tiling | None:
+    """Return how to see images: as the user chose, else as the checkpoint was trained."""
+    return checkpoint.tiling if data.tile is None else tiling_of(data)
+
+
+def score_thresholds(checkpoint: ModelFile, score: float | str | None) -> list[float]:
+    """Return the threshold of each class for `--score`; None is `best` if the file has it.
+
+    Raises:
+        UsageError: `best`, and the checkpoint has no thresholds.
+    """
+    best, count = checkpoint.thresholds, checkpoint.architecture.num_classes - 1
+    if isinstance(score, float | int):
+        return [score] * count
+    if any(threshold is not None for threshold in best):
+        found = [DEFAULT_SCORE if threshold is None else threshold for threshold in best]
+        log.info(
+            "score thresholds: each class's best F1 in the run's evaluation, %.2f to %.2f "
+            "(--score X for another)",
+            min(found),
+            max(found),
+        )
+        return found
+    if score == "best":
+        raise UsageError(
+            f"{checkpoint.path}: has no score thresholds: its run was not evaluated",
+            hint=f"give one: --score {DEFAULT_SCORE}",
+        )
+    return [DEFAULT_SCORE] * count
 
 
 def class_names(checkpoint: ModelFile) -> list[ClassName]:

@@ -5,6 +5,7 @@ Shapes: B batch, C classes with background, N = 8732 default boxes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -32,11 +33,13 @@ from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shape
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.errors import IntegrityError, UsageError, hints_in_messages
-from ssdctl.model.backbone import own_random_numbers
-from ssdctl.model.backbones import ModelConstants, find_backbone
+from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
+from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.postprocess import ImageDetections, detect, evaluating, refuse_non_finite
 from ssdctl.model.results import Result
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES
 
 OVERSHOOT = 1e-3  # beyond 0 to 1, by rounding
 # RGB, float in 0 to 1 or uint8: a list of (3, H, W) tensors, or (B, 3, H, W).
@@ -55,8 +58,8 @@ class SSD300(nn.Module):
             ResNet's; VGG16 has its own extra blocks.
 
     Raises:
-        ssdctl.errors.UsageError: There is no such backbone, or it has no such `extra_norm`, or
-            there are fewer than two classes.
+        ssdctl.errors.UsageError: There is no such backbone, or it is a plugin that fails; it has no
+            such `extra_norm`; or there are fewer than two classes.
 
     Attributes:
         num_classes: Classes with background.
@@ -65,7 +68,7 @@ class SSD300(nn.Module):
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
-        file = find_backbone(backbone)
+        file, plugin = load_backbone_file(backbone)
         if num_classes < 2:
             raise UsageError(f"num_classes {num_classes}: expected 2 or more, with the background")
         if extra_norm not in file.EXTRA_NORMS:
@@ -79,10 +82,9 @@ class SSD300(nn.Module):
         self._frozen_stages = 0
         self._is_norm_frozen = False
         self.constants = file.CONSTANTS
-        built = file.build()
-        self.first_map_norm = built.first_map_norm()
+        built, self.first_map_norm, extra = build_parts(file.build, plugin, extra_norm)
         self.backbone = built
-        self.extra = nn.ModuleList(built.extra_blocks(extra_norm))
+        self.extra = nn.ModuleList(extra)
         pairs = list(zip(built.channels, BOXES_PER_CELL, strict=True))
         self.box_heads = nn.ModuleList(nn.Conv2d(c, n * 4, 3, padding=1) for c, n in pairs)
         self.class_heads = nn.ModuleList(
@@ -92,6 +94,8 @@ class SSD300(nn.Module):
             for parameter in part.parameters():
                 if parameter.dim() > 1:
                     nn.init.xavier_uniform_(parameter)
+        if plugin is not None and extra_norm == file.EXTRA_NORMS[0]:
+            check_parameters(self, num_classes, file.PARAMETERS, plugin)
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, 4, N) offsets and (B, C, N) logits of normalized (B, 3, 300, 300) images.
@@ -336,7 +340,12 @@ def load_backbone(model: SSD300, path: Path) -> None:
             f"{path}: not backbone weights: not a state dict",
             hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
         )
-    for module, part in model.backbone.pretrained_parts(state, model.extra):
+    plugin = plugins.find(BACKBONES, model.architecture.backbone)
+    with contextlib.nullcontext() if plugin is None else plugin.errors("pretrained_parts()"):
+        parts = model.backbone.pretrained_parts(state, model.extra)
+        if not (parts and all(isinstance(m, nn.Module) and is_state(part) for m, part in parts)):
+            raise TypeError("expected a list of modules with their state dicts")
+    for module, part in parts:
         load_state(module, with_counters(part, module), path)
 
 

@@ -1,4 +1,4 @@
-"""Write the report: one self-contained HTML page of one run folder or several. Torch-free."""
+"""Write the report: one self-contained HTML page of one run folder or several."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
@@ -32,10 +31,19 @@ from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_text
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
-from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation
+from ssdctl.runs.evaluation import (
+    SHOWN_SCORE,
+    Box,
+    Evaluation,
+    Interval,
+    SampleImage,
+    interval_text,
+    write_evaluation,
+)
 from ssdctl.runs.folder import RunDir
-from ssdctl.runs.run import Run, different_settings
+from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
+from ssdctl.runtime.safe_text import open_template
 
 HERE = Path(__file__).parent
 MAX_IMAGES, MIN_IMAGES = 24, 4  # all runs, each run: the page stays small
@@ -57,21 +65,15 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
         curves.append(compared)
     drawn = [*itertools.chain(*(analysis["charts"] for analysis in analyses)), *curves]
     script = (HERE / "report.js").read_text(encoding="utf-8")
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(score=_score, one_line=one_line, px="{:.1f}".format)
+    filters = {"score": _score, "interval": _interval, "one_line": one_line, "px": "{:.1f}".format}
     names = [run.name for run in runs]
     if len(runs) == 1:  # a folder's name alone may be as plain as "run"
         names = ["/".join(runs[0].path.resolve().parts[-2:])]
-    page = environment.get_template("page.html").render(
+    page = open_template(HERE / "page.html", filters, autoescape=True).render(
         runs=runs,
         heading=" \u00b7 ".join(names),
         facts=[_facts(run) for run in runs],
+        folds=folds_text(runs),
         curves=curves,
         frame=charts,
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
@@ -166,7 +168,7 @@ def _analysis(run: Run, limit: int) -> dict[str, Any]:
     kinds = (charts.precision_recall, charts.f1_over_score, charts.calibration)
     drawn = [draw(evaluation) for draw in kinds] if evaluation else []
     errors = evaluation.errors if evaluation else []
-    classes = evaluation.per_class if evaluation else []
+    classes, is_other = evaluation.per_class if evaluation else [], _is_other(run)
     measured = sorted((c for c in classes if c.AP >= 0), key=lambda c: -c.AP)
     return {
         "name": run.name,
@@ -175,7 +177,9 @@ def _analysis(run: Run, limit: int) -> dict[str, Any]:
         "all_settings": RunDir(run.path).config.read_text("utf-8") if run.is_trained else "",
         "events": _shown_events(run),
         "evaluation": evaluation,
-        "is_other": _is_other(run),
+        "is_other": is_other,
+        "intervals": evaluation.intervals if evaluation and not is_other else {},
+        "class_intervals": {} if is_other else {c.name: c.intervals for c in classes},
         "diagnosis": diagnosis(evaluation) if evaluation else None,
         "threshold": best_threshold(evaluation) if evaluation else None,
         "ends": (measured[0], measured[-1]) if len(measured) > 1 else None,
@@ -248,6 +252,11 @@ def _as_script(analyses: Sequence[dict[str, Any]], drawn: Sequence[Chart]) -> Ma
 
 def _score(value: float | None) -> str:
     return "\u2013" if value is None or value < 0 else f"{value:.3f}"
+
+
+def _interval(intervals: Mapping[str, Interval], name: str) -> Markup:
+    text = interval_text(intervals, name)
+    return Markup('<span class="interval">{}</span>').format(text) if text else Markup()
 
 
 def _best(runs: Sequence[Run], name: str) -> float | None:

@@ -119,7 +119,7 @@ class Evaluator:
         detections = detect(
             Detector(self._model, self._device, config),
             val,
-            np.arange(len(val.image_ids)) if rows is None else rows,
+            np.arange(val.num_images) if rows is None else rows,
             batch_size=settings.batch_size,
             threads=self._threads,
             ranks=self._ranks,

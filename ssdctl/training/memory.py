@@ -150,7 +150,6 @@ def largest_batch(
 
 
 def _check_shares(batch_size: int, device: Device) -> None:
-    """Raise UsageError unless every core of the device gets the same number of images."""
     cores = device.num_cores
     if batch_size % cores:
         nearest = max(batch_size - batch_size % cores, cores)

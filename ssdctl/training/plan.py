@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ssdctl.config import Config
 from ssdctl.config.settings import Kind, Source
 from ssdctl.errors import UsageError
+from ssdctl.input import augmentations
 from ssdctl.input.batch import num_background
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runs.folder import run_dir
@@ -247,6 +248,7 @@ def make_plan(
 
 def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...]:
     """Check what `make_plan` would refuse for any dataset; return its notices."""
+    augmentations.load(config.train.augment)
     if config.is_chosen("train.warmup"):
         check_warmup(config.train)
     requested, key = config.train.precision, "train.precision"

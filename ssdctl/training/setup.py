@@ -30,9 +30,10 @@ from ssdctl.checkpoint.format import Architecture, NetworkWeights
 from ssdctl.checkpoint.locate import check_weight_sources, locate_checkpoint, resolve_source
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
-from ssdctl.data.open_dataset import DatasetSize
+from ssdctl.data.open_dataset import DatasetSize, fold_rows, without_images
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
+from ssdctl.data.tiles import tiled, tiling_of
 from ssdctl.device import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.collectives import open_on_all_ranks, wait_for_main
@@ -41,14 +42,14 @@ from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
-from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
+from ssdctl.model.pretrained import check_file, fetch_weights
 from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
 from ssdctl.runs.folder import run_dir
 from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import Overridden, with_variables
 from ssdctl.training.description import warning_of_cut
-from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
+from ssdctl.training.memory import architecture_of, plan_on_device
 from ssdctl.training.observers import Observer
 from ssdctl.training.observers.mllog import MLLog
 from ssdctl.training.observers.trackers import Trackers, find_trackers
@@ -70,7 +71,7 @@ class Splits(NamedTuple):
         """The number of images that are scored."""
         if self.val is None:
             return 0
-        return len(self.val.image_ids if self.val_rows is None else self.val_rows)
+        return self.val.num_images if self.val_rows is None else len(self.val_rows)
 
 
 def init_reader(config: Config) -> InitReader:
@@ -90,7 +91,7 @@ def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progres
     """
     if ranks.is_main:
         check_weight_sources(config)
-    check_pipeline(config.train.pipeline)
+    check_pipeline(config.train.pipeline, config.train.augment)
     find_trackers(config.train)
     check_settings(config, device)
     if not (config.train.fake_data or config.is_chosen("data.root")):
@@ -102,13 +103,13 @@ def plan_run(
     config: Config, splits: Splits, device: Device, ranks: Ranks, init: InitReader
 ) -> Plan:
     """Plan a run on an open device and dataset; all ranks return the same plan."""
-    network, val = None, splits.val
+    network = None
     before = collectives.broadcast(continued_config(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(config):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
     names = [c.name for c in splits.train.classes]
-    num_val = 0 if val is None else len(val.image_ids)
-    size = DatasetSize(len(splits.train.trainable), len(splits.train.background), num_val, names)
+    train = splits.train
+    size = DatasetSize(len(train.trainable), len(train.background), splits.val_images, names)
     return plan_on_device(
         config, device, ranks, size, len(names) + 1, before=before, network=network
     )
@@ -121,8 +122,9 @@ def limited(splits: Splits, plan: Plan) -> Splits:
     rows = train.background[: plan.background if is_limited or not plan.background else None]
     train = train._replace(trainable=train.trainable[: plan.trainable], background=rows)
     if config.overfit is None:
-        return Splits(train, splits.val)
-    return Splits(train, train, np.concatenate([train.trainable, train.background]))
+        return Splits(train, splits.val, splits.val_rows)
+    images = [train.image_of(int(row))[0] for row in [*train.trainable, *train.background]]
+    return Splits(train, train, np.unique(images))
 
 
 def build_network(
@@ -141,13 +143,6 @@ def build_network(
     if config.sync_bn:
         model = with_sync_bn(model, device, ranks)
     return architecture, device.place(model)
-
-
-def memory_hints(
-    plan: Plan, architecture: Architecture, device: Device
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a function whose blocks explain a full memory."""
-    return functools.partial(out_of_memory_hints, plan, architecture, device)
 
 
 def observers_of(plan: Plan) -> list[Observer]:
@@ -247,13 +242,21 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return Splits(fake_split(), None)
     splits = open_on_all_ranks(root, folder, ranks, progress)
+    splits = {name: tiled(split, tiling_of(config.data)) for name, split in splits.items()}
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    return Splits(train, val)
+    if (fold := config.train.fold) is None or config.train.fake_data:
+        return Splits(train, val)
+    rows = fold_rows(train, fold, config.train.group)
+    log.info("fold %s: %d training images are held out for validation", fold, len(rows))
+    used = without_images(train, rows)
+    if not len(used.trainable):
+        raise DataError(f"{root}: no image with a box remains to train on without fold {fold}")
+    return Splits(used, train, rows)
 
 
 def load_first_weights(
@@ -281,7 +284,7 @@ def load_first_weights(
             )
         load_state(model, state, checkpoint.path)
         return
-    name = weights_of(config.model)
+    name = config.model.weights_name
     if name is None:
         return
     if Path(name).is_file():

@@ -110,7 +110,6 @@ def _schedule(
     global_batch: int,
     is_open: Callable[..., bool],
 ) -> dict[str, Any]:
-    """Return warm-up, decay and evaluations for the steps of a run."""
     values: dict[str, Any] = {}
     steps, end = max(int(epochs * epoch_images / global_batch), 1), float(epochs)
     run_steps = min(steps, most_steps or steps)

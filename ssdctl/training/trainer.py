@@ -10,6 +10,7 @@ Messages go to the logger `ssdctl.training`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -135,6 +136,7 @@ class Trainer:
         self.path = run_dir(self.config).path
         self.step = self.samples_seen = 0
         self.evaluation: Evaluation | None = None
+        self._thresholds: Sequence[float | None] = ()  # of the last evaluation
         self._new_evaluation: Evaluation | None = None  # since the last step that was yielded
         displays = [observer for observer in observers if isinstance(observer, Display)]
         self._display = displays[0] if displays else log_display(progress=progress)
@@ -165,7 +167,9 @@ class Trainer:
         self._state = "open"
 
     def _open(self, resources: contextlib.ExitStack) -> None:
-        from ssdctl.training import setup  # late: the loop needs no formats and downloads
+        # Late: the loop needs no formats and downloads.
+        from ssdctl.training import setup
+        from ssdctl.training.memory import out_of_memory_hints
 
         config, train = self.config, self.config.train
         self.ranks = ranks = find_ranks()
@@ -185,7 +189,8 @@ class Trainer:
             self.threads = train.workers or usable_cores(ranks.world_size)
             network = setup.build_network(self.plan, self.splits, device, ranks)
             self.architecture, self.model = network
-            self.memory_hints = setup.memory_hints(self.plan, self.architecture, device)
+            hints = functools.partial(out_of_memory_hints, self.plan, self.architecture, device)
+            self.memory_hints = hints
             if ranks.is_main:
                 resources.enter_context(exclusive_run(self.path))
                 CheckpointFolder(self.path, train.keep).repair()
@@ -199,7 +204,6 @@ class Trainer:
         setup.warn_about(self.plan, self.splits)
 
     def _open_state(self, checkpoint: Checkpoint | None) -> None:
-        """Build the optimizer step and what saves, records and evaluates the run."""
         config, plan, ranks = self.plan.config.train, self.plan, self.ranks
         self.train_step = build_step(self.model, config, self.device, plan.precision, ranks)
         self.optimizer = self.train_step.optimizer
@@ -363,6 +367,7 @@ class Trainer:
             trained=None if self.ema is None else trained,
             architecture=self.architecture,
             classes=self.splits.train.classes,
+            thresholds=self._thresholds,
             config=snapshot(plan.config),
             step=self.step,
             epoch=self.samples_seen / plan.images,
@@ -386,6 +391,7 @@ class Trainer:
         self.step = self.plan.step_of(checkpoint)
         self.statistics.load(checkpoint.rank_statistics, self.step)
         self.samples_seen = checkpoint.samples_seen
+        self._thresholds = checkpoint.thresholds
 
     def summary(self) -> Summary:
         """Return the position, the best AP and the pace of this start."""
@@ -571,6 +577,7 @@ class Trainer:
         if (scored := self.evaluator.scored(wait=wait)) is None:
             return
         self.evaluation = self._new_evaluation = evaluation = scored[0]
+        self._thresholds = evaluation.thresholds(self.splits.train.classes)
         is_best, step = scored[1], evaluation.about.step
         assert step is not None
         record = Scored(step, evaluation, self.evaluator.losses, is_best)

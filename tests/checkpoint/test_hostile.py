@@ -16,7 +16,7 @@ import torch
 import ssdctl
 from ssdctl.boxes import BOXES_PER_CELL
 from ssdctl.checkpoint.file import load_checkpoint, read_payload, with_classes
-from ssdctl.checkpoint.format import Checkpoint
+from ssdctl.checkpoint.format import Architecture, Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import resolve
 from ssdctl.config.fields import LARGEST_INT
@@ -88,7 +88,7 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
     "a list as the trained weights": lambda p: p.update(trained=[1, 2]),
     "no image trained on": lambda p: p.update(images=0),
     "a class without a name": lambda p: p.update(classes=[{"id": 1}] * 2),
-    "an unknown backbone": architecture(backbone="vgg11", extra_norm="none", num_classes=3),
+    "a number as the backbone": architecture(backbone=11, extra_norm="none", num_classes=3),
     "a negative position": lambda p: p.update(samples_seen=-1),
     "an empty batch": lambda p: p.update(global_batch=0),
     "text as the best AP": lambda p: p.update(best_ap="x"),
@@ -303,7 +303,7 @@ def test_other_formats_are_refused(name: str, tmp_path: Path) -> None:
 
 def remembered(root: Path, store: Path | None) -> Checkpoint:
     return Checkpoint(
-        path=Path("x.pt"), model={}, architecture=None, classes=[],  # type: ignore[arg-type]
+        path=Path("x.pt"), model={}, architecture=Architecture("tiny", "none", 1), classes=[],
         config={"data.root": str(root), "data.store": store and str(store)}, step=0, epoch=0,
         samples_seen=0, images=1, global_batch=1, best_ap=None, optimizer={},
     )  # fmt: skip

@@ -24,10 +24,14 @@ import yaml
 from conftest import Result, run_cli
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
-from launch.test_kubernetes import checked, containers
+from launch.open_mpi import MPIRUNS, environment_for
+from launch.process.test_slurm import slurm_daemons  # noqa: F401 - a fixture
+from launch.test_kubernetes import checked, containers, templates
 from torch.distributed.run import get_args_parser
 
+from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.settings import all_settings
+from ssdctl.launch.engines.kubernetes import PLAIN
 
 PHASES = [Phase.reuse, Phase.generate, Phase.shrink]  # not `explain`, which takes long
 HOSTILE = ["a b", "it's", '"', "$(touch x)", "`touch x`", "; touch x", "a\nb", "-x", "--", "$$",
@@ -166,7 +170,7 @@ def check_line(plan: Any) -> None:
     assert shlex.split(plan["command"]) == [*assigned, *plan["argv"]]
 
 
-@budgets(16, 5000)
+@budgets(40, 5000)
 def test_torchrun_reads_its_command(examples: int) -> None:
     def check(launch: Launch) -> None:
         plan, _ = planned(launch)
@@ -218,7 +222,7 @@ def check_mpirun(plan: Any, launch: Launch) -> None:
     assert (share > 0) == (options["--bind-to"] == "core")
 
 
-@budgets(14, 4000)
+@budgets(30, 4000)
 def test_the_words_of_mpirun_add_up(examples: int) -> None:
     def check(launch: Launch) -> None:
         plan, _ = planned(launch)
@@ -226,6 +230,25 @@ def test_the_words_of_mpirun_add_up(examples: int) -> None:
             check_mpirun(plan, launch)
 
     check_all(check, examples, "mpirun", plurals=("hpus", "gpus", "cpus"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_open_mpi_takes_its_command(launcher: str) -> None:
+    """It plans the ranks on a synthetic node, and starts none."""
+    _, variables = environment_for(launcher)
+    topology = {"HWLOC_SYNTHETIC": "pack:2 numa:1 core:24 pu:2", "HWLOC_THISSYSTEM": "1"}
+
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is None or launch.nodes > 1 or launch.cores != 48:
+            return
+        argv = [plan["argv"][0], "--do-not-launch", *plan["argv"][1:]]
+        environment = {**os.environ, **variables, **topology}
+        done = subprocess.run(argv, env=environment, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr.decode()
+
+    check_all(check, 150, "mpirun", plurals=("hpus", "gpus", "cpus"))
 
 
 STUB = '#!/bin/sh\nprintf "%s\\0" "$@" >"{folder}/{name}.asked"\n'
@@ -245,7 +268,7 @@ def run_script(text: str, folder: Path, **variables: str) -> dict[str, list[str]
     return {p.stem: p.read_bytes().decode().split("\0")[:-1] for p in folder.glob("*.asked")}
 
 
-@budgets(8, 1500)
+@budgets(15, 1500)
 def test_a_written_script_runs_the_planned_words(examples: int) -> None:
     def check(launch: Launch) -> None:
         plan, _ = planned(launch)
@@ -296,7 +319,7 @@ def check_slurm(plan: Any, launch: Launch) -> None:
     assert all(f"srun_options={json.dumps([o])}" in " ".join(launch.words) for o in given_options)
 
 
-@budgets(10, 2500)
+@budgets(20, 2500)
 def test_bash_runs_a_slurm_script_as_planned(examples: int) -> None:
     def check(launch: Launch) -> None:
         plan, _ = planned(launch)
@@ -304,6 +327,25 @@ def test_bash_runs_a_slurm_script_as_planned(examples: int) -> None:
             check_slurm(plan, launch)
 
     check_all(check, examples, "slurm", plurals=("hpus", "gpus", "cpus"))
+
+
+# What sbatch says of a job that the small cluster of the tests cannot run.
+TOO_LARGE = ("node configuration is not available", "Memory specification", "Requested node count",
+             "More processors requested", "Node count specification", "Invalid generic resource",
+             "CPU count per node can not be satisfied")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm_daemons")
+def test_sbatch_takes_its_script() -> None:
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is not None:
+            argv, text = ["sbatch", "--test-only"], plan["script"]
+            done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0 or any(t in done.stderr for t in TOO_LARGE), done.stderr
+
+    check_all(check, 150, "slurm", plurals=("cpus", "gpus"))
 
 
 def unescaped(words: list[str]) -> list[str]:
@@ -323,10 +365,14 @@ def check_kubernetes(plan: Any, launch: Launch) -> None:
     assert replicas == launch.nodes
     assert spec.get("slotsPerWorker", launch.ranks_per_node) == launch.ranks_per_node
     amounts = devices["resources"].get("limits", {})
-    if (
-        kind := {"hpus": "habana.ai/gaudi", "gpus": "nvidia.com/gpu"}.get(launch.plural)
-    ) is not None:
-        assert int(amounts[kind]) * replicas == launch.count
+    expected = "Job" if launch.nodes == 1 else "MPIJob" if launch.plural == "hpus" else "List"
+    assert manifest["kind"] == expected
+    resource = DEVICE_TYPES[DEVICES[launch.plural]].kubernetes_resource
+    assert [t["key"] for t in templates(manifest)[-1]["spec"].get("tolerations", [])] == (
+        [resource] if resource else []
+    )
+    if resource is not None:
+        assert int(amounts[resource]) * replicas == launch.count
     program = unescaped((pods.get("launcher") or pods["main"])["command"])
     environment = {e["name"]: unescaped([e["value"]])[0] for e in devices["env"]}
     assert environment["NAME"] == launch.texts["env"]
@@ -348,12 +394,12 @@ def check_pod_command(words: list[str], launch: Launch) -> None:
     if "--launcher=mpirun" in words:
         check_mpirun(plan, launch._replace(cores=launch.cores or 10**6))
     else:
-        argv = plan["argv"]
+        argv = [word for word in plan["argv"] if word != "--tpu"]
         read = get_args_parser().parse_args(argv[argv.index("-m") + 2 :])
         check_command([w.replace("$$", "$") for w in read.training_script_args], launch)
 
 
-@budgets(10, 3000)
+@budgets(15, 3000)
 def test_kubernetes_and_its_pods_read_the_manifest(examples: int) -> None:
     def check(launch: Launch) -> None:
         plan, _ = planned(launch)
@@ -362,8 +408,11 @@ def test_kubernetes_and_its_pods_read_the_manifest(examples: int) -> None:
         dashes = ["--", *launch.rest] if launch.rest else []
         text = run_cli("launch", *launch.words, "--dry-run", *dashes).out
         name = re.compile("ssdctl-[0-9a-f]{6}")  # another one each time
+        for token in yaml.scan(text):  # readers of YAML 1.1 and 1.2 guess numbers and dates
+            if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
+                assert PLAIN.fullmatch(token.value)
         manifest = json.loads(name.sub("mine", json.dumps(plan["manifest"])))
         assert yaml.safe_load(name.sub("mine", text)) == manifest
         check_kubernetes(plan, launch)
 
-    check_all(check, examples, "kubernetes", plurals=("hpus", "gpus", "cpus"))
+    check_all(check, examples, "kubernetes")

@@ -53,7 +53,7 @@ class FolderWriter(Observer):
             start.step,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             train_images=self._plan.images,
-            val_images=0 if start.val is None else len(start.val.image_ids),
+            val_images=0 if start.val is None else start.val.num_images,
             total_steps=self._plan.total_steps,
             global_batch_size=self._plan.global_batch_size,
             world_size=start.world_size,
@@ -61,7 +61,6 @@ class FolderWriter(Observer):
         )
 
     def _warn_of_other_images(self, images: Record) -> None:
-        """Warn if the dataset was prepared differently since the last start."""
         before = next((r for r in reversed(self.past) if r.get("event") == "started"), {})
         differences = [
             f"{name} was {before[name]}, is {value}"
@@ -73,7 +72,6 @@ class FolderWriter(Observer):
             log.warning(text, "; ".join(differences))
 
     def _describe(self) -> None:
-        """Write the settings and the environment that the run is trained with."""
         config = self._plan.config
         write_text(self._folder.config, to_snapshot_toml(config))
         facts = find_environment(self._device, self._world_size, snapshot_sources(config))

@@ -22,9 +22,10 @@ from download.http_server import Reply, Server, file
 from PIL import Image
 
 import ssdctl
+from ssdctl.config.fields import Tiling
+from ssdctl.data.tiles import tile_windows
 from ssdctl.errors import DataError, UsageError
 from ssdctl.inference.detector import Detector
-from ssdctl.inference.image_detector import tile_windows
 from ssdctl.inference.predict import Predictor
 
 Cli = Callable[..., CliResult]
@@ -430,7 +431,7 @@ def test_tiles_find_small_objects(
     tiled = ssdctl.load(tiny_run, device="cpu", score=0.02, nms_iou=1, tile=400)
     detections = tiled.predict(large)
     assert max(passes) <= 8  # for any size of the image
-    assert sum(passes) == len(tile_windows(1200, 1000, 400, 0.2))
+    assert sum(passes) == len(tile_windows(1200, 1000, Tiling(400, 0.2)))
     expected = np.add(complete.box, [800, 600, 800, 600])
     assert any(d.label == complete.label and np.abs(d.box - expected).max() < 1 for d in detections)
     assert [d.score for d in detections] == sorted((d.score for d in detections), reverse=True)
