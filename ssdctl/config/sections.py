@@ -291,6 +291,15 @@ class TrainConfig(Section, frozen=True):
         _run("Profile these steps into RUN/profile", metavar="FIRST,LAST"),
     ] = None
 
+    fold: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,2}/[1-9]\d{0,2}$")] | None,
+        _run("Train on all but part I of K; validate on part I", metavar="I/K"),
+    ] = None
+    group: Annotated[
+        str | None,
+        _run("Keep images of equal matches in one fold [default: prepare's]", metavar="REGEX"),
+    ] = None
+
     # Input
     workers: Annotated[
         NonNegativeInt, _input("Decoder threads per rank (0 = auto)", aliases=("--num-workers",))

@@ -148,7 +148,8 @@ def run_dir(config: Config) -> RunDir:
         return RunDir(Path(train.out))
     preset = "" if train.preset == DEFAULT_PRESET else f"-{train.preset}"
     start = config.model.backbone if train.init is None else _name_of(Path(train.init))
-    return RunDir(RUNS / f"{_dataset_name(config)}-{start}{preset}")
+    fold = "" if train.fold is None else f"-fold{train.fold.replace('/', 'of')}"
+    return RunDir(RUNS / f"{_dataset_name(config)}-{start}{preset}{fold}")
 
 
 def _name_of(checkpoint: Path) -> str:
