@@ -350,7 +350,8 @@ def with_val(world: World) -> World:
     """Return a world of one split with a validation image: a copy of one to train on."""
     first = next(p for p in world.pictures if p.things and not p.is_missing)
     later = first._replace(split="val", stem="later", gray=8 + 16 * len(world.pictures))
-    return world._replace(pictures=(*world.pictures, later))
+    options = world.options - {"other categories"}
+    return world._replace(pictures=(*world.pictures, later), options=options)
 
 
 def edited(world: World) -> World | None:
