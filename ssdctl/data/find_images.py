@@ -73,6 +73,7 @@ class _Option(NamedTuple):
     prefix: str | None  # the folder to which the name is an exact path
     is_in_split: bool  # whether its folder has the name of the wanted split
     tail: int  # number of folders at the end of the path that agree
+    lead: tuple[str, ...]  # the beginning of the name, which is another one than the file's
     evidence: tuple[int, ...]
 
 
@@ -126,17 +127,47 @@ class ImageFinder:
         options = [self._options(entry, name) for entry, name in zip(wanted, names, strict=True)]
         ambiguous: list[str] = []
         found = self._exact(wanted, names, options, ambiguous)
-        taken = {item.file for item in found if item}.union(claimed)
-        right = {_source(entry) for entry, item in zip(wanted, found, strict=True) if item}
-        rivals: dict[str, list[tuple[int, int]]] = {}  # by file: tail and row
+        self._by_tail(wanted, names, options, found, set(claimed), ambiguous, may_share=may_share)
+        refuse(labels, "images that fit several files", ambiguous, WHICH)
+        return found
+
+    def _by_tail(
+        self,
+        wanted: Sequence[Wanted],
+        names: Sequence[str],
+        options: Sequence[list[_Option]],
+        found: list[Found | None],
+        claimed: set[str],
+        ambiguous: list[str],
+        *,
+        may_share: bool,
+    ) -> None:
+        """Find images that no exact path names, among files that no exact path names.
+
+        If the paths of the same labels begin with `/home/me`, and go on as those of the files do,
+        then an image that needs another beginning is missing.
+        """
+        taken = {item.file for item in found if item} | claimed
+        right = {
+            (w.labels, (".",))
+            for w, name, item in zip(wanted, names, found, strict=True)
+            if item and (w.is_label_file or "/" in name)
+        }
+        chosen: dict[int, _Option] = {}
         for row, (entry, possible) in enumerate(zip(wanted, options, strict=True)):
             free = [option for option in possible if option.file not in taken]
             if found[row] or not free or any(o.prefix is not None for o in possible):
                 continue
-            if _source(entry) in right - {None}:
-                continue  # labels whose paths are right do not name an image by a wrong path
-            if best := self._best(entry, free, {}, ambiguous):
-                rivals.setdefault(best.file, []).append((best.tail, row))
+            if best := self._best(entry, free, Counter(), ambiguous):
+                chosen[row] = best
+                if "/" in names[row]:
+                    right.add((entry.labels, best.lead))
+        rivals: dict[str, list[tuple[int, int]]] = {}  # by file: tail and row
+        for row, option in chosen.items():
+            key, lead = wanted[row].labels, option.lead
+            is_path = wanted[row].is_label_file or "/" in names[row]
+            if not (is_path and any((key, lead[:n]) in right for n in range(1, len(lead)))):
+                rivals.setdefault(option.file, []).append((option.tail, row))
         for file, rows in rivals.items():
             rows = rows if may_share else [(t, row) for t, row in rows if t == max(rows)[0]]
             if not may_share and len({(names[row], wanted[row].split) for _, row in rows}) > 1:
@@ -144,8 +175,6 @@ class ImageFinder:
                 ambiguous.append(f"{entries} ({file} fits each)")
             for _, row in rows:
                 found[row] = Found(file, is_exact=False)
-        refuse(labels, "images that fit several files", ambiguous, WHICH)
-        return found
 
     def _exact(
         self,
@@ -162,9 +191,9 @@ class ImageFinder:
         """
         exact = [[o for o in possible if o.prefix is not None] for possible in options]
         counts = Counter(
-            (entry.labels, entry.split, option.prefix)
+            (entry.labels, entry.split, prefix)
             for entry, possible in zip(wanted, exact, strict=True)
-            for option in possible
+            for prefix in {option.prefix for option in possible}
         )
         owners: dict[str, str] = {}  # the longest name
         found: list[Found | None] = [None] * len(wanted)
@@ -205,30 +234,30 @@ class ImageFinder:
         """Return a file with the evidence for it; None if it is in the folder of another split."""
         *folders, base_name = self.files[file]
         labels = _folders(entry.labels)
-        # The labels' own folder may have other images, such as masks.
-        expected = ["" if name.lower() in OF_LABELS else name for name in labels] + names[:-1]
-        tail = _num_equal(reversed(expected), reversed(folders))
-        is_full = tail >= len(names) - 1
-        before = folders[: len(folders) - len(names) + 1] if is_full else folders
+        tail = _num_equal(reversed(names[:-1]), reversed(folders))
+        before = folders[: len(folders) - tail]
         start = max(_num_equal(before, labels), len(self.image_dir))
         split = split_of("/".join(before[start:]))
         if entry.split and split not in (None, entry.split):
             return None
-        own, own_labels = self._own(before), self._own(labels)
+        own = [name for name in before if name.lower() not in self.standard]
+        is_mirrored = own == self._own(labels) or before == labels
         foreign = own if entry.is_label_file else [name for name in own if not split_of(name)]
-        is_exact = is_full and (own == own_labels or not foreign)
+        is_exact = tail == len(names) - 1 and (is_mirrored or not foreign)
         usual = before or [""] * is_exact
         standard = [self.standard.index(n.lower()) for n in usual if n.lower() in self.standard]
         evidence = (
-            is_exact and own == own_labels,
+            is_exact and is_mirrored,
             base_name == names[-1],
-            tail,
             folders[-1:] == [entry.folder],
             -min(standard, default=len(self.standard)),
             _num_equal(folders, labels[:-1]),
         )
         in_split = entry.split is not None and split_of("/".join(before)) == entry.split
-        return _Option(file, "/".join(before) if is_exact else None, in_split, tail, evidence)
+        is_relative = is_plain_name(entry.name.replace("\\", "/"))
+        lead = [*([".", "*"] if is_relative else ["/"]), *names[: len(names) - tail - 1]]
+        prefix = "/".join(before) if is_exact else None
+        return _Option(file, prefix, in_split, tail, tuple(lead), evidence)
 
     def _own(self, folders: Sequence[str]) -> list[str]:
         """Return the names of a path without those of usual folders of images and labels."""
@@ -239,14 +268,14 @@ class ImageFinder:
         self,
         entry: Wanted,
         options: list[_Option],
-        counts: Mapping[object, int],
+        counts: Counter[tuple[str, str | None, str | None]],
         ambiguous: list[str],
     ) -> _Option | None:
         """Return the option with the best evidence; None if several are left, which are noted."""
 
         def rank(option: _Option) -> tuple[int, ...]:
-            count = counts.get((entry.labels, entry.split, option.prefix), 0)
-            return (option.is_in_split, count, *option.evidence)
+            count = counts[entry.labels, entry.split, option.prefix]
+            return (option.tail, option.is_in_split, count, *option.evidence)
 
         if len(options) > 1:
             best = max(map(rank, options))
@@ -281,18 +310,6 @@ class ImageFinder:
             return Wanted(name, folder, split_of("/".join(folders)), is_label_file=True)
 
         return [wanted(path) for path in labels]
-
-
-def _source(entry: Wanted) -> str | None:
-    """Return the labels that name images by paths like this one; None if the name is no path."""
-    name = entry.name.replace("\\", "/")
-    return (
-        "*"
-        if entry.is_label_file
-        else entry.labels
-        if "/" in name and is_plain_name(name)
-        else None
-    )
 
 
 def stem_of(name: str) -> str:

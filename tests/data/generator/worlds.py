@@ -59,6 +59,7 @@ CLASSES = (
     "null",
 )
 OPTIONS = ("classes", "group", "read-only", "later val", "other categories")
+STRAY = "a stray copy"
 DECOYS = (
     "aaa",
     "overlay",
@@ -66,6 +67,9 @@ DECOYS = (
     "masks",
     "zz detections",
     "old/photos",
+    "annotations/trimaps",
+    "labels",
+    STRAY,
 )
 ROOTS = ("set", "train", "my test", "prepared", "a, b")
 # Colors that are far apart, without grays; and grays for the images.
