@@ -46,6 +46,7 @@ from ssdctl.files import is_plain_name
 STANDARD = ("", "images", "JPEGImages", "img", "data")  # "": the dataset folder
 OF_LABELS = {*(name.lower() for name in ANNOTATION_FOLDERS), "label_2"}
 SAMPLE_NAMES = 20  # file names by which a folder of images is tried
+EXACT: tuple[str, ...] = (".",)  # the lead of exact paths
 WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
 Resolved = tuple[Annotations, list[int | None]]  # and the size of each file in bytes
 
@@ -75,6 +76,21 @@ class _Option(NamedTuple):
     tail: int  # number of folders at the end of the path that agree
     lead: tuple[str, ...]  # the beginning of the name, which is another one than the file's
     evidence: tuple[int, ...]
+
+
+class _Row(NamedTuple):
+    entry: Wanted
+    name: str  # a relative path
+    options: list[_Option]
+
+    @property
+    def is_path(self) -> bool:
+        return self.entry.is_label_file or "/" in self.name
+
+    @property
+    def key(self) -> str | None:
+        """Return the labels that name images as this one does; None: all label files."""
+        return None if self.entry.is_label_file else self.entry.labels
 
 
 class ImageFinder:
@@ -123,88 +139,76 @@ class ImageFinder:
         Raises:
             DataError: An image fits several files; the message begins with `labels`.
         """
-        names = [self._name(entry.name) for entry in wanted]
-        options = [self._options(entry, name) for entry, name in zip(wanted, names, strict=True)]
+        named = ((entry, self._name(entry.name)) for entry in wanted)
+        rows = [_Row(entry, name, self._options(entry, name)) for entry, name in named]
         ambiguous: list[str] = []
-        found = self._exact(wanted, names, options, ambiguous)
-        self._by_tail(wanted, names, options, found, set(claimed), ambiguous, may_share=may_share)
+        found = self._exact(rows, ambiguous)
+        taken = {item.file for item in found if item}.union(claimed)
+        self._by_tail(rows, found, taken, ambiguous, may_share=may_share)
         refuse(labels, "images that fit several files", ambiguous, WHICH)
         return found
 
-    def _by_tail(
-        self,
-        wanted: Sequence[Wanted],
-        names: Sequence[str],
-        options: Sequence[list[_Option]],
-        found: list[Found | None],
-        claimed: set[str],
-        ambiguous: list[str],
-        *,
-        may_share: bool,
-    ) -> None:
-        """Find images that no exact path names, among files that no exact path names.
-
-        If the paths of the same labels begin with `/home/me`, and go on as those of the files do,
-        then an image that needs another beginning is missing.
-        """
-        taken = {item.file for item in found if item} | claimed
-        right = {
-            (w.labels, (".",))
-            for w, name, item in zip(wanted, names, found, strict=True)
-            if item and (w.is_label_file or "/" in name)
-        }
-        chosen: dict[int, _Option] = {}
-        for row, (entry, possible) in enumerate(zip(wanted, options, strict=True)):
-            free = [option for option in possible if option.file not in taken]
-            if found[row] or not free or any(o.prefix is not None for o in possible):
-                continue
-            if best := self._best(entry, free, Counter(), ambiguous):
-                chosen[row] = best
-                if "/" in names[row]:
-                    right.add((entry.labels, best.lead))
-        rivals: dict[str, list[tuple[int, int]]] = {}  # by file: tail and row
-        for row, option in chosen.items():
-            key, lead = wanted[row].labels, option.lead
-            is_path = wanted[row].is_label_file or "/" in names[row]
-            if not (is_path and any((key, lead[:n]) in right for n in range(1, len(lead)))):
-                rivals.setdefault(option.file, []).append((option.tail, row))
-        for file, rows in rivals.items():
-            rows = rows if may_share else [(t, row) for t, row in rows if t == max(rows)[0]]
-            if not may_share and len({(names[row], wanted[row].split) for _, row in rows}) > 1:
-                entries = " and ".join(wanted[row].name for _, row in rows[:MAX_NAMED])
-                ambiguous.append(f"{entries} ({file} fits each)")
-            for _, row in rows:
-                found[row] = Found(file, is_exact=False)
-
-    def _exact(
-        self,
-        wanted: Sequence[Wanted],
-        names: Sequence[str],
-        options: Sequence[list[_Option]],
-        ambiguous: list[str],
-    ) -> list[Found | None]:
+    def _exact(self, rows: Sequence[_Row], ambiguous: list[str]) -> list[Found | None]:
         """Find the images whose names are exact paths below one of the usual folders.
 
         Of several such folders, the one that has most images of the same labels is right. A file
         that a longer path names is that of a shorter one only if no other is, and if they differ in
         a standard folder: `images/a.jpg` and `a.jpg`.
         """
-        exact = [[o for o in possible if o.prefix is not None] for possible in options]
         counts = Counter(
-            (entry.labels, entry.split, prefix)
-            for entry, possible in zip(wanted, exact, strict=True)
-            for prefix in {option.prefix for option in possible}
+            (row.entry.labels, row.entry.split, prefix)
+            for row in rows
+            for prefix in {option.prefix for option in row.options} - {None}
         )
         owners: dict[str, str] = {}  # the longest name
-        found: list[Found | None] = [None] * len(wanted)
-        for row in sorted(range(len(wanted)), key=lambda row: -names[row].count("/")):
-            name, possible = names[row], exact[row]
+        found: list[Found | None] = [None] * len(rows)
+        for n in sorted(range(len(rows)), key=lambda n: -rows[n].name.count("/")):
+            name, possible = rows[n].name, [o for o in rows[n].options if o.prefix is not None]
             free = [o for o in possible if owners.get(o.file, name) == name]
             free = free or [o for o in possible if self._is_same(owners[o.file], name)]
-            if free and (best := self._best(wanted[row], free, counts, ambiguous)):
-                found[row] = Found(best.file, is_exact=True)
+            if free and (best := self._best(rows[n].entry, free, counts, ambiguous)):
+                found[n] = Found(best.file, is_exact=True)
                 owners.setdefault(best.file, name)
         return found
+
+    def _by_tail(
+        self,
+        rows: Sequence[_Row],
+        found: list[Found | None],
+        taken: Collection[str],
+        ambiguous: list[str],
+        *,
+        may_share: bool,
+    ) -> None:
+        """Find images that no exact path names, among files that are not taken.
+
+        If the paths of the same labels begin with `/home/me`, and go on as those of the files do,
+        then an image that needs another beginning is missing.
+        """
+        right = {
+            (row.key, EXACT) for row, item in zip(rows, found, strict=True) if item and row.is_path
+        }
+        chosen: dict[int, _Option] = {}
+        for n, row in enumerate(rows):
+            free = [option for option in row.options if option.file not in taken]
+            if found[n] or not free or any(o.prefix is not None for o in row.options):
+                continue
+            if best := self._best(row.entry, free, Counter(), ambiguous):
+                chosen[n] = best
+                right |= {(row.key, best.lead)} if row.is_path else set()
+        rivals: dict[str, list[tuple[int, int]]] = {}  # by file: tail and row
+        for n, option in chosen.items():
+            shorter = ((rows[n].key, option.lead[:end]) for end in range(1, len(option.lead)))
+            if not (rows[n].is_path and any(lead in right for lead in shorter)):
+                rivals.setdefault(option.file, []).append((option.tail, n))
+        for file, pairs in rivals.items():
+            best_rows = [rows[n] for tail, n in pairs if may_share or tail == max(pairs)[0]]
+            if not may_share and len({(row.name, row.entry.split) for row in best_rows}) > 1:
+                entries = " and ".join(row.entry.name for row in best_rows[:MAX_NAMED])
+                ambiguous.append(f"{entries} ({file} fits each)")
+            for tail, n in pairs:
+                if may_share or tail == max(pairs)[0]:
+                    found[n] = Found(file, is_exact=False)
 
     def _is_same(self, longer: str, name: str) -> bool:
         lead = longer.removesuffix(name).split("/")
@@ -255,7 +259,7 @@ class ImageFinder:
         )
         in_split = entry.split is not None and split_of("/".join(before)) == entry.split
         is_relative = is_plain_name(entry.name.replace("\\", "/"))
-        lead = [*([".", "*"] if is_relative else ["/"]), *names[: len(names) - tail - 1]]
+        lead = [*([*EXACT, "*"] if is_relative else ["/"]), *names[: len(names) - tail - 1]]
         prefix = "/".join(before) if is_exact else None
         return _Option(file, prefix, in_split, tail, tuple(lead), evidence)
 
