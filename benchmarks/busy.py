@@ -66,7 +66,8 @@ def step():
 rate(step)
 """
 TRAIN = """
-from ssdctl.model.ssd300 import Architecture
+from ssdctl.checkpoint.format import Architecture
+from ssdctl.model.ssd300 import network_of
 from ssdctl.config.resolve import resolve
 from ssdctl.device import open_device
 from ssdctl.runtime.system import tune_process
@@ -74,15 +75,16 @@ from ssdctl.input.fake import random_batch
 from ssdctl.training.step import build_step
 tune_process()
 device, config, precision = open_device("cpu"), resolve(environment={}).train, sys.argv[3]
-model = device.place(Architecture("resnet18", "none", 81).build()).train()
+model = device.place(network_of(Architecture("resnet18", "none", 81))).train()
 step = build_step(model, config, device, precision)
 batch = random_batch(8, 81, 7)
 rate(lambda: step([batch], 1e-6))
 """
 MODEL = """
 import numpy as np, torch
-from ssdctl.model.ssd300 import Architecture
-model = Architecture("resnet18", "none", 81).build().eval()
+from ssdctl.checkpoint.format import Architecture
+from ssdctl.model.ssd300 import network_of
+model = network_of(Architecture("resnet18", "none", 81)).eval()
 image = np.random.default_rng(0).random((1, 3, 300, 300), np.float32)
 """
 PREDICT = (

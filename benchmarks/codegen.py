@@ -29,9 +29,10 @@ from gpu_code import AsTuple, generate, gpu_settings, mock_gpu, trace
 from torch import Tensor, nn
 
 from ssdctl.benchmark.train import train_flops
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.device.cpu import Cpu
 from ssdctl.model import fused
-from ssdctl.model.ssd300 import Architecture
+from ssdctl.model.ssd300 import network_of
 from ssdctl.training.step import LossModule
 
 MEMORY_GB_PER_S = 2700.0  # what streaming kernels reach on an H100 SXM; its peak is 3,350
@@ -81,7 +82,7 @@ def build_step(
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Return the forward of a training step and arguments without values, for `trace`."""
     with torch.device("meta"):
-        model = Architecture(backbone, extra_norm, 81).build().train()
+        model = network_of(Architecture(backbone, extra_norm, 81)).train()
     _materialize(model)
     module = AsTuple(LossModule(model, Cpu(), precision))
     fused.swap_in(module, ("gpu",))

@@ -28,8 +28,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.device import Device
-    from ssdctl.model.ssd300 import Architecture
+    from ssdctl.model.ssd300 import network_of
 
 COLUMNS = (
     ("who", 11), ("backbone", 9), ("precision", 9), ("execution", 9), ("batch", 5), ("data", 5),
@@ -154,9 +155,9 @@ def measure_other(
 ) -> dict[str, Any]:
     """Measure the third-party training step."""
     from ssdctl.benchmark.train import matmul_flops, train_flops
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.device import open_device
-    from ssdctl.model.ssd300 import Architecture
 
     device = open_device(device_name, execution="eager")
     device.set_tf32(True)
@@ -209,7 +210,7 @@ def other_step(
     is_nvidias = architecture.backbone == "resnet50"
     layout = torch.channels_last if is_nvidias else torch.contiguous_format
     torch.manual_seed(0)
-    model = architecture.build().to(place, memory_format=layout).train()
+    model = network_of(architecture).to(place, memory_format=layout).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, weight_decay=5e-4)
     is_half = precision in ("bf16", "fp16")
     scaler = torch.amp.GradScaler(place.type, enabled=precision == "fp16")

@@ -38,11 +38,12 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     import torch
     from torch import distributed as dist
 
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import Ranks
     from ssdctl.input.fake import random_batch
-    from ssdctl.model.ssd300 import Architecture
+    from ssdctl.model.ssd300 import network_of
     from ssdctl.training.step import build_step
 
     device = open_device("xla")
@@ -50,7 +51,7 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     config = resolve(environment={"HOME": "/"}).train
-    model = device.place(Architecture(backbone, "none", 81).build()).train()
+    model = device.place(network_of(Architecture(backbone, "none", 81))).train()
     step = build_step(model, config, device, "bf16", Ranks(0, 2, 0))
     batch = random_batch(batch_size, 81)
     compiled, size = [], 0

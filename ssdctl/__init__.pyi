@@ -11,10 +11,10 @@ from ssdctl.api import report as report
 from ssdctl.api import train as train
 from ssdctl.config.settings import Config as Config
 from ssdctl.inference.predict import Predictor as Predictor
-from ssdctl.inference.results import Detection as Detection
-from ssdctl.inference.results import Result as Result
 from ssdctl.input.dataset import Dataset as Dataset
 from ssdctl.model.loss import MultiboxLoss as MultiboxLoss
+from ssdctl.model.results import Detection as Detection
+from ssdctl.model.results import Result as Result
 from ssdctl.model.ssd300 import SSD300 as SSD300
 from ssdctl.runs.evaluation import Evaluation as Evaluation
 from ssdctl.runs.run import Run as Run

@@ -7,13 +7,13 @@ Keywords are the settings that most calls need; `config` has the others. Nothing
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ssdctl.config.call import (
     ConfigLike,
+    EvaluateSettings,
     PathLike,
     TrainSettings,
     override_of,
@@ -23,7 +23,7 @@ from ssdctl.config.call import (
 )
 from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from ssdctl.config.fields import DeviceName, Precision
+    from ssdctl.config.fields import Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
+    from ssdctl.model.ssd300 import SSD300
     from ssdctl.runs.evaluation import Evaluation
     from ssdctl.training.observers import Observer
+
+    CheckpointLike = PathLike | SSD300
 
 
 @hints_in_messages()
@@ -66,10 +69,10 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
 
 @hints_in_messages()
 def load(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     *,
-    device: DeviceName = "auto",
-    score: float = 0.3,
+    device: str = "auto",
+    score: float | Literal["best"] | None = None,
     nms_iou: float | None = None,
     precision: Precision = "fp32",
     classes: Sequence[str] = (),
@@ -82,18 +85,21 @@ def load(
     Args:
         checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA,
             torchvision); a `.safetensors` or `.onnx` file of `ssdctl export`; a run or its folder:
-            its best checkpoint, else its last; a detector's name, such as `ssd300-vgg16-coco`; or a
-            model on the Hugging Face Hub, such as `hf://org/name@v1`.
+            its best checkpoint, else its last; a detector's name, such as `ssd300-vgg16-coco`; a
+            model on the Hugging Face Hub, such as `hf://org/name@v1`; or an `SSD300`, whose weights
+            are copied.
         device: `auto` is the accelerator of this machine, else the CPU; under torchrun, that of
             this rank.
-        score: Return only detections with a score above this, 0 to 1.
+        score: Return only detections with a score above this, 0 to 1. `best` uses the score of
+            each class's best F1 in the last evaluation of the run. None is `best` if the
+            checkpoint has these, else 0.3.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
             None uses the network's default (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
         classes: Names of the classes to return; empty returns all.
         max_detections: Keep at most this many detections per image, best first; None keeps all.
-        tile: Tile size in pixels; merges tiles with the full image. For small objects. None
-            detects on the full image only.
+        tile: Also detect in tiles of this size in pixels, for small objects; 0: only on the whole
+            image. None: as the checkpoint was trained.
         tile_overlap: Overlap of neighboring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
@@ -109,13 +115,12 @@ def load(
         "precision": precision,
         "classes": classes,
         "max_detections": max_detections,
-        "tile": tile,
-        "tile_overlap": tile_overlap,
     }
-    settings = resolve_call(None, overrides_of("predict", given)).predict
+    tiles = {"tile": tile, "tile_overlap": tile_overlap}
+    config = resolve_call(None, [*overrides_of("predict", given), *overrides_of("data", tiles)])
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
-    return Predictor(*load_detector(checkpoint, settings))
+    return Predictor(*load_detector(checkpoint, config.predict, config.data))
 
 
 @hints_in_messages()
@@ -223,25 +228,22 @@ def train(
         return trainer.run()
 
 
+@takes_settings(EvaluateSettings)
 @hints_in_messages()
 def evaluate(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     data: PathLike | None = None,
     *,
-    split: Literal["train", "val", "test"] | None = None,
-    batch_size: int | None = None,
-    device: DeviceName | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    limit: int | None = None,
-    score_threshold: float | None = None,
-    nms_iou: float | None = None,
     config: ConfigLike | None = None,
     detections: PathLike | None = None,
     report: PathLike | None = None,
+    distributed: bool = True,
     progress: bool = True,
+    **settings: Unpack[EvaluateSettings],
 ) -> Evaluation:
-    """Compute COCO AP for a checkpoint or a file of detections. Under torchrun every rank calls it.
+    """Compute COCO AP for a checkpoint or a file of detections.
+
+    Under torchrun, or in a process group of your own, every rank calls it and gets the result.
 
     Args:
         checkpoint: As `load` takes it, or a file in COCO's results format, which is scored without
@@ -259,6 +261,8 @@ def evaluate(
         config: A config, or a config file, with other settings.
         detections: Write the detections in COCO's results format to this file.
         report: Write report.html and evaluation.json to this folder.
+        distributed: Share the images among the ranks; False scores all of them on the rank that
+            calls, without the others.
         progress: Show a progress bar, on a terminal and in a notebook.
 
     Returns:
@@ -269,30 +273,19 @@ def evaluate(
         ssdctl.errors.DataError: The dataset or the detections cannot be read.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
-    given = {
-        "data": data,
-        "split": split,
-        "batch_size": batch_size,
-        "device": device,
-        "precision": precision,
-        "workers": workers,
-        "limit": limit,
-        "score_threshold": score_threshold,
-        "nms_iou": nms_iou,
-    }
-    config = resolve_call(config, overrides_of("evaluate", given))
+    config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
+    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
-    from ssdctl.inference.locate import locate_checkpoint
 
-    path = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(
-        [path],
+        [locate_checkpoint(checkpoint, mirror=config.download.mirror)],
         config,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
+        is_distributed=distributed,
     )
-    if report is not None and find_ranks().is_main:
+    if report is not None and (find_ranks().is_main or not distributed):
         from ssdctl.reporting.page import write_evaluation_report
 
         write_evaluation_report(evaluation, Path(report))
@@ -301,7 +294,7 @@ def evaluate(
 
 @hints_in_messages()
 def export(
-    checkpoint: PathLike,
+    checkpoint: CheckpointLike,
     out: PathLike,
     *,
     format: Literal["onnx", "openvino", "pt2", "safetensors", "mlperf", "nvidia"] = "onnx",
@@ -349,17 +342,13 @@ def export(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
         ssdctl.errors.DiskError: The file cannot be written.
     """
-    given = {
-        "score_threshold": score_threshold,
-        "nms_iou": nms_iou,
-        "data": data,
-        "limit": limit,
-    }
-    config = resolve_call(config, overrides_of("evaluate", given))
+    thresholds = {"score_threshold": score_threshold, "nms_iou": nms_iou}
+    given = overrides_of("evaluate", {"data": data, "limit": limit, **thresholds})
+    config = resolve_call(config, given)
     from ssdctl.exporting import ExportRequest, export_checkpoint
 
     return export_checkpoint(
-        os.fspath(checkpoint),
+        checkpoint,
         ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
         config,
         progress=_progress(progress),

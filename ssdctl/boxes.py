@@ -113,22 +113,22 @@ class Matcher(nn.Module):
 
         Args:
             boxes_BG4: Ground truth as ltrb.
-            labels_BG: Their labels; 0 marks padding.
+            labels_BG: Their labels; 0 marks padding, -1 an object to ignore.
             defaults_ltrb_N4: The default boxes.
 
         Returns:
             (B, N) index of the best ground truth of each default box, and (B, N) its label: 0
-            (background) if the box is not positive.
+            (background) if the box matches none, -1 if it is to be ignored.
         """
-        is_real = labels_BG > 0
         # Padding becomes empty boxes, which overlap nothing: cheaper than masking the table.
-        real_BG4 = boxes_BG4.where(is_real.unsqueeze(-1), torch.zeros_like(boxes_BG4))
+        real_BG4 = boxes_BG4.where((labels_BG != 0).unsqueeze(-1), torch.zeros_like(boxes_BG4))
         best_iou, best_box, favorite = self.best_matches(real_BG4, defaults_ltrb_N4)
 
         # Forced matches: scatter each ground truth's index to its best default box; the highest
-        # index wins, as if written one after the other. Padding writes -1, which never wins.
+        # index wins, as if written one after the other. Padding writes -1, which never wins, and
+        # so do objects to ignore.
         index = torch.arange(boxes_BG4.shape[1], device=boxes_BG4.device).expand_as(favorite)
-        index = index.where(is_real, torch.full_like(index, -1))
+        index = index.where(labels_BG > 0, torch.full_like(index, -1))
         forced = self.scatter_largest(index, favorite, best_box.shape[1])
 
         best_box = best_box.where(forced < 0, forced)

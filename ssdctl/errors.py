@@ -9,7 +9,21 @@ from __future__ import annotations
 import contextlib
 import enum
 import importlib
+import re
 from typing import Any
+
+# Messages name settings as options. Commands in them stay commands, for Python, too.
+_COMMAND = r"\b(?:ssdctl|pip|datum) [a-z][^,;`)]*|--set "
+_VALUE = (
+    r"[A-Z]+\b|[\w~'\"-]*[\d./][^\s,;)]*(?<![.:])|(?:none|auto|never|native|cpu|xla|batch|onnx|"
+    r"efficientnms|safetensors|mlperf|nvidia|raw|dali)\b"
+)
+_OPTION = re.compile(
+    rf"(?P<kept>{_COMMAND})|"
+    rf"(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)\b(?![=-])(?: (?P<value>{_VALUE}))?"
+)
+_KEYWORDS = {"bs": "batch_size", "from": "source"}
+_PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 class ExitCode(enum.IntEnum):
@@ -26,6 +40,7 @@ class ExitCode(enum.IntEnum):
     DISK = 6, "a file cannot be read or written"
     NON_FINITE = 7, "NaN or infinite loss, gradient or output"
     DISTRIBUTED = 8, "a rank failed or was lost"
+    WORSE = 10, "`evaluate --fail-if-worse`: the detector is worse than the one of `--against`"
     STOPPED = 75, "stopped by a signal, work so far is kept; run the same command again to continue"
     INTERRUPTED = 130, "stopped by Ctrl-C (by the second one where the first saves progress)"
 
@@ -56,11 +71,48 @@ class SsdctlError(Exception):
         super().__init__(message)
         self.hint, self.command = hint, command
         self.is_from_all_ranks = False  # the same error was raised on every rank
+        self._written: tuple[str, str | None] | None = None
 
     @property
     def message(self) -> str:
         """What is wrong, without the hint that `hints_in_messages` adds."""
         return str(self).removesuffix(f"\nhint: {self.hint}")
+
+    def for_command_line(self) -> tuple[str, str | None]:
+        """Return message and hint with options, also if the error left the Python API."""
+        return self._written or (self.message, self.hint)
+
+    def tell_python(self) -> None:
+        """Name keywords in place of options, and let the message end with the hint."""
+        if self._written is not None:
+            return
+        self._written = str(self), self.hint
+        self.hint = self.hint and keywords_of(self.hint)
+        text = keywords_of(str(self))
+        self.args = (text if self.hint is None else f"{text}\nhint: {self.hint}",)
+
+
+def keywords_of(text: str) -> str:
+    """Return a message with the keywords of Python in place of options: `--bs 4` is `batch_size=4`.
+
+    A keyword is a function's, or a key of the config.
+    """
+
+    def keyword(match: re.Match[str]) -> str:
+        if (kept := match["kept"]) is not None:
+            return "" if kept == "--set " else kept
+        name, value = match["name"], match["value"]
+        if name in _PRECISIONS:
+            return f'precision="{name}"'
+        if name.startswith("no-"):
+            name, value = name.removeprefix("no-"), "False"
+        name = _KEYWORDS.get(name, name.replace("-", "_"))
+        if value is None:
+            return f"`{name}`"
+        is_plain = value in ("False", "True") or re.fullmatch(r"[A-Z]+|[\d.]+|['\"].*", value)
+        return f"{name}={value}" if is_plain else f'{name}="{value}"'
+
+    return _OPTION.sub(keyword, text)
 
 
 class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as contextlib's own
@@ -69,8 +121,8 @@ class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as context
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, SsdctlError) and error.hint is not None:
-            error.args = (f"{error.message}\nhint: {error.hint}",)
+        if isinstance(error, SsdctlError):
+            error.tell_python()
 
 
 class UsageError(SsdctlError):
@@ -121,6 +173,10 @@ class NonFiniteError(SsdctlError):
 
 class DistributedError(SsdctlError):
     exit_code = ExitCode.DISTRIBUTED
+
+
+class WorseError(SsdctlError):
+    exit_code = ExitCode.WORSE
 
 
 class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was stopped by request

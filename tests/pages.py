@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 FENCE = re.compile(
-    r"^(?P<indent> *)(?:<!-- (?P<mark>run|file: \S+|store: \S+) -->\n *)?```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",
+    r"^(?P<indent> *)(?:<!-- (?P<mark>run|plugins|file: \S+|store: \S+) -->\n *)?```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",
     re.M | re.S,
 )
 ROOT = Path(__file__).parents[1]
@@ -21,9 +21,10 @@ PLACEHOLDERS = {"N": "2", "NAME": "nvidia-r50"}
 
 
 class Block(NamedTuple):
-    """A fenced block; after `<!-- run -->` it is run, after `<!-- file: NAME -->` written, in order."""
+    """A fenced block; after `<!-- run -->` it is run, after `<!-- file: NAME -->` written, in order.
+    What is after `<!-- plugins -->` needs the plugins of the page: process/test_plugins.py."""
 
-    mark: str  # "run", "file: NAME", "store: PROGRAM" or ""
+    mark: str  # "run", "plugins", "file: NAME", "store: PROGRAM" or ""
     kind: str  # bash, toml, ...
     text: str
 
@@ -49,7 +50,12 @@ def spans(text: str) -> list[str]:
 
 def whole_commands(page: Path) -> list[str]:
     """Return the complete commands, in fenced and indented blocks."""
-    fenced = [line for block in blocks(page) if block.kind == "bash" for line in block.lines()]
+    fenced = [
+        line
+        for block in blocks(page)
+        if block.kind == "bash" and block.mark != "plugins"
+        for line in block.lines()
+    ]
     indented = re.findall(r"^ {4,}(ssdctl .*)$", prose(page).replace("\\\n", " "), re.M)
     return [c for c in [*fenced, *indented] if c.startswith("ssdctl ")]
 

@@ -83,7 +83,8 @@ def match(
         assigned.append(best if is_positive else -1)
         label.append(labels[best] if is_positive else 0)
     for g, n in enumerate(favorite):  # in order, so the last ground truth wins
-        assigned[n], label[n] = g, labels[g]
+        if labels[g] > 0:  # -1: to be ignored
+            assigned[n], label[n] = g, labels[g]
     return assigned, label
 
 
@@ -138,7 +139,8 @@ def loss_from_targets(
     background_negatives: int = 0,
     divisor: str = "image",
 ) -> Loss:
-    """(B, 4, N) offsets and targets, (B, C, N) logits, (B, N) labels -> the loss.
+    """(B, 4, N) offsets and targets, (B, C, N) logits, (B, N) labels -> the loss. Boxes
+    with the label -1 are neither positives nor negatives.
 
     A box that is a positive and among the hardest negatives at once weighs 2 in `mlperf` (the
     masks are added) and 1 in `nvidia` (they are ORed). An image without positives has its K hardest
@@ -153,11 +155,11 @@ def loss_from_targets(
         if not (positives or background_negatives):
             continue  # counts as 0, and in the mean
         entropy = [
-            cross_entropy(logits[image, :, n].astype(np.float64), int(labels[image, n]))
+            cross_entropy(logits[image, :, n].astype(np.float64), max(int(labels[image, n]), 0))
             for n in n_range
         ]
         hardness = [0.0 if labels[image, n] > 0 else entropy[n] for n in n_range]
-        hardest = sorted(n_range, key=lambda n: -hardness[n])[
+        hardest = sorted((n for n in n_range if labels[image, n] >= 0), key=lambda n: -hardness[n])[
             : 3 * len(positives) or background_negatives
         ]
         weight = dict.fromkeys(positives, 1)

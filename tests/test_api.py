@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import io
+import itertools
 import json
 import pydoc
 import re
@@ -18,7 +20,14 @@ import pytest
 from conftest import Cli
 
 import ssdctl
-from ssdctl.errors import DataError, NetworkError, UsageError
+from ssdctl.config.settings import all_settings
+from ssdctl.errors import (
+    DataError,
+    NetworkError,
+    UsageError,
+    hints_in_messages,
+    keywords_of,
+)
 from ssdctl.runtime.progress import progress_bar
 
 
@@ -56,7 +65,9 @@ def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> N
     assert changed.seed == 3
 
 
-@pytest.mark.parametrize("function", [ssdctl.train, ssdctl.prepare, ssdctl.load, ssdctl.Trainer])
+@pytest.mark.parametrize(
+    "function", [ssdctl.train, ssdctl.evaluate, ssdctl.prepare, ssdctl.load, ssdctl.Trainer]
+)
 def test_an_unknown_keyword_is_a_type_error(function: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="bs"):
         function(bs=4)
@@ -109,6 +120,60 @@ def test_data_errors_are_those_of_the_commands_with_their_hints(tmp_path: Path) 
             call(tmp_path / "nowhere")
         assert error.value.hint
         assert str(error.value).count(error.value.hint) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("name it: --data DIR, or try --mirror", "name it: data=DIR, or try `mirror`"),
+        ("--bs 4 or --bs auto: full", 'batch_size=4 or batch_size="auto": full'),
+        ("use --device cpu, --bf16, --no-pack", 'use device="cpu", precision="bf16", pack=False'),
+        ("--score 0.3: low; --warmup 300st", 'score=0.3: low; warmup="300st"'),
+        ("data --data a/b c", 'data data="a/b" c'),
+        ("`ssdctl prepare --data DIR`, or --set train.lr=1", None),
+        ("docker run --runtime=habana; pip install --no-deps x", None),
+    ],
+)
+def test_errors_name_keywords_in_python_and_options_on_the_command_line(
+    written: str, shown: str | None
+) -> None:
+    with pytest.raises(UsageError) as caught, hints_in_messages(), hints_in_messages():
+        raise UsageError(written, hint=written)
+    shown = shown or written.replace("--set ", "")
+    assert str(caught.value) == f"{shown}\nhint: {shown}"
+    assert caught.value.hint == caught.value.message == shown
+    assert caught.value.for_command_line() == (written, written)
+
+
+# Options of other programs, of commands that Python does not have, and `--set KEY=VALUE`.
+COMMANDS_ONLY = {
+    "dest",
+    "preview",
+    "allow-dropped",
+    "save-media",
+    "recursive",
+    "list",
+    "deps",
+    "set",
+}
+
+
+def test_options_in_errors_are_keywords_or_settings() -> None:
+    """Those that Python shows: `--bs 4` must not become an unknown keyword."""
+    functions = [getattr(ssdctl, name) for name in ssdctl.__all__]
+    known = {name for f in functions if callable(f) for name in inspect.signature(f).parameters}
+    known |= {path.rpartition(".")[2] for path in all_settings()}
+    named = set()
+    for path in Path(ssdctl.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        raised = [n for n in ast.walk(tree) if isinstance(n, ast.Raise)]
+        is_shown = path.parent.name not in ("cli", "launch", "engines", "doctor", "config")
+        for node in itertools.chain.from_iterable(map(ast.walk, raised if is_shown else [])):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= set(re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]+)", node.value))
+    shown = {keywords_of(f"--{name}").strip("`") for name in named - COMMANDS_ONLY}
+    assert len(shown) > 30
+    assert shown - known == set()
 
 
 def test_a_detector_comes_from_the_mirror_of_the_config(

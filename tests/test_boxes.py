@@ -126,7 +126,7 @@ def test_gradients_are_finite_at_the_clamps() -> None:
 
 
 match = Matcher()
-TRUTHS = st.lists(st.tuples(ltrb_boxes(), st.integers(1, 80)), max_size=6)
+TRUTHS = st.lists(st.tuples(ltrb_boxes(), st.sampled_from([1, 2, 80, -1])), max_size=6)
 
 
 def padded(images: list[list[Truth]], num_boxes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +146,8 @@ def check_matches(images: list[list[Truth]], defaults: list[reference.Box], padd
     for i, truths in enumerate(images):
         expected = reference.match([t[0] for t in truths], [t[1] for t in truths], defaults)
         assert label[i].tolist() == expected[1]
-        assert index[i].where(label[i] > 0, torch.tensor(-1)).tolist() == expected[0]
+        used = [g if n > 0 else -1 for g, n in zip(*expected, strict=True)]
+        assert index[i].where(label[i] > 0, torch.tensor(-1)).tolist() == used
 
 
 @settings(max_examples=150, deadline=None)

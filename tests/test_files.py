@@ -41,7 +41,7 @@ from ssdctl.files import (
     safe_join,
     write_text,
 )
-from ssdctl.runs.layout import exclusive_run
+from ssdctl.runs.folder import exclusive_run
 from ssdctl.runs.metrics import MetricsFile
 from ssdctl.training.observers.mllog import MLLog
 

@@ -13,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import ssdctl
+from ssdctl.checkpoint.file import load_resumable
 from ssdctl.data.image_decode import read_rgb
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, IntegrityError, NonFiniteError, UsageError
 from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import RESNET
 
@@ -52,6 +53,17 @@ def test_items_are_the_annotated_images(shapes: Path) -> None:
         dataset[len(dataset)]
 
 
+def test_targets_have_areas_and_crowds(dataset: Path) -> None:
+    path = dataset / "annotations/instances_val2017.json"
+    document = json.loads(path.read_text())
+    document["annotations"][2] |= {"iscrowd": 1, "area": 7.5}
+    path.write_text(json.dumps(document))
+    for _, target in ssdctl.Dataset(dataset, "val"):
+        listed = [a for a in document["annotations"] if a["image_id"] == target["image_id"]]
+        assert target["iscrowd"].tolist() == [a["iscrowd"] for a in listed]
+        assert target["area"].tolist() == pytest.approx([a["area"] for a in listed])
+
+
 @pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
 def test_augmented_items_follow_torchs_random_numbers(shapes: Path, augment: Any) -> None:
     dataset = ssdctl.Dataset(shapes, "train", augment=augment)
@@ -71,6 +83,35 @@ def test_augmented_items_follow_torchs_random_numbers(shapes: Path, augment: Any
         assert boxes.min() >= 0
         assert boxes.max() <= 300
         assert (boxes[:, 2:] > boxes[:, :2]).all()
+
+
+def test_joint_transforms_of_torchvision(shapes: Path, model: ssdctl.SSD300) -> None:
+    from torchvision.transforms import v2
+
+    transforms = v2.Compose(
+        [
+            v2.RandomHorizontalFlip(p=1.0),
+            v2.Resize((100, 200)),
+            v2.RandomCrop((90, 150)),
+            v2.SanitizeBoundingBoxes(),
+            v2.ConvertBoundingBoxFormat("CXCYWH"),
+        ]
+    )
+    plain, flipped = ssdctl.Dataset(shapes), ssdctl.Dataset(shapes, transforms=transforms)
+    again = pickle.loads(pickle.dumps(flipped))
+    for number in (0, 1, 2):
+        (image, before), (small, after) = plain[number], again[number]
+        assert small.shape == (3, 90, 150)
+        assert len(after["boxes"]) <= len(before["boxes"])
+        assert len({len(after[name]) for name in ("boxes", "labels", "area", "iscrowd")}) == 1
+        assert after["area"].tolist() == after["boxes"][:, 2:].prod(dim=1).tolist()
+        assert model.loss([small], [after]) >= 0
+    for transform, expected in ((lambda i, t: (i, t), image), (v2.RandomHorizontalFlip(1.0), None)):
+        got, target = ssdctl.Dataset(shapes, transforms=transform)[2]
+        assert torch.equal(got, image if expected is not None else image.flip(2))
+        assert (
+            target["area"].sum() == (before["boxes"][:, 2:] - before["boxes"][:, :2]).prod(1).sum()
+        )
 
 
 def test_images_without_objects_are_items_and_train(shapes: Path, model: ssdctl.SSD300) -> None:
@@ -166,6 +207,102 @@ def test_the_loss_of_fixed_shapes_is_one_graph() -> None:
     images, targets = torch.rand(2, 3, 300, 300), [target((30, 60, 180, 240)), target()]
     compiled = torch.compile(tiny.loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(images, targets), tiny.loss(images, targets))
+
+
+def tiny_network(num_classes: int = 6) -> ssdctl.SSD300:
+    torch.manual_seed(0)
+    return ssdctl.SSD300("tiny", num_classes)
+
+
+def test_a_network_of_an_own_loop_is_a_checkpoint(shapes: Path) -> None:
+    own, names = tiny_network(), ssdctl.Dataset(shapes, "val").class_names
+    averaged = torch.optim.swa_utils.AveragedModel(own)
+    with pytest.raises(UsageError, match=r"class_names=\[...\]"):
+        own.save("own.pt")
+    assert own.save("own.pt", class_names=names) == Path("own.pt")
+    options: dict[str, Any] = {"device": "cpu", "limit": 3, "score_threshold": 0.02}
+    first, *others = (
+        ssdctl.evaluate(network, shapes, progress=False, **options)
+        for network in ("own.pt", own, averaged)
+    )
+    assert first.about.images == 3
+    assert all(other.metrics == first.metrics for other in others)
+    assert own.training
+    read = ssdctl.SSD300.from_checkpoint("own.pt")
+    assert (read.class_names, read.training) == (names, False)
+    assert str(read.state_dict()) == str(own.state_dict())
+    read.save("again.pt")
+    assert ssdctl.load("again.pt", device="cpu").model.class_names == names
+    copied = ssdctl.load(own, device="cpu").model
+    assert next(copied.parameters()) is not next(own.parameters())
+    assert ssdctl.export(own, "own.safetensors", format="safetensors")["source"] == "SSD300 tiny"
+    assert ssdctl.SSD300.from_checkpoint("own.safetensors").architecture == own.architecture
+    with pytest.raises(UsageError, match="cannot be resumed"):
+        load_resumable(Path("own.pt"))
+
+
+@pytest.mark.parametrize("saved", ["state", "nested", "wrapped", "pickled"])
+def test_weights_without_their_network_say_how_to_save(saved: str) -> None:
+    own = tiny_network()
+    state = own.state_dict()
+    contents = {
+        "state": state,
+        "nested": {"model": state, "epoch": 3},
+        "wrapped": {f"module.{name}": tensor for name, tensor in state.items()},
+        "pickled": own,
+    }
+    torch.save(contents[saved], "own.pt")
+    with pytest.raises(IntegrityError, match=r"own\.pt.*\n.*model\.save\(path, class_names"):
+        ssdctl.load("own.pt")
+
+
+def test_what_is_not_a_network_is_named() -> None:
+    for wrong in (torch.nn.Linear(1, 1), tiny_network().state_dict(), 7):
+        with pytest.raises(UsageError, match=type(wrong).__name__):
+            ssdctl.load(wrong)  # type: ignore[arg-type]
+    own = tiny_network()
+    own.extra = torch.nn.ModuleList()
+    with pytest.raises(IntegrityError, match="extra"):
+        own.save("own.pt", class_names="abcde")
+
+
+def test_detections_are_those_of_a_predictor() -> None:
+    own = tiny_network()
+    own.backbone.eval()  # stays so
+    images = torch.randint(0, 256, (2, 3, 300, 300), dtype=torch.uint8)
+    modes = [module.training for module in own.modules()]
+    found = own.detect(images, score=0.02, nms_iou=0.4)
+    assert [module.training for module in own.modules()] == modes
+    assert found == own.detect([*images / 255], score=0.02, nms_iou=0.4)
+    expected = ssdctl.load(own, device="cpu", score=0.02, nms_iou=0.4).predict([*images])
+    for result, other in zip(found, expected, strict=True):
+        assert result.labels.tolist() == other.labels.tolist()
+        np.testing.assert_allclose(result.boxes, other.boxes, atol=0.02)
+    assert min(len(result) for result in found) > 0
+    assert found[0].class_names[0] == "class 1"
+    tensors = found[0].to_torch()
+    assert [t.dtype for t in tensors.values()] == [torch.float32, torch.float32, torch.int64]
+    np.testing.assert_allclose(tensors["boxes"].clamp(0, 300), found[0].boxes, atol=0.01)
+    assert found[1].plot().size == (300, 300)
+    own.class_names = ["a", "b", "c", "d", "e"]
+    (wide,) = own.detect([torch.full((3, 100, 400), 0.3)], score=0.02)
+    assert (wide.size, wide.class_names) == ((400, 100), own.class_names)
+    assert wide.boxes.max(axis=0)[2] > 300
+    for wrong in ({"score": 1.5}, {"nms_iou": float("nan")}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            own.detect(images, **wrong)
+    own.box_heads[0].bias.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError):
+        own.detect(images)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_detections_take_the_precision_of_the_weights(dtype: torch.dtype) -> None:
+    own, images = tiny_network(), torch.rand(1, 3, 300, 300)
+    (expected,), (found,) = (n.detect(images, score=0.02) for n in (own, own.to(dtype)))
+    np.testing.assert_allclose(found.scores[:5], expected.scores[:5], atol=0.01)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(own.float().detect(images, score=0.02)[0])
 
 
 IMAGE = torch.zeros(3, 9, 9)

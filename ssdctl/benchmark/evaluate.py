@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -50,8 +51,7 @@ def benchmark_evaluate(
         Rates in images per second, latencies in ms, times in s: `forward_` is only the network, on
         pixels in memory; `images_per_second` is all from encoded images to detections.
     """
-    settings = config.evaluate
-    device = open_device(settings.device)
+    settings, device = config.evaluate, open_device(config.evaluate.device)
     model = SSD300(config.model.backbone, len(split.classes) + 1, config.model.extra_norm)
     model = device.place(model).eval()
     threads = settings.workers or usable_cores()
@@ -105,11 +105,8 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
     logits[:, 0] += 8  # most boxes are background, as in a trained network's output
     logits = logits.to(device.torch_device)
     defaults = default_boxes_cxcywh().to(device.torch_device)
-
-    def once() -> Any:
-        return detect(offsets, logits, defaults)
-
-    return DETECT_BATCH / _seconds_each(once, seconds, device)
+    work = functools.partial(detect, offsets, logits, defaults)
+    return DETECT_BATCH / _seconds_each(work, seconds, device)
 
 
 def _latencies(split: Split, detector: Detector, seconds: float, device: Device) -> Measurements:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.data import Measurements, endless_batches
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config, TrainConfig
 from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.open_dataset import DatasetSize
@@ -27,7 +28,7 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.batch import Batch
 from ssdctl.input.fake import random_batch
 from ssdctl.input.open import copy_ahead
-from ssdctl.model.ssd300 import Architecture
+from ssdctl.model.ssd300 import network_of
 from ssdctl.runtime.system import usable_cores
 from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
 from ssdctl.training.optimizer import without_dynamo
@@ -74,7 +75,7 @@ def seconds_per_step(
     architecture: Architecture, config: TrainConfig, device: Device, precision: str, batch_size: int
 ) -> float:
     """Measure a few steps on random images, for a first estimate of a run's duration."""
-    model = device.place(architecture.build()).train()
+    model = device.place(network_of(architecture)).train()
     batch = random_batch(batch_size, architecture.num_classes, max_boxes=12)
     times: list[float] = []
     with without_dynamo():
@@ -87,21 +88,15 @@ def seconds_per_step(
 
 
 class _Bench:
-    """Time training steps of one network on one device."""
-
     def __init__(
         self, plan: Plan, architecture: Architecture, device: Device, ranks: Ranks
     ) -> None:
         self.config, self.architecture, self.device = plan.config, architecture, device
         self.ranks, self.precision, self.size = ranks, plan.precision, plan.batch_size
-        torch.manual_seed(plan.config.train.seed)
-        self.model = device.place(architecture.build()).train()
+        self.model = device.place(network_of(architecture, plan.config.train.seed)).train()
 
     def metrics(self, split: Split | None, seconds: float) -> Measurements:
-        boxes = 93 if split is None else max(split.most_boxes, 1)
-        # Labels of the dataset's classes; the network always has COCO's outputs.
-        labels = COCO_OUTPUTS if split is None else len(split.classes) + 1
-        fake = itertools.repeat(random_batch(self.size, labels, boxes))
+        fake = itertools.repeat(self._fake_batch(split))
         step, compile_s = self._warm_step(self.ranks, fake)
         fake_rate = rate = self._rate(step, fake, seconds)
         extra = {}
@@ -140,6 +135,12 @@ class _Bench:
             "warmup_s": round(compile_s, 1),
             "peak_memory_bytes": memory,
         }
+
+    def _fake_batch(self, split: Split | None) -> Batch:
+        if split is None:
+            return random_batch(self.size, COCO_OUTPUTS, 93)
+        # Labels of the dataset's classes; the network always has COCO's outputs.
+        return random_batch(self.size, len(split.classes) + 1, max(split.most_boxes, 1))
 
     def _warm_step(self, ranks: Ranks, batches: Iterator[Batch]) -> tuple[TrainStep, float]:
         """Return a compiled step, and the seconds that compiling took."""
@@ -214,7 +215,8 @@ def train_flops(architecture: Architecture) -> float:
     Batch norm cannot train on the 1 x 1 map of one image, so two are counted.
     """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        offsets, logits = architecture.build()(torch.zeros(2, 3, 300, 300))
+        network = network_of(architecture, device="meta")
+        offsets, logits = network(torch.zeros(2, 3, 300, 300))
         (offsets.sum() + logits.sum()).backward()
     return counter.get_total_flops() / 2
 

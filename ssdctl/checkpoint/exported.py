@@ -17,24 +17,27 @@ from ssdctl.checkpoint.format import (
     FORMAT,
     MAX_CLASSES,
     MAX_COUNT,
+    Architecture,
     ArchitectureFields,
     Count,
     Integer,
     ModelFile,
     NetworkWeights,
     OnnxGraph,
+    Threshold,
+    TilingFields,
     check_classes,
+    check_thresholds,
     is_state,
     require_file,
 )
-from ssdctl.config.fields import BackboneName
 from ssdctl.data.annotations import ClassName, Name
-from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.errors import IntegrityError, UsageError, import_package
 from ssdctl.files import read_limited, reason_of
-from ssdctl.model.ssd300 import Architecture
 
 MAX_BYTES = (2 << 30) - 1  # protobuf's limit for a message
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")  # operators inside of onnxruntime
+DAMAGED = (OSError, ValueError, RuntimeError, TypeError, KeyError)  # of a safetensors file
 PACKAGES = ("onnx", "onnxruntime")
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -56,7 +59,7 @@ class OnnxDescription(msgspec.Struct):
     """The metadata; other keys are for other programs."""
 
     format: Literal[1]
-    backbone: BackboneName
+    backbone: str
     num_classes: Annotated[int, msgspec.Meta(ge=2, le=MAX_CLASSES)]  # with background
     classes: list[Name]  # in the order of the labels, from 1; empty if they have no names
     category_ids: list[Integer | None]
@@ -66,6 +69,8 @@ class OnnxDescription(msgspec.Struct):
     # The limits of the NMS in the graph; null without one.
     score_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     nms_iou: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    thresholds: list[Threshold] = []  # the scores of the best F1 of the classes; empty: not known
+    tiling: TilingFields | None = None  # how the run saw images; null: only as a whole
 
     @property
     def named_classes(self) -> list[ClassName]:
@@ -88,10 +93,7 @@ def read_onnx(path: Path) -> OnnxGraph:
             description of ssdctl.
     """
     require_file(path)
-    try:
-        import onnx
-    except ImportError:
-        raise missing_package("onnx", *PACKAGES) from None
+    onnx = import_package("onnx", *PACKAGES)
     if path.stat().st_size > MAX_BYTES:
         raise IntegrityError(f"{path}: larger than {MAX_BYTES} bytes")
     content = path.read_bytes()
@@ -104,13 +106,7 @@ def read_onnx(path: Path) -> OnnxGraph:
     except Exception as error:  # protobuf's differ between its implementations
         raise IntegrityError(f"{path}: not an ONNX file, or a damaged one: {error}") from None
     try:
-        facts = _from_metadata(metadata, OnnxDescription)
-        if len(facts.classes) != len(facts.category_ids):
-            raise ValueError("classes and category_ids have different lengths")
-        if facts.classes:
-            check_classes(facts.named_classes, facts.num_classes)
-        if (facts.score_threshold is None) != (facts.nms_iou is None):
-            raise ValueError("only one of score_threshold and nms_iou is set")
+        facts = _onnx_description(metadata)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise IntegrityError(
             f"{path}: its metadata (metadata_props) does not describe an SSD300: {error!s:.300}",
@@ -120,11 +116,26 @@ def read_onnx(path: Path) -> OnnxGraph:
         path=path,
         architecture=Architecture(facts.backbone, "none", facts.num_classes),
         classes=facts.named_classes,
+        thresholds=facts.thresholds,
         step=facts.step,
         epoch=facts.epoch,
         content=content,
         nms=(facts.score_threshold, facts.nms_iou),
+        tiling=None if facts.tiling is None else facts.tiling.value,
     )
+
+
+def _onnx_description(metadata: dict[str, str]) -> OnnxDescription:
+    """Return the description in a file's metadata; raise ValueError if it contradicts itself."""
+    facts = _from_metadata(metadata, OnnxDescription)
+    if len(facts.classes) != len(facts.category_ids):
+        raise ValueError("classes and category_ids have different lengths")
+    check_thresholds(facts.thresholds, facts.classes)
+    if facts.classes:
+        check_classes(facts.named_classes, facts.num_classes)
+    if (facts.score_threshold is None) != (facts.nms_iou is None):
+        raise ValueError("only one of score_threshold and nms_iou is set")
+    return facts
 
 
 def _refuse_references(model: Any, path: Path) -> None:
@@ -178,6 +189,8 @@ class NetworkDescription(msgspec.Struct, kw_only=True):
     classes: list[ClassName]
     step: Count = 0
     epoch: Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0.0
+    thresholds: list[Threshold] = []
+    tiling: TilingFields | None = None
 
 
 def describe_network(model: ModelFile) -> dict[str, Any]:
@@ -187,6 +200,8 @@ def describe_network(model: ModelFile) -> dict[str, Any]:
         classes=model.classes,
         step=model.step,
         epoch=model.epoch,
+        thresholds=[*model.thresholds],
+        tiling=None if model.tiling is None else TilingFields(*model.tiling),
     )
     facts: dict[str, Any] = msgspec.to_builtins(description)
     return facts
@@ -200,16 +215,13 @@ def read_safetensors(path: Path) -> NetworkWeights:
         IntegrityError: It is damaged, or does not describe an SSD300.
     """
     require_file(path)
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise missing_package("safetensors", "safetensors") from None
+    safetensors = import_package("safetensors")
     try:
         # The sizes in the header are checked against the file before a tensor is allocated.
-        with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
+        with safetensors.safe_open(os.fspath(path), framework="pt", device="cpu") as file:
             facts = _network_description(path, file.metadata() or {})
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it cannot be iterated
-    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+    except (safetensors.SafetensorError, *DAMAGED) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         raise IntegrityError(
             f"{path}: not a safetensors file, or a damaged one: {reason}"
@@ -221,8 +233,10 @@ def read_safetensors(path: Path) -> NetworkWeights:
         model=state,
         architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
         classes=facts.classes,
+        thresholds=facts.thresholds,
         step=facts.step,
         epoch=facts.epoch,
+        tiling=None if facts.tiling is None else facts.tiling.value,
     )
 
 
@@ -237,6 +251,7 @@ def _network_description(path: Path, metadata: dict[str, str]) -> NetworkDescrip
             source = path.with_name(CONFIG_FILE)
             content = read_limited(source, MAX_CONFIG_BYTES)
             facts = msgspec.json.decode(content, type=NetworkDescription)
+        check_thresholds(facts.thresholds, facts.classes)
         if facts.classes:  # a third-party checkpoint may have no names
             check_classes(facts.classes, facts.architecture.num_classes)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:

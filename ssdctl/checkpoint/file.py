@@ -8,32 +8,38 @@ file has only the weights and the classes (exported.py), other systems' have oth
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ssdctl.checkpoint.format import (
     FORMAT,
+    Architecture,
     Checkpoint,
     NetworkWeights,
     OnnxGraph,
     check_zip,
     compare_shapes,
-    is_state,
     require_file,
 )
 from ssdctl.data.annotations import ClassName
-from ssdctl.errors import IntegrityError, SsdctlError, UsageError
+from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.evaluation import read_evaluation
+from ssdctl.runs.folder import RunDir, evaluation_of
 
+Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
+OTHER_SUFFIXES = (ONNX, SAFETENSORS, ".pt2", ".xml", ".json")
+HOW_TO_SAVE = "write checkpoints of your own with model.save(path, class_names=[...])"
 MAX_NAMED_KEYS = 5  # in the message for another program's file
 
 
@@ -55,13 +61,16 @@ def load_resumable(path: Path) -> Checkpoint:
     )
 
 
-def load_checkpoint(path: Path) -> NetworkWeights:
+def load_checkpoint(source: Source) -> NetworkWeights:
     """Read a checkpoint of ssdctl, MLPerf, Habana, NVIDIA, its TPU fork or torchvision.
 
     Raises:
-        UsageError: There is no such file.
+        UsageError: There is no such file, or the module is not an SSD300.
         IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
+    if isinstance(source, nn.Module):
+        return weights_in_memory(source)
+    path = source
     if path.suffix == ONNX:
         raise UsageError(
             f"{path}: an ONNX file can be run and scored; this needs weights",
@@ -78,28 +87,78 @@ def load_checkpoint(path: Path) -> NetworkWeights:
         return read_safetensors(path)
     payload = read_payload(path)
     try:
-        return _read_any(path, payload)
+        return with_own_thresholds(_read_any(path, payload))
     except SsdctlError:
         raise
     except Exception as error:  # a tensor in place of another value can raise anything
         raise IntegrityError(f"{path}: malformed checkpoint: {error!r:.300}") from error
 
 
-def read_model(path: Path) -> NetworkWeights | OnnxGraph:
+def with_own_thresholds(read: NetworkWeights) -> NetworkWeights:
+    """Return a checkpoint with the thresholds of its own evaluation, if that is in its run folder.
+
+    The score arrives after the checkpoint is saved: the file has those of the evaluation before.
+    """
+    run = RunDir(read.path.parent.parent)
+    if not isinstance(read, Checkpoint) or read.path.parent != run.checkpoints:
+        return read
+    for file in (evaluation_of(run.step_checkpoint(read.step)), run.evaluation):
+        with contextlib.suppress(DataError):
+            evaluation = read_evaluation(file)
+            if evaluation is not None and evaluation.about.step == read.step:
+                return replace(read, thresholds=evaluation.thresholds(read.classes))
+    return read
+
+
+def weights_in_memory(model: nn.Module) -> NetworkWeights:
+    """Return a copy of a network's weights, in fp32, on the CPU.
+
+    Args:
+        model: An SSD300; in its place a wrapper, such as of DistributedDataParallel.
+
+    Raises:
+        UsageError: It is another module.
+    """
+    network: Any = model
+    while not isinstance(getattr(network, "architecture", None), Architecture):
+        inner = getattr(network, "module", None) or getattr(network, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            raise UsageError(
+                f"a {type(network).__name__} is not an SSD300",
+                hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
+            )
+        network = inner
+    state = {
+        name: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
+        for name, tensor in network.state_dict().items()
+    }
+    return NetworkWeights(
+        path=Path(f"SSD300 {network.architecture.backbone}"),
+        model=state,
+        architecture=network.architecture,
+        classes=network.classes,
+    )
+
+
+def _single(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
+
+
+def read_model(source: Source) -> NetworkWeights | OnnxGraph:
     """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`.
 
     Raises:
         UsageError: There is no such file, or a package is absent.
         IntegrityError: It is damaged, not a detector, or would run code.
     """
-    if path.suffix != ONNX:
-        return load_checkpoint(path)
+    if isinstance(source, nn.Module) or source.suffix != ONNX:
+        return load_checkpoint(source)
     from ssdctl.checkpoint.exported import read_onnx
 
-    return read_onnx(path)
+    return read_onnx(source)
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+def save_checkpoint(path: Path, checkpoint: NetworkWeights) -> None:
     """Write a checkpoint atomically.
 
     Raises:
@@ -123,7 +182,8 @@ def _read_any(path: Path, payload: Any) -> NetworkWeights:
         if (system := third_party.source_of(payload)) is not None:
             return third_party.checkpoint_of(path, payload, system)
         raise _not_readable(path, payload, number)
-    return Checkpoint.read(path, payload)
+    kind = Checkpoint if "optimizer" in payload else NetworkWeights
+    return kind.read(path, payload)
 
 
 def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
@@ -134,8 +194,14 @@ def _not_readable(path: Path, payload: Any, number: object) -> SsdctlError:
             f"{FORMAT}",
             hint="update ssdctl",
         )
-    from ssdctl.checkpoint.third_party import looks_like
+    from ssdctl.checkpoint.third_party import has_own_weights, looks_like
 
+    if has_own_weights(payload):
+        return IntegrityError(
+            f"{path}: weights of an SSD300 without its backbone and classes, as of "
+            "torch.save(model.state_dict())",
+            hint=HOW_TO_SAVE,
+        )
     names = ", ".join(str(key)[:40] for key in keys[:MAX_NAMED_KEYS])
     has = f" (keys: {names})" if names else ""
     return IntegrityError(
@@ -152,7 +218,7 @@ def same_classes(weights: NetworkWeights, classes: list[ClassName]) -> bool:
 
 
 def with_classes(
-    checkpoint: NetworkWeights, model: SSD300, classes: list[ClassName]
+    checkpoint: NetworkWeights, model: nn.Module, classes: list[ClassName]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return a checkpoint's weights for a network with other classes.
 
@@ -162,11 +228,11 @@ def with_classes(
     Returns:
         The weights, and the names of the classes that were kept.
     """
-    _check_class_heads(checkpoint)
     state = with_counters(checkpoint.model, model)
     old = {"": 0, **{c.name: label for label, c in enumerate(checkpoint.classes, start=1)}}
     new = {"": 0, **{c.name: label for label, c in enumerate(classes, start=1)}}
     kept = [name for name in new if name in old]
+    count = checkpoint.architecture.num_classes
     for name, tensor in model.state_dict().items():
         if not name.startswith("class_heads.") or name not in state:
             continue
@@ -174,7 +240,9 @@ def with_classes(
             continue
         # Channels are class-major: (classes, box shapes).
         target = tensor.clone().unflatten(0, (len(classes) + 1, -1))
-        source = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
+        expected = (count * target.shape[1], *tensor.shape[1:])
+        compare_shapes({name: expected}, {name: tuple(state[name].shape)}, checkpoint.path)
+        source = state[name].unflatten(0, (count, -1))
         for kept_name in kept:
             target[new[kept_name]] = source[old[kept_name]]
         state[name] = target.flatten(0, 1)
@@ -208,42 +276,24 @@ def read_payload(path: Path) -> Any:
     except Exception as error:  # a hostile pickle can make the unpickler raise anything
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise unreadable(path, error) from None
-        raise IntegrityError(
-            f"{path}: not a checkpoint (nothing was executed): {_reason(error)}"
-        ) from None
+        raise _not_loaded(path, error) from None
+
+
+def _not_loaded(path: Path, error: Exception) -> IntegrityError:
+    """Return the error for one of torch.load, without its advice to load it unsafely."""
+    from ssdctl.checkpoint.third_party import has_own_weights, looks_like
+
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    reason = f"it names {named[1]}{looks_like(named[1])}" if named else _reason(error)
+    hint = HOW_TO_SAVE if named and has_own_weights(named[1]) else None
+    return IntegrityError(f"{path}: not a checkpoint (nothing was executed): {reason}", hint=hint)
 
 
 def _reason(error: Exception) -> str:
-    """Return the cause from an error of torch.load, without its advice to load it unsafely."""
-    from ssdctl.checkpoint.third_party import looks_like
-
     text = str(error)
-    if match := re.search(r"GLOBAL (\S+)", text):
-        return f"it names {match[1]}{looks_like(match[1])}"
     if "weights_only" in text or not isinstance(error, RuntimeError):
         return "torch.save did not write it, or it is damaged"
     return text.splitlines()[0]
-
-
-def load_network(checkpoint: NetworkWeights) -> SSD300:
-    """Return the network of a checkpoint with its weights.
-
-    Raises:
-        IntegrityError: The weights do not fit; the message lists what differs.
-    """
-    _check_class_heads(checkpoint)
-    model = checkpoint.architecture.build()
-    load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
-    return model
-
-
-def _check_class_heads(checkpoint: NetworkWeights) -> None:
-    """Check that the file has the class heads that its number of classes needs, before they are
-    allocated. The rest of the network has a fixed size: `load_state` compares it."""
-    shapes = checkpoint.architecture.shapes()
-    expected = {k: shape for k, shape in shapes.items() if k.startswith("class_heads.")}
-    heads = {k: v for k, v in checkpoint.model.items() if k in expected}
-    compare_shapes(expected, _shapes_of(heads), checkpoint.path)
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
@@ -254,27 +304,11 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
 
 def check_shapes(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Check that weights have the names and shapes of a module's, or raise IntegrityError."""
-    compare_shapes(_shapes_of(module.state_dict()), _shapes_of(state), path)
+    compare_shapes(shapes_of(module.state_dict()), shapes_of(state), path)
 
 
-def _shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def load_backbone(model: SSD300, path: Path) -> None:
-    """Load pretrained weights into the backbone.
-
-    Raises:
-        IntegrityError: The file is damaged, or contains another network.
-    """
-    state = read_payload(path)
-    if not is_state(state):
-        raise IntegrityError(
-            f"{path}: not backbone weights: not a state dict",
-            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
-        )
-    for module, part in model.backbone.pretrained_parts(state, model.extra):
-        load_state(module, with_counters(part, module), path)
 
 
 def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:

@@ -27,8 +27,8 @@ from ssdctl.files import (
     sync_file,
 )
 from ssdctl.runs.evaluation import read_evaluation
+from ssdctl.runs.folder import RunDir, evaluation_of, step_of
 from ssdctl.runs.going_back import finish_going_back, go_back, retired, retired_files
-from ssdctl.runs.layout import RunDir, evaluation_of, step_of
 
 
 class CheckpointFolder:
@@ -178,7 +178,6 @@ class CheckpointFolder:
 
 
 def _on_host(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with a copy of its tensors on the CPU."""
     names = ("model", "trained", "optimizer", "rank_statistics")
     return replace(checkpoint, **{name: _copied(getattr(checkpoint, name)) for name in names})
 

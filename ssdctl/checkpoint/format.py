@@ -1,8 +1,9 @@
 """The format of checkpoints: the keys of a file, their types, and the file itself.
 
-A checkpoint is a zip of stored entries that `torch.save` wrote: the dictionary `Payload`. It is an
-untrusted file: a few bytes of it can describe a tensor, a network or a number of any size. Here
-everything is bound to the bytes that the file really has.
+A checkpoint is a zip of stored entries that `torch.save` wrote: the dictionary `Payload` of a run,
+or `NetworkPayload` of a network without one. It is an untrusted file: a few bytes of it can
+describe a tensor, a network or a number of any size. Here everything is bound to the bytes that the
+file really has.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import LARGEST_INT, BackboneName
+from ssdctl.config.fields import LARGEST_INT, MIN_TILE, Tiling
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_error
-from ssdctl.model.ssd300 import Architecture
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import listed
 
 FORMAT: Final = 1
@@ -37,14 +39,32 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Setting = Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
+Threshold = Annotated[float, msgspec.Meta(ge=0, le=1)] | None  # None: not known for the class
 Scalar = bool | Setting | float | str | None
 Shape = tuple[int, ...]
 
 
+class Architecture(NamedTuple):
+    """The parameters that build the network of a checkpoint."""
+
+    backbone: str
+    extra_norm: str
+    num_classes: int  # with background
+
+
 class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):
-    backbone: BackboneName
+    backbone: str
     extra_norm: Literal["none", "batch"]
     num_classes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLASSES)]
+
+
+class TilingFields(msgspec.Struct, forbid_unknown_fields=True):
+    size: Annotated[int, msgspec.Meta(ge=MIN_TILE, le=MAX_COUNT)]  # pixels
+    overlap: Annotated[float, msgspec.Meta(ge=0, le=0.9)]  # fraction of a tile
+
+    @property
+    def value(self) -> Tiling:
+        return Tiling(self.size, self.overlap)
 
 
 class ParameterGroup(msgspec.Struct):
@@ -56,14 +76,20 @@ class OptimizerFields(msgspec.Struct):
     param_groups: list[ParameterGroup]
 
 
-class Payload(msgspec.Struct, kw_only=True):
-    """The dictionary that `torch.save` writes. Its tensors are checked by `Checkpoint.read`."""
+class NetworkPayload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The dictionary of a network without a run. Its tensors are checked by `read`."""
 
     format: Literal[1] = FORMAT
     model: dict[str, Any]  # the weights to evaluate
-    trained: dict[str, Any] | None  # the weights to resume from, if `model` is an average
     architecture: ArchitectureFields
     classes: list[ClassName]  # label = index + 1; ids are COCO's
+    thresholds: list[Threshold] = []  # the scores of the best F1 of the classes; empty: not known
+
+
+class Payload(NetworkPayload, kw_only=True, forbid_unknown_fields=False):
+    """The dictionary of a run's checkpoint."""
+
+    trained: dict[str, Any] | None  # the weights to resume from, if `model` is an average
     config: dict[str, Scalar | list[Scalar]]  # the settings that explain the result, by path
     step: Count
     samples_seen: Count
@@ -82,8 +108,18 @@ class ModelFile:
     path: Path
     architecture: Architecture
     classes: list[ClassName]
-    step: int
-    epoch: float
+    thresholds: Sequence[float | None] = ()  # scores of the best F1 of the classes, if known
+    step: int = 0
+    epoch: float = 0.0
+    tiling: Tiling | None = None  # how the run saw images; None: only as a whole
+
+    def __post_init__(self) -> None:
+        """Raise UsageError unless the backbone is built in, or a plugin that is installed."""
+        if self.architecture.backbone not in plugins.names(BACKBONES):
+            raise UsageError(
+                f"{self.path}: its backbone {self.architecture.backbone!r:.100} is not installed",
+                hint=f"install the package that has it as an entry point of {BACKBONES.group}",
+            )
 
     @property
     def run_settings(self) -> Mapping[str, Any] | None:
@@ -101,10 +137,31 @@ class OnnxGraph(ModelFile):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NetworkWeights(ModelFile):
-    """Weights under ssdctl's names: of a `.safetensors` file, a third-party program, or a run."""
+    """Weights under ssdctl's names: of `SSD300.save`, another program, an export, or a run."""
 
     model: dict[str, Tensor]
     third_party: str | None = None  # the program that wrote the file; None if ssdctl did
+
+    @classmethod
+    def read(cls, path: Path, payload: Any) -> NetworkWeights:
+        """Return the network in a dictionary; raise ValueError if it is not one."""
+        fields = msgspec.convert(payload, NetworkPayload)
+        _check_network(fields)
+        return cls(path=path, model=payload["model"], **_network_of(fields))
+
+    def payload(self) -> dict[str, Any]:
+        """Return the dictionary that `read` takes. Its tensors are the checkpoint's own."""
+        return self._payload(NetworkPayload)
+
+    def _payload(self, fields: type[msgspec.Struct]) -> dict[str, Any]:
+        own = {
+            "format": FORMAT,
+            "architecture": self.architecture._asdict(),
+            "classes": msgspec.to_builtins(self.classes),
+            "thresholds": list(self.thresholds),
+        }
+        names = fields.__struct_fields__
+        return {name: own[name] if name in own else getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -133,11 +190,11 @@ class Checkpoint(NetworkWeights):
             path=path,
             model=payload["model"],
             trained=payload["trained"],
-            architecture=Architecture(*msgspec.structs.astuple(fields.architecture)),
-            classes=fields.classes,
+            **_network_of(fields),
             config=fields.config,
             step=fields.step,
             epoch=fields.samples_seen / fields.images,
+            tiling=_tiling(fields.config),
             samples_seen=fields.samples_seen,
             images=fields.images,
             global_batch=fields.global_batch,
@@ -147,14 +204,20 @@ class Checkpoint(NetworkWeights):
         )
 
     def payload(self) -> dict[str, Any]:
-        """Return the dictionary that `read` takes. Its tensors are the checkpoint's own."""
-        own = {
-            "format": FORMAT,
-            "architecture": self.architecture._asdict(),
-            "classes": msgspec.to_builtins(self.classes),
-        }
-        names = Payload.__struct_fields__
-        return {name: own[name] if name in own else getattr(self, name) for name in names}
+        return self._payload(Payload)
+
+
+def _network_of(fields: NetworkPayload) -> dict[str, Any]:
+    architecture = Architecture(*msgspec.structs.astuple(fields.architecture))
+    thresholds = fields.thresholds
+    return {"architecture": architecture, "classes": fields.classes, "thresholds": thresholds}
+
+
+def _check_network(fields: NetworkPayload) -> None:
+    check_classes(fields.classes, fields.architecture.num_classes)
+    check_thresholds(fields.thresholds, fields.classes)
+    if not is_state(fields.model):
+        raise ValueError("model: not a state dict of dense tensors")
 
 
 def _check_fields(fields: Payload) -> None:
@@ -163,15 +226,19 @@ def _check_fields(fields: Payload) -> None:
         value = fields.config.get(key)
         if value is not None and (not isinstance(value, str) or "\0" in value):
             raise ValueError(f"config: {key} is not a path")
-    check_classes(fields.classes, fields.architecture.num_classes)
-    for name, state in (("model", fields.model), ("trained", fields.trained)):
-        if not is_state(state or {}):
-            raise ValueError(f"{name}: not a state dict of dense tensors")
+    _check_network(fields)
+    if not is_state(fields.trained or {}):
+        raise ValueError("trained: not a state dict of dense tensors")
     if not all(is_plain_tensor(t) for rank in fields.rank_statistics or () for t in rank):
         raise ValueError("rank_statistics: not dense tensors")
     for values in fields.optimizer.state.values():
         if not all(is_plain_tensor(v) for v in values.values() if isinstance(v, Tensor)):
             raise ValueError("optimizer: a tensor is not dense numbers")
+
+
+def _tiling(config: Mapping[str, Any]) -> Tiling | None:
+    facts = {"size": config.get("data.tile"), "overlap": config.get("data.tile_overlap")}
+    return msgspec.convert(facts, TilingFields).value if facts["size"] else None
 
 
 def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
@@ -183,6 +250,12 @@ def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
         )
     if any(c.id is not None and abs(c.id) > MAX_COUNT for c in classes):
         raise ValueError("classes: an id is out of bounds")
+
+
+def check_thresholds(thresholds: Sequence[object], classes: Sequence[object]) -> None:
+    """Raise ValueError unless there are as many thresholds as classes, or none."""
+    if thresholds and len(thresholds) != len(classes):
+        raise ValueError(f"{len(thresholds)} thresholds of {len(classes)} classes")
 
 
 def is_state(value: object) -> bool:

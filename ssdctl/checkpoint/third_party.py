@@ -16,15 +16,20 @@ import msgspec
 from torch import Tensor
 
 from ssdctl.boxes import BOXES_PER_CELL
-from ssdctl.checkpoint.format import MAX_CLASSES, MAX_COUNT, Count, NetworkWeights, is_state
-from ssdctl.config.fields import BACKBONES
+from ssdctl.checkpoint.format import (
+    MAX_CLASSES,
+    MAX_COUNT,
+    Architecture,
+    Count,
+    NetworkWeights,
+    is_state,
+)
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES, UNUSED
 from ssdctl.errors import IntegrityError
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
-from ssdctl.model.ssd300 import Architecture
-from ssdctl.runtime.packages import module_names
+from ssdctl.runtime.plugins import BACKBONES, built_in, built_in_module
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
 PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
@@ -102,15 +107,25 @@ def looks_like(payload: Any) -> str:
     looks = "; it looks like a checkpoint of"
     names = [payload] if isinstance(payload, str) else []
     if isinstance(payload, Mapping):
-        states = (payload.get(key) for key in ("model", "state_dict", "model_state_dict", "ema"))
-        keys = [*payload, *(key for s in states if isinstance(s, Mapping) for key in s)]
-        names = [WRAPPERS.sub("", str(key)) for key in keys]
+        names = _names_in(payload)
         if "fc.weight" in names and "layer1.0.conv1.weight" in names:
             return f"{looks} torchvision's ResNet (a backbone: --backbone-weights FILE reads it)"
     for program, marks in OTHER_PROGRAMS.items():
         if any(name.startswith(marks) for name in names):
             return f"{looks} {program}"
     return ""
+
+
+def has_own_weights(payload: Any) -> bool:
+    """Return whether a file has the weights of an SSD300, but does not describe the network."""
+    names = _names_in(payload) if isinstance(payload, Mapping) else [str(payload)]
+    return any(name.startswith("ssdctl.") or "box_heads." in name for name in names)
+
+
+def _names_in(payload: Mapping[Any, Any]) -> list[str]:
+    states = (payload.get(key) for key in ("model", "state_dict", "model_state_dict", "ema"))
+    keys = [*payload, *(key for s in states if isinstance(s, Mapping) for key in s)]
+    return [WRAPPERS.sub("", str(key)) for key in keys]
 
 
 def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> NetworkWeights:
@@ -233,9 +248,9 @@ def backbone_of(state: Mapping[str, Tensor]) -> str | None:
 
     def difference(backbone: str) -> int:
         with without_weights():
-            expected = find_backbone(backbone).build().state_dict()
+            expected = built_in_module(BACKBONES, backbone).build().state_dict()
         return len(shapes ^ {(k, v.shape) for k, v in expected.items() if not k.endswith(counter)})
 
-    difference_of = {name: difference(name) for name in sorted(module_names(BACKBONES[0]))}
+    difference_of = {name: difference(name) for name in sorted(built_in(BACKBONES))}
     nearest = min(difference_of, key=difference_of.__getitem__)
     return nearest if difference_of[nearest] < len(shapes) else None

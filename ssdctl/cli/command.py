@@ -48,7 +48,8 @@ from ssdctl.config.resolve import (
 from ssdctl.config.settings import Config, Setting, all_settings, select
 from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
-from ssdctl.runtime.packages import library_error, memory_limit_error
+from ssdctl.runtime.packages import library_error
+from ssdctl.runtime.plugins import plugin_error
 from ssdctl.runtime.safe_text import printable, redact_urls
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
@@ -105,23 +106,15 @@ def command(
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        selected: list[Setting] = []
-        run = _runner(function, selected, is_isolated=is_isolated)
+        selected, names = list[Setting](), dict[str, str]()
+        run = _runner(function, selected, names, is_isolated=is_isolated)
         patterns = (settings.split(), TRAIN_SETTINGS if takes_train_options else ())
         add = functools.partial(_add_options, run, function, selected, patterns, more_options)
         without_options.append((name if group is app else group.info.name, add))
-
-        class Command(AliasCommand):
-            settings = selected
-            short_options = short.split()
-            takes_options_of = "train" if takes_train_options else ""
-
         group.command(
             name,
-            cls=Command,
-            # Paragraphs without line breaks: the terminal wraps them.
-            help=re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
-            + (EXAMPLES + "\n".join(f"$ {line}" for line in examples) if examples else ""),
+            cls=_command_class(selected, names, short, "train" if takes_train_options else ""),
+            help=_help(function, examples),
             rich_help_panel=panel,
             context_settings={"help_option_names": ["--help"]},  # -h is an option of its own
         )(run)
@@ -130,10 +123,35 @@ def command(
     return register
 
 
+def _command_class(
+    selected: list[Setting], names: dict[str, str], short: str, other: str
+) -> type[AliasCommand]:
+    class Command(AliasCommand):
+        settings, typed = selected, names
+        short_options = short.split()
+        takes_options_of = other
+
+    return Command
+
+
+def _help(function: Callable[..., None], examples: Sequence[str]) -> str:
+    # Paragraphs without line breaks: the terminal wraps them.
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
+    return text + (EXAMPLES + "\n".join(f"$ {line}" for line in examples) if examples else "")
+
+
 def _runner(
-    function: Callable[..., None], selected: Sequence[Setting], *, is_isolated: bool
+    function: Callable[..., None],
+    selected: Sequence[Setting],
+    typed: dict[str, str],
+    *,
+    is_isolated: bool,
 ) -> Callable[..., None]:
-    """Return the function that typer calls with the values of all options."""
+    """Return the function that typer calls with the values of all options.
+
+    Args:
+        typed: The option that was typed for each one that replaces it.
+    """
 
     def run(**values: Any) -> None:
         values.pop("short_help")
@@ -141,7 +159,7 @@ def _runner(
         console = Console(**switches)
         with console.show_log():
             try:
-                function(_call(console, selected, values, is_isolated), **values)
+                function(_call(console, selected, typed, values, is_isolated), **values)
             except (Exception, KeyboardInterrupt) as error:
                 exit_after(error, console)
 
@@ -217,6 +235,8 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
         return error
     if _is_interrupt(error):
         return Interrupted("interrupted")
+    if (named := plugin_error(error)) is not None:
+        return named
     if hasattr(error, "format_message"):
         return _usage_error(error)
     if isinstance(error, UnicodeEncodeError):  # a name
@@ -231,7 +251,7 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
         if written and not error.filename:
             return disk_error(error, written, "writing")
         return disk_error(error, error.filename or "a file", "reading or writing")
-    return memory_limit_error(error) or library_error(error)
+    return library_error(error)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
@@ -245,7 +265,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 def _usage_error(error: Any) -> UsageError:
     path = getattr(getattr(error, "ctx", None), "command_path", "ssdctl COMMAND")
-    text = error.format_message().rstrip(".")
+    text = error.format_message().rstrip(".").replace("Value error, ", "")
     hint = f"`{path} --help` lists all options"
     if near := getattr(error, "possibilities", None):
         text, hint = error.message, f"did you mean {near[0]}?"
@@ -260,7 +280,11 @@ def _usage_error(error: Any) -> UsageError:
 
 
 def _call(
-    console: Console, settings: Sequence[Setting], values: dict[str, Any], is_isolated: bool
+    console: Console,
+    settings: Sequence[Setting],
+    typed: dict[str, str],
+    values: dict[str, Any],
+    is_isolated: bool,
 ) -> Call:
     file = values.pop("config_file")
     assignments = values.pop("assignments") or []
@@ -274,12 +298,13 @@ def _call(
                 continue
             if setting.is_flag and value is False:
                 flag = setting.flags[1]
+            flag = typed.get(flag, flag)
             if constant and overrides and overrides[-1].path == setting.path:
                 raise UsageError(f"{overrides[-1].source} and {flag}: give one of them")
             overrides.append(Override(setting.path, constant or value, of_call(flag)))
     config = resolve(
         file=file,
-        overrides=[*parse_assignments(assignments), *overrides],
+        overrides=[*parse_assignments(assignments, typed), *overrides],
         environment={} if is_isolated else None,
         default_file=not is_isolated,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +21,7 @@ from ssdctl.config.resolve import (
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.errors import UsageError
 from ssdctl.files import write_text
+from ssdctl.runtime.safe_text import quoted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -158,7 +158,5 @@ def init(
         raise UsageError(f"{path}: already exists", hint="use --force to overwrite it")
     write_text(path, render.to_template_toml(call.config))
     call.console.result({"file": file}, f"wrote {file}")
-    option = "" if file == DEFAULT_FILE else f" --config {shlex.quote(file)}"
-    call.console.closing(
-        [], [f"ssdctl config validate {shlex.quote(file)}", f"ssdctl train{option}"]
-    )
+    option = "" if file == DEFAULT_FILE else f" --config {quoted(file)}"
+    call.console.closing([], [f"ssdctl config validate {quoted(file)}", f"ssdctl train{option}"])

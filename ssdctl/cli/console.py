@@ -124,9 +124,10 @@ class Console(logging.Handler):
         """Write the message and the hint of an expected failure, or of a stop, to stderr."""
         is_stop = isinstance(error, (Interrupted, Stopped))
         label, style = ("", "") if is_stop else ("error", "red")
-        self._message(error.message, label=label, style=style)
-        if error.hint:
-            self._message(error.hint, label="hint", style="cyan")
+        message, hint = error.for_command_line()
+        self._message(message, label=label, style=style)
+        if hint:
+            self._message(hint, label="hint", style="cyan")
         if error.command:  # in one line: a terminal's own wrapping can be copied
             label = painted("corrected:", "cyan", sys.stderr)
             self._write(f"{label}\n  {printable_line(redact_urls(error.command))}", sys.stderr)

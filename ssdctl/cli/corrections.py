@@ -94,7 +94,9 @@ class Word(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.typed[0].partition("=")[0]
+        """The option as typed, without its value."""
+        is_short = len(self.flag) == 2  # `-b128`
+        return self.flag if is_short else self.typed[0].partition("=")[0]
 
 
 class CommandWithAliases(Protocol):
@@ -104,6 +106,9 @@ class CommandWithAliases(Protocol):
 
     @property
     def templates(self) -> dict[str, str]: ...
+
+    @property
+    def takes_arguments(self) -> bool: ...
 
     def read_words(self, args: Sequence[str]) -> list[Word]: ...
 
@@ -162,7 +167,6 @@ class _CorrectedLine:
         return ["launch", *self.launch, *rest, *self.options]
 
     def _place(self, word: Word) -> None:
-        """Add a word to the line, or what replaces it."""
         is_targets = self._is_option_of_target(word)
         setting, (value, *_) = self._setting(word.flag), (*word.values, "")
         if word.row is not None and not is_targets:
@@ -174,6 +178,8 @@ class _CorrectedLine:
             self._place_launched(*word.typed[1:])
         elif self.is_moved and word.flag and not is_targets:
             self._refuse(word, [], f"ssdctl {self.target} does not have it")
+        elif self.is_moved and not word.flag and not self.command.takes_arguments:
+            self._refuse(word, [], f"ssdctl {self.target} takes only options")
         elif setting == "train.warmup" and (remark := self._why_steps(value)):
             self._replace_by(word, ["--warmup", f"{value}st"], remark)
         elif setting == "train.device" and value and self.is_launched and self.target != "launch":
@@ -184,7 +190,6 @@ class _CorrectedLine:
             self.options += word.typed
 
     def _place_launched(self, *rest: str) -> None:
-        """Add the corrected command after `--` of `ssdctl launch`."""
         self.options.append("--")
         try:
             command = command_of(rest[0])
@@ -204,7 +209,6 @@ class _CorrectedLine:
         return self.is_moved and word.flag in self.templates and not is_refused
 
     def _replace(self, word: Word, row: Row) -> None:
-        """Add the replacement in a row: options, or a command with options."""
         choices = [self._filled(text.split(), word, row) for text in row.instead.split("|")]
         instead = next((c for c in choices if not c or c[0] in self.templates), choices[-1])
         if row.command == "launch":

@@ -20,7 +20,7 @@ from ssdctl.cli.console import painted
 from ssdctl.cli.help import click_root
 from ssdctl.config import Config
 from ssdctl.errors import ExitCode
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runtime.progress import duration, step_time
 
 # Tuned on two cores from random weights (benchmarks/RESULTS.md); without augmentation, because each
@@ -134,11 +134,11 @@ def seconds_per_step(config: Config) -> float:
     import msgspec
 
     from ssdctl.benchmark import train as benchmark
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
-    from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.plan import make_plan
 
     settings = msgspec.structs.replace(config.train, optimizer="adamw", clip_grad=10.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,12 +18,12 @@ from ssdctl.cli.console import Console, is_encodable
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import free_bytes, refuse_url
 from ssdctl.runtime.progress import progress_bar
-from ssdctl.runtime.safe_text import listed, printable_line
+from ssdctl.runtime.safe_text import listed, printable_line, quoted
 
 if TYPE_CHECKING:
     from ssdctl.config.sections import DownloadConfig
     from ssdctl.download.http import RetryPolicy
-    from ssdctl.download.pinned_files import PinnedFile
+    from ssdctl.download.pinned_files import DetectorSource, PinnedFile
     from ssdctl.download.transfer import Progress
     from ssdctl.model.pretrained import Weights
 
@@ -76,9 +75,8 @@ def download(
     is_selection = bool(config.manifest or config.part)
     if config.dataset == "shapes":
         if is_selection or verify:
-            raise UsageError(
-                "--dataset shapes is generated: --manifest, --part and --verify do not apply"
-            )
+            text = "--dataset shapes is generated: --manifest, --part and --verify do not apply"
+            raise UsageError(text)
         _generate_shapes(call, dest or Path(SHAPES_DIR), dry_run)
     elif verify:
         _verify(call, _files(config), dest or Path(COCO_DIR), is_selection=is_selection)
@@ -129,7 +127,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path, dry_run: bool) ->
         for row in results
     ]
     call.console.result({"dest": str(dest), "files": results}, "\n".join(lines))
-    commands = [] if config.manifest else [f"ssdctl prepare --data {shlex.quote(str(dest))}"]
+    commands = [] if config.manifest else [f"ssdctl prepare --data {quoted(dest)}"]
     call.console.closing([("wrote", f"{dest} ({len(results)} archives or files)")], commands)
 
 
@@ -175,18 +173,21 @@ def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
         f"{dest}: {action} {train:,} training and {val:,} validation images",
     )
     if not dry_run:
-        call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(dest))}"])
+        call.console.closing([], [f"ssdctl prepare --data {quoted(dest)}"])
 
 
 def _completed(incomplete: str) -> list[str]:
     from ssdctl.download.pinned_files import DETECTORS
-    from ssdctl.model.pretrained import all_weights
+    from ssdctl.model.pretrained import built_in_weights
 
-    names = [name for w in all_weights() for name in (w.alias, w.name)]
+    names = [name for w in built_in_weights() for name in (w.alias, w.name)]
     names += [detector.name for detector in DETECTORS]
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
+WeightsFolder = Annotated[
+    Path | None, Option(metavar="DIR", help="Folder [default: ~/.cache/torch/hub/checkpoints]")
+]
 WeightsName = Annotated[
     str | None,
     Argument(
@@ -211,9 +212,7 @@ WeightsName = Annotated[
 def fetch_weights(
     call: Call,
     name: WeightsName = None,
-    dest: Annotated[
-        Path | None, Option(metavar="DIR", help="Folder [default: ~/.cache/torch/hub/checkpoints]")
-    ] = None,
+    dest: WeightsFolder = None,
     list_all: Annotated[bool, Option("--list", help="List all names")] = False,
 ) -> None:
     """Download pretrained weights into the cache.
@@ -225,11 +224,11 @@ def fetch_weights(
             raise UsageError("--list does not take a NAME")
         _list(call, dest)
         return
-    from ssdctl.download.fetch import cached_detector, fetch_detector, sha256_of
+    from ssdctl.download.fetch import fetch_detector
     from ssdctl.download.pinned_files import find_detector
-    from ssdctl.model.pretrained import fetch_weights, weights_named, weights_of
+    from ssdctl.model.pretrained import fetch_weights
 
-    name = name or weights_of(call.config.model)
+    name = name or call.config.model.weights_name
     if name is None or "/" in name:
         raise UsageError(
             f"model.weights is {call.config.model.weights!r} in the config: nothing to download",
@@ -243,19 +242,30 @@ def fetch_weights(
         path = fetch(dest, mirror=config.mirror, retry_policy=policy, progress=progress)
     num_bytes = path.stat().st_size
     data: dict[str, object] = {"name": name, "alias": None, "path": str(path), "bytes": num_bytes}
-    if detector is None:
-        weights = weights_named(name)
-        data |= {"name": weights.name, "alias": _alias(weights), "sha256": weights.file.sha256}
-        command = f"ssdctl train --data DIR --backbone-weights {name}"
-    else:
-        if cached_detector(detector, dest) is None:  # no checksum yet: its contents are checked
-            from ssdctl.inference.locate import trust_first_use
-
-            trust_first_use(name, path)
-        data |= {"sha256": sha256_of(path, path.name), "trust": detector.trust}
+    data |= _facts_of_weights(name) if detector is None else _checked_facts(detector, path, dest)
+    command = f"ssdctl train --data DIR --backbone-weights {name}"
+    if detector is not None:
         command = f"ssdctl predict {name} photo.jpg --out drawn"
     call.console.result(data, str(path))
     call.console.closing([("weights", f"{name}, {num_bytes / 1e6:,.0f} MB, verified")], [command])
+
+
+def _facts_of_weights(name: str) -> dict[str, object]:
+    from ssdctl.model.pretrained import weights_named
+
+    weights = weights_named(name)
+    return {"name": weights.name, "alias": _alias(weights), "sha256": weights.file.sha256}
+
+
+def _checked_facts(detector: DetectorSource, path: Path, dest: Path | None) -> dict[str, object]:
+    """Return facts about a detector's file; its contents are checked if it has no checksum yet."""
+    from ssdctl.download.fetch import cached_detector, sha256_of
+
+    if cached_detector(detector, dest) is None:
+        from ssdctl.checkpoint.locate import trust_first_use
+
+        trust_first_use(detector.name, path)
+    return {"sha256": sha256_of(path, path.name), "trust": detector.trust}
 
 
 def _alias(weights: Weights) -> str | None:
@@ -266,9 +276,10 @@ def _list(call: Call, dest: Path | None) -> None:
     from ssdctl.model.pretrained import all_weights, find_weights
 
     mark = "\u2713" if is_encodable("\u2713", sys.stdout) else "*"
-    width = max(len(weights.alias or weights.name) for weights in all_weights())
+    listed, errors = all_weights()
+    width = max(len(weights.alias or weights.name) for weights in listed)
     rows, lines = list[dict[str, object]](), list[str]()
-    for weights in all_weights():
+    for weights in listed:
         path, file = find_weights(weights.name, dest), weights.file
         row = {"name": weights.name, "alias": _alias(weights), "note": file.note, "url": file.url}
         more = {"sha256": file.sha256, "bytes": file.bytes, "path": str(path) if path else None}
@@ -277,7 +288,10 @@ def _list(call: Call, dest: Path | None) -> None:
         lines.append(f"{mark if path else ' '} {shown:<{width}}  {file.note}")
         if call.console.verbose:
             lines.append(f"  {path or file.url}")
-    call.console.result({"weights": rows}, "\n".join(lines))
+    for error in errors:
+        call.console.warning(f"broken: {error}")
+    broken = [str(error) for error in errors]
+    call.console.result({"weights": rows, "broken": broken}, "\n".join(lines))
     call.console.closing([(mark, "downloaded"), ("more", "`ssdctl models` lists whole detectors")])
 
 

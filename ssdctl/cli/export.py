@@ -24,6 +24,7 @@ from ssdctl.exporting import (
     ExportRequest,
     export_checkpoint,
 )
+from ssdctl.runtime.safe_text import quoted
 
 MESSAGE = "Upload an SSD300 trained with ssdctl"
 SAMPLES = 4
@@ -51,6 +52,30 @@ Nms = Annotated[
         help="onnx, efficientnms (TensorRT), or none [default: onnx, pt2: none]",
         autocompletion=completer(NMS),
     ),
+]
+CalibrationImages = Annotated[
+    int | None,
+    Option(metavar="N", min=1, help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]"),
+]
+MaxApLoss = Annotated[
+    float | None,
+    Option(metavar="X", min=0, max=1, help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]"),
+]
+CheckpointToPush = Annotated[
+    str, Argument(metavar="CKPT|RUN", help="Run folder (its best checkpoint) or checkpoint")
+]
+Repository = Annotated[
+    str, Argument(metavar="hf://ORG/NAME", help="Model repository; created if it does not exist")
+]
+License = Annotated[
+    str, Option("--license", metavar="ID", help="License of the weights, e.g. apache-2.0")
+]
+DataLicense = Annotated[str | None, Option(metavar="TEXT", help="License of the dataset")]
+FolderInstead = Annotated[
+    str | None, Option(metavar="DIR", help="Write the files to DIR without uploading")
+]
+Samples = Annotated[
+    int, Option(min=0, max=50, metavar="N", help="Number of sample images with detections")
 ]
 
 
@@ -86,18 +111,8 @@ def export(
     int8: Annotated[
         bool, Option("--int8", help="ONNX: quantize, and print AP, size and latency")
     ] = False,
-    calibrate: Annotated[
-        int | None,
-        Option(
-            metavar="N", min=1, help=f"Calibration images for int8 [default: {CALIBRATION_IMAGES}]"
-        ),
-    ] = None,
-    max_ap_loss: Annotated[
-        float | None,
-        Option(
-            metavar="X", min=0, max=1, help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]"
-        ),
-    ] = None,
+    calibrate: CalibrationImages = None,
+    max_ap_loss: MaxApLoss = None,
 ) -> None:
     """Export to ONNX, OpenVINO, torch.export and other formats.
 
@@ -132,8 +147,10 @@ def _next_command(request: ExportRequest, config: Config) -> str:
     if request.out.suffix != SUFFIXES.get(request.format, request.out.suffix):
         return ""
     least = config.evaluate.score_threshold or 0  # the NMS in the file drops lower scores
-    score = f" --score {least:g}" if least > config.predict.score else ""
-    return f"ssdctl predict {shlex.quote(out)} photo.jpg --out drawn{score}"
+    chosen = config.predict.score
+    is_lower = isinstance(chosen, float) and chosen < least
+    score = f" --score {least:g}" if is_lower else ""
+    return f"ssdctl predict {quoted(out)} photo.jpg --out drawn{score}"
 
 
 def _batch_size(text: str) -> int | None:
@@ -156,27 +173,14 @@ def _batch_size(text: str) -> int | None:
 )
 def push(
     call: Call,
-    checkpoint: Annotated[
-        str, Argument(metavar="CKPT|RUN", help="Run folder (its best checkpoint) or checkpoint")
-    ],
-    target: Annotated[
-        str,
-        Argument(metavar="hf://ORG/NAME", help="Model repository; created if it does not exist"),
-    ],
-    license_id: Annotated[
-        str, Option("--license", metavar="ID", help="License of the weights, e.g. apache-2.0")
-    ] = "other",
-    data_license: Annotated[
-        str | None, Option(metavar="TEXT", help="License of the dataset")
-    ] = None,
-    samples: Annotated[
-        int, Option(min=0, max=50, metavar="N", help="Number of sample images with detections")
-    ] = SAMPLES,
+    checkpoint: CheckpointToPush,
+    target: Repository,
+    license_id: License = "other",
+    data_license: DataLicense = None,
+    samples: Samples = SAMPLES,
     private: Annotated[bool, Option("--private", help="Create a private repository")] = False,
     message: Annotated[str, Option(metavar="TEXT", help="Commit message")] = MESSAGE,
-    out: Annotated[
-        str | None, Option(metavar="DIR", help="Write the files to DIR without uploading")
-    ] = None,
+    out: FolderInstead = None,
 ) -> None:
     """Publish a model on the Hugging Face Hub.
 
@@ -197,13 +201,8 @@ def push(
     if out is not None:
         names = _write_model(call, checkpoint, Path(out), reference.repo, about)
         call.console.result({"files": names, **result}, f"{len(names)} files in {out}")
-        again = ["ssdctl", "push", checkpoint, target]
-        again += [f"--license={license_id}"] * (license_id != "other")
-        again += [f"--data-license={data_license}"] * bool(data_license)
-        again += [f"--samples={samples}"] * (samples != SAMPLES) + ["--private"] * private
-        again += [f"--message={message}"] * (message != MESSAGE)
-        wrote = ("wrote", f"{out} (nothing was uploaded)")
-        call.console.closing([wrote], [shlex.join(again)])
+        again = ["ssdctl", "push", checkpoint, target, *_options(about, message, private)]
+        call.console.closing([("wrote", f"{out} (nothing was uploaded)")], [shlex.join(again)])
         return
     with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as folder:
         names = _write_model(call, checkpoint, Path(folder), reference.repo, about)
@@ -214,12 +213,20 @@ def push(
     call.console.closing([], [f"ssdctl predict {target} photo.jpg"])
 
 
+def _options(about: dict[str, Any], message: str, private: bool) -> list[str]:
+    defaults = {"license_id": "other", "data_license": None, "samples": SAMPLES}
+    flags = {"license_id": "--license", "data_license": "--data-license", "samples": "--samples"}
+    options = [f"{flags[k]}={value}" for k, value in about.items() if value != defaults[k]]
+    return [*options, *["--private"] * private, *[f"--message={message}"] * (message != MESSAGE)]
+
+
 def _write_model(
     call: Call, checkpoint: str, folder: Path, repo: str, about: dict[str, Any]
 ) -> list[str]:
-    from ssdctl.checkpoint.file import load_checkpoint, load_network
+    from ssdctl.checkpoint.file import load_checkpoint
+    from ssdctl.checkpoint.locate import locate_checkpoint
     from ssdctl.exporting.hub import write_model_folder
-    from ssdctl.inference.locate import locate_checkpoint
+    from ssdctl.model.ssd300 import load_network
 
     content = load_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
     load_network(content)

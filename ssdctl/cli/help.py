@@ -273,7 +273,7 @@ def _values(kinds: set[str], word: str) -> Sequence[str]:
 
 
 def _run_folders() -> list[str]:
-    from ssdctl.runs.layout import RUNS, RunDir
+    from ssdctl.runs.folder import RUNS, RunDir
 
     folders = [path for pattern in (f"{RUNS}/*", "*", "*/run") for path in Path().glob(pattern)]
     configs = [config for path in folders if (config := RunDir(path).config).is_file()]

@@ -30,6 +30,12 @@ OUTCOMES: dict[int, str] = {
 option = functools.partial(Option, rich_help_panel="Launch")
 
 
+DryRun = Annotated[bool, option("--dry-run", help="Print the command without running it")]
+Write = Annotated[
+    str | None, option(metavar="FILE", help="Write the script or manifest instead of running it")
+]
+
+
 def _count_parameter(device: DeviceType) -> inspect.Parameter:
     text = f"Number of {device.description} over all nodes ({device.launcher})"
     kind = Annotated[int | None, option(device.count_option, min=1, metavar="N", help=text)]
@@ -56,14 +62,13 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
 )
 def launch(
     call: Call,
-    dry_run: Annotated[
-        bool, option("--dry-run", help="Print the command without running it")
-    ] = False,
-    write: Annotated[
-        str | None,
-        option(metavar="FILE", help="Write the script or manifest instead of running it"),
-    ] = None,
+    dry_run: DryRun = False,
+    write: Write = None,
     wait: Annotated[bool, option("--wait", help="Follow the submitted job until it ends")] = False,
+    devices: Annotated[
+        int | None,
+        option(min=1, metavar="N", help="Number of devices of --device NAME over all nodes"),
+    ] = None,
     rest: Annotated[
         list[str] | None,
         Argument(metavar="[-- COMMAND ...]", help="ssdctl command to launch [default: train]"),
@@ -75,7 +80,7 @@ def launch(
     The command of the launcher is generated and run. Slurm and Kubernetes jobs are submitted; the
     tables `slurm` and `kubernetes` of the config describe them.
     """
-    device, count = _counted_device(counts)
+    device, count = _counted_device(counts, call.config.train.device, devices)
     from ssdctl.cli.launch_request import configure_launch
     from ssdctl.launch.base import BatchEngine, make_job, read_node
 
@@ -99,11 +104,17 @@ def launch(
         _start(call, engine, request, job, wait=wait)
 
 
-def _counted_device(counts: dict[str, int | None]) -> tuple[str, int]:
-    given = [(device, count) for device, count in counts.items() if count is not None]
+def _counted_device(
+    counts: dict[str, int | None], named: str, devices: int | None
+) -> tuple[str, int]:
+    numbers = {**counts, named: devices} if devices is not None else counts
+    given = [(device, count) for device, count in numbers.items() if count is not None]
+    if devices is not None and named == "auto":
+        raise UsageError("--devices: give --device, too")
     if len(given) != 1:
+        options = [d.count_option for d in COUNTED_DEVICES]
         raise UsageError(
-            f"give exactly one of {', '.join(d.count_option for d in COUNTED_DEVICES)}",
+            f"give exactly one of {', '.join(options)}; a plugin's: --device NAME --devices N",
             hint="for example: ssdctl launch --cpus 2",
         )
     return given[0]
@@ -181,7 +192,7 @@ def _run(call: Call, engine: Engine, request: LaunchRequest, job: Job) -> int:
 
 def _show_failure(call: Call, request: LaunchRequest, ranks: list[int], reason: str) -> None:
     from ssdctl.distributed.rank_process import last_lines
-    from ssdctl.runs.layout import RunDir
+    from ssdctl.runs.folder import RunDir
 
     call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {reason}"))
     if ranks[0] == 0 or request.run_folder is None:

@@ -15,20 +15,22 @@ from ssdctl.cli.command import Call
 from ssdctl.cli.help import click_root
 from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config import Config
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import device_type
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.tiles import tiling_of
 from ssdctl.distributed.ranks import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
 from ssdctl.launch.engines import _tpus
 from ssdctl.launch.engines.mpirun import read_hosts
-from ssdctl.runs.layout import run_dir
-from ssdctl.training.plan import check_settings, make_plan, settings_of_run
+from ssdctl.runs.folder import run_dir
+from ssdctl.runs.run import continued_config
+from ssdctl.training.plan import check_settings, make_plan
 
 # Tables of the config that ranks do not read.
 LAUNCH_TABLES = ("launch", "kubernetes", "slurm")
@@ -40,7 +42,7 @@ def configure_launch(
     """Return the launcher and the request for a launch of `train`, or of the command `rest`."""
     config = call.config.launch
     device = _tpu_device(call) if device == "tpu" else device
-    name = DEVICE_TYPES[device].launcher if config.launcher == "auto" else config.launcher
+    name = device_type(device).launcher if config.launcher == "auto" else config.launcher
     engine = load_engine(name)
     command = (
         rest_command(call, rest)
@@ -87,11 +89,11 @@ def check_train(config: Config, device_name: str, count: int, *, has_data: bool)
     Args:
         has_data: Whether the ranks read the dataset that is prepared on this machine.
     """
-    device = DEVICE_TYPES[device_name]
+    device = device_type(device_name)
     notices = check_settings(config, device)
     device.choose_execution(config.train.execution)
     if has_data and config.train.batch_size != "auto" and (size := _count_images(config)):
-        make_plan(config, device, Ranks(0, count, 0), size, before=settings_of_run(config))
+        make_plan(config, device, Ranks(0, count, 0), size, before=continued_config(config))
     return notices
 
 
@@ -100,7 +102,7 @@ def _count_images(config: Config) -> DatasetSize | None:
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        size = count_images(root, folder)
+        size = count_images(root, folder, tiling_of(config.data))
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None
@@ -151,16 +153,16 @@ def train_command(call: Call, device: str, *, has_files: bool) -> list[str]:
         devices += [value] * (path == "train.device")
         if path.partition(".")[0] not in LAUNCH_TABLES:
             arguments.append(f"--set={text}")
-    for path, value, (_, flag) in call.overrides:
+    for path, value, _ in call.overrides:
         setting = all_settings()[path]
         if path == "train.device":
             devices.append(value)
         elif setting.section in LAUNCH_TABLES:
             pass
         elif setting.choice_flags or setting.is_flag:
-            arguments.append(flag)
+            arguments.append(setting.as_option(value))
         else:
-            arguments.append(f"{flag}={value}")
+            arguments.append(f"{setting.flags[0]}={value}")
     for other in set(devices) - {"auto", device}:
         raise UsageError(
             f"--device {other} contradicts the number of {device} devices: give only the number"

@@ -25,6 +25,7 @@ from ssdctl.cli.console import STDOUT, Console
 from ssdctl.cli.help import app, click_root, command_line, is_completion
 from ssdctl.cli.option_aliases import check_local_rank, is_local_rank
 from ssdctl.errors import ExitCode
+from ssdctl.runtime.plugins import plugin_error
 
 # In the order of `ssdctl --help`.
 COMMANDS = (
@@ -102,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # typer's exit code for it is 1
             raise SystemExit(ExitCode.DISK) from None
+        if (problem := plugin_error(end)) is not None:
+            exit_after(problem, Console(), STDOUT)
         raise
     except (Exception, KeyboardInterrupt) as error:
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -29,9 +29,12 @@ CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir")
 
 class AliasCommand(HelpCommand):
     settings: Sequence[Setting] = ()
+    # The option that was typed for each one that replaces it: `--batch_size` for `--bs`.
+    typed: dict[str, str]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # a shell's completion has the words so far
+            self.typed.clear()
             args = self.without_aliases(args, ctx.command_path.partition(" ")[2])
         return super().parse_args(ctx, args)
 
@@ -44,13 +47,30 @@ class AliasCommand(HelpCommand):
             template = templates.get(word.flag, "")
             if template == POSITIONAL:
                 checkpoints += word.values
-            elif template.endswith("="):
-                rewritten += [template + word.values[0]] if word.values else word.typed
+            elif template.endswith("=") and word.values:
+                option = self._choice_flag(template, word.values[0]) or template + word.values[0]
+                rewritten.append(option)
+                is_set = option.startswith("--set=")
+                self.typed[option if is_set else option.partition("=")[0]] = word.name
+            elif template and not template.endswith("="):
+                rewritten.append(template)
+                self.typed[template.partition("=")[0]] = word.name
             else:
-                rewritten += [template] if template else word.typed
+                rewritten += word.typed
             if IMPLIED.get(word.flag) in templates:
                 rewritten.append(IMPLIED[word.flag])
         return [*checkpoints, *rewritten]
+
+    def _choice_flag(self, template: str, value: str) -> str:
+        """Return `--bf16` for `--dtype bf16`, so that both are refused together; else nothing."""
+        return next(
+            (
+                f"--{value}"
+                for setting in self.settings
+                if template == f"--set={setting.path}=" and f"--{value}" in setting.flags
+            ),
+            "",
+        )
 
     def read_words(self, args: Sequence[str]) -> list[Word]:
         """Return the arguments, and the options with their values.
@@ -91,6 +111,10 @@ class AliasCommand(HelpCommand):
         known = command_of("launch").templates
         is_launchs = flag in known and flag not in command_of("train").templates
         return known if is_launchs else {}
+
+    @property
+    def takes_arguments(self) -> bool:
+        return any(p.param_type_name == "argument" for p in self.params)
 
     @functools.cached_property
     def templates(self) -> dict[str, str]:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import json
-import shlex
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,14 +24,14 @@ from ssdctl.files import (
     refuse_replacing,
     remove_stale_temporaries,
 )
-from ssdctl.runtime.safe_text import counted, listed, printable_line
+from ssdctl.runtime.safe_text import counted, listed, printable_line, quoted
 from ssdctl.runtime.system import tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.inference.image_detector import ImageDetector, Prediction
-    from ssdctl.inference.results import Detection, Result
     from ssdctl.inference.sources import ImageSource
     from ssdctl.inference.video import Frame, Video
+    from ssdctl.model.results import Detection, Result
 
 MAX_NAMED = 3  # failed images in the error
 # An image with such an error is skipped. The first kind here that occurred is the exit code.
@@ -45,6 +44,13 @@ CheckpointAndImages = Annotated[
         help="Checkpoint, ONNX file, run folder, detector, or hf://org/name [default: the "
         "newest run]; then images, folders, glob patterns (** matches subfolders), URLs, - for "
         "a list on stdin; or videos, or a camera (/dev/video0)",
+    ),
+]
+OutputFolder = Annotated[
+    str | None,
+    Option(
+        metavar="DIR",
+        help="Output folder: annotated images (or the --save format) and detections.json",
     ),
 ]
 LineWidth = Annotated[
@@ -62,7 +68,7 @@ LineWidth = Annotated[
     "predict",
     short="--out --save --score --classes --tile --recursive --bf16 --fp32 --device",
     panel="Results",
-    settings="predict.*",
+    settings="data.tile data.tile_overlap predict.*",
     examples=[
         "ssdctl predict street.jpg   # with the newest run of runs/",
         "ssdctl predict runs/coco-resnet34 street.jpg --out drawn",
@@ -78,13 +84,7 @@ LineWidth = Annotated[
 def predict(
     call: Call,
     arguments: CheckpointAndImages,
-    out: Annotated[
-        str | None,
-        Option(
-            metavar="DIR",
-            help="Output folder: annotated images (or the --save format) and detections.json",
-        ),
-    ] = None,
+    out: OutputFolder = None,
     line_width: LineWidth = None,
     hide_labels: Annotated[bool, Option("--hide-labels", help="Draw no class names")] = False,
     hide_scores: Annotated[bool, Option("--hide-scores", help="Draw no scores")] = False,
@@ -128,12 +128,13 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
     settings = call.config.predict
     if settings.nms_iou is None:
         settings = msgspec.structs.replace(settings, nms_iou=call.config.evaluate.nms_iou)
-    return load_detector(checkpoint, settings, mirror=call.config.download.mirror)[0]
+    mirror = call.config.download.mirror
+    return load_detector(checkpoint, settings, call.config.data, mirror=mirror)[0]
 
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:
     """Return the file of each drawn image; one of the images themselves is refused."""
-    from ssdctl.inference.drawing import DRAWN_FORMATS
+    from ssdctl.data.drawing import DRAWN_FORMATS
 
     targets, stems = list[Path](), set[str]()
     for source in sources:
@@ -156,31 +157,22 @@ def _predict(
     style: dict[str, Any],
 ) -> None:
     """Print, draw and save the detections; an image that cannot be read fails only at the end."""
-    from ssdctl.inference.results import count_text
-    from ssdctl.inference.save import WRITERS, image_record
+    from ssdctl.inference.save import WRITERS
 
-    settings, console = call.config.predict, call.console
-    writer = None
+    writer, settings = None, call.config.predict
     if out is not None:
-        make_dir(out)  # before the detection, which may take hours
-        writer = WRITERS[settings.save or "json"](out, detector.selected_classes)
-    records, failures, objects = [], list[tuple[str, SsdctlError]](), 0
-    results = _detect(detector, sources, settings.batch_size)
-    shown = console.progress(results, total=len(sources), label="predicting", unit="img")
+        # Before the detection, which may take hours.
+        writer = WRITERS[settings.save or "json"](make_dir(out), detector.selected_classes)
+    records, failures, objects = list[Any](), list[tuple[str, SsdctlError]](), 0
+    shown = _detect(call, detector, sources)
     for found, target in itertools.zip_longest(shown, targets):
         result = found.result
         if isinstance(result, SsdctlError):
-            if not isinstance(result, IMAGE_FAILURES):
-                raise result
-            console.warning(str(result))
+            _warn_of_failure(call, result)
             failures.append((printable_line(found.item.label), result))
             continue
         objects += len(result)
-        if console.as_json:
-            records.append(image_record(found.item.name, result))
-        else:
-            about = f"{found.item.label}  {count_text(result)}  ({1000 * found.seconds:.0f} ms)"
-            console.result(None, _text(about, result if console.verbose else ()))
+        records += _record(call, found, result)
         if target is not None:
             if isinstance(result.image, io.BytesIO):
                 result.image.seek(0)
@@ -190,21 +182,42 @@ def _predict(
             writer.add(found.item, result)
     written = [f"{out}/"] if targets else []
     written += [writer.close()] if writer is not None else []
-    if console.as_json:
-        console.result(records)
     total = f"{counted(len(sources) - len(failures), 'image')}, {counted(objects, 'object')}"
-    done = ("done", " -> ".join(filter(None, [total, ", ".join(written)])))
-    is_dataset = settings.save == "yolo"
-    console.closing(
-        [done, *[("then", "correct the boxes in your labeling tool")] * is_dataset],
-        [shlex.join(["ssdctl", "prepare", "--data", str(out)])] * is_dataset,
-    )
+    _close(call, records, " -> ".join(filter(None, [total, ", ".join(written)])), out)
     if failures:
         raise _error(failures, len(sources))
 
 
+def _warn_of_failure(call: Call, error: SsdctlError) -> None:
+    if not isinstance(error, IMAGE_FAILURES):
+        raise error
+    call.console.warning(str(error))
+
+
+def _record(call: Call, found: Prediction, result: Result) -> list[dict[str, Any]]:
+    """Print the detections of an image; with --json return them for the result."""
+    from ssdctl.inference.save import image_record
+    from ssdctl.model.results import count_text
+
+    if call.console.as_json:
+        return [image_record(found.item.name, result)]
+    about = f"{found.item.label}  {count_text(result)}  ({1000 * found.seconds:.0f} ms)"
+    call.console.result(None, _text(about, result if call.console.verbose else ()))
+    return []
+
+
+def _close(call: Call, records: list[Any], done: str, out: Path | None) -> None:
+    if call.console.as_json:
+        call.console.result(records)
+    facts, commands = [("done", done)], []
+    if call.config.predict.save == "yolo":
+        facts.append(("then", "correct the boxes in your labeling tool"))
+        commands.append(f"ssdctl prepare --data {quoted(out)}")
+    call.console.closing(facts, commands)
+
+
 def _detect(
-    detector: ImageDetector, sources: list[ImageSource], batch_size: int
+    call: Call, detector: ImageDetector, sources: list[ImageSource]
 ) -> Iterator[Prediction]:
     from ssdctl.inference.image_detector import PreparedImage, detect_ahead, open_image
 
@@ -212,8 +225,9 @@ def _detect(
         content = source.open(canceled)
         return detector.prepare(source, content, open_image(content))
 
-    threads = usable_cores()
-    return detect_ahead(detector, sources, prepare, batch_size=batch_size, threads=threads)
+    how = {"batch_size": call.config.predict.batch_size, "threads": usable_cores()}
+    results = detect_ahead(detector, sources, prepare, **how)
+    return call.console.progress(results, total=len(sources), label="predicting", unit="img")
 
 
 def _error(failures: list[tuple[str, SsdctlError]], num_images: int) -> SsdctlError:
@@ -324,8 +338,8 @@ def _frames(
 def _print_frame(
     call: Call, name: str, frame: Frame, found: Result, lines: IO[bytes] | None
 ) -> None:
-    from ssdctl.inference.results import count_text
     from ssdctl.inference.save import image_record
+    from ssdctl.model.results import count_text
 
     record = image_record(name, found, frame=frame.number, time_s=round(frame.time_s, 4))
     if lines is not None:

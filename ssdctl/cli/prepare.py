@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command, command_group, stoppable
 from ssdctl.cli.console import table
 from ssdctl.files import refuse_url
-from ssdctl.runtime.safe_text import counted
+from ssdctl.runtime.safe_text import counted, quoted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -24,6 +23,14 @@ if TYPE_CHECKING:
 group = command_group("dataset", "Data", "Export a dataset in another format.")
 MAX_EXAMPLES = 5  # per kind of finding in the table
 MAX_CLASSES = 20  # in the table
+
+
+Preview = Annotated[
+    Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
+]
+Audit = Annotated[
+    bool, Option("--audit", help="Find near-duplicates between splits (decodes all images)")
+]
 
 
 @command(
@@ -43,12 +50,8 @@ MAX_CLASSES = 20  # in the table
 def prepare(
     call: Call,
     force: Annotated[bool, Option("--force", help="Prepare again even if nothing changed")] = False,
-    preview: Annotated[
-        Path | None, Option(metavar="FILE", help="Draw training images with their boxes")
-    ] = None,
-    audit: Annotated[
-        bool, Option("--audit", help="Find near-duplicates between splits (decodes all images)")
-    ] = False,
+    preview: Preview = None,
+    audit: Audit = False,
 ) -> None:
     """Check images and annotations, and pack them for training.
 
@@ -73,13 +76,16 @@ def prepare(
     if preview is not None:
         _preview(call, *dataset_folders(call.config.data), preview)
         data["preview"] = str(preview)
+    if tiles := _count_tiles(call, outcome):
+        data["tiles"] = tiles
     call.console.result(data, lambda: _tables(outcome))
     root = Path(outcome.root)
     if "val" not in [report.split for report in outcome.splits]:
         call.console.warning(warning_without_validation(root))
     what = "images and boxes" if outcome.packed else "the index; images stay where they are"
-    store = ["--store", outcome.store] if call.config.data.store else []
-    command = shlex.join(["ssdctl", "train", "--data", outcome.root, *store])
+    store = f" --store {quoted(outcome.store)}" if call.config.data.store else ""
+    tile = f" --tile {call.config.data.tile}" if call.config.data.tile else ""
+    command = f"ssdctl train --data {quoted(outcome.root)}{store}{tile}"
     facts: list[tuple[str, str | Path]] = [("store", f"{outcome.store} ({what})")]
     if any(f.kind not in WITHOUT_OBJECTS for report in outcome.splits for f in report.findings):
         facts.append(("issues", Path(outcome.store) / "report.json"))
@@ -103,6 +109,26 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
     split, opened = next(iter(open_splits(root, folder).items()))
     num_images = preview(opened, call.config, path)
     call.console.info(f"{path}: {counted(num_images, 'image')} of {split} with their boxes")
+
+
+def _count_tiles(call: Call, outcome: Outcome) -> dict[str, Any]:
+    """Return, and log, what the training images are like in the tiles that the user chose."""
+    from ssdctl.data.default_boxes import can_match
+    from ssdctl.data.store import open_splits
+    from ssdctl.data.tiles import tiled, tiling_of
+
+    if (tiling := tiling_of(call.config.data)) is None:
+        return {}
+    _, split = next(iter(open_splits(Path(outcome.root), Path(outcome.store)).items()))
+    split, first = tiled(split, tiling), split.starts[-1]
+    boxes = split.boxes[first:][split.labels[first:] > 0]
+    unmatched = round(1 - float(can_match(boxes).mean()), 4) if len(boxes) else 0.0
+    number = len(split.image_ids) - split.num_images
+    call.console.info(
+        f"{counted(number, 'tile')} of {tiling.size} pixels: {len(boxes):,} boxes, of which "
+        f"{unmatched:.0%} match no default box"
+    )
+    return {"size": tiling.size, "count": number, "boxes": len(boxes), "unmatched_share": unmatched}
 
 
 def _audit(call: Call, outcome: Outcome, data: dict[str, Any]) -> None:
@@ -217,4 +243,4 @@ def export(
     written = ", ".join(f"{split} {count:,}" for split, count in counts.items())
     call.console.result(result, f"{out}: {written} images")
     if to != "hf":
-        call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(out))}"])
+        call.console.closing([], [f"ssdctl prepare --data {quoted(out)}"])

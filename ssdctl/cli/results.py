@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,18 +13,19 @@ from typer import Argument, Option
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, table
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import make_dir
-from ssdctl.runs.layout import RUNS, RunDir, running_on
+from ssdctl.runs.folder import RUNS, RunDir, running_on
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ssdctl.runs.evaluation import Evaluation
+    from ssdctl.runs.evaluation import ClassAnalysis, Comparison, Evaluation
 
 SIZES = ("APs", "APm", "APl")
-SIZE_NAMES = {"APs": "small", "APm": "medium", "APl": "large"}
+INTERVALS = "In brackets: 95% intervals, from 1,000 draws of the images."
 RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
 
@@ -44,7 +46,7 @@ def runs(
     rows = [_row(path) for path in newest_runs(Path(folder))]
     call.console.result(rows, (lambda: _table(rows)) if rows else f"{folder}: no runs")
     if rows:
-        call.console.closing([], [f"ssdctl report {rows[0]['path']}"])
+        call.console.closing([], [f"ssdctl report {quoted(rows[0]['path'])}"])
 
 
 def _row(path: Path) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def _row(path: Path) -> dict[str, Any]:
             "state": f"running on {host}" if host else "",
         }
     except SsdctlError as error:
-        row["state"] = f"broken: {error.message}"
+        row["state"] = f"broken: {error.for_command_line()[0]}"
     date = datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
     return {**row, "date": date}
 
@@ -102,7 +104,8 @@ def report(
     write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")
     has_checkpoints = any(RunDir(Path(named[0])).checkpoints.glob("*.pt"))
-    call.console.closing([], [f"ssdctl predict {named[0]} photo.jpg --out drawn"] * has_checkpoints)
+    command = f"ssdctl predict {quoted(named[0])} photo.jpg --out drawn"
+    call.console.closing([], [command] * has_checkpoints)
 
 
 def _table(found: list[dict[str, Any]]) -> Group:
@@ -133,7 +136,7 @@ WhatToScore = Annotated[
 
 @command(
     "evaluate",
-    short=("--data --split --bs --bf16 --fp32 --device --limit --score-threshold --report --all"),
+    short="--data --split --bs --bf16 --fp32 --device --limit --report --against --all",
     panel="Results",
     settings="data.* evaluate.*",
     examples=[
@@ -142,6 +145,7 @@ WhatToScore = Annotated[
         "ssdctl evaluate ckpt.pt --data /data/coco --json",
         "ssdctl evaluate ckpt.pt --report evaluation   # a page with errors by type",
         "ssdctl evaluate runs/coco-resnet34 --all   # every checkpoint of the run",
+        "ssdctl evaluate new.pt --against best.pt --fail-if-worse   # is it better?",
         "ssdctl evaluate detections.json --data /data/coco --verify",
         "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
     ],
@@ -156,13 +160,20 @@ def evaluate(
         str | None, Option(metavar="FILE", help="Write the detections as COCO results")
     ] = None,
     report: Annotated[str | None, Option(metavar="DIR", help="Write an HTML report to DIR")] = None,
+    against: Annotated[
+        str | None,
+        Option(metavar="B", help="Compare with another checkpoint, run or file of detections"),
+    ] = None,
+    fail_if_worse: Annotated[
+        bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
+    ] = False,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.inference.locate import is_model_folder, locate_checkpoint
+    from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
 
     what = what or name_newest_run(call.console)
     is_run = Path(what).is_dir() and not is_model_folder(Path(what))
@@ -172,11 +183,58 @@ def evaluate(
         files = RunDir(Path(what)).all_checkpoints()
     else:
         files = [locate_checkpoint(what, mirror=call.config.download.mirror)]
+    if against is not None:
+        if every or detections or report:
+            raise UsageError("--against excludes --all, --detections and --report")
+        _compare(call, files[0], against, fail_if_worse=fail_if_worse)
+        return
+    if fail_if_worse:
+        raise UsageError("--fail-if-worse without --against", hint="add --against B")
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
     evaluations = _evaluate(call, files, Path(detections) if detections else None)
     if evaluations:  # else not the main rank
         _show(call, evaluations, is_run=is_run, every=every, report=report)
+
+
+def _compare(call: Call, file: Path, against: str, *, fail_if_worse: bool) -> None:
+    """Print the difference of two detectors.
+
+    Raises:
+        WorseError: With `fail_if_worse`, if `against` is better.
+    """
+    from ssdctl.checkpoint.locate import locate_checkpoint
+    from ssdctl.evaluation.evaluate import compare_files
+
+    other = locate_checkpoint(against, mirror=call.config.download.mirror)
+    with _on_main_rank(call):
+        comparison = compare_files(file, other, call.config, progress=call.console.progress)
+    if comparison is None:
+        return
+    call.console.result(comparison.as_json(), comparison.verdict())
+    if not call.console.as_json and not call.console.quiet:
+        call.console.result(None, lambda: _differences(comparison))
+    if fail_if_worse and comparison.better == "b":
+        raise WorseError(f"{file} is worse than {other}: {comparison.verdict()}")
+
+
+def _differences(comparison: Comparison) -> Group:
+    """Return the metrics of two evaluations, and the differences of each class."""
+    from rich.console import Group
+
+    heads = [
+        f"{name}  {headline(e)}\n   {e.about.source}"
+        for name, e in (("A", comparison.a), ("B", comparison.b))
+    ]
+    rows = []
+    entries = [("all", comparison.difference)]
+    entries += [
+        (c.name, d) for c, d in zip(comparison.a.per_class, comparison.per_class, strict=True)
+    ]
+    for label, found in entries:
+        rows.append([label, *(str(found.get(name, "-")) for name in ("AP", "AP50"))])
+    classes = table("class", "AP, B - A", "AP50, B - A", rows=rows)
+    return Group("", *heads, "", classes, "", INTERVALS)
 
 
 def _show(
@@ -200,11 +258,12 @@ def _show(
         call.console.closing(facts)
         return
     facts.insert(0, ("best" if every else "checkpoint", best.about.source))
-    next_commands = [f"ssdctl predict {best.about.source} photo.jpg --out drawn"]
+    source = quoted(best.about.source)
+    next_commands = [f"ssdctl predict {source} photo.jpg --out drawn"]
     if report is None:
         is_chosen = call.config.is_chosen("data.root")
-        data = f" --data {shlex.quote(str(call.config.data.root))}" * is_chosen
-        next_commands.append(f"ssdctl evaluate {best.about.source}{data} --report evaluation")
+        data = f" --data {quoted(call.config.data.root)}" * is_chosen
+        next_commands.append(f"ssdctl evaluate {source}{data} --report evaluation")
     call.console.closing(facts, next_commands)
 
 
@@ -212,30 +271,37 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
     """Score all files; return an empty list on ranks other than the main one."""
     from ssdctl.evaluation.evaluate import evaluate_files
 
-    tune_process()
-    ranks = find_ranks()
-    call.console.addFilter(lambda _: ranks.is_main)
     evaluations = []
-    try:
+    with _on_main_rank(call) as is_main:
         for evaluation in evaluate_files(
             files, call.config, progress=call.console.progress, detections_file=detections
         ):
-            if not ranks.is_main:
+            if not is_main:
                 continue
             evaluations.append(evaluation)
             if len(files) > 1:  # the table comes at the end, perhaps after hours
                 call.console.info(headline(evaluation))
+    return evaluations
+
+
+@contextlib.contextmanager
+def _on_main_rank(call: Call) -> Iterator[bool]:
+    """Let only the main rank write to the terminal; yield whether this is it."""
+    tune_process()
+    ranks = find_ranks()
+    call.console.addFilter(lambda _: ranks.is_main)
+    try:
+        yield ranks.is_main
     except SsdctlError as error:
         if error.is_from_all_ranks and not ranks.is_main:  # the main rank reports it
             raise SystemExit(error.exit_code) from None
         raise
-    return evaluations
 
 
 def headline(evaluation: Evaluation) -> str:
     """Return the AP in one line: `AP 0.422  AP50 0.753  AP75 0.416 | 100 images, ...`."""
     names = ("AP", "AP50", "AP75")
-    scores = "  ".join(f"{name} {format_score(evaluation.metrics[name])}" for name in names)
+    scores = "  ".join(f"{n} {_score(evaluation.metrics[n], evaluation, n)}" for n in names)
     about = evaluation.about
     objects = sum(entry.objects for entry in evaluation.per_class)
     facts = [f"{about.images:,} images", f"{objects:,} objects", about.precision]
@@ -249,16 +315,19 @@ def tables(evaluation: Evaluation) -> Group:
     from ssdctl.evaluation.analysis import ERROR_NAMES, diagnosis
 
     about, metrics = evaluation.about, evaluation.metrics
-    sizes = _present(evaluation, SIZES)
-    rows = []
-    for entry in evaluation.per_class:
-        values = [entry.AP, entry.AP50, *(getattr(entry, name) for name in sizes)]
-        rows.append([entry.name, *map(format_score, values), f"{entry.objects:,}"])
-    names = [SIZE_NAMES[name] for name in sizes]
-    classes = table("class", "AP", "AP50", *names, "objects", rows=rows)
+    rows = [
+        [
+            entry.name,
+            _score(entry.AP, entry, "AP"),
+            _score(entry.AP50, entry, "AP50"),
+            f"{entry.objects:,}",
+        ]
+        for entry in evaluation.per_class
+    ]
+    classes = table("class", "AP", "AP50", "objects", rows=rows)
     others = [(SIZES, "AP by size"), (RECALLS, "AR")]
     lines = [
-        f"{title:<10}  " + "  ".join(f"{n} {format_score(metrics[n])}" for n in names)
+        f"{title:<10}  " + "  ".join(f"{n} {_score(metrics[n], evaluation, n)}" for n in names)
         for group, title in others
         if (names := _present(evaluation, group))
     ]
@@ -267,7 +336,7 @@ def tables(evaluation: Evaluation) -> Group:
         for e in sorted(evaluation.errors, key=lambda e: -e.delta_ap)
     ]
     errors = table("error type", "AP50 gain", "count", "meaning", rows=rows, left=(0, 3))
-    counted = "Errors are counted at IoU 0.5"
+    counted = f"{INTERVALS} Errors are counted at IoU 0.5"
     if about.score_threshold is not None:
         counted += f", among detections with a score above {about.score_threshold:g}"
     return Group("", classes, "", *lines, "", errors, "", diagnosis(evaluation), f"{counted}.")
@@ -290,6 +359,13 @@ def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
 def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
     """Return the metrics with a value; sizes without objects have no AP."""
     return [name for name in names if evaluation.metrics.get(name, -1) >= 0]
+
+
+def _score(value: float, of: Evaluation | ClassAnalysis, name: str) -> str:
+    """Format a score with its 95% interval: `0.423 [.38, .47]`."""
+    from ssdctl.runs.evaluation import interval_text
+
+    return format_score(value) + interval_text(of.intervals, name)
 
 
 def format_score(value: float | None) -> str:

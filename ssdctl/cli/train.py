@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.console import aligned
+from ssdctl.cli.console import Console, aligned
 from ssdctl.distributed.rank_process import start_rank_log
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
-from ssdctl.runs.layout import RunDir, run_dir
+from ssdctl.runs.folder import RunDir, run_dir
 from ssdctl.runtime import signals
 from ssdctl.runtime.progress import duration
-from ssdctl.runtime.safe_text import counted
+from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import processor, quota_cores, tune_process, usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.training.observers import Summary
+    from ssdctl.training.observers.display import Display
     from ssdctl.training.plan import Plan
 
 AUTO_PRECISION = "auto (bf16; on GPUs before compute capability 8.0 fp16)"
@@ -64,36 +64,38 @@ def train(
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         tune_process()
     ranks, run = find_ranks(), run_dir(call.config)
-    is_main = ranks.is_main
     if not ranks.is_single_process:
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
-    call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
+    # Only rank 0 writes to the terminal.
+    call.console.quiet = call.console.quiet or not ranks.is_main
     try:
-        from ssdctl.training.observers.display import Display
         from ssdctl.training.trainer import Trainer
 
-        console = call.console
-        display = Display(
-            console.facts,
-            console.info,
-            progress=console.progress,
-            is_live=console.live,
-            is_verbose=console.verbose,
-        )
-        trainer = Trainer(config=call.config, observers=[display])
-        with signals.announced(console.info), trainer:
+        trainer = Trainer(config=call.config, observers=[_display(call.console)])
+        with signals.announced(call.console.info), trainer:
             start = trainer.step
             trainer.run()
             summary = trainer.summary()
     except Stopped as stop:
-        if is_main:
+        if ranks.is_main:
             raise
         raise SystemExit(stop.exit_code) from None
     finally:
         signals.restore()
-    if not is_main:
-        return
-    _print_summary(call, summary, start)
+    if ranks.is_main:
+        _print_summary(call, summary, start)
+
+
+def _display(console: Console) -> Display:
+    from ssdctl.training.observers.display import Display
+
+    return Display(
+        console.facts,
+        console.info,
+        progress=console.progress,
+        is_live=console.live,
+        is_verbose=console.verbose,
+    )
 
 
 def _print_summary(call: Call, summary: Summary, start: int) -> None:
@@ -113,7 +115,7 @@ def _print_summary(call: Call, summary: Summary, start: int) -> None:
     if best is not None and best["AP"] >= 0:
         facts = [("best", f"{run.best} (AP {best['AP']:.3f}, step {best['step']:,.0f})")]
     facts.append(("wrote", f"{run.path} (checkpoints, metrics.jsonl, config.toml)"))
-    path = shlex.quote(str(run.path))
+    path = quoted(run.path)
     commands = [f"ssdctl predict {path} photo.jpg --out drawn"]
     if best is not None:
         commands.append(f"ssdctl report {path}")
@@ -141,7 +143,8 @@ def _show_plan(call: Call) -> None:
 
 def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
     """Plan for the device; for any device if only the precision is chosen."""
-    from ssdctl.training.plan import make_plan, settings_of_run
+    from ssdctl.runs.run import continued_config
+    from ssdctl.training.plan import make_plan
 
     config, ranks, network = call.config, find_ranks(), None
     if config.train.init is not None:
@@ -150,8 +153,9 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
         network = planned_network(config)
     device.choose_execution(config.train.execution)
     is_any = config.train.device == "auto" and config.is_chosen("train.precision")
-    known, before = None if is_any else device, settings_of_run(config)
+    known, before = None if is_any else device, continued_config(config)
     plan = make_plan(config, known, ranks, size, before=before, network=network)
+    _check_start(plan, size)
     for notice in plan.notices:
         call.console.warning(notice)
     if is_any and plan.precision not in ("auto", *device.precisions):
@@ -162,12 +166,30 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
     return plan
 
 
+def _check_start(plan: Plan, size: DatasetSize) -> None:
+    """Refuse what the run would refuse before its first step."""
+    from ssdctl.checkpoint.locate import check_weight_sources
+    from ssdctl.training.observers.trackers import find_trackers
+
+    train = plan.config.train
+    find_trackers(train)
+    check_weight_sources(plan.config)
+    if train.pipeline == "dali":
+        from ssdctl.input.open import check_pipeline  # late: torch takes seconds
+
+        check_pipeline(train.pipeline, train.augment)
+    if RunDir(plan.out).is_started() or train.resume not in ("auto", "never"):
+        from ssdctl.data.annotations import ClassName
+        from ssdctl.training.resume import find_checkpoint
+
+        names = [ClassName(None, name) for name in size.classes]
+        find_checkpoint(plan, names or None, Ranks(0, 1, 0))  # no group of processes is open
+
+
 def _warn_of_plan(call: Call, plan: Plan, root: Path, size: DatasetSize) -> None:
     from ssdctl.data.dataset import warning_without_validation
-    from ssdctl.inference.locate import check_weight_sources
     from ssdctl.training import description
 
-    check_weight_sources(call.config)
     if not size.validation and root.exists() and not plan.config.train.fake_data:
         call.console.warning(warning_without_validation(root))
     for warning in description.warnings_of_unreached(plan):
@@ -213,10 +235,12 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize, count_images
     from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.data.tiles import tiling_of
 
     root, folder = dataset_folders(call.config.data)
+    root = root.absolute() if call.config.data.root else root
     if root.exists() or (call.config.data.root and not call.config.train.fake_data):
-        return root, count_images(root, folder)
+        return root, count_images(root, folder, tiling_of(call.config.data))
     if not call.config.train.fake_data:
         call.console.warning(
             f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "
@@ -226,15 +250,15 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
 
 
 def _device(name: str) -> DeviceType:
-    from ssdctl.config.fields import DEVICE_TYPES
+    from ssdctl.config.fields import device_type
     from ssdctl.runtime.hardware import find_hardware
 
     found = find_hardware()
     if name == "auto":
         name = "cuda" if found.num_nvidia else "hpu" if found.num_gaudi else "cpu"
     if name != "cpu":
-        return DEVICE_TYPES[name]
-    return DEVICE_TYPES[name]._replace(auto_precision="bf16" if processor()[1] else "fp32")
+        return device_type(name)
+    return device_type(name)._replace(auto_precision="bf16" if processor()[1] else "fp32")
 
 
 def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) -> str:
@@ -248,8 +272,8 @@ def _time(call: Call, plan: Plan, device: str, val_images: int, classes: int) ->
     elif call.console.live and device == "cpu" and find_ranks().is_single_process:
         call.console.info("Measuring training steps...")
         from ssdctl.benchmark.train import seconds_per_step  # late: torch takes seconds
+        from ssdctl.checkpoint.format import Architecture
         from ssdctl.device import open_device
-        from ssdctl.model.ssd300 import Architecture
 
         model, config, size = plan.config.model, plan.config.train, MEASURED_BATCH
         architecture = Architecture(model.backbone, model.extra_norm, classes + 1)

@@ -14,7 +14,7 @@ from ssdctl.config.settings import Config, Kind
 from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from ssdctl.config.fields import DeviceName, Precision
+    from ssdctl.config.fields import Precision
 
 F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | os.PathLike[str]
@@ -43,9 +43,22 @@ class TrainSettings(TypedDict, total=False):
     warmup: str | float | None
     optimizer: Literal["sgd", "adamw"] | None
     precision: Precision | None
-    device: DeviceName | None
+    device: str | None
     workers: int | None
     seed: int | None
+
+
+class EvaluateSettings(TypedDict, total=False):
+    """The settings that `evaluate` takes as keywords, which it describes."""
+
+    split: Literal["train", "val", "test"] | None
+    batch_size: int | None
+    device: str | None
+    precision: Precision | None
+    workers: int | None
+    limit: int | None
+    score_threshold: float | None
+    nms_iou: float | None
 
 
 def takes_settings(settings: type) -> Callable[[F], F]:

@@ -1,26 +1,14 @@
 """The metadata of settings, the types of their values, and the table of device types."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from ssdctl.errors import UsageError
-from ssdctl.runtime.packages import plugin_names
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import AUGMENTATION_LISTS, DEVICES, PluginKind
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-# A package with a module for each name, and a group of entry points.
-BACKBONES = ("ssdctl.model.backbones", "ssdctl.backbones")
-AUGMENTATIONS = ("ssdctl.input.augmentations", "ssdctl.augmentations")
-AUGMENTATION_LISTS = {
-    "ssd": ("crop", "flip", "color"),
-    "ssd-zoom": ("zoom", "crop", "flip", "color"),
-    "none": (),
-}
-if TYPE_CHECKING:
-    BackboneName = str
-else:
-    BackboneName = Literal[tuple(plugin_names(*BACKBONES))]
-
 ClusterName = Literal["voyager"]
 PresetName = Literal[
     "mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34", "dali-r34", "torchvision-vgg16"
@@ -36,6 +24,7 @@ def setting(
     choice_flags: bool = False,
     aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
+    kind: PluginKind | None = None,
     **bounds: Any,
 ) -> msgspec.Meta:
     """Describe one field.
@@ -50,10 +39,11 @@ def setting(
         aliases: Standard spellings with the same meaning, hidden. Long ones are key aliases too.
             Those of other programs are in other_programs.toml.
         choices: Values of a text setting that accepts others too. A Literal has its own.
+        kind: Of the plugins that the setting names: the value is a name, or a reserved word.
         **bounds: Of a number, as in `msgspec.Meta`: ge, gt, le, lt.
     """
-    keys = ("flag", "panel", "metavar", "choice_flags", "aliases", "choices")
-    values = (flag, panel, metavar, choice_flags, aliases, choices)
+    keys = ("flag", "panel", "metavar", "choice_flags", "aliases", "choices", "kind")
+    values = (flag, panel, metavar, choice_flags, aliases, choices, kind)
     return msgspec.Meta(description=help, extra=dict(zip(keys, values, strict=True)), **bounds)
 
 
@@ -81,15 +71,23 @@ def augmentation_names(augment: str) -> tuple[str, ...]:
     return tuple(name for part in parts for name in AUGMENTATION_LISTS.get(part, (part,)))
 
 
-DeviceName = Literal["auto", "cpu", "cuda", "hpu", "tpu", "xla"]
 LocalLauncher = Literal["torchrun", "mpirun"]
+
+
+MIN_TILE = 32  # pixels
+
+
+class Tiling(NamedTuple):
+    """How images are cut into tiles."""
+
+    size: int  # pixels of the sides of a tile
+    overlap: float  # least overlap of neighbors, as a fraction of a side
 
 
 class DeviceType(NamedTuple):
     """One type of device: its names in options, launchers and schedulers.
 
-    A new one gets a row in DEVICE_TYPES, a module of its name in `ssdctl/device/` that opens it,
-    and its checks in `ssdctl/doctor/`.
+    A plugin has its own as `TYPE`.
     """
 
     name: str  # the value of `--device`, and PyTorch's name of the device
@@ -168,3 +166,23 @@ DEVICE_TYPES = {
 COUNTED_DEVICES = tuple(
     {device.plural: device for device in reversed(DEVICE_TYPES.values())}.values()
 )[::-1]
+
+
+def device_type(name: str) -> DeviceType:
+    """Return the type of a device; raise UsageError unless it is built in or of a right plugin."""
+    if name in DEVICE_TYPES:
+        plugins.find(DEVICES, name)
+        return DEVICE_TYPES[name]
+    module, plugin = plugins.load(DEVICES, name)
+    assert plugin is not None
+    kind: Any = getattr(module, "TYPE", None)
+    plugin.require(
+        isinstance(kind, DeviceType) and kind.name == name, f"TYPE, a DeviceType with name={name!r}"
+    )
+    known = {e for other in DEVICE_TYPES.values() for e in other.executions}
+    plugin.require(kind.executions and {*kind.executions} <= known, f"executions of {known}")
+    plugin.require({*kind.precisions} <= {*get_args(Precision)} - {"auto"}, "known precisions")
+    plugin.require(kind.launcher in get_args(LocalLauncher), "launcher torchrun or mpirun")
+    plugin.require(callable(getattr(module, "open_device", None)), "a function open_device")
+    found: DeviceType = kind
+    return found

@@ -106,8 +106,10 @@ def json_schema() -> dict[str, Any]:
         definition.pop("required", None)
         definition.pop("title", None)
     for setting in all_settings().values():
+        section = definitions["Config"]["properties"][setting.section]["$ref"]
+        field = definitions[section.rpartition("/")[2]]["properties"][setting.name]
         if setting.is_table:
-            section = definitions["Config"]["properties"][setting.section]["$ref"]
-            field = definitions[section.rpartition("/")[2]]["properties"][setting.name]
             field["type"] = ["array", "object"]
+        if setting.kind is not None:
+            field["enum"] = list(setting.choices)
     return schema

@@ -98,7 +98,8 @@ def resolve(
         sources[path] = source
     tables = {name: msgspec.convert(sections[name], table) for name, table in TABLES.items()}
     config = Config(**tables, sources=sources)
-    for path, problem in conflicts(config):
+    for paths, problem in conflicts(config):
+        path = max(paths, key=lambda path: sources[path].kind)  # what the user chose
         raise UsageError(f"{_named(sources[path], path)}: {problem}")
     return config
 
@@ -159,11 +160,19 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
     return overrides
 
 
-def parse_assignments(texts: Iterable[str]) -> list[Override]:
-    """Return the overrides of every `--set KEY=VALUE`; lists of names are joined."""
+def parse_assignments(
+    texts: Iterable[str], typed: Mapping[str, str] | None = None
+) -> list[Override]:
+    """Return the overrides of every `--set KEY=VALUE`; lists of names are joined.
+
+    Args:
+        typed: The options that were typed instead of some of them, such as `--dtype`.
+    """
     overrides: dict[str, Override] = {}
     for text in texts:
         override = parse_assignment(text)
+        if label := (typed or {}).get(f"--set={text}"):
+            override = override._replace(source=of_call(label))
         path = setting_path(override.path) or override.path
         if (first := overrides.get(path)) is not None and first.value != override.value:
             if path not in all_settings() or not all_settings()[path].is_joined:
@@ -205,10 +214,12 @@ def _checked(override: Override) -> Override:
     try:
         value = msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
         _check_magnitude(value)
+        if setting.kind is not None and value not in setting.choices:
+            raise msgspec.ValidationError("unknown name")
         return override._replace(path=setting.path, value=value)
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
-        named = _named(override.source, setting.path)
+        named = _named(override.source, override.path)
         hint = _fraction_hint(str(value), problem)
         if setting.path == "train.epochs":
             hint = "--steps N ends a run within an epoch"
@@ -217,7 +228,7 @@ def _checked(override: Override) -> Override:
 
 def _named(source: Source, path: str) -> str:
     """Return a source, with the setting's key unless the source is named after it."""
-    is_named = source.kind >= Kind.ENVIRONMENT and source is not ASSIGNMENT
+    is_named = source.kind >= Kind.ENVIRONMENT and source != ASSIGNMENT
     return str(source) if is_named else f"{source}: {path}"
 
 
@@ -241,7 +252,6 @@ def _as_list(value: Any) -> Any:
 
 
 def _pairs(override: Override, table: dict[str, Any]) -> list[str]:
-    """Return a table as a list of `KEY=VALUE`."""
     for key, value in table.items():
         if not isinstance(value, (str, int, float)):
             raise UsageError(

@@ -1,16 +1,13 @@
-"""The settings of ssdctl, a class for each table of the config; batch_sections.py has two more."""
+"""The settings of ssdctl, a class for each table of the config."""
 
 import functools
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from ssdctl.config.fields import (
-    AUGMENTATION_LISTS,
-    BackboneName,
     ClusterName,
     Count,
-    DeviceName,
     Duration,
     Fraction,
     Interval,
@@ -23,17 +20,15 @@ from ssdctl.config.fields import (
     Section,
     setting,
 )
-from ssdctl.runtime.packages import plugin_names
+from ssdctl.runtime.plugins import (
+    AUGMENTATION_LISTS,
+    BACKBONES,
+    DEVICES,
+    FORMATS,
+    LAUNCHERS,
+)
 
 DEFAULT_PRESET: Final = "stable-r34"
-# A package with a module for each name, and a group of entry points.
-FORMATS = ("ssdctl.data.formats", "ssdctl.datasets")
-LAUNCHERS = ("ssdctl.launch.engines", "ssdctl.launchers")
-LAUNCHER_CHOICES = ("auto", *plugin_names(*LAUNCHERS))
-if TYPE_CHECKING:
-    LauncherName = str
-else:
-    LauncherName = Literal[LAUNCHER_CHOICES]
 TpuVersion = Literal["v2", "v3", "v4", "v5e", "v5p", "v6e", "v7"]
 SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 
@@ -49,6 +44,12 @@ _launch = functools.partial(setting, panel="Launch")
 _data = functools.partial(setting, panel="Data")
 _shapes = functools.partial(setting, panel="Shapes dataset")
 _conversion = functools.partial(setting, panel="Conversion")
+
+Words = tuple[str, ...]
+_name = functools.partial(setting, metavar="NAME")
+_pairs = functools.partial(setting, metavar="KEY=VALUE,...")
+_amounts = functools.partial(setting, metavar="NAME=AMOUNT,...")
+_options = functools.partial(setting, metavar="--OPTION,...")
 
 
 class DataConfig(Section, frozen=True):
@@ -67,6 +68,13 @@ class DataConfig(Section, frozen=True):
         str | None,
         _data("Folder of the prepared data [default: DATA/prepared]", metavar="DIR"),
     ] = None
+    tile: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        _data("Also see images in tiles of PX pixels (0 = off) [default: the run's]", metavar="PX"),
+    ] = None
+    tile_overlap: Annotated[
+        float, _data("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
+    ] = 0.2
 
 
 class DownloadConfig(Section, frozen=True):
@@ -103,7 +111,7 @@ class PrepareConfig(Section, frozen=True):
         _conversion(
             "Dataset format, auto-detected by default; plugins can add formats",
             flag="--from",
-            choices=("auto", *(name.replace("_", "-") for name in plugin_names(*FORMATS))),
+            kind=FORMATS,
         ),
     ] = "auto"
     split: Annotated[
@@ -146,7 +154,7 @@ class PrepareConfig(Section, frozen=True):
 class ModelConfig(Section, frozen=True):
     """The network."""
 
-    backbone: Annotated[BackboneName, _network("Backbone of the detector")]
+    backbone: Annotated[str, _network("Backbone of the detector", kind=BACKBONES)]
     weights: Annotated[
         str,
         _network(
@@ -158,6 +166,14 @@ class ModelConfig(Section, frozen=True):
     extra_norm: Annotated[
         Literal["none", "batch"], _network("Normalization in the extra blocks (batch: NVIDIA's)")
     ]
+
+    @property
+    def weights_name(self) -> str | None:
+        """The full name or the file of the weights, `resnet34-imagenet-v1`; None: random."""
+        if self.weights == "none":
+            return None
+        is_short = self.weights.startswith("imagenet-")
+        return f"{self.backbone}-{self.weights}" if is_short else self.weights
 
 
 class TrainConfig(Section, frozen=True):
@@ -256,9 +272,9 @@ class TrainConfig(Section, frozen=True):
     ] = "skip"
 
     # Device
-    device: Annotated[DeviceName, _device("Device to train on (auto: accelerator, else CPU)")] = (
-        "auto"
-    )
+    device: Annotated[
+        str, _device("Device to train on (auto: accelerator, else CPU)", kind=DEVICES)
+    ] = "auto"
     execution: Annotated[
         Literal["eager", "compile", "lazy"] | None,
         _device("Eager, torch.compile, or lazily traced graphs [default: the fastest]"),
@@ -338,7 +354,7 @@ class EvaluateConfig(Section, frozen=True):
         Literal["auto", "bf16", "fp32"],
         setting("Precision [default: the run's, else fp32]", choice_flags=True),
     ] = "auto"
-    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+    device: Annotated[str, setting("Device to run on", kind=DEVICES)] = "auto"
     workers: Annotated[
         NonNegativeInt, setting("Decoder threads (0 = all cores)", aliases=("--num-workers",))
     ] = 0
@@ -358,7 +374,13 @@ class EvaluateConfig(Section, frozen=True):
 class PredictConfig(Section, frozen=True):
     """How `ssdctl predict` detects objects."""
 
-    score: Annotated[Fraction, setting("Keep boxes with a score above this")] = 0.3
+    score: Annotated[
+        Fraction | Literal["best"] | None,
+        setting(
+            "Keep boxes with a score above this; best: each class's best F1 [default: best if "
+            "the checkpoint has it, else 0.3]"
+        ),
+    ] = None
     classes: Annotated[
         tuple[str, ...], setting("Keep only these classes [default: all]", metavar="A,B")
     ] = ()
@@ -366,12 +388,6 @@ class PredictConfig(Section, frozen=True):
         None
     )
     max_detections: Annotated[Count | None, setting("Keep at most N boxes per image")] = None
-    tile: Annotated[
-        Annotated[int, msgspec.Meta(ge=32)] | None, setting("Also detect on tiles of N pixels")
-    ] = None
-    tile_overlap: Annotated[
-        float, setting("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
-    ] = 0.2
     every: Annotated[Count, setting("Videos: detect on every Nth frame")] = 1
     max_frames: Annotated[Count | None, setting("Videos: stop after N frames [default: all]")] = (
         None
@@ -380,14 +396,14 @@ class PredictConfig(Section, frozen=True):
     save: Annotated[SaveFormat | None, setting("Write boxes to --out in this format")] = None
     batch_size: Annotated[Count, setting("Batch size", flag="--bs")] = 8
     precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
-    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+    device: Annotated[str, setting("Device to run on", kind=DEVICES)] = "auto"
 
 
 class LaunchConfig(Section, frozen=True):
     """Settings of `ssdctl launch`: the launcher and how ranks share nodes."""
 
     launcher: Annotated[
-        LauncherName, _launch("Program that starts the ranks (auto: by device)")
+        str, _launch("Program that starts the ranks (auto: by device)", kind=LAUNCHERS)
     ] = "auto"
     cluster: Annotated[
         ClusterName | None, _launch("Start from the settings of a known cluster")
@@ -429,3 +445,74 @@ class LaunchConfig(Section, frozen=True):
     devices_per_node: Annotated[
         Count | None, _launch("Devices per node [default: those in use]")
     ] = None
+
+
+class KubernetesConfig(Section, frozen=True):
+    """The job and the pods of `launch --launcher kubernetes`."""
+
+    kind: Annotated[
+        Literal["auto", "Job", "MPIJob"],
+        setting("Kind of job (auto: MPIJob for HPUs on several nodes, else Job)"),
+    ] = "auto"
+    labels: Annotated[Words, _pairs("Labels of job and pods (Kueue's queue)")] = ()
+    annotations: Annotated[Words, _pairs("Annotations of job and pods")] = ()
+    priority_class: Annotated[str | None, _name("Priority class of the pods")] = None
+    patch: Annotated[
+        str | None, setting("YAML file merged into pods (spec, metadata) and job", metavar="FILE")
+    ] = None
+
+    name: Annotated[str | None, _name("Job name [default: ssdctl-XXXXXX]")] = None
+    namespace: Annotated[str | None, _name("Namespace [default: kubectl's]")] = None
+    image: Annotated[str | None, setting("Container image of all pods", metavar="IMAGE")] = None
+    pull_policy: Annotated[
+        Literal["Always", "IfNotPresent", "Never"], setting("When to pull the image")
+    ] = "IfNotPresent"
+    pull_secret: Annotated[str | None, _name("Secret for the image's registry")] = None
+    service_account: Annotated[str | None, _name("Service account")] = None
+    install: Annotated[
+        str | None, setting("How pods get ssdctl: image, or pip source", metavar="image|SOURCE")
+    ] = None
+    python: Annotated[str, setting("Python interpreter of the image", metavar="PROGRAM")] = (
+        "python3"
+    )
+    volumes: Annotated[
+        Words, setting("Volumes to mount (node path or claim)", metavar="SOURCE:PATH[:ro],...")
+    ] = ()
+    resources: Annotated[
+        Words, _amounts("Resources per pod, besides devices (cpu=95, memory=409Gi)")
+    ] = ()
+    launcher_resources: Annotated[Words, _amounts("Resources of the pod that runs mpirun")] = (
+        "cpu=2",
+        "memory=4Gi",
+    )
+    node_selector: Annotated[Words, _pairs("Labels of the nodes to run on")] = ()
+    host_ipc: Annotated[bool, setting("Share the node's IPC namespace")] = False
+    env: Annotated[
+        Words, setting("Environment variables of all pods", metavar="NAME=VALUE,...")
+    ] = ()
+
+
+class SlurmConfig(Section, frozen=True):
+    """The job that `launch --launcher slurm` submits."""
+
+    job_name: Annotated[str, _name("Job name")] = "ssdctl"
+    partition: Annotated[str | None, _name("Partition")] = None
+    account: Annotated[str | None, _name("Account to charge")] = None
+    qos: Annotated[str | None, _name("Quality of service")] = None
+    constraint: Annotated[str | None, setting("Features of the nodes", metavar="LIST")] = None
+    time: Annotated[
+        str | None,
+        setting(
+            "Time limit: minutes, H:MM:SS or D-HH:MM:SS [default: the partition's]", metavar="TIME"
+        ),
+    ] = None
+    memory: Annotated[str | None, setting("Memory per node (400G)", metavar="SIZE")] = None
+    gres: Annotated[
+        str | None, setting("Slurm's name of the devices, or none [default: gpu or hpu]")
+    ] = None
+    signal_before: Annotated[
+        Count, setting("Seconds before the time limit to stop", metavar="S")
+    ] = 300
+    requeue: Annotated[bool, setting("Requeue a job that reached its time limit")] = True
+    options: Annotated[Words, _options("More options for sbatch (--exclusive)")] = ()
+    srun_options: Annotated[Words, _options("More options for srun (--mpi=none)")] = ()

@@ -6,6 +6,7 @@ from the classes in sections.py, which define the type, bounds, default and mean
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import shlex
@@ -17,26 +18,23 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from ssdctl.config.batch_sections import KubernetesConfig, SlurmConfig
-from ssdctl.config.fields import (
-    AUGMENTATION_LISTS,
-    AUGMENTATIONS,
-    BACKBONES,
-    BackboneName,
-    augmentation_names,
-)
+from ssdctl.config.fields import MIN_TILE, augmentation_names
 from ssdctl.config.sections import (
     DataConfig,
     DownloadConfig,
     EvaluateConfig,
+    KubernetesConfig,
     LaunchConfig,
     ModelConfig,
     PredictConfig,
     PrepareConfig,
+    SlurmConfig,
     TrainConfig,
 )
+from ssdctl.errors import UsageError
 from ssdctl.files import parse_toml
-from ssdctl.runtime.packages import load_plugin, plugin_names
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import AUGMENTATION_LISTS, AUGMENTATIONS, BACKBONES, PluginKind
 
 
 class Kind(enum.IntEnum):
@@ -96,31 +94,39 @@ TABLES = {
 }
 
 
-def conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) of each rule between several settings that the config breaks."""
+def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (keys, problem) of each rule between several settings that the config breaks."""
     model, train = config.model, config.train
+    if 0 < (tile := config.data.tile or 0) < MIN_TILE:
+        yield ("data.tile",), f"{tile} pixels are too few: {MIN_TILE} or more, or 0 for no tiles"
     if list(train.decay_epochs) != sorted(set(train.decay_epochs)):
-        yield "train.decay_epochs", "the epochs must increase"
+        yield ("train.decay_epochs",), "the epochs must increase"
     if train.lr_decay == "cosine" and len(train.decay_epochs) != 2:
-        yield "train.decay_epochs", "cosine needs two epochs, its start and its end"
-    if model.weights.partition("-")[0] in {*typing.get_args(BackboneName)} - {model.backbone}:
-        yield "model.weights", f"{model.weights} does not fit {model.backbone}"
-    if model.extra_norm not in load_plugin(*BACKBONES, model.backbone).EXTRA_NORMS:
-        yield "model.extra_norm", f"{model.backbone} has no extra blocks with {model.extra_norm}"
+        keys = ("train.decay_epochs", "train.lr_decay")
+        yield keys, "cosine needs two --decay-epochs, its start and its end"
+    if model.weights.partition("-")[0] in {*plugins.names(BACKBONES)} - {model.backbone}:
+        keys = ("model.weights", "model.backbone")
+        yield keys, f"{model.weights} does not fit {model.backbone}"
+    with contextlib.suppress(UsageError):  # the commands that use the backbone report it
+        norms = getattr(plugins.load(BACKBONES, model.backbone)[0], "EXTRA_NORMS", None)
+        if norms and isinstance(norms, tuple) and model.extra_norm not in norms:
+            keys = ("model.extra_norm", "model.backbone")
+            yield keys, f"{model.backbone} has no extra blocks with {model.extra_norm}"
     names = augmentation_names(train.augment)
     if train.augment not in AUGMENTATION_LISTS:
-        known = plugin_names(*AUGMENTATIONS)
+        known = plugins.choices(AUGMENTATIONS)
         if unknown := [name for name in names if name not in known]:
-            listed = ", ".join([*AUGMENTATION_LISTS, *known])
-            yield "train.augment", f"no augmentation {unknown[0]!r}; there are {listed}"
+            there = ", ".join(known)
+            yield ("train.augment",), f"no augmentation {unknown[0]!r}; there are {there}"
     if "zoom" in names and train.pipeline == "dali":
-        yield "train.augment", "zoom needs --pipeline native"
+        yield ("train.augment", "train.pipeline"), "zoom needs --pipeline native"
     if train.init is not None and train.resume not in ("auto", "never"):
-        yield "train.init", "starts a new run, --resume FILE continues one"
+        keys = ("train.init", "train.resume")
+        yield keys, "--init starts a new run, --resume FILE continues one"
     if train.profile is not None:
         first, last = map(int, train.profile.split(","))
         if last < first:
-            yield "train.profile", f"step {last} is before step {first}"
+            yield ("train.profile",), f"step {last} is before step {first}"
 
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.
@@ -133,6 +139,7 @@ NOT_COMPARED = {
 COMPARED_TOO = {
     *("train.seed", "train.ema", "train.freeze", "train.freeze_norm", "train.sync_bn"),
     *("train.tf32", "train.pipeline", "train.augment", "train.fake_data"),
+    *("data.tile", "data.tile_overlap"),
     *("train.limit_train", "train.overfit", "train.background", "train.background_negatives"),
 }
 
@@ -147,7 +154,8 @@ class Setting(NamedTuple):
     flags: tuple[str, ...]
     panel: str
     metavar: str | None
-    choices: tuple[str, ...]
+    own_choices: tuple[str, ...]
+    kind: PluginKind | None
     choice_flags: bool
     aliases: tuple[str, ...]  # other spellings of the flags; `--fp16-flag=fp16` takes no value
 
@@ -158,6 +166,11 @@ class Setting(NamedTuple):
     @property
     def name(self) -> str:
         return self.path.partition(".")[2]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that are always possible; of a plugin, what is installed now."""
+        return self.own_choices if self.kind is None else plugins.choices(self.kind)
 
     @property
     def is_recipe(self) -> bool:
@@ -249,7 +262,8 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         flags=flags,
         panel=extra["panel"] or ("Recipe" if field.default is msgspec.NODEFAULT else "Options"),
         metavar=extra["metavar"] or {int: "N", float: "X"}.get(kind),
-        choices=choices,
+        own_choices=choices,
+        kind=extra["kind"],
         choice_flags=extra["choice_flags"],
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias not in flags),
     )

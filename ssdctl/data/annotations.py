@@ -52,6 +52,11 @@ class ClassName(msgspec.Struct, frozen=True):
     name: Name
 
 
+def numbered_classes(count: int) -> list[ClassName]:
+    """Return classes for a network whose classes have no names."""
+    return [ClassName(None, f"class {label}") for label in range(1, count + 1)]
+
+
 class SplitFiles(NamedTuple):
     images: Sequence[Path]  # folders that may have the images, the most likely first
     annotations: Path

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,10 +30,12 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.divide import divided
 from ssdctl.data.find_images import resolve_images
-from ssdctl.data.formats import Format, built_in, coco, load, names
+from ssdctl.data.formats import Format, built_in, coco, load
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
 from ssdctl.errors import DataError, SsdctlError, UsageError
-from ssdctl.runtime.safe_text import counted
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import FORMATS
+from ssdctl.runtime.safe_text import counted, quoted
 
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
@@ -90,7 +91,7 @@ def warning_without_validation(root: Path) -> str:
     """Return a warning that a dataset has no validation split, with the command that makes one."""
     return (
         f"{root} has no validation split, so training reports no AP; to hold out a tenth of the "
-        f"images: ssdctl prepare --data {shlex.quote(str(root))} --split 0.9"
+        f"images: ssdctl prepare --data {quoted(root)} --split 0.9"
     )
 
 
@@ -110,7 +111,7 @@ def find(path: Path, name: str | None = None) -> tuple[str, Format]:
     if len(found) > 1:
         raise DataError(
             f"{path}: contains several datasets: {', '.join(described)}",
-            hint=f"choose one: ssdctl prepare --data {path} --from {name}",
+            hint=f"choose one: ssdctl prepare --data {quoted(path)} --from {name}",
         )
     if by != path:
         log.info("%s: detected %s", path, described[0])
@@ -214,13 +215,15 @@ def datasets_in(folder: Path) -> list[Path]:
 
 
 def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:
-    for name in names():
+    for name in built_in():
+        module: Format = plugins.built_in_module(FORMATS, name)
+        if by := module.recognize(path):
+            yield name, module, by
+    for name in dict.fromkeys(plugin.name for plugin in plugins.plugins(FORMATS)):
         try:
             module = load(name)
             by = module.recognize(path)
         except SsdctlError as error:
-            if name in built_in():
-                raise
             log.warning("%s", error)  # a broken plugin must not stop the others
             continue
         if by:

@@ -13,6 +13,7 @@ bottom, rounded up to whole blocks; the rows above are unchanged.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import struct
@@ -92,6 +93,8 @@ class Header(NamedTuple):
 def read_header(image: Image.Image) -> Header:
     """Read the header of an opened image whose pixels are not loaded yet."""
     width, height = image.size
+    if not width or not height:
+        raise ImageError(f"no pixels ({width} x {height})")
     _refuse_too_large(width, height)
     orientation = _orientation(image)
     if image.format == "TIFF" and orientation >= 5:
@@ -172,8 +175,8 @@ def read_rgb(image: ImageLike) -> Pixels:
     """Convert a user's image to (H, W, 3) RGB pixels, upright.
 
     An image is a path, encoded bytes, a binary file object, a PIL image, or pixels as a numpy
-    array (H, W), (H, W, 1 or 3 or 4) of uint8 or uint16, or as a tensor, which may also be
-    (1 or 3 or 4, H, W), or floating point from 0 to 1.
+    array (H, W), (H, W, 1 or 3 or 4) of uint8, uint16, or floating point from 0 to 1, or as a
+    tensor, which may also be (1 or 3 or 4, H, W).
 
     Raises:
         DataError: It cannot be read or decoded.
@@ -203,16 +206,22 @@ def _read_content(image: ImageLike) -> tuple[str, bytes]:
             hint="give a path, bytes, a file opened in binary mode, a PIL image, an array or a "
             "tensor",
         )
-    name = os.fspath(image) if is_path else str(getattr(image, "name", "image"))
+    name = os.fspath(image) if is_path else getattr(image, "name", None)
+    name = name if isinstance(name, str) else "image"  # an upload's is None or a number
     try:
         with Path(name).open("rb") if is_path else contextlib.nullcontext(image) as file:
             content = file.read(MAX_FILE_BYTES + 1)
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, TypeError):
         content = None
     except (OSError, ValueError) as error:  # also a closed file, or one opened for writing
         raise unreadable(name, error) from None
     if not isinstance(content, bytes):
-        raise UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
+        if inspect.iscoroutine(content):
+            content.close()
+        raise UsageError(
+            f"{name}: the file object does not return bytes",
+            hint="open it in binary mode; of an upload, give its bytes",
+        )
     if len(content) > MAX_FILE_BYTES:
         raise DataError(f"{name}: larger than {MAX_FILE_BYTES >> 20} MiB")
     return name, content
@@ -229,12 +238,18 @@ def _rgb_of_image(image: Image.Image) -> Pixels:
 
 
 def _rgb_of_array(pixels: NDArray[Any]) -> Pixels:
+    if np.issubdtype(pixels.dtype, np.floating) and pixels.size:
+        if not (pixels.min() >= 0 and pixels.max() <= 1):  # NaN fails it, too
+            raise UsageError(
+                "floating-point pixels outside 0 to 1", hint="scale them, or give uint8"
+            )
+        pixels = np.rint(pixels * 255).astype(np.uint8)
     is_supported = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3, 4))
     if not is_supported or not pixels.size or pixels.dtype not in (np.uint8, np.uint16):
-        raise UsageError(
-            f"pixels of shape {pixels.shape} and type {pixels.dtype}",
-            hint="expected (height, width, 3) uint8, RGB",
-        )
+        hint = "expected (height, width, 3) uint8, RGB"
+        if pixels.ndim == 4:
+            hint = "give several images as a list: predict(list(images))"
+        raise UsageError(f"pixels of shape {pixels.shape} and type {pixels.dtype}", hint=hint)
     if pixels.dtype == np.uint16:
         pixels = (pixels >> 8).astype(np.uint8)
     if pixels.ndim == 2 or pixels.shape[2] == 1:
@@ -249,12 +264,6 @@ def _rgb_of_tensor(tensor: Any) -> Pixels:
     pixels = np.asarray(tensor)
     if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4):
         pixels = pixels.transpose(1, 2, 0)
-    if np.issubdtype(pixels.dtype, np.floating):
-        if not (pixels.size and pixels.min() >= 0 and pixels.max() <= 1):  # NaN fails it, too
-            raise UsageError(
-                "floating-point pixels outside 0 to 1", hint="scale them, or give uint8"
-            )
-        pixels = np.rint(pixels * 255).astype(np.uint8)
     return _rgb_of_array(pixels)
 
 

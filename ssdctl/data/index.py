@@ -143,6 +143,19 @@ def read_annotations(index: Path) -> Annotations:
     )
 
 
+def read_areas(index: Path) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return the areas of the objects that are trained on, in square pixels, and which are crowds.
+
+    They are in the order of `Split.boxes`.
+    """
+    names = ("labels", "areas", "is_crowd")
+    types = {**{name: TRUTH_COLUMNS[name] for name in names}, "is_trained": pa.list_(pa.bool_())}
+    table = read_table(index, types)
+    _, objects = read_objects(table, len(require_metadata(index).classes), index)
+    is_trained = objects["is_trained"]
+    return objects["areas"][is_trained], objects["is_crowd"][is_trained]
+
+
 class IndexedImages(NamedTuple):
     """The images of a split, as its index lists them."""
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from ssdctl.config import Config, PrepareConfig
+from ssdctl.config.fields import Tiling
 from ssdctl.data import TOML, index
 from ssdctl.data.annotations import (
     AUTOMATIC,
@@ -17,7 +19,7 @@ from ssdctl.data.annotations import (
     Annotations,
     Conversion,
 )
-from ssdctl.data.check import check
+from ssdctl.data.check import Checked, check
 from ssdctl.data.dataset import read_dataset, require_root, require_split
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
@@ -31,6 +33,7 @@ from ssdctl.data.store_folder import (
     require_dataset,
     usual_store,
 )
+from ssdctl.data.tiles import cut, objects_in_tiles, tiled
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress, without_progress
@@ -165,12 +168,12 @@ class DatasetSize(NamedTuple):
     classes: list[str]
 
 
-def count_images(root: Path, folder: Path) -> DatasetSize:
+def count_images(root: Path, folder: Path, tiling: Tiling | None = None) -> DatasetSize:
     """Return how many images and which classes a run would train on; nothing is written."""
     require_root(root)
     if is_prepared(root, folder):
         splits = open_splits(root, folder)
-        train = require_split(splits, "train", root)
+        train = tiled(require_split(splits, "train", root), tiling)
         num_val = len(splits["val"].image_ids) if "val" in splits else 0
         names = [c.name for c in train.classes]
         return DatasetSize(len(train.trainable), len(train.background), num_val, names)
@@ -181,8 +184,23 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked = check(annotations)
     trainable = int((checked.objects.num_trained() > 0).sum())
-    names = [c.name for c in annotations.classes]
-    return DatasetSize(trainable, int(checked.is_empty.sum()), num_val, names)
+    background = int(checked.is_empty.sum())
+    if tiling is not None:
+        with_objects, without = _count_tiles(annotations, checked, tiling)
+        trainable, background = trainable + with_objects, background + without
+    return DatasetSize(trainable, background, num_val, [c.name for c in annotations.classes])
+
+
+def _count_tiles(annotations: Annotations, checked: Checked, tiling: Tiling) -> tuple[int, int]:
+    """Return how many tiles have objects to learn, and how many touch no object."""
+    objects, tiles = checked.objects, cut(annotations.sizes, tiling)
+    used, counts = objects.is_trained, objects.num_trained()
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    found = objects_in_tiles(
+        tiles, annotations.sizes, starts, objects.fractions[used], objects.labels[used]
+    )
+    is_known = (counts > 0) | checked.is_empty
+    return int(found.learned().sum()), int((is_known[tiles.rows] & (found.counts == 0)).sum())
 
 
 def annotations_with_images(root: Path, folder: Path) -> dict[str, Annotations]:

@@ -40,6 +40,7 @@ from ssdctl.files import (
     safe_join,
     unreadable,
 )
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import allow_open_files
 
 POPULATE_READ = 22  # MADV_POPULATE_READ: load the pages, or fail
@@ -71,10 +72,27 @@ class Split(NamedTuple):
     shrink: int | None = None  # the shorter side of larger images in pixels
     upright: bool = False  # whether images of the annotated size are turned by their EXIF data
     warnings: Sequence[str] = ()  # for the user, on measuring with this split
+    tiles: Tiles | None = None  # the last rows are tiles of the images: see `tiled`
+
+    @property
+    def num_images(self) -> int:
+        """The number of images: rows that are not tiles."""
+        return len(self.image_ids) - (0 if self.tiles is None else len(self.tiles.rows))
+
+    def image_of(self, row: int) -> tuple[int, tuple[int, int, int, int] | None]:
+        """Return the row of the image of a row; of a tile also its ltrb in pixels."""
+        tile = row - self.num_images
+        if self.tiles is None or tile < 0:
+            return row, None
+        image = int(self.tiles.rows[tile])
+        left, top, right, bottom = self.tiles.in_pixels_of(self, slice(tile, tile + 1))[0].tolist()
+        return image, (left, top, right, bottom)
 
     def read(self, row: int) -> bytes:
-        """Return the encoded image of a row: a PNG if the store has decoded pixels."""
-        return encode(self.decode(row), "PNG") if self.is_raw else self.images.read(row)
+        """Return the encoded image of a row; of a tile or decoded pixels a PNG."""
+        if self.is_raw or row >= self.num_images:
+            return encode(self.decode(row), "PNG")
+        return self.images.read(row)
 
     def decode(self, row: int, rows: int | None = None) -> Pixels:
         """Return the (H, W, 3) RGB pixels of an image, or at least its first `rows` pixel rows.
@@ -86,6 +104,14 @@ class Split(NamedTuple):
             DiskError: The file system refuses to read it.
             ImageError: It cannot be decoded, or has another size.
         """
+        row, window = self.image_of(row)
+        if window is not None:
+            left, top, right, bottom = window
+            bottom = bottom if rows is None else min(bottom, top + rows)
+            return self._decode_image(row, bottom)[top:bottom, left:right]
+        return self._decode_image(row, rows)
+
+    def _decode_image(self, row: int, rows: int | None) -> Pixels:
         width, height = self.pixel_sizes[row].tolist()
         if isinstance(self.images, PackedImages) and self.is_raw:
             return self.images.read_pixels(row, (width, height))
@@ -93,7 +119,22 @@ class Split(NamedTuple):
 
     def location(self, row: int) -> str:
         """Return where the encoded image of a row is, for messages."""
-        return self.images.location(row)
+        return self.images.location(self.image_of(row)[0])
+
+
+class Tiles(NamedTuple):
+    """K parts of images, the tiles of an image together, from its top to its bottom."""
+
+    rows: NDArray[np.int64]  # K: which images, ascending
+    windows: NDArray[np.int32]  # K x 4: ltrb in pixels of the annotated image
+
+    def in_pixels_of(self, split: Split, chosen: slice = slice(None)) -> NDArray[np.int32]:
+        """Return ltrb in pixels of the encoded images, which `shrink` made smaller."""
+        rows = self.rows[chosen]
+        scale = np.tile(split.pixel_sizes[rows] / split.sizes[rows], 2)
+        ltrb = np.rint(self.windows[chosen] * scale).astype(np.int32)
+        ltrb[:, 2:] = np.maximum(ltrb[:, 2:], ltrb[:, :2] + 1)
+        return ltrb
 
 
 class ImageFiles(NamedTuple):
@@ -231,7 +272,7 @@ def image_folder(root: Path, metadata: index.Metadata) -> Path:
 def open_splits(root: Path, folder: Path) -> dict[str, Split]:
     made = index.read_made(folder)
     if made is None:
-        raise DataError(f"{root}: not prepared", hint=f"ssdctl prepare --data {root}")
+        raise DataError(f"{root}: not prepared", hint=f"ssdctl prepare --data {quoted(root)}")
     return {split: open_split(root, folder, split) for split in made.splits}
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ssdctl.data import TOML
 from ssdctl.errors import DataError
 from ssdctl.files import refuse_url
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import user_temporary_dir
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def require_dataset(config: DataConfig) -> None:
         return
     near, far = DEFAULT_ROOTS
     if found := datasets_in(Path()):
-        hint = f"datasets in this folder: {', '.join(map(str, found))}; use --data {found[0]}"
+        hint = (
+            f"datasets in this folder: {', '.join(map(str, found))}; use --data {quoted(found[0])}"
+        )
     else:
         hint = "--data DIR names your images; `ssdctl demo` needs none"
     raise DataError(f"no --data given, and neither ./{near} nor {far} exists", hint=hint)

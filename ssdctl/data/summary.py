@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ssdctl.data.annotations import MAX_CLASSES_NAMED, ClassName
 from ssdctl.data.check import Objects
 from ssdctl.data.default_boxes import IMAGE_SIZE, can_match
+from ssdctl.data.tiles import fitting_tile
 from ssdctl.runtime.safe_text import listed
 
 MIN_VALIDATION = 20  # images; with fewer, one image changes AP by several points
@@ -37,6 +38,7 @@ class ObjectSizes(msgspec.Struct, frozen=True):
     median: tuple[float, float]  # width, height; 0 without boxes
     unmatched_share: float  # share of the boxes that overlap no default box
     unmatched_median: tuple[float, float]
+    fitting_tile: int | None  # in tiles of as many pixels the median object is large enough
 
 
 def count_classes(
@@ -63,7 +65,8 @@ def object_sizes(objects: Objects) -> ObjectSizes:
     boxes = boxes[:: -(-len(boxes) // MAX_COMPARED) or 1]
     unmatched = boxes[~can_match(boxes)]
     share = round(len(unmatched) / max(len(boxes), 1), 4)
-    return ObjectSizes(_median(boxes), share, _median(unmatched))
+    tile = fitting_tile(objects.boxes[objects.is_trained])
+    return ObjectSizes(_median(boxes), share, _median(unmatched), tile)
 
 
 def _median(boxes: NDArray[np.float32]) -> tuple[float, float]:
@@ -91,7 +94,6 @@ def summary_warnings(
         warnings.append(
             f"{sizes.unmatched_share:.0%} of the boxes match no default box of SSD300 (median "
             f"{width:.0f} x {height:.0f} of {IMAGE_SIZE} x {IMAGE_SIZE} pixels), so few of these "
-            "objects will be found: crop the images around the objects or cut them into tiles, "
-            "then prepare those"
+            f"objects will be found: train in tiles, --tile {sizes.fitting_tile}"
         )
     return warnings

@@ -1,23 +1,28 @@
 """One file per device, each with a subclass of `Device`; other packages use devices through it.
 
+A plugin is the module of an entry point in the group `ssdctl.devices`, with `TYPE`, a `DeviceType`,
+and `open_device`. Importing it does not import torch.
+
 There is no silent fallback to another device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from types import UnionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import DeviceType, device_type
 from ssdctl.errors import UsageError
+from ssdctl.runtime import plugins
 from ssdctl.runtime.hardware import bind_to_card, find_hardware
+from ssdctl.runtime.plugins import DEVICES, Plugin, guarded
 
 Module = TypeVar("Module", bound=nn.Module)
 ParameterGroups = list[dict[str, Any]]
@@ -60,7 +65,7 @@ class Device(ABC):
     @property
     def precisions(self) -> tuple[str, ...]:
         """The precisions that it supports."""
-        return DEVICE_TYPES[self.name].precisions
+        return device_type(self.name).precisions
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -176,9 +181,56 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
     if name == "auto":
         name = _find_accelerator()
     bind_to_card(name, local_rank)
-    module = importlib.import_module(f"{__name__}.{name}")
-    device: Device = module.open_device(local_rank, execution)
+    module, plugin = plugins.load(DEVICES, name)
+    if plugin is None:
+        device: Device = module.open_device(local_rank, execution)
+        return device
+    kind = device_type(name)
+    with plugin.errors("open_device()"):
+        device = module.open_device(local_rank, kind.choose_execution(execution))
+        _check(device, kind, plugin)
+        plugins.guard_instance(device, type(device), guarded(type(device), plugin, RETURNS))
     return device
+
+
+# What the methods of a device return; those of `autocast` are called in compiled code.
+RETURNS: dict[str, type | UnionType] = {
+    "place": nn.Module,
+    "set_tf32": object,
+    "compile": object,
+    "host_buffer": Tensor,
+    "copy": Tensor,
+    "wait_for_reads": object,
+    "wait_for_copies": object,
+    "sgd": torch.optim.Optimizer,
+    "adamw": torch.optim.Optimizer,
+    "register_backend": object,
+    "sum_over_ranks": object,
+    "mark_step": object,
+    "synchronize": object,
+    "peak_memory_bytes": int,
+    "memory_bytes": int | None,
+    "release_memory": object,
+    "is_out_of_memory": bool,
+}
+
+
+def _check(device: object, kind: DeviceType, plugin: Plugin) -> None:
+    plugin.require(isinstance(device, Device), "open_device() to return a Device")
+    assert isinstance(device, Device)
+    for name, expected in (
+        ("label", str), ("torch_device", torch.device), ("backend", str), ("auto_precision", str),
+        ("execution", str), ("ddp_bucket_mb", int | None), ("memory_errors", tuple),
+        ("notices", tuple), ("forms", tuple),
+    ):  # fmt: skip
+        is_right = isinstance(getattr(device, name, ...), expected)
+        plugin.require(is_right, f"the attribute {name} of its Device, {expected}")
+    plugin.require(device.name == kind.name, f"name = {kind.name!r}")
+    plugin.require(device.execution in kind.executions, f"an execution of {kind.executions}")
+    plugin.require(device.auto_precision in kind.precisions, f"a precision of {kind.precisions}")
+    context = device.autocast("fp32")
+    is_context = isinstance(context, contextlib.AbstractContextManager)
+    plugin.require(is_context, "autocast() to return a context manager")
 
 
 def _find_accelerator() -> str:

@@ -27,6 +27,7 @@ from ssdctl.distributed.ranks import Ranks, interface_for_peers
 from ssdctl.errors import DistributedError, SsdctlError, Stopped, UsageError
 from ssdctl.runtime import signals
 from ssdctl.runtime.packages import no_buffer_sync
+from ssdctl.runtime.system import with_variables
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ def host_group() -> Any:
 def process_group(
     ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[None]:
-    """Join the other ranks for the duration of the block.
-
-    A process group that the caller has made is used, and kept.
+    """Join the other ranks for the block; a process group that the caller has made is kept.
 
     Args:
         timeout_s: How long a rank waits for another before that one counts as lost.
@@ -77,23 +76,20 @@ def process_group(
     if ranks.is_single_process:
         yield
         return
-    is_ours = not dist.is_initialized()
+    is_ours, variables = not dist.is_initialized(), contextlib.ExitStack()
     try:
+        timeout = datetime.timedelta(seconds=timeout_s)
         with _stdout_to_stderr():
-            timeout = datetime.timedelta(seconds=timeout_s)
-            _join(ranks, device, timeout) if is_ours else _use_joined(timeout)
+            if is_ours:
+                variables.enter_context(with_variables(_variables(ranks)))
+                _join(ranks, device, timeout)
+            else:
+                _use_joined(timeout)
         yield
     except RuntimeError as error:  # dist.DistError is one
         if not isinstance(error, dist.DistError) and not any(w in str(error).lower() for w in LOST):
             raise
-        # The message without its source location and advice for programmers.
-        line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
-        raise DistributedError(
-            f"rank {ranks.rank} lost {_missing_ranks(ranks)}: "
-            f"{line.partition('. This is typically')[0]}",
-            hint="the first failure is in the log of the rank that was lost; --rank-timeout sets "
-            f"how long a rank is waited for (now {timeout_s:g} s)",
-        ) from error
+        raise _lost_rank(ranks, error, timeout_s) from error
     finally:
         group, _group, _store = _group, None, None
         if dist.is_initialized() and (is_ours or group is not None):
@@ -103,6 +99,18 @@ def process_group(
             time.sleep(FREE_TENSORS_S)
             with contextlib.suppress(RuntimeError):  # the other ranks may be gone
                 dist.destroy_process_group(None if is_ours else group)
+        variables.close()
+
+
+def _lost_rank(ranks: Ranks, error: RuntimeError, timeout_s: float) -> DistributedError:
+    # The message without its source location and advice for programmers.
+    line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
+    return DistributedError(
+        f"rank {ranks.rank} lost {_missing_ranks(ranks)}: "
+        f"{line.partition('. This is typically')[0]}",
+        hint="the first failure is in the log of the rank that was lost; --rank-timeout sets "
+        f"how long a rank is waited for (now {timeout_s:g} s)",
+    )
 
 
 def wait_for_main(ranks: Ranks, task: str) -> None:
@@ -144,16 +152,19 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
-    global _group, _store
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+def _variables(ranks: Ranks) -> dict[str, str]:
+    """Return the variables that torch and vendors' backends read, under srun too."""
     if "MASTER_PORT" not in os.environ:
         raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
-    for name, number in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), ranks, strict=True):
-        os.environ.setdefault(name, str(number))  # read by vendors' backends, under srun too
-    interface = interface_for_peers(os.environ["MASTER_ADDR"], ranks.world_size)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    leader = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    numbers = zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), map(str, ranks), strict=True)
+    interface = interface_for_peers(leader, ranks.world_size)
+    gloo = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    return {"MASTER_ADDR": leader, **dict(numbers), **gloo}
+
+
+def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
+    global _group, _store
     device.register_backend()
     store = _rendezvous(ranks, timeout.total_seconds())
     # The hosts must detect a hanging rank before the device's own backend does, which may abort.

@@ -26,7 +26,8 @@ from ssdctl.download.http import NotFound, RetryPolicy, length_of
 from ssdctl.download.pinned_files import COCO2017, PinnedFile
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
-from ssdctl.model.pretrained import find_weights, weights_named, weights_of
+from ssdctl.model.pretrained import find_weights, weights_named
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.threads import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
@@ -78,7 +79,7 @@ def _dataset(root: Path, made: Made | None, metadata: list[Metadata]) -> Check:
 
 
 def _store(root: Path, folder: Path, made: Made | None, metadata: list[Metadata]) -> Check:
-    again = f"ssdctl prepare --data {shlex.quote(str(root))}"
+    again = f"ssdctl prepare --data {quoted(root)}"
     again += "" if folder == root / "prepared" else f" --store {shlex.quote(str(folder))}"
     if made is None:
         has_index = any(index_path(folder, split).is_file() for split in SPLITS)
@@ -109,7 +110,7 @@ def _space(root: Path, folder: Path, store: Check | None) -> Check:
 
 
 def _weights(config: Config) -> Check:
-    name = weights_of(config.model)
+    name = config.model.weights_name
     if config.train.init is not None or name is None:
         return result("weights", "not needed: the config trains without them")
     if Path(name).is_file():
@@ -137,7 +138,7 @@ def check_network(doctor: Doctor) -> Iterator[Check]:
     """Request one byte of each file, as `download` and `fetch-weights` do, in parallel."""
     config = doctor.config
     files = dict(COCO2017)
-    name = weights_of(config.model)
+    name = config.model.weights_name
     if name is not None:
         with contextlib.suppress(UsageError):  # a file of the user: checked by `check_data`
             files["weights"] = weights_named(name).file

@@ -25,7 +25,7 @@ HUGE_PAGES_PER_CARD = 5_937
 COUNT_TPUS = (
     "import torch_xla.runtime as r; print(r.global_runtime_device_count(), 'x', r.device_type())"
 )
-COUNT_TORCH_TPU = "import torch, torch_tpu; print(torch.accelerator.device_count())"
+COUNT_TORCH_TPU = "import torch, torch_tpu; print(torch.accelerator.device_count(), 'x TPU')"
 TORCH_TPU = "pip install torch_tpu (Python 3.11 or newer, torch 2.11 to 2.15)"
 XLA = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*', which TPU v2 and v3 need"
 
@@ -143,8 +143,6 @@ def check_gaudi(doctor: Doctor) -> Iterator[Check]:
             detail = f"cannot be imported: {imported.problem}"
             yield result("hpu bridge", detail, IMAGE, is_wanted=is_wanted)
         yield result("hpu precision", "fp32, bf16 native; no fp16")
-    if num_cards:
-        yield from _numa_map()
     yield _huge_pages(num_cards)
 
 
@@ -157,19 +155,6 @@ def _releases(detail: str, driver: str, bridge: str, problem: str) -> Check:
         remedy = "hl-smi comes with the vendor's driver; in a container, mount it or use its image"
         return result("hpu", f"{detail}; {problem}", remedy)
     return result("hpu", detail)
-
-
-def _numa_map() -> Iterator[Check]:
-    """Yield the cores that are next to each card."""
-    cards: dict[int, list[str]] = {}
-    for module, node in hardware.numa_nodes_of_cards("hpu").items():
-        cards.setdefault(node, []).append(str(module))
-    texts = []
-    for node, modules in cards.items():
-        cpus = read_text(hardware.SYS / f"devices/system/node/node{node}/cpulist")
-        texts.append(f"card {','.join(modules)}: NUMA node {node} (CPU {cpus})")
-    if texts:
-        yield result("hpu cores", "; ".join(texts))
 
 
 def _huge_pages(num_cards: int) -> Check:
@@ -214,12 +199,8 @@ def _torch_tpu(doctor: Doctor, found: str, *, is_wanted: bool) -> Check:
     detail = f"{found}{' with '.join(versions)}"
     if not doctor.hardware.tpus:
         return absent("tpu", f"{detail}; no TPU v4 or newer", is_wanted=is_wanted)
-    counted = doctor.run_python("-c", COUNT_TORCH_TPU, timeout_s=IMPORT_S)
-    if counted.problem:
-        remedy = "torch_tpu needs torch 2.11 to 2.15; one process at a time can hold a chip"
-        return result("tpu", f"{detail}: {counted.problem}", remedy, is_wanted=is_wanted)
-    devices = (counted.out.strip().splitlines() or ["?"])[-1]
-    return result("tpu", f"{devices} x TPU, {detail}; fp32, bf16 native", is_wanted=is_wanted)
+    remedy = "torch_tpu needs torch 2.11 to 2.15; one process at a time can hold a chip"
+    return _count_tpus(doctor, COUNT_TORCH_TPU, detail, remedy, is_wanted=is_wanted)
 
 
 def _torch_xla(doctor: Doctor, found: str, *, is_wanted: bool) -> Check:
@@ -231,9 +212,15 @@ def _torch_xla(doctor: Doctor, found: str, *, is_wanted: bool) -> Check:
     if torch != xla:
         remedy = f"pip install 'torch=={xla}.*'"
         return result("tpu", f"{detail}: no match", remedy, is_wanted=is_wanted)
-    counted = doctor.run_python("-c", COUNT_TPUS, timeout_s=IMPORT_S)
+    remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
+    return _count_tpus(doctor, COUNT_TPUS, detail, remedy, is_wanted=is_wanted)
+
+
+def _count_tpus(
+    doctor: Doctor, program: str, detail: str, remedy: str, *, is_wanted: bool
+) -> Check:
+    counted = doctor.run_python("-c", program, timeout_s=IMPORT_S)
     if counted.problem:
-        remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
         return result("tpu", f"{detail}: {counted.problem}", remedy, is_wanted=is_wanted)
     devices = (counted.out.strip().splitlines() or ["?"])[-1]
     return result("tpu", f"{devices}, {detail}; fp32, bf16 native", is_wanted=is_wanted)

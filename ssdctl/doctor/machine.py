@@ -1,4 +1,4 @@
-"""Check Python and its packages, cores, memory, limits, adapters, and the launchers' programs."""
+"""Check Python and its packages, cores, memory, open files, and the launchers' programs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from ssdctl._version import __version__
 from ssdctl.config import Config
-from ssdctl.doctor import Check, Doctor, absent, result
-from ssdctl.runtime import hardware, system
-from ssdctl.runtime.hardware import Hardware
+from ssdctl.doctor import IMPORT_S, Check, Doctor, absent, result
+from ssdctl.runtime import hardware, plugins, system
 from ssdctl.runtime.packages import dali_extra, package_version
 from ssdctl.runtime.system import UNLIMITED
 from ssdctl.runtime.threads import run_in_daemon_thread
@@ -41,16 +39,6 @@ PURPOSES = {
     "video": "predict on videos and cameras",
 }
 LITTLE_MEMORY = 4 * 2**30
-SHM = Path("/dev/shm")
-SHM_WANTED = 2**30  # what collectives between the cards of a node need, with a margin
-SHM_REMEDY = (
-    "ranks of a node share it: docker run --shm-size=8g; in Kubernetes an emptyDir with medium "
-    "Memory on /dev/shm"
-)
-MEMLOCK_REMEDY = (
-    "RDMA and Gaudi lock their buffers: ulimit -l unlimited; docker run --ulimit memlock=-1; "
-    "Slurm: PropagateResourceLimitsExcept=MEMLOCK"
-)
 FILES_WANTED = 4096  # shards, connections, logs; a connection or two per rank
 FILES_NEEDED = 1024
 VERSION_S = 15.0
@@ -165,11 +153,22 @@ def _extras(
         yield absent("other extras", f"not installed: {', '.join(missing)}")
 
 
-def check_machine(doctor: Doctor) -> Iterator[Check]:
+def check_plugins(doctor: Doctor) -> Iterator[Check]:
+    """Load the plugins of other packages: a broken one is a problem only when it is used."""
+    if not any(map(plugins.plugins, plugins.KINDS)):
+        return
+    answer = doctor.run_probe("plugins", timeout_s=IMPORT_S)
+    if not (facts := answer.facts()):
+        yield result("plugins", f"cannot be loaded: {answer.problem}", "uninstall them one by one")
+    for name, problem in facts.items():
+        option, detail = name.split(" (")
+        remedy = "update or uninstall its package" if problem else None
+        yield result(option, f"{detail.rstrip(')')}{': ' * bool(problem)}{problem}", remedy)
+
+
+def check_machine(_: Doctor) -> Iterator[Check]:
     yield _cores()
     yield _memory()
-    yield _shared_memory(doctor.hardware)
-    yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], doctor.hardware)
     yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
@@ -203,26 +202,6 @@ def _memory() -> Check:
         available = min(available, limit)
     remedy = "end other programs or raise the limit; a smaller --bs needs less"
     return result("memory", detail, remedy if available < LITTLE_MEMORY else None)
-
-
-def _shared_memory(pci: Hardware) -> Check:
-    try:
-        disk = os.statvfs(SHM)
-    except OSError as error:
-        return result("/dev/shm", f"absent: {error.strerror}", "mount -t tmpfs tmpfs /dev/shm")
-    size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-    detail = f"{free / 2**30:.1f} GiB free of {size / 2**30:.1f}"
-    is_too_small = free < SHM_WANTED and pci.has_cards
-    return result("/dev/shm", detail, SHM_REMEDY if is_too_small else None)
-
-
-def _locked_memory(soft: int, pci: Hardware) -> Check:
-    if soft == UNLIMITED:
-        return result("locked memory", "unlimited")
-    detail = f"limit {soft / 2**20:,.1f} MiB"
-    if pci.has_rdma or pci.num_gaudi:
-        return result("locked memory", detail, MEMLOCK_REMEDY)
-    return result("locked memory", f"{detail}; it matters only for RDMA and Gaudi")
 
 
 def _open_files(soft: int, hard: int) -> Check:

@@ -21,6 +21,8 @@ from ssdctl.doctor import OK, Check, result
 from ssdctl.errors import SsdctlError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ssdctl.config import Config
     from ssdctl.device import Device
     from ssdctl.distributed.ranks import Ranks
@@ -95,6 +97,35 @@ def _has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
         if version <= capability and (kind == "compute" or version[0] == capability[0]):
             return True
     return not built_for
+
+
+def probe_plugins() -> None:
+    """Load each installed plugin; report its package, and its problem or an empty text."""
+    from ssdctl.config.fields import device_type
+    from ssdctl.data import formats
+    from ssdctl.input import augmentations
+    from ssdctl.launch.base import load_engine
+    from ssdctl.model.backbones import find_backbone
+    from ssdctl.runtime import plugins
+    from ssdctl.training.observers.trackers import find_tracker
+
+    load: dict[plugins.PluginKind, Callable[[str], object]] = {
+        plugins.BACKBONES: find_backbone,
+        plugins.FORMATS: formats.load,
+        plugins.AUGMENTATIONS: augmentations.load_one,
+        plugins.LAUNCHERS: load_engine,
+        plugins.TRACKERS: find_tracker,
+        plugins.DEVICES: device_type,
+    }
+    for kind in plugins.KINDS:
+        for plugin in plugins.plugins(kind):
+            report(**{str(plugin): "it ends the process"})
+            try:
+                load[kind](plugin.name)
+                problem = ""
+            except SsdctlError as error:
+                problem = error.message.removeprefix(f"{plugin}: ")
+            report(**{str(plugin): problem})
 
 
 def probe_disk(folder: str) -> None:

@@ -22,7 +22,7 @@ from ssdctl.config import Config
 from ssdctl.distributed.ranks import free_port
 from ssdctl.doctor import ABSENT, FAIL, IMPORT_S, OK, WARN, Check, Doctor, ProgramOutput, result
 from ssdctl.doctor.devices import check_cpu, check_gaudi, check_gpus, check_tpus
-from ssdctl.doctor.machine import check_launchers, check_machine, check_software
+from ssdctl.doctor.machine import check_launchers, check_machine, check_plugins, check_software
 from ssdctl.files import free_bytes
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.safe_text import redact_urls
@@ -61,6 +61,7 @@ CHECKS: tuple[tuple[str, Checks], ...] = (
     ("Devices", check_tpus),
     ("Machine", check_machine),
     ("Launchers", check_launchers),
+    ("Plugins", check_plugins),
     ("Data", lambda doctor: _data().check_data(doctor)),
 )
 NETWORK: tuple[str, Checks] = ("Network", lambda doctor: _data().check_network(doctor))

@@ -108,7 +108,6 @@ def download(
     """
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
-
     get = partial(
         fetch,
         folder=dest,
@@ -143,7 +142,6 @@ def _get_archive(
     get: Callable[[PinnedFile], Path],
     progress: Progress,
 ) -> tuple[Record, str]:
-    """Fetch and unpack one archive unless its content is complete; return its record and state."""
     record_path = _record_path(dest, file)
     if not os.access(dest, os.W_OK) and (record := _whole_record(dest, file)) is not None:
         return record, "present"  # without a lock: the disk is read-only
@@ -293,13 +291,7 @@ def unpack(
     try:
         with zipfile.ZipFile(archive) as opened:
             infos = _checked_entries(opened, archive, num_files)
-            for entry in map(_entry, infos):
-                owner, other = owners.get(entry.path, ("", entry))
-                if other != entry:
-                    raise IntegrityError(
-                        f"{archive}: its {entry.path!r} would replace the file of {owner}",
-                        hint="give each archive a manifest and a --dest of its own",
-                    )
+            _check_owners(infos, archive, owners)
             num_bytes = sum(info.file_size for info in infos)
             check_space(dest, num_bytes, f"unpacking {archive.name}")
             with disk_errors(temporary, "creating"):
@@ -312,6 +304,18 @@ def unpack(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [_entry(info) for info in infos if not info.is_dir()]
+
+
+def _check_owners(
+    infos: list[zipfile.ZipInfo], archive: Path, owners: Mapping[str, tuple[str, Entry | None]]
+) -> None:
+    for entry in map(_entry, infos):
+        owner, other = owners.get(entry.path, ("", entry))
+        if other != entry:
+            raise IntegrityError(
+                f"{archive}: its {entry.path!r} would replace the file of {owner}",
+                hint="give each archive a manifest and a --dest of its own",
+            )
 
 
 def _broken(archive: Path, temporary: Path, error: Exception) -> SsdctlError:
@@ -335,7 +339,6 @@ def _entry(info: zipfile.ZipInfo) -> Entry:
 def _checked_entries(
     opened: zipfile.ZipFile, archive: Path, num_files: int | None
 ) -> list[zipfile.ZipInfo]:
-    """Return the archive's entries if their number, names, kinds and sizes are safe."""
     infos = opened.infolist()
     if len(infos) > MAX_ENTRIES:
         raise IntegrityError(f"{archive}: {len(infos):,} entries are too many")

@@ -207,7 +207,6 @@ def _fetch_from(
     policy: RetryPolicy,
     progress: Progress,
 ) -> None:
-    """Fetch from one URL into the partial, check the hash, publish."""
     num_bytes = file.bytes or length_of(url, policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
     partial = PartialFile(target, num_bytes, connections, url)

@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +30,7 @@ from ssdctl.errors import (
     NetworkError,
     SsdctlError,
     UsageError,
-    missing_package,
+    import_package,
 )
 from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
 
@@ -183,14 +184,10 @@ def _reason(hub: ModuleType, error: Exception) -> str:
 
 def hub_package() -> ModuleType:
     """Import huggingface_hub, else raise UsageError."""
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ImportError as error:
-        raise missing_package(error.name, "huggingface_hub", "safetensors") from None
-    return huggingface_hub
+    names = ("huggingface_hub.constants", "huggingface_hub.errors", "huggingface_hub.utils")
+    for name in names:
+        import_package(name, "huggingface_hub", "safetensors")
+    return sys.modules["huggingface_hub"]
 
 
 def endpoint(hub: ModuleType) -> str:

@@ -296,7 +296,6 @@ class _Attempt:
             raise _Halted
 
     def _request(self, piece: Piece) -> None:
-        """Request the missing bytes of a piece once, and write the received ones."""
         wanted, problem = piece.missing, "the server closed the connection without a byte"
         known = self.partial.state.validator if self.watch_version else ""
         reply = get(self.session, self.url, wanted if self.ranges else None, known, self.policy)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.annotations import Annotations
+from ssdctl.data.drawing import one_line
 from ssdctl.errors import SsdctlError
 from ssdctl.evaluation.coco_ap import (
     IOU_THRESHOLDS,
@@ -31,13 +32,15 @@ from ssdctl.evaluation.coco_ap import (
     read_ground_truth,
     run_scoring,
 )
-from ssdctl.inference.drawing import one_line
+from ssdctl.evaluation.resample import Draws, differences, images_needed, intervals, resample
+from ssdctl.evaluation.suspects import find_suspects
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,
     Box,
     CalibrationBin,
     ClassAnalysis,
+    Comparison,
     Confusion,
     ErrorKind,
     Evaluation,
@@ -56,6 +59,7 @@ NUM_SAMPLES = 12  # worst images, and the same number of random ones
 SEED = 0  # random samples
 MAX_SAMPLE_BOXES = 100  # per image
 NUM_CONFUSIONS = 12
+SHOWN_SUSPECTS = 50
 MAX_MATRIX = 100  # classes of a confusion matrix
 ERRORS = {  # TIDE's kinds (Bolya et al. 2020): name, meaning, what one would have to do
     "Cls": ("Classification", "right place, wrong class", "Fixing wrong classes"),
@@ -95,6 +99,18 @@ def score(
 
     The numbers of images and detections of `about` are filled in.
     """
+    return score_and_resample(truth, detections, about, image_ids, verify=verify)[0]
+
+
+def score_and_resample(
+    truth: Annotations,
+    detections: Detections,
+    about: EvaluationInfo,
+    image_ids: NDArray[np.int64] | None = None,
+    *,
+    verify: bool = False,
+) -> tuple[Evaluation, Draws]:
+    """Return an evaluation, and the draws of its intervals."""
     scoring = run_scoring(truth, detections, image_ids=image_ids, verify=verify)
     is_scored = np.isin(detections.category_ids, [entry.category_id for entry in scoring.per_class])
     is_scored &= np.isin(detections.image_ids, scoring.image_ids)
@@ -106,7 +122,15 @@ def score(
         above = "" if threshold is None else f" with a score above {threshold:g}"
         log.warning("%s: no detection%s: AP is 0", about.source, above)
     about = msgspec.structs.replace(about, images=len(scoring.image_ids), detections=count)
-    return analyze(scoring, detections, about)
+    draws = resample(scoring)
+    return analyze(scoring, detections, about, draws), draws
+
+
+def compare(a: tuple[Evaluation, Draws], b: tuple[Evaluation, Draws]) -> Comparison:
+    """Compare two evaluations on the same images."""
+    overall, *per_class = differences(a[1], b[1])
+    needed = images_needed(overall["AP"], a[0].about.images) if "AP" in overall else None
+    return Comparison(a[0], b[0], overall, per_class, needed)
 
 
 class BackgroundScoring:
@@ -163,9 +187,12 @@ def serve() -> None:
     sys.stdout.buffer.write(msgspec.json.encode(evaluation))
 
 
-def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> Evaluation:
+def analyze(
+    scoring: Scoring, detections: Detections, about: EvaluationInfo, draws: Draws
+) -> Evaluation:
     """Compute the evaluation record of scored detections."""
     engine = scoring.engine
+    overall, *by_class = intervals(draws)
     precision, cut = engine.eval["precision"], engine.eval["scores"]
     table, diagnostics = _shown(scoring)
     counted = np.sort(np.array(list(diagnostics["dt_status"]), np.int64)) - 1  # not in a crowd
@@ -187,6 +214,7 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
                 *_best_f1(precision[0, :, k, 0, 2], cut[0, :, k, 0, 2]),
                 curve := _curve(precision[0, :, [k], 0, 2]),
                 cut[0, :, k, 0, 2].round(4).tolist() if curve else [],
+                by_class[k],
             )
             for k, entry in enumerate(scoring.per_class)
         ],
@@ -201,6 +229,8 @@ def analyze(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
         samples=choose_samples(scoring, detections),
         sample_score=SAMPLE_SCORE,
         confusion=counts.tolist() if len(counts) <= MAX_MATRIX + 1 else [],  # background last
+        intervals=overall,
+        suspects=find_suspects(scoring.truth, scoring.image_ids, [detections])[:SHOWN_SUSPECTS],
     )
 
 
@@ -272,7 +302,8 @@ def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[
         return -1.0, -1.0
     f1 = _f1(precision)
     best = int(f1.argmax())
-    return round(float(f1[best]), 4), round(float(cut[best]), 4)
+    below = (np.ceil(cut[best] * 1e4) - 1) / 1e4  # predictions have a score above the threshold
+    return round(float(f1[best]), 4), max(float(below), 0.0)
 
 
 def _confusions(counts: NDArray[np.int64], names: list[str]) -> list[Confusion]:

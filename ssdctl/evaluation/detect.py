@@ -7,7 +7,7 @@ next; on few cores the thread would only compete with the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -26,10 +26,11 @@ from ssdctl.input.loader import evaluation_batches
 from ssdctl.model import fused
 from ssdctl.model.backbones import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
-from ssdctl.model.postprocess import ImageDetections
+from ssdctl.model.postprocess import ImageDetections, merge_views
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.safe_text import listed
 
+View = tuple[int, ImageDetections]  # a row of the split, and what is detected there
 MAX_PENDING = 2  # outputs waiting to be decoded
 FEW_CORES = 4  # on 2 cores the thread lowered the rate by 3 to 5% (benchmarks/RESULTS.md)
 # A single image uses other convolution kernels than a batch, and their last digits differ: the
@@ -51,7 +52,8 @@ def detect(
 ) -> Detections | None:
     """Return the detections on images of a split; None on ranks other than the first.
 
-    An image that cannot be opened has no detections. The ranks share the rows.
+    An image that cannot be opened has no detections. The ranks share the rows. If the split has
+    tiles, an image is detected on as a whole and in its tiles.
 
     Args:
         category_ids: The category id of each class of the network, -1 to leave it out; None: the
@@ -65,10 +67,12 @@ def detect(
         ids = np.array([c.id for c in split.classes], np.int64)
     max_boxes = 1 if losses is None else max(split.most_boxes, 1)
 
+    views = _with_tiles(split, share)
+
     def detect_share() -> tuple[Detections, list[float]]:
-        batches: Iterable[Batch] = evaluation_batches(split, share, batch_size, threads, max_boxes)
+        batches: Iterable[Batch] = evaluation_batches(split, views, batch_size, threads, max_boxes)
         if progress is not None:
-            total = -(-len(share) // batch_size)
+            total = -(-len(views) // batch_size)
             batches = progress(batches, total=total, label="detecting", unit="batch")
         detected = detect_batches(
             detector,
@@ -77,10 +81,14 @@ def detect(
             on_output=None if losses is None else losses.add,
             describe=lambda batch: listed(split.image_ids[batch.rows].tolist(), 5),
         )
-        parts = [
-            _in_pixels(found, split, row, ids)
+        found = (
+            (row, image)
             for batch, images in detected
-            for row, found in zip(batch.rows.tolist(), images, strict=True)
+            for row, image in zip(batch.rows.tolist(), images, strict=True)
+        )
+        parts = [
+            _of_image(views, split, ids, detector.nms_iou)
+            for views in _by_image(found, split.num_images)
         ]
         return Detections.joined(parts), [] if losses is None else losses.sums()
 
@@ -90,6 +98,17 @@ def detect(
     if losses is not None:
         losses.set_means([sums for _, sums in parts])
     return Detections.joined([detections for detections, _ in parts])
+
+
+def _with_tiles(split: Split, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return images with each one's tiles after it."""
+    if split.tiles is None:
+        return rows
+    first = np.searchsorted(split.tiles.rows, rows)
+    last = np.searchsorted(split.tiles.rows, rows, side="right")
+    tiles = [split.num_images + np.arange(*span) for span in zip(first, last, strict=True)]
+    views = (part for row, of in zip(rows, tiles, strict=True) for part in ([row], of))
+    return np.concatenate([np.empty(0, np.int64), *views])
 
 
 def _batching(device: Device, batch_size: int) -> dict[str, int]:
@@ -104,17 +123,43 @@ def _batching(device: Device, batch_size: int) -> dict[str, int]:
     }
 
 
-def _in_pixels(
-    found: ImageDetections, split: Split, row: int, category_ids: NDArray[np.int64]
+def _by_image(found: Iterable[View], num_images: int) -> Iterator[list[View]]:
+    """Yield the views of each image: of the image and, after it, of its tiles."""
+    views: list[View] = []
+    for view in found:
+        if view[0] < num_images and views:
+            yield views
+            views = []
+        views.append(view)
+    if views:
+        yield views
+
+
+def _of_image(
+    views: list[View],
+    split: Split,
+    category_ids: NDArray[np.int64],
+    nms_iou: float,
 ) -> Detections:
-    """Convert to COCO's format: left, top, width, height in pixels, not clipped."""
-    ids = category_ids[found.labels.numpy() - 1]
+    """Return the detections on an image and its tiles, merged as `ssdctl predict` does.
+
+    As COCO has them: left, top, width, height in pixels.
+    """
+    row = views[0][0]
+    width, height = split.sizes[row].tolist()
+    windows = [(0, 0, width, height)]
+    if split.tiles is not None:
+        tiles = [view - split.num_images for view, _ in views[1:]]
+        windows += map(tuple, split.tiles.windows[tiles].tolist())
+    found = [(window, image) for window, (_, image) in zip(windows, views, strict=True)]
+    ltrb, scores, labels = merge_views(found, (width, height), nms_iou)
+    ids = category_ids[labels - 1]
     used = ids >= 0
-    ltrb = found.boxes.numpy()[used].astype(np.float64) * np.tile(split.sizes[row], 2)
+    ltrb = ltrb[used]
     return Detections(
         np.full(len(ltrb), split.image_ids[row], np.int64),
         np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
-        found.scores.numpy()[used].astype(np.float64),
+        scores[used],
         ids[used],
     )
 

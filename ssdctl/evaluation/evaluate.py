@@ -8,6 +8,7 @@ A file of detections is scored without torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.config import Config, DataConfig
+from ssdctl.config.resolve import of_call
 from ssdctl.config.sections import EvaluateConfig
-from ssdctl.data.annotations import ClassName, class_differences, match_classes
+from ssdctl.data.annotations import Annotations, ClassName, class_differences, match_classes
 from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
@@ -27,16 +29,20 @@ from ssdctl.data.index import index_path, read_made, require_metadata
 from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.tiles import tiled
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
-from ssdctl.evaluation.analysis import score
+from ssdctl.evaluation.analysis import compare, score_and_resample
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
+from ssdctl.evaluation.resample import Draws
 from ssdctl.files import DECODE_ERRORS, write_bytes
-from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.runs.evaluation import Comparison, Evaluation, EvaluationInfo
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
+    from ssdctl.checkpoint.file import Source
     from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
     from ssdctl.data.store import Split
     from ssdctl.device import Device
@@ -45,22 +51,25 @@ log = logging.getLogger(__name__)
 
 
 def evaluate_files(
-    files: Sequence[Path],
+    files: Sequence[Source],
     config: Config,
     *,
     progress: Progress,
     detections_file: Path | None = None,
+    is_distributed: bool = True,
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
+    A checkpoint may also be a network in memory.
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
+    With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
         UsageError: `detections_file` is given for a file of detections, or for several checkpoints.
     """
-    is_results = files[0].suffix == ".json"
+    results = _detections_in(files[0])
     if detections_file is not None:
-        if is_results or len(files) > 1:
+        if results or len(files) > 1:
             named = ", ".join(map(str, files))
             raise UsageError(
                 f"--detections writes the detections of one checkpoint, not of {named}",
@@ -68,18 +77,14 @@ def evaluate_files(
             )
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
-    if is_results:
-        yield _evaluate_results(files[0], config)
+    if results is not None:
+        yield _read_results(results, config).score(verify=config.evaluate.verify)
         return
-    from ssdctl.checkpoint.file import read_model
-    from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import any_rank, broadcast, process_group
+    from ssdctl.distributed.collectives import any_rank, broadcast
 
-    ranks = find_ranks()
-    device = open_device(config.evaluate.device, ranks.local_rank)
-    with process_group(ranks, device):
+    with _joined_ranks(config, is_distributed) as (device, ranks):
         for file in files:
-            checkpoint = _read_unless_deleted(file) if len(files) > 1 else read_model(file)
+            checkpoint = _read_unless_deleted(file, len(files) > 1)
             is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
             if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
@@ -91,13 +96,66 @@ def evaluate_files(
             yield evaluation
 
 
-def _read_unless_deleted(file: Path) -> NetworkWeights | OnnxGraph | None:
+def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Comparison | None:
+    """Compare two checkpoints, or files of detections, on the same images; None on further ranks.
+
+    The dataset is that of the config, else of the first one that is a checkpoint.
+
+    Raises:
+        UsageError: They are scored on different images.
+    """
+    found, joined = dict[int, DetectedSplit | None](), None
+    with contextlib.ExitStack() as stack:
+        for n, file in sorted(enumerate((a, b)), key=lambda item: item[1].suffix == ".json"):
+            if file.suffix == ".json":
+                found[n] = _read_results(file, config)
+                continue
+            from ssdctl.checkpoint.file import read_model
+
+            checkpoint = read_model(file)
+            data = choose_data(checkpoint, config)
+            config = config.with_value("data.root", data.root, of_call("--data"))
+            config = config.with_value("data.store", data.store)
+            joined = joined or stack.enter_context(_joined_ranks(config))
+            device, ranks = joined
+            found[n] = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
+    first, second = found[0], found[1]
+    if first is None or second is None:
+        return None
+    if not np.array_equal(np.unique(first.image_ids), np.unique(second.image_ids)):
+        counts = f"{len(first.image_ids):,} and {len(second.image_ids):,} images"
+        raise UsageError(
+            f"{a} and {b} are scored on different images ({counts})",
+            hint="name one dataset and split for both: --data DIR --split val",
+        )
+    return compare(*(f.score_and_resample(verify=config.evaluate.verify) for f in (first, second)))
+
+
+@contextlib.contextmanager
+def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple[Device, Ranks]]:
+    """Open the device, and join the other ranks for the duration of the block."""
+    from ssdctl.device import open_device
+    from ssdctl.distributed.collectives import process_group
+
+    ranks = find_ranks()
+    device = open_device(config.evaluate.device, ranks.local_rank)
+    ranks = ranks if is_distributed else SINGLE_PROCESS
+    with process_group(ranks, device):
+        yield device, ranks
+
+
+def _detections_in(source: Source) -> Path | None:
+    """Return the file of detections, if it is one."""
+    return source if isinstance(source, Path) and source.suffix == ".json" else None
+
+
+def _read_unless_deleted(source: Source, may_be_deleted: bool) -> NetworkWeights | OnnxGraph | None:
     from ssdctl.checkpoint.file import read_model
 
     try:
-        return read_model(file)
+        return read_model(source)
     except SsdctlError:
-        if file.exists():
+        if not may_be_deleted or (isinstance(source, Path) and source.exists()):
             raise
         return None
 
@@ -111,8 +169,8 @@ def _score(found: DetectedSplit, config: Config, detections_file: Path | None) -
     return found.score(verify=config.evaluate.verify)
 
 
-def _evaluate_results(path: Path, config: Config) -> Evaluation:
-    """Score detections against the annotations only; no image is read.
+def _read_results(path: Path, config: Config) -> DetectedSplit:
+    """Read detections to score against the annotations only; no image is read.
 
     The split of an annotation file is the file, unless the call chooses one.
     """
@@ -139,8 +197,7 @@ def _evaluate_results(path: Path, config: Config) -> Evaluation:
         split=name,
         warnings=warnings,
     )
-    found, image_ids = read_detections(path), image_ids[: settings.limit]
-    return score(truth, found, about, image_ids, verify=settings.verify)
+    return DetectedSplit(truth, read_detections(path), image_ids[: settings.limit], about)
 
 
 class _Result(msgspec.Struct, gc=False):
@@ -173,16 +230,19 @@ def read_detections(path: Path) -> Detections:
 
 
 class DetectedSplit(NamedTuple):
-    """The detections of a checkpoint on a split, ready to be scored."""
+    """The detections on a split, ready to be scored."""
 
+    truth: Annotations
     detections: Detections
-    split: Split
-    rows: NDArray[np.int64]  # the images
+    image_ids: NDArray[np.int64]  # that are scored
     about: EvaluationInfo
 
     def score(self, *, verify: bool) -> Evaluation:
-        truth, image_ids = read_ground_truth(self.split.index_file), self.split.image_ids[self.rows]
-        return score(truth, self.detections, self.about, image_ids, verify=verify)
+        return self.score_and_resample(verify=verify)[0]
+
+    def score_and_resample(self, *, verify: bool) -> tuple[Evaluation, Draws]:
+        truth, detections, image_ids, about = self
+        return score_and_resample(truth, detections, about, image_ids, verify=verify)
 
 
 def detect_on_split(
@@ -205,12 +265,13 @@ def detect_on_split(
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
-    from ssdctl.inference.predict import open_detector
+    from ssdctl.inference.predict import choose_tiling, open_detector
 
     settings = config.evaluate
-    data = choose_data(checkpoint, config.data, config.explicit_settings())
+    data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
+    split = tiled(split, choose_tiling(checkpoint, config.data))
     for warning in split.warnings:
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
@@ -235,12 +296,14 @@ def detect_on_split(
         score_threshold=detector.score_threshold,
         warnings=[*split.warnings],
     )
-    return None if found is None else DetectedSplit(found, split, rows, about)
+    if found is None:
+        return None
+    return DetectedSplit(read_ground_truth(split.index_file), found, split.image_ids[rows], about)
 
 
 def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:
     """Return the rows of the images; log how many have no objects or cannot be decoded."""
-    has_objects = np.diff(split.starts) > 0
+    has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
     rows = np.flatnonzero(has_objects | (not settings.annotated_only))[: settings.limit]
     counted = f"{len(rows)} images"
     if settings.annotated_only:
@@ -305,11 +368,12 @@ def trained_on(checkpoint: ModelFile) -> DataConfig:
     return DataConfig(root=settings.get("data.root"), store=settings.get("data.store"))
 
 
-def choose_data(checkpoint: ModelFile, data: DataConfig, given: set[str]) -> DataConfig:
+def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
     """Return the dataset to score on: the user's choice, else the one it was trained on."""
-    if "data.root" in given or checkpoint.run_settings is None:
+    data, explicit = config.data, config.explicit_settings()
+    if "data.root" in explicit or checkpoint.run_settings is None:
         return data
-    if "data.store" in given:
+    if "data.store" in explicit:
         return msgspec.structs.replace(trained_on(checkpoint), store=data.store)
     root, folder = dataset_folders(trained_on(checkpoint))
     fallback = dataset_folders(data)
@@ -320,7 +384,7 @@ def choose_data(checkpoint: ModelFile, data: DataConfig, given: set[str]) -> Dat
             state = "has no store" if read_made(folder) is None else "changed since it was prepared"
             raise DataError(
                 f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
-                hint=f"ssdctl prepare --data {root}, or evaluate with --data {root}",
+                hint=f"ssdctl prepare --data {quoted(root)}, or name another one: --data DIR",
             )
         return trained_on(checkpoint)
     text = "the dataset of %s (%s) does not exist any more: using %s"

@@ -15,6 +15,9 @@ from ssdctl.files import remove_stale_temporaries
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ssdctl.checkpoint.locate import Named
     from ssdctl.exporting.deployed import Outputs
 
 log = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ class ExportRequest(NamedTuple):
 
 
 def export_checkpoint(
-    checkpoint: str, request: ExportRequest, config: Config, *, progress: Progress
+    checkpoint: Named, request: ExportRequest, config: Config, *, progress: Progress
 ) -> dict[str, Any]:
     """Write a checkpoint in another format; return the file, its source, and the comparison.
 
@@ -54,17 +57,8 @@ def export_checkpoint(
         IntegrityError: The checkpoint is damaged, or the outputs differ from PyTorch's.
     """
     outputs = _check(request)
-    suffix = SUFFIXES.get(request.format, request.out.suffix)
-    if request.out.suffix != suffix:
-        problem = f"{request.out}: the name of a file in this format ends in {suffix}"
-        if request.format == "openvino":  # it reads NAME.xml and NAME.bin
-            raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
-        log.warning("%s: ssdctl and other programs may not recognize it", problem)
-    from ssdctl.inference.locate import locate_checkpoint
-
-    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
-    if request.out.exists() and request.out.samefile(source):
-        raise UsageError(f"{request.out}: is the checkpoint itself", hint="give another file")
+    _check_suffix(request)
+    source = _find_source(checkpoint, request.out, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.evaluate import choose_data
     from ssdctl.exporting import graphs, int8, weights
@@ -73,17 +67,14 @@ def export_checkpoint(
     names = request.out.name, request.out.with_suffix(".bin").name
     remove_stale_temporaries(request.out.parent, *names)
     content = load_checkpoint(source)
-    result: dict[str, Any] = {
-        "file": str(request.out),
-        "format": request.format,
-        "source": str(source),
-    }
+    result: dict[str, Any] = {"file": str(request.out), "format": request.format}
+    result["source"] = str(content.path)
     if request.format not in GRAPH_FORMATS:
         weights.export_weights(content, request.format, request.out)
         return result
     thresholds = config.evaluate.score_threshold, config.evaluate.nms_iou
     deployment = Deployment(content, outputs, request.batch, request.fp16, *thresholds)
-    data = choose_data(content, config.data, config.explicit_settings())
+    data = choose_data(content, config)
     result |= {"nms": outputs, "batch": request.batch or "dynamic"}
     if not request.int8:
         folders = dataset_folders(data)
@@ -96,6 +87,25 @@ def export_checkpoint(
         max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
         progress=progress,
     )
+
+
+def _find_source(checkpoint: Named, out: Path, config: Config) -> Path | nn.Module:
+    from ssdctl.checkpoint.locate import locate_checkpoint
+
+    source = locate_checkpoint(checkpoint, mirror=config.download.mirror)
+    if isinstance(source, Path) and out.exists() and out.samefile(source):
+        raise UsageError(f"{out}: is the checkpoint itself", hint="give another file")
+    return source
+
+
+def _check_suffix(request: ExportRequest) -> None:
+    suffix = SUFFIXES.get(request.format, request.out.suffix)
+    if request.out.suffix == suffix:
+        return
+    problem = f"{request.out}: the name of a file in this format ends in {suffix}"
+    if request.format == "openvino":  # it reads NAME.xml and NAME.bin
+        raise UsageError(problem, hint=f"--out {request.out.with_suffix(suffix)}")
+    log.warning("%s: ssdctl and other programs may not recognize it", problem)
 
 
 def _check(request: ExportRequest) -> Outputs:

@@ -26,19 +26,19 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ssdctl.boxes import default_boxes_cxcywh
-from ssdctl.checkpoint.file import load_network
 from ssdctl.checkpoint.format import NetworkWeights
 from ssdctl.data import shapes
 from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.inference.detector import Detector, DetectorConfig, refuse_non_finite
+from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.inference.image_detector import open_image, resized
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
 from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import ModelConstants, find_backbone
-from ssdctl.model.postprocess import boxes_and_scores
+from ssdctl.model.postprocess import boxes_and_scores, refuse_non_finite
+from ssdctl.model.ssd300 import load_network
 
 TOLERANCE = 1e-3  # scores, and boxes in fractions of the image
 TOLERANCE_FP16 = 1e-2

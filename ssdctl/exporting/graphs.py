@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE, NUM_BOXES
 from ssdctl.checkpoint.exported import PACKAGES, InputConvention, OnnxDescription
+from ssdctl.checkpoint.format import TilingFields
 from ssdctl.errors import import_package
 from ssdctl.exporting.deployed import (
     Deployed,
@@ -259,6 +260,8 @@ def description(deployment: Deployment) -> OnnxDescription:
         epoch=checkpoint.epoch,
         score_threshold=score_threshold,
         nms_iou=nms_iou,
+        thresholds=[*checkpoint.thresholds],
+        tiling=None if checkpoint.tiling is None else TilingFields(*checkpoint.tiling),
     )
 
 

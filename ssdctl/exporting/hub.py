@@ -23,6 +23,7 @@ from ssdctl._version import __version__
 from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.checkpoint.exported import describe_network
 from ssdctl.checkpoint.format import Checkpoint, NetworkWeights
+from ssdctl.data.drawing import one_line
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
 from ssdctl.download.hub import (
@@ -42,7 +43,6 @@ from ssdctl.exporting.graphs import onnx_model, require_onnx
 from ssdctl.exporting.weights import safetensors_bytes
 from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig
-from ssdctl.inference.drawing import one_line
 from ssdctl.inference.image_detector import ImageDetector
 from ssdctl.inference.predict import Predictor, class_names, open_detector
 from ssdctl.model.backbones import find_backbone

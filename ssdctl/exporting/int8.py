@@ -67,30 +67,29 @@ def write_int8(
     graph = graphs.network_graph(deployment)
     cost = functools.partial(_cost, deployment, config, progress)
     before = cost(graph, "fp32")
-    if before.ap < 0:
-        raise DataError(
-            "the loss of AP by int8 cannot be measured: the validation images have no objects",
-            hint="name a dataset with annotated images: --data DIR",
-        )
     for heads in ("int8", "fp32"):
         quantized = quantize(graph, calibration, deployment.batch, keep_heads=heads == "fp32")
         after = cost(quantized, "int8")
         if before.ap - after.ap <= max_ap_loss:
-            if deployment.has_nms:
-                quantized = graphs.with_nms(quantized, deployment)
-            write_bytes(target, graphs.with_metadata(quantized, deployment))
             break
     else:
-        raise IntegrityError(
-            f"int8 lowers the AP from {before.ap:.4f} to {after.ap:.4f}, by more than "
-            f"{max_ap_loss}; nothing was written",
-            hint="more images (--calibrate) may help; --max-ap-loss X accepts a larger loss",
-        )
+        raise _too_large_loss(before, after, max_ap_loss)
+    if deployment.has_nms:
+        quantized = graphs.with_nms(quantized, deployment)
+    write_bytes(target, graphs.with_metadata(quantized, deployment))
     for name, c in (("fp32", before), ("int8", after)):
         log.info("%s: AP %.4f, %.1f MB, %.1f ms per call", name, c.ap, c.size / 1e6, c.latency_ms)
     log.info("calibrated on %d images; heads in %s", len(calibration), heads)
     costs = {"before": before._asdict(), "after": after._asdict()}
     return {"heads": heads, "images": len(calibration), **costs}
+
+
+def _too_large_loss(before: Cost, after: Cost, max_ap_loss: float) -> IntegrityError:
+    return IntegrityError(
+        f"int8 lowers the AP from {before.ap:.4f} to {after.ap:.4f}, by more than "
+        f"{max_ap_loss}; nothing was written",
+        hint="more images (--calibrate) may help; --max-ap-loss X accepts a larger loss",
+    )
 
 
 def _cost(
@@ -105,8 +104,12 @@ def _cost(
         found = detect_on_split(checkpoint, config, device, progress=progress, name=name)
         assert found is not None  # a single process
         evaluation, size = found.score(verify=config.evaluate.verify), path.stat().st_size
-    latency_ms = _latency_ms(graphs.runner(graph), measured.batch)
-    return Cost(evaluation.metrics["AP"], size, latency_ms)
+    if (ap := evaluation.metrics["AP"]) < 0:
+        raise DataError(
+            "the loss of AP by int8 cannot be measured: the validation images have no objects",
+            hint="name a dataset with annotated images: --data DIR",
+        )
+    return Cost(ap, size, _latency_ms(graphs.runner(graph), measured.batch))
 
 
 def _training_images(root: Path, store: Path, count: int) -> Images:

@@ -22,7 +22,12 @@ from ssdctl.device import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import constants_of_model
-from ssdctl.model.postprocess import ImageDetections, detect
+from ssdctl.model.postprocess import (
+    ImageDetections,
+    detect,
+    evaluating,
+    refuse_non_finite,
+)
 from ssdctl.runtime.threads import map_ahead
 
 T = TypeVar("T")
@@ -93,7 +98,7 @@ class Detector:
         Returns before an accelerator has finished.
         """
         # Lazy devices refuse inference tensors, hence no_grad.
-        with torch.no_grad(), self._evaluating(), self._out_of_memory_hints(len(images_BHW3)):
+        with torch.no_grad(), evaluating(self.model), self._out_of_memory_hints(len(images_BHW3)):
             if images_BHW3.device.type == "cpu" and not self.device.is_host:
                 images_BHW3 = self.device.copy(images_BHW3)  # while the previous batch is computed
                 self.device.wait_for_copies()
@@ -108,17 +113,6 @@ class Detector:
         with torch.no_grad(), self._out_of_memory_hints(len(offsets)):
             refuse_non_finite(output)
             return detect(offsets, logits, self._defaults, self._rules)
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        was_training = self.model.training
-        if was_training:
-            self.model.eval()
-        try:
-            yield
-        finally:
-            if was_training:
-                self.model.train()
 
     @contextlib.contextmanager
     def _out_of_memory_hints(self, num_images: int) -> Iterator[None]:
@@ -196,12 +190,3 @@ def _outputs(
         if on_output is not None:
             on_output(item, output)
         yield item, tuple(t[: len(images_BHW3)] for t in output)
-
-
-def refuse_non_finite(output: tuple[Tensor, ...]) -> None:
-    """Raise NonFiniteError if a network's output is NaN or infinite."""
-    if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
-        raise NonFiniteError(
-            "the network's output is NaN or infinite",
-            hint="the weights were damaged in training: use an earlier checkpoint",
-        )

@@ -1,12 +1,10 @@
 """Detect objects on images of any size: whole or in tiles, many in turn.
 
-    detector = ImageDetector(backend, classes, PredictConfig(tile=600))
+    detector = ImageDetector(backend, classes, tiling=Tiling(600, 0.2))
     for found in detect_ahead(detector, paths, prepare, batch_size=8, threads=4): ...
 
 An image becomes views, which the network gets: all of it, and its tiles if there are any. Their
-detections are merged into a `Result` in pixels of the image. An object is cut if its box touches an
-edge of a tile inside the image. As long as it is smaller than the overlap, another tile has all of
-it; the view of the whole image has the larger ones.
+detections are merged into a `Result` in pixels of the image.
 """
 
 from __future__ import annotations
@@ -26,33 +24,24 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes import IMAGE_SIZE
+from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import UNUSED
 from ssdctl.data.image_decode import read_rgb
+from ssdctl.data.tiles import Window, tile_windows
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
-from ssdctl.inference.results import Result
 from ssdctl.inference.sources import source_of
-from ssdctl.model.postprocess import ImageDetections
+from ssdctl.model.postprocess import ImageDetections, merge_views
+from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import listed
 from ssdctl.runtime.threads import map_ahead
 
 MAX_NAMED = 20  # class names listed in a message
-CUT_MARGIN = 0.01  # a box this near to the window's edge touches it, as a fraction of the side
-CUT_COVERED = 0.5  # drop a truncated box if a kept box covers more than this
 OneImage: TypeAlias = (
     str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
 )
-
-
-class Window(NamedTuple):
-    """Part of an image in its pixels."""
-
-    left: int
-    top: int
-    right: int
-    bottom: int
 
 
 View: TypeAlias = tuple[Window, NDArray[np.uint8]]  # (300, 300, 3), as the network gets it
@@ -78,6 +67,9 @@ class Prediction(NamedTuple):
 class ImageDetector:
     """A network with the options of `predict`.
 
+    Args:
+        thresholds: The score that detections of each class must exceed; empty: any score.
+
     Raises:
         UsageError: The network has no class of that name.
     """
@@ -87,10 +79,14 @@ class ImageDetector:
         backend: DetectorBackend,
         classes: Sequence[ClassName],
         options: PredictConfig = PredictConfig(),  # noqa: B008 - immutable
+        tiling: Tiling | None = None,
+        thresholds: Sequence[float] = (),
     ) -> None:
         self.backend = backend
         self.classes = list(classes)
         self.options = options
+        self.tiling = tiling
+        self._thresholds = np.array([0, *thresholds]) if thresholds else None
         self._selected = _selected_labels([c.name for c in classes], options.classes)
 
     @property
@@ -100,10 +96,10 @@ class ImageDetector:
 
     def prepare(self, item: Any, source: Any, image: Image.Image) -> PreparedImage:
         """Return the views of an RGB image for `detect`."""
-        tile = self.options.tile
-        windows = tile_windows(*image.size, tile, self.options.tile_overlap)
+        windows = tile_windows(*image.size, self.tiling)
         views = ((window, resized(image, window)) for window in windows)
-        return PreparedImage(item, source, image.size, list(views) if tile is None else views)
+        is_whole = self.tiling is None
+        return PreparedImage(item, source, image.size, list(views) if is_whole else views)
 
     def detect(
         self, images: Iterable[PreparedImage | Prediction], batch_size: int
@@ -112,7 +108,7 @@ class ImageDetector:
 
         Images are taken a batch at a time, or one by one with tiles.
         """
-        images, at_once = iter(images), 1 if self.options.tile is not None else batch_size
+        images, at_once = iter(images), batch_size if self.tiling is None else 1
         while batch := list(itertools.islice(images, at_once)):
             good = [image for image in batch if isinstance(image, PreparedImage)]
             start = time.perf_counter()
@@ -136,19 +132,14 @@ class ImageDetector:
     def _result(
         self, image: PreparedImage, found: Sequence[tuple[Window, ImageDetections]]
     ) -> Result:
-        columns = [_in_pixels(detections, window) for window, detections in found]
-        boxes, scores, labels = (np.concatenate(column) for column in zip(*columns, strict=True))
-        if len(found) > 1:
-            is_cut = [
-                cut_flags(boxes, window, *image.size)
-                for (window, _), (boxes, _, _) in zip(found, columns, strict=True)
-            ]
-            kept = merge(boxes, scores, labels, np.concatenate(is_cut), self.backend.nms_iou)
-            boxes, scores, labels = boxes[kept], scores[kept], labels[kept]
-        kept = np.flatnonzero(np.isin(labels, self._selected))[: self.options.max_detections]
+        boxes, scores, labels = merge_views(found, image.size, self.backend.nms_iou)
+        is_kept = np.isin(labels, self._selected)
+        if self._thresholds is not None:
+            is_kept &= scores > self._thresholds[labels]
+        kept = np.flatnonzero(is_kept)[: self.options.max_detections]
         return Result(
-            boxes[kept].round(2),
-            scores[kept].round(5),
+            boxes[kept],
+            scores[kept],
             labels[kept],
             classes=self.classes,
             size=image.size,
@@ -176,7 +167,7 @@ def detect_ahead(
         batch_size: Images that go through the network together.
     """
     ahead = 2 * batch_size
-    if detector.options.tile is not None:
+    if detector.tiling is not None:
         threads = ahead = 1
     canceled = threading.Event()
 
@@ -193,17 +184,6 @@ def detect_ahead(
     finally:  # also after Ctrl-C
         canceled.set()
         pool.shutdown(cancel_futures=True)
-
-
-def _in_pixels(
-    found: ImageDetections, window: Window
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Return boxes (left, top, right, bottom, clipped), scores and labels in the whole image."""
-    left, top, right, bottom = window
-    scale = np.array([right - left, bottom - top] * 2)
-    boxes = found.boxes.double().cpu().numpy().clip(0, 1) * scale + [left, top, left, top]
-    scores = np.array(found.scores.tolist(), np.float64)
-    return boxes, scores, found.labels.cpu().numpy().astype(np.int64)
 
 
 def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
@@ -240,74 +220,3 @@ def resized(image: Image.Image, window: Window | None = None) -> NDArray[np.uint
     if window not in (None, (0, 0, *image.size)):
         image = image.crop(window)
     return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))
-
-
-def tile_windows(width: int, height: int, size: int | None, overlap: float) -> list[Window]:
-    """Return the whole image, and tiles that cover it if it is larger than one.
-
-    Tiles have `size` pixels (None: no tiles); neighbors overlap by at least `overlap`, a fraction
-    of the tile.
-    """
-    windows = [Window(0, 0, width, height)]
-    if size is not None and (width > size or height > size):
-        windows += [
-            Window(left, top, min(left + size, width), min(top + size, height))
-            for top in _starts(height, size, overlap)
-            for left in _starts(width, size, overlap)
-        ]
-    return windows
-
-
-def _starts(length: int, size: int, overlap: float) -> list[int]:
-    """Return evenly spaced starts of tiles, from 0 to the last one that fits."""
-    if length <= size:
-        return [0]
-    stride = max(int(size * (1 - overlap)), 1)
-    count = -(-(length - size) // stride) + 1
-    return [round(i * (length - size) / (count - 1)) for i in range(count)]
-
-
-def cut_flags(
-    boxes: NDArray[np.float64], window: Window, width: int, height: int
-) -> NDArray[np.bool_]:
-    """Return (K,) flags: the box touches an edge of its window that is not the image's."""
-    low, high = np.array(window[:2]), np.array(window[2:])
-    margin = CUT_MARGIN * (high - low)
-    is_cut: NDArray[np.bool_] = (boxes[:, :2] <= low + margin) & (low > 0)
-    is_cut |= (boxes[:, 2:] >= high - margin) & (high < [width, height])
-    return is_cut[:, 0] | is_cut[:, 1]
-
-
-def merge(
-    boxes: NDArray[np.float64],
-    scores: NDArray[np.float64],
-    labels: NDArray[np.int64],
-    is_cut: NDArray[np.bool_],
-    nms_iou: float,
-) -> NDArray[np.int64]:
-    """Select the detections of all windows by NMS per class; return indices, the best score first.
-
-    Complete boxes come before cut ones, so that part of an object never replaces all of it. A cut
-    box is also dropped if a kept box covers most of it.
-    """
-    kept: list[int] = []
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        order = members[np.lexsort((-scores[members], is_cut[members]))]
-        while len(order):
-            best, order = order[0], order[1:]
-            kept.append(int(best))
-            others = boxes[order]
-            low = np.maximum(boxes[best, :2], others[:, :2])
-            overlap = _areas(low, np.minimum(boxes[best, 2:], others[:, 2:]))
-            area = _areas(others[:, :2], others[:, 2:])
-            union = _areas(boxes[best, :2], boxes[best, 2:]) + area - overlap
-            is_part = is_cut[order] & (overlap > CUT_COVERED * area)
-            order = order[~((overlap > nms_iou * union) | is_part)]
-    indices = np.array(kept, np.int64)
-    return indices[np.argsort(-scores[indices], kind="stable")]
-
-
-def _areas(low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
-    areas: NDArray[np.float64] = (high - low).clip(min=0).prod(axis=-1)
-    return areas

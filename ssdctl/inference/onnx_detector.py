@@ -20,9 +20,14 @@ from ssdctl.checkpoint.exported import PACKAGES
 from ssdctl.checkpoint.format import OnnxGraph
 from ssdctl.device import Device
 from ssdctl.errors import IntegrityError, UsageError, import_package
-from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
+from ssdctl.inference.detector import DEFAULTS, DetectorConfig
 from ssdctl.model.backbones import find_backbone
-from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
+from ssdctl.model.postprocess import (
+    ImageDetections,
+    boxes_and_scores,
+    refuse_non_finite,
+    select_detections,
+)
 from ssdctl.runtime.system import quota_cores
 
 # Names of the outputs: detections, decoded boxes, raw heads.

@@ -15,11 +15,13 @@ from typing import Any, overload
 
 from PIL import Image
 
-from ssdctl.checkpoint import file as checkpoint_file
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
-from ssdctl.config.sections import PredictConfig
-from ssdctl.data.annotations import ClassName
+from ssdctl.checkpoint.locate import Named, locate_checkpoint
+from ssdctl.config.fields import Tiling
+from ssdctl.config.sections import DataConfig, PredictConfig
+from ssdctl.data.annotations import ClassName, numbered_classes
+from ssdctl.data.tiles import tiling_of
 from ssdctl.device import Device, open_device
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
@@ -31,16 +33,17 @@ from ssdctl.inference.image_detector import (
     detect_ahead,
     open_image,
 )
-from ssdctl.inference.locate import locate_checkpoint
 from ssdctl.inference.onnx_detector import OnnxDetector
-from ssdctl.inference.results import Result
-from ssdctl.inference.sources import source_of
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.inference.sources import is_video, source_of
+from ssdctl.inference.video import open_video
+from ssdctl.model.results import Result
+from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)
 
 TILES_PER_PASS = 8
+DEFAULT_SCORE = 0.3  # where no evaluation has found a better threshold
 
 
 class Predictor:
@@ -95,39 +98,47 @@ class Predictor:
         """
         images = image if isinstance(image, list | tuple) else [image]
         prepared = map(self._prepare, images)
-        batch_size = TILES_PER_PASS if self._detector.options.tile else max(len(images), 1)
+        batch_size = TILES_PER_PASS if self._detector.tiling else max(len(images), 1)
         found = self._detector.detect(prepared, batch_size)
         results = [result for _, result, _ in found if isinstance(result, Result)]
         return results if isinstance(image, list | tuple) else results[0]
 
     __call__ = predict
 
-    def predict_iter(self, images: Iterable[OneImage], *, batch_size: int = 8) -> Iterator[Result]:
+    def predict_iter(
+        self, images: Iterable[OneImage] | str | os.PathLike[str], *, batch_size: int = 8
+    ) -> Iterator[Result]:
         """Yield the objects on each of many images, in their order.
 
         Threads open the images of the next batches; results of earlier ones are not kept.
 
         Args:
-            images: Images as `predict` takes them; the iterable may be endless.
+            images: Images as `predict` takes them; the iterable may be endless. Or the path of a
+                video, or a camera, such as `/dev/video0`: its frames.
             batch_size: Images that go through the network together.
 
         Raises:
             DataError, NetworkError: An image cannot be read; those before were yielded.
-            UsageError: `images` is a single image, or the batch size is below 1.
+            UsageError: `images` is a single image, the batch size is below 1, or PyAV, which
+                reads videos, is not installed.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(hints_in_messages())
-            is_array = getattr(images, "ndim", 0) in (2, 3)  # an array or tensor of pixels
-            is_file = isinstance(images, (str, bytes, os.PathLike)) or hasattr(images, "read")
-            if is_array or is_file or isinstance(images, Image.Image):
+            items: Any = images
+            if isinstance(images, str | os.PathLike) and is_video(os.fspath(images)):
+                video = stack.enter_context(open_video(os.fspath(images)))
+                items = (frame.pixels for frame in video.frames())
+            is_array = getattr(items, "ndim", 0) in (2, 3)  # an array or tensor of pixels
+            is_file = isinstance(items, str | bytes | os.PathLike) or hasattr(items, "read")
+            if is_array or is_file or isinstance(items, Image.Image):
                 raise UsageError(
-                    f"predict_iter: a single {type(images).__name__}, not several images",
+                    f"predict_iter: a single {type(items).__name__}, not several images",
                     hint="give a list, or use predict",
                 )
             if batch_size < 1:
                 raise UsageError(f"batch_size {batch_size}: expected 1 or more")
             stream = detect_ahead(
-                self._detector, images, self._prepare, batch_size=batch_size, threads=usable_cores()
+                self._detector, items, self._prepare, batch_size=batch_size, threads=usable_cores()
             )
             for _, result, _ in stack.enter_context(contextlib.closing(stream)):
                 if isinstance(result, SsdctlError):
@@ -135,6 +146,11 @@ class Predictor:
                 yield result
 
     def _prepare(self, image: OneImage, canceled: threading.Event | None = None) -> PreparedImage:
+        if isinstance(image, str | os.PathLike) and is_video(os.fspath(image)):
+            raise UsageError(
+                f"{os.fspath(image)}: a video, not an image",
+                hint="predict_iter(path) yields a result for each frame",
+            )
         opened = open_image(image, canceled)
         is_url = isinstance(image, str) and bool(source_of(image).url)
         # A file object and a URL are read only once; anything else is opened again to plot it.
@@ -152,12 +168,13 @@ def open_detector(
     """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run."""
     if isinstance(checkpoint, OnnxGraph):
         return OnnxDetector(checkpoint, device, config)
-    return Detector(device.place(checkpoint_file.load_network(checkpoint)).eval(), device, config)
+    return Detector(device.place(load_network(checkpoint)).eval(), device, config)
 
 
 def load_detector(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: Named,
     settings: PredictConfig,
+    data: DataConfig,
     *,
     mirror: str | None = None,
 ) -> tuple[ImageDetector, str]:
@@ -166,12 +183,48 @@ def load_detector(
     See `locate_checkpoint`; `auto` is the accelerator of this machine or rank, else the CPU.
     """
     opened = open_device(settings.device, find_ranks().local_rank)
-    config = DetectorConfig(settings.precision, settings.score, settings.nms_iou)
     read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
+    thresholds = score_thresholds(read, settings.score)
+    least = (read.nms[0] if isinstance(read, OnnxGraph) else None) or 0.0
+    score = max(min(thresholds), least) if settings.score in (None, "best") else thresholds[0]
+    config = DetectorConfig(settings.precision, score, settings.nms_iou)
     classes, backend = class_names(read), open_detector(read, opened, config)
-    if isinstance(backend, Detector) and isinstance(backend.model, SSD300):
-        backend.model.class_names = [c.name for c in classes]
-    return ImageDetector(backend, classes, settings), f"ssd300-{read.architecture.backbone}"
+    tiling = choose_tiling(read, data)
+    if tiling is not None and data.tile is None:
+        log.info("detecting in tiles of %d pixels, as it was trained (--tile 0: off)", tiling.size)
+    detector = ImageDetector(backend, classes, settings, tiling, thresholds)
+    return detector, f"ssd300-{read.architecture.backbone}"
+
+
+def choose_tiling(checkpoint: ModelFile, data: DataConfig) -> Tiling | None:
+    """Return how to see images: as the user chose, else as the checkpoint was trained."""
+    return checkpoint.tiling if data.tile is None else tiling_of(data)
+
+
+def score_thresholds(checkpoint: ModelFile, score: float | str | None) -> list[float]:
+    """Return the threshold of each class for `--score`; None is `best` if the file has it.
+
+    Raises:
+        UsageError: `best`, and the checkpoint has no thresholds.
+    """
+    best, count = checkpoint.thresholds, checkpoint.architecture.num_classes - 1
+    if isinstance(score, float | int):
+        return [score] * count
+    if any(threshold is not None for threshold in best):
+        found = [DEFAULT_SCORE if threshold is None else threshold for threshold in best]
+        log.info(
+            "score thresholds: each class's best F1 in the run's evaluation, %.2f to %.2f "
+            "(--score X for another)",
+            min(found),
+            max(found),
+        )
+        return found
+    if score == "best":
+        raise UsageError(
+            f"{checkpoint.path}: has no score thresholds: its run was not evaluated",
+            hint=f"give one: --score {DEFAULT_SCORE}",
+        )
+    return [DEFAULT_SCORE] * count
 
 
 def class_names(checkpoint: ModelFile) -> list[ClassName]:
@@ -180,4 +233,4 @@ def class_names(checkpoint: ModelFile) -> list[ClassName]:
         return checkpoint.classes
     count = checkpoint.architecture.num_classes - 1
     log.info("%s does not name its %d classes: they are numbered", checkpoint.path, count)
-    return [ClassName(None, f"class {label}") for label in range(1, count + 1)]
+    return numbered_classes(count)

@@ -10,7 +10,8 @@ coco         coco.json: a dataset with scores (CVAT, FiftyOne, Roboflow); result
 yolo         labels/NAME.txt per image, images/NAME linked to the image, data.yaml
 labelstudio  tasks.json with pre-annotations, in percent; labels.xml: the labeling interface
 
-Boxes without an area, which lie outside their image, are left out of all but `json`.
+Boxes are clipped to their image, except in results.json. Those without an area, which lie outside
+their image, are only in results.json and detections.json.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from ssdctl.data.coco_json import coco_document
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
-from ssdctl.inference.results import Result
 from ssdctl.inference.sources import ImageSource
+from ssdctl.model.results import Result
 
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file below its document root
 
@@ -74,21 +75,28 @@ class JsonWriter(Writer):
 class CocoWriter(Writer):
     """A dataset in COCO's format, and COCO's results."""
 
+    def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
+        super().__init__(folder, classes)
+        self._results: list[dict[str, Any]] = []
+
     def add(self, source: ImageSource, result: Result) -> None:
-        results = _with_area(result).to_coco(len(self.entries) + 1)
-        self.entries.append(((len(self.entries) + 1, source.name, *result.size), results))
+        number = len(self.entries) + 1
+        self._results += result.to_coco(number)
+        objects = []
+        for d in _with_area(result):
+            left, top, right, bottom = d.box
+            width, height = round(right - left, 2), round(bottom - top, 2)
+            category = d.label if d.category_id is None else d.category_id
+            box = (left, top, width, height)
+            objects.append((number, category, box, round(width * height, 2), 0, d.score))
+        self.entries.append(((number, source.name, *result.size), objects))
 
     def close(self) -> str:
-        results = [r for _, rows in self.entries for r in rows]
-        objects = [
-            (r["image_id"], r["category_id"], r["bbox"], round(width * height, 2), 0, r["score"])
-            for r in results
-            for width, height in [r["bbox"][2:]]
-        ]
+        objects = [entry for _, entries in self.entries for entry in entries]
         classes = [(label if c.id is None else c.id, c.name) for label, c in self.classes.items()]
         document = coco_document((image for image, _ in self.entries), classes, objects)
         _write_json(self.folder / "coco.json", document)
-        _write_json(self.folder / "results.json", results)
+        _write_json(self.folder / "results.json", self._results)
         counts = f"{len(self.entries)} images and {len(objects)} boxes"
         return f"{counts} in {self.folder / 'coco.json'}"
 

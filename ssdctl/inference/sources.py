@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from ssdctl.checkpoint.locate import is_model_folder
 from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import NetworkError, UsageError
-from ssdctl.inference.locate import is_model_folder
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runtime.safe_text import redact_url
 
 log = logging.getLogger(__name__)
@@ -132,14 +132,14 @@ def looks_like_image(name: str) -> bool:
     except runs and models.
     """
     path = Path(name)
-    if name == STDIN or is_camera(name) or name.lower().startswith(("http://", "https://")):
+    if name == STDIN or is_video(name) or name.lower().startswith(("http://", "https://")):
         return True
     if path.is_dir():
         run = RunDir(path)
         if is_model_folder(path) or run.metrics.exists() or run.checkpoints.is_dir():
             return False
         return any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir())
-    if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+    if path.suffix.lower() in IMAGE_SUFFIXES:
         return True
     return glob.has_magic(name) and not path.exists()
 
@@ -148,13 +148,18 @@ def is_camera(name: str) -> bool:
     return _CAMERA.fullmatch(name) is not None
 
 
+def is_video(name: str) -> bool:
+    """Return whether a name is of a video file or a camera, by its form."""
+    return is_camera(name) or Path(name).suffix.lower() in VIDEO_SUFFIXES
+
+
 def split_videos(names: Sequence[str]) -> list[str]:
     """Return the names if all are videos or cameras, an empty list if all are images.
 
     Raises:
         UsageError: Some are and some are not, or a video is given by URL.
     """
-    videos = [n for n in names if is_camera(n) or Path(n).suffix.lower() in VIDEO_SUFFIXES]
+    videos = [name for name in names if is_video(name)]
     for name in videos:
         if _SCHEME.match(name):
             raise UsageError(

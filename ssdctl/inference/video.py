@@ -25,8 +25,8 @@ from PIL import Image
 from ssdctl.data.image_decode import MAX_PIXELS
 from ssdctl.errors import DataError, SsdctlError, import_package
 from ssdctl.inference.image_detector import ImageDetector, PreparedImage, detect_ahead
-from ssdctl.inference.results import Result
 from ssdctl.inference.sources import is_camera
+from ssdctl.model.results import Result
 
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg"
 ENCODERS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has

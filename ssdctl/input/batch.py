@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
     images: Tensor  # B x 300 x 300 x 3, uint8 RGB
     boxes: Tensor  # B x G x 4, float32 ltrb in fractions of the image
-    labels: Tensor  # B x G, int64; 0 marks padding
+    labels: Tensor  # B x G, int64; 0 marks padding, -1 an object to ignore
     jitter: Tensor | None  # B x 4, float32: see ssdctl.input.normalize
     rows: NDArray[np.int64]  # B, which images
     bad: tuple[BadImage, ...] = ()  # replaced in this batch
@@ -44,7 +44,7 @@ def trim_padding(batch: Batch) -> Batch:
 
     The shapes then change from batch to batch, which only eager steps on the host support.
     """
-    used = (batch.labels > 0).any(dim=0).nonzero()
+    used = (batch.labels != 0).any(dim=0).nonzero()
     num_used = int(used.max()) + 1 if len(used) else 1
     return batch._replace(boxes=batch.boxes[:, :num_used], labels=batch.labels[:, :num_used])
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config.call import overrides_of, resolve_call
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
+from ssdctl.data.index import read_areas
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.errors import DataError, UsageError, hints_in_messages
@@ -34,8 +36,9 @@ class Dataset(torch.utils.data.Dataset[Item]):
 
     An image is a (3, H, W) tensor, RGB, float32 in 0 to 1. A target has `boxes`, (G, 4) float32:
     left, top, right, bottom in pixels of the image; `labels`, (G,) int64, 1 and up; `image_id`, a
-    scalar. Augmentations are drawn with torch's random numbers: `torch.manual_seed` repeats them.
-    A dataset that was never prepared is indexed first.
+    scalar; `area`, (G,) float32 in square pixels, the annotated one if the image is not augmented;
+    `iscrowd`, (G,) int64, 1 for a box around a crowd. Augmentations are drawn with torch's random
+    numbers: `torch.manual_seed` repeats them. A dataset that was never prepared is indexed first.
 
     Args:
         data: The dataset folder or file; any format that `ssdctl.prepare` reads.
@@ -45,6 +48,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
             `ssd-zoom` (also smaller objects), names separated by commas, or `none` (the whole
             image in its own size).
         store: Folder of the prepared data; None is `prepared/` in the dataset folder.
+        transforms: Called with an image and its target, as `torchvision.transforms.v2` takes them:
+            the image is a `tv_tensors.Image`, `boxes` are `tv_tensors.BoundingBoxes`. Returns both.
 
     Attributes:
         class_names: Names of the labels 1 and up; a network has one more class, the background.
@@ -63,12 +68,14 @@ class Dataset(torch.utils.data.Dataset[Item]):
         augment: str = "none",
         background: bool = False,
         store: str | os.PathLike[str] | None = None,
+        transforms: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self._arguments = os.fspath(data), split
         self._options: dict[str, Any] = {
             "augment": augment,
             "background": background,
             "store": store and os.fspath(store),
+            "transforms": transforms,
         }
         given = overrides_of("train", {"data": data, "store": store, "augment": augment})
         config = resolve_call(None, given)
@@ -83,7 +90,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
         if split == "train":
             others = self._split.background[: None if background else 0]
             self._rows = np.sort(np.concatenate([self._split.trainable, others]))
-        self._augment = augment
+        self._areas, self._is_crowd = read_areas(self._split.index_file)
+        self._augment, self._transforms = augment, transforms
         self.class_names = [c.name for c in self._split.classes]
 
     @property
@@ -103,16 +111,16 @@ class Dataset(torch.utils.data.Dataset[Item]):
             ssdctl.errors.DataError: The image cannot be read.
         """
         row = int(self._rows[range(len(self))[index]])
-        pixels, boxes, labels = self._whole(row) if self._augment == "none" else self._drawn(row)
-        image_id = torch.tensor(int(self._split.image_ids[row]))
-        return pixels, {"boxes": boxes, "labels": labels, "image_id": image_id}
+        image, target = self._whole(row) if self._augment == "none" else self._drawn(row)
+        target["image_id"] = torch.tensor(int(self._split.image_ids[row]))
+        return (image, target) if self._transforms is None else self._transformed(image, target)
 
     @staticmethod
     def collate(items: Sequence[Item]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         """Return a list of images and a list of targets: the `collate_fn` of a DataLoader."""
         return [image for image, _ in items], [target for _, target in items]
 
-    def _whole(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _whole(self, row: int) -> Item:
         split = self._split
         try:
             pixels = torch.from_numpy(split.decode(row).copy())
@@ -121,10 +129,16 @@ class Dataset(torch.utils.data.Dataset[Item]):
         height, width = pixels.shape[:2]
         span = slice(split.starts[row], split.starts[row + 1])
         boxes = torch.tensor(split.boxes[span]) * torch.tensor([width, height] * 2)
-        labels = torch.tensor(split.labels[span], dtype=torch.int64)
-        return pixels.permute(2, 0, 1) / 255, boxes, labels
+        shrunk = width * height / math.prod(split.sizes[row].tolist())
+        target = {
+            "boxes": boxes,
+            "labels": torch.tensor(split.labels[span], dtype=torch.int64),
+            "area": torch.tensor(shrunk * self._areas[span], dtype=torch.float32),
+            "iscrowd": torch.tensor(self._is_crowd[span], dtype=torch.int64),
+        }
+        return pixels.permute(2, 0, 1) / 255, target
 
-    def _drawn(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _drawn(self, row: int) -> Item:
         """Return an image, augmented as in a random epoch."""
         split = self._split
         seed, epoch = torch.randint(MAX_EPOCH, (2,)).tolist()
@@ -143,7 +157,26 @@ class Dataset(torch.utils.data.Dataset[Item]):
         batch = as_batch(samples, torch.from_numpy(pixels))
         image = COLORS(batch.images, batch.jitter)[0].clamp(0, 1)
         is_real = batch.labels[0] > 0
-        return image, batch.boxes[0][is_real] * IMAGE_SIZE, batch.labels[0][is_real]
+        boxes, labels = batch.boxes[0][is_real] * IMAGE_SIZE, batch.labels[0][is_real]
+        area, is_crowd = (boxes[:, 2:] - boxes[:, :2]).prod(dim=1), torch.zeros_like(labels)
+        return image, {"boxes": boxes, "labels": labels, "area": area, "iscrowd": is_crowd}
+
+    def _transformed(self, image: Tensor, target: dict[str, Tensor]) -> Item:
+        from torchvision import tv_tensors  # late: it takes a second
+
+        assert self._transforms is not None
+        size = tuple(image.shape[-2:])
+        target["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
+        image, target = self._transforms(tv_tensors.Image(image), target)
+        boxes: Any = target["boxes"]
+        plain = boxes.as_subclass(Tensor)
+        extent = plain[:, 2:]
+        if boxes.format is tv_tensors.BoundingBoxFormat.XYXY:
+            extent = extent - plain[:, :2]
+        if len(target["iscrowd"]) != len(boxes):  # SanitizeBoundingBoxes removes boxes and labels
+            target["iscrowd"] = torch.zeros(len(boxes), dtype=torch.int64)
+        target["area"] = extent.prod(dim=1)
+        return image, target
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Open the store again in another process, because its files are memory-mapped."""

@@ -39,6 +39,7 @@ Edges = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 # A batch, its pixels, and what is still decoded: which slots fail, and why.
 Started = tuple[Samples, Pixels, list[Future[list[tuple[int, str]]]]]
 Buffer = Callable[[tuple[int, ...]], Tensor]
+Decode = Callable[..., Pixels]  # of a row, and how many of its pixel rows are needed
 # Called for a slot whose image is bad, with the pixels of the whole batch.
 Replace = Callable[[Samples, int, str, Pixels], BadImage]
 
@@ -139,10 +140,12 @@ def _decoded(
     """
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
     free = deque(buffer(shape).numpy() for _ in range(held + BATCHES_AHEAD + 1))
-    share = min(max(batch_size // threads, 1), MAX_IMAGES_PER_TASK)
+    most = MAX_IMAGES_PER_TASK if split.tiles is None else batch_size
+    share = min(max(batch_size // threads, 1), most)
 
     def decode(samples: Samples, slots: range, pixels: Pixels) -> list[tuple[int, str]]:
-        problems = ((slot, decode_sample(split, samples, slot, pixels[slot])) for slot in slots)
+        of = split.decode if split.tiles is None else DecodedOnce(split).decode
+        problems = ((slot, decode_sample(split, samples, slot, pixels[slot], of)) for slot in slots)
         return [(slot, problem) for slot, problem in problems if problem is not None]
 
     def start(samples: Samples) -> Started:
@@ -174,25 +177,54 @@ def as_batch(samples: Samples, images: Tensor, bad: tuple[BadImage, ...] = ()) -
     )
 
 
-def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str | None:
+class DecodedOnce:
+    """Decodes rows of a split one after another; successive tiles of an image share its pixels."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._image = -1
+        self._pixels: Pixels = np.empty((0, 0, 3), np.uint8)
+
+    def decode(self, row: int, rows: int | None = None) -> Pixels:
+        """Return the same as `Split.decode`."""
+        image, window = self._split.image_of(row)
+        if window is None:
+            width, height = self._split.pixel_sizes[row].tolist()
+            window = (0, 0, width, height)
+        left, top, right, bottom = window
+        bottom = bottom if rows is None else min(bottom, top + rows)
+        if image != self._image or len(self._pixels) < bottom:
+            self._image = -1  # decoding that fails may have overwritten the pixels
+            self._pixels = self._split.decode(image, bottom)
+            self._image = image
+        return self._pixels[top:bottom, left:right]
+
+
+def decode_sample(
+    split: Split, samples: Samples, slot: int, out: Pixels, decode: Decode | None = None
+) -> str | None:
     """Read, decode, crop and resize one image into `out`; return its problem, or None.
+
+    `decode` is `split.decode` or does the same.
 
     Raises:
         DiskError: The file system refuses to read the store, or an image to evaluate. In training
             one image file less is a bad image.
     """
-    row = int(samples.rows[slot])
+    row, decode = int(samples.rows[slot]), decode or split.decode
     try:
         if samples.is_whole:
-            resize(split.decode(row), out)
+            resize(decode(row), out)
             return None
         edges, rows = crop_edges(split, samples, slot)
-        resize_crop(split.decode(row, rows), edges, bool(samples.view.flip[slot]), out)
+        resize_crop(decode(row, rows), edges, bool(samples.view.flip[slot]), out)
     except (DataError, DiskError, ImageError) as error:
         is_replaced = isinstance(split.images, ImageFiles) and not samples.is_whole
         if isinstance(error, DiskError) and not is_replaced:
             raise
         return str(error)
+    if samples.change is not None:
+        samples.change(slot, out)
     return None
 
 

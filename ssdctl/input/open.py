@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ssdctl.data.store import Split
 from ssdctl.device import Decoder, Device, pageable_buffer
 from ssdctl.errors import UsageError
+from ssdctl.input import augmentations
 from ssdctl.input.batch import Batch, LoaderConfig, trim_padding
 from ssdctl.input.fake import FakeLoader
 from ssdctl.input.loader import Buffer, TrainLoader
@@ -41,10 +42,15 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Generator[Batch, Non
         yield waiting
 
 
-def check_pipeline(pipeline: str) -> None:
-    """Raise UsageError if a pipeline is not installed."""
+def check_pipeline(pipeline: str, augment: str) -> None:
+    """Raise UsageError if a pipeline is not installed, or an augmentation does not work with it."""
+    steps = augmentations.load(augment)
     if pipeline != "dali":
         return
+    if any(step.pixels for step in steps):
+        raise UsageError(
+            f"--augment {augment}: a plugin that changes pixels needs --pipeline native"
+        )
     try:
         import nvidia.dali  # noqa: F401
     except ImportError as error:
@@ -73,7 +79,7 @@ def open_input(
     """
     if fake:
         return FakeLoader(split, config)
-    check_pipeline(pipeline)
+    check_pipeline(pipeline, config.augment)
     if pipeline == "dali":
         from ssdctl.input.dali import DaliLoader
 

@@ -10,13 +10,16 @@ form a stream of their own, from which each epoch takes a fixed number. Shapes: 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.image_decode import Pixels
 from ssdctl.data.store import Split
-from ssdctl.input.augmentations import Boxes, Keys, View, hashed, load, whole
+from ssdctl.input.augmentations import Boxes, Keys, View, change_pixels, hashed, load, whole
 from ssdctl.input.batch import LoaderConfig
 
 # Keep the random numbers apart from the augmentations' streams.
@@ -91,6 +94,7 @@ class Samples(NamedTuple):
     view: View
     start: int = 0  # position in the stream of the first one
     is_whole: bool = True  # not augmented: the images are resized exactly as by Pillow
+    change: Callable[[int, Pixels], None] | None = None  # the pixels of a slot, by plugins
 
 
 def draw_samples(
@@ -110,7 +114,10 @@ def draw_samples(
         keys = Keys(augmentation.stream, config, epochs, rows)
         view = augmentation.apply(view, augmentation.draw(keys, view.boxes, view.sizes))
     view = view._replace(boxes=_finished(view.boxes, config.max_boxes))
-    return Samples(rows, view, start, is_whole=not augmentations)
+    change = None
+    if steps := [augmentation for augmentation in augmentations if augmentation.pixels]:
+        change = functools.partial(change_pixels, steps, Keys(0, config, epochs, rows.copy()))
+    return Samples(rows, view, start, not augmentations, change)
 
 
 def whole_samples(split: Split, rows: NDArray[np.int64], max_boxes: int = 1) -> Samples:

@@ -13,13 +13,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ssdctl.config.sections import LAUNCHERS, LaunchConfig
+from ssdctl.config.sections import LaunchConfig
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.launch.job import Job
+from ssdctl.runtime import plugins
 from ssdctl.runtime.hardware import TpuType, find_hardware
-from ssdctl.runtime.packages import load_plugin
+from ssdctl.runtime.plugins import LAUNCHERS
 from ssdctl.runtime.system import physical_cores, quota_cores, usable_cpus
 
 if TYPE_CHECKING:
@@ -135,16 +136,37 @@ class BatchEngine(Engine):
         """Return the command that ends a job."""
 
 
+# What the methods of a launcher return.
+RETURNS: dict[str, type] = {
+    "configure": Engine,
+    "require": type(None),
+    "build_job": Job,
+    "submit": str,
+    "follow": int,
+    "cancel": str,
+}
+
+
 def load_engine(name: str) -> type[Engine]:
     """Return the class of a launcher.
 
     Raises:
-        UsageError: There is no launcher of that name, or a plugin does not define one.
+        UsageError: There is no launcher of that name, or it is a plugin that cannot be used.
     """
-    engine = getattr(load_plugin(*LAUNCHERS, name), "ENGINE", None)
-    if not (isinstance(engine, type) and issubclass(engine, Engine)):
-        raise UsageError(f"launcher {name}: the plugin has no ENGINE, a subclass of Engine")
-    return engine
+    module, plugin = plugins.load(LAUNCHERS, name)
+    engine: Any = getattr(module, "ENGINE", None)
+    if plugin is not None:
+        is_engine = isinstance(engine, type) and issubclass(engine, Engine)
+        plugin.require(is_engine, "ENGINE, a subclass of Engine")
+        missing = ", ".join(sorted(getattr(engine, "__abstractmethods__", ())))
+        plugin.require(not missing, f"ENGINE to define {missing}")
+        for attribute in ("name", *["submit_command"] * issubclass(engine, BatchEngine)):
+            is_text = isinstance(getattr(engine, attribute, None), str)
+            plugin.require(is_text, f"ENGINE to define {attribute}, a text")
+        returns = {name: kind for name, kind in RETURNS.items() if hasattr(engine, name)}
+        return plugins.guarded(engine, plugin, returns)
+    found: type[Engine] = engine
+    return found
 
 
 def make_job(engine: Engine, request: LaunchRequest, node: Node) -> Job:

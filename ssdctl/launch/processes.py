@@ -185,7 +185,6 @@ class _RunningJob:
             self.launcher.send_signal(launchers_signal or signal.SIGTERM)
 
     def _end(self) -> None:
-        """End the launcher and all remaining ranks."""
         if self.launcher.poll() is None:
             self.launcher.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -55,11 +55,13 @@ class Targets(nn.Module):
         self.register_buffer("defaults_ltrb", column_major(corners), persistent=False)
 
     def forward(self, boxes_BG4: Tensor, labels_BG: Tensor) -> tuple[Tensor, Tensor]:
-        """Return offsets (B, 4, N) and labels (B, N), 0 for background, of padded ground truth.
+        """Return offsets (B, 4, N) and labels (B, N) of padded ground truth.
+
+        Labels are 0 for background, and -1 for what is neither that nor an object to learn.
 
         Args:
             boxes_BG4: Ground truth as ltrb fractions of the image.
-            labels_BG: Their labels; 0 marks padding.
+            labels_BG: Their labels; 0 marks padding, -1 an object to ignore.
         """
         assigned_BN, label_BN = self.matcher(boxes_BG4, labels_BG, self.defaults_ltrb)
         centers_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
@@ -103,7 +105,7 @@ class MultiboxLoss(nn.Module):
             offsets_B4N: Predicted offsets.
             logits_BCN: Predicted class logits, background first.
             boxes_BG4: Ground truth as ltrb fractions of the image.
-            labels_BG: Their labels; 0 marks padding.
+            labels_BG: Their labels; 0 marks padding, -1 an object to ignore.
         """
         with torch.autocast(offsets_B4N.device.type, enabled=False):
             target_B4N, label_BN = self.targets(boxes_BG4, labels_BG)
@@ -121,11 +123,11 @@ class MultiboxLoss(nn.Module):
         distance = F.smooth_l1_loss(offsets_B4N, target_B4N, reduction="none").sum(dim=1)
         box_loss = torch.where(is_positive, distance, zero).sum(dim=1)
 
-        entropy = self.cross_entropy(logits_BCN, label_BN)
+        entropy = self.cross_entropy(logits_BCN, label_BN.clamp(min=0))
         positive_loss = torch.where(is_positive, entropy, zero).sum(dim=1)
         # Only the sum of the k hardest is needed: sort once, add up the first k. (Gaudi's eager
         # mode sorts on the host unless the sort is stable; elsewhere that costs nothing.)
-        negatives = torch.where(is_positive, zero, entropy)
+        negatives = torch.where(label_BN == 0, entropy, zero)
         hardest = negatives.sort(dim=1, descending=True, stable=True).values
         rank = torch.arange(hardest.shape[1], device=hardest.device)
         num_negatives = NEGATIVES_PER_POSITIVE * num_positives

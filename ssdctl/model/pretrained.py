@@ -6,10 +6,8 @@ import difflib
 import logging
 import re
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from ssdctl.config import ModelConfig
-from ssdctl.config.fields import BackboneName
 from ssdctl.download.fetch import (
     DEFAULT_POLICY,
     fetch_one,
@@ -22,7 +20,10 @@ from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.model.backbones import find_backbone
+from ssdctl.model.backbones import BackboneFile, find_backbone
+from ssdctl.runs.folder import tensorflow_checkpoint
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import redact_url
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,26 @@ class Weights(NamedTuple):
         return self.file.name.removesuffix(".pth")
 
 
-def all_weights() -> list[Weights]:
-    return [
-        Weights(f"{backbone}-{key}", file)
-        for backbone in get_args(BackboneName)
-        for key, file in find_backbone(backbone).WEIGHTS.items()
-    ]
+def all_weights() -> tuple[list[Weights], list[UsageError]]:
+    """Return the pinned weights of all backbones, and the errors of plugins that fail."""
+    listed, errors = built_in_weights(), list[UsageError]()
+    for name in dict.fromkeys(plugin.name for plugin in plugins.plugins(BACKBONES)):
+        try:
+            listed += _weights(name, find_backbone(name))
+        except UsageError as error:
+            errors.append(error)
+    return listed, errors
+
+
+def built_in_weights() -> list[Weights]:
+    """Return the pinned weights of our own backbones; no plugin is imported."""
+    ours = [name for name in plugins.names(BACKBONES) if name in plugins.built_in(BACKBONES)]
+    modules = {name: plugins.built_in_module(BACKBONES, name) for name in ours}
+    return [weights for name, module in modules.items() for weights in _weights(name, module)]
+
+
+def _weights(backbone: str, file: BackboneFile) -> list[Weights]:
+    return [Weights(f"{backbone}-{key}", pinned) for key, pinned in file.WEIGHTS.items()]
 
 
 def weights_named(name: str) -> Weights:
@@ -56,7 +71,11 @@ def weights_named(name: str) -> Weights:
     Raises:
         UsageError: There are none; the hint names the nearest.
     """
-    listed, stem = all_weights(), name.removesuffix(".pth")
+    stem = name.removesuffix(".pth")
+    listed = built_in_weights()
+    others = {p.name for p in plugins.plugins(BACKBONES)} - {*plugins.built_in(BACKBONES)}
+    for backbone in (other for other in others if stem.startswith(f"{other}-")):
+        listed += _weights(backbone, find_backbone(backbone))
     by_name = {w.name: w for w in reversed(listed)} | {w.alias: w for w in listed}
     if stem in by_name:
         return by_name[stem]
@@ -67,7 +86,7 @@ def weights_named(name: str) -> Weights:
             f"--backbone-weights {name}: no such file",
             hint="`ssdctl fetch-weights --list` shows weights by name",
         )
-    own = next((f"{b}-" for b in get_args(BackboneName) if stem.startswith(f"{b}-")), "")
+    own = next((f"{b}-" for b in plugins.names(BACKBONES) if stem.startswith(f"{b}-")), "")
     known = [n for n in by_name if n.startswith(own)]
     near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -77,17 +96,6 @@ def weights_named(name: str) -> Weights:
         else f"backbone {own[:-1]} has no published weights",
         hint=hint + "`ssdctl fetch-weights --list` shows all; --backbone-weights none needs none",
     )
-
-
-def weights_of(model: ModelConfig) -> str | None:
-    """Return the name or file of the backbone weights of a config; None: random weights.
-
-    `imagenet-v1` is the backbone's own: `resnet34-imagenet-v1`.
-    """
-    if model.weights == "none":
-        return None
-    is_short = model.weights.startswith("imagenet-")
-    return f"{model.backbone}-{model.weights}" if is_short else model.weights
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:
@@ -121,19 +129,6 @@ def fetch_weights(
         log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
     return fetch_one(
         name, file, folder, mirror=mirror, retry_policy=retry_policy, progress=progress
-    )
-
-
-def tensorflow_checkpoint(path: Path) -> UsageError | None:
-    """Return the error for a checkpoint of TensorFlow, named by its folder, prefix or file."""
-    prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.name)
-    pattern = "*" if path.is_dir() else re.sub(r"([*?[])", r"[\1]", prefix)
-    folder = path if path.is_dir() else path.parent
-    if not any(folder.glob(f"{pattern}.index")):
-        return None
-    return UsageError(
-        f"{path}: a checkpoint of TensorFlow, which ssdctl cannot read",
-        hint="train again, from the backbone's weights (docs/migrating.md)",
     )
 
 

@@ -5,21 +5,41 @@ Shapes: B batch, C classes with background, N = 8732 default boxes.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes import BOXES_PER_CELL, IMAGE_SIZE, box_cxcywh_to_ltrb
-from ssdctl.errors import UsageError, hints_in_messages
-from ssdctl.model.backbone import without_weights
-from ssdctl.model.backbones import ModelConstants, find_backbone
+from ssdctl.checkpoint.file import (
+    OTHER_SUFFIXES,
+    load_checkpoint,
+    load_state,
+    read_payload,
+    save_checkpoint,
+    shapes_of,
+    weights_in_memory,
+    with_counters,
+)
+from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shapes, is_state
+from ssdctl.data.annotations import ClassName, numbered_classes
+from ssdctl.data.image_decode import read_rgb
+from ssdctl.errors import IntegrityError, UsageError, hints_in_messages
+from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
+from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
+from ssdctl.model.postprocess import ImageDetections, detect, evaluating, refuse_non_finite
+from ssdctl.model.results import Result
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES
 
 OVERSHOOT = 1e-3  # beyond 0 to 1, by rounding
 # RGB, float in 0 to 1 or uint8: a list of (3, H, W) tensors, or (B, 3, H, W).
@@ -38,33 +58,33 @@ class SSD300(nn.Module):
             ResNet's; VGG16 has its own extra blocks.
 
     Raises:
-        ssdctl.errors.UsageError: There is no such backbone, or it has no such `extra_norm`, or
-            there are fewer than two classes.
+        ssdctl.errors.UsageError: There is no such backbone, or it is a plugin that fails; it has no
+            such `extra_norm`; or there are fewer than two classes.
 
     Attributes:
         num_classes: Classes with background.
-        class_names: Class names without the background; empty if not from a checkpoint.
+        classes: The classes without the background; empty if they have no names.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
-        file = find_backbone(backbone)
+        file, plugin = load_backbone_file(backbone)
         if num_classes < 2:
             raise UsageError(f"num_classes {num_classes}: expected 2 or more, with the background")
         if extra_norm not in file.EXTRA_NORMS:
             expected = " or ".join(file.EXTRA_NORMS)
             raise UsageError(f"extra_norm {extra_norm!r}: {backbone} has {expected}")
+        self.architecture = Architecture(backbone, extra_norm, num_classes)
         self.num_classes = num_classes
-        self.class_names: list[str] = []
+        self.classes: list[ClassName] = []
         # One for each device and precision, in a dictionary so that `bfloat16()` rounds no buffer.
         self._losses: dict[tuple[str, torch.dtype], MultiboxLoss] = {}
         self._frozen_stages = 0
         self._is_norm_frozen = False
         self.constants = file.CONSTANTS
-        built = file.build()
-        self.first_map_norm = built.first_map_norm()
+        built, self.first_map_norm, extra = build_parts(file.build, plugin, extra_norm)
         self.backbone = built
-        self.extra = nn.ModuleList(built.extra_blocks(extra_norm))
+        self.extra = nn.ModuleList(extra)
         pairs = list(zip(built.channels, BOXES_PER_CELL, strict=True))
         self.box_heads = nn.ModuleList(nn.Conv2d(c, n * 4, 3, padding=1) for c, n in pairs)
         self.class_heads = nn.ModuleList(
@@ -74,6 +94,8 @@ class SSD300(nn.Module):
             for parameter in part.parameters():
                 if parameter.dim() > 1:
                     nn.init.xavier_uniform_(parameter)
+        if plugin is not None and extra_norm == file.EXTRA_NORMS[0]:
+            check_parameters(self, num_classes, file.PARAMETERS, plugin)
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, 4, N) offsets and (B, C, N) logits of normalized (B, 3, 300, 300) images.
@@ -101,22 +123,97 @@ class SSD300(nn.Module):
     def predict(self, level: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         return self.box_heads[level](feature), self.class_heads[level](feature)
 
+    @property
+    def class_names(self) -> list[str]:
+        """Class names without the background; empty if they have no names."""
+        return [c.name for c in self.classes]
+
+    @class_names.setter
+    def class_names(self, names: Sequence[str]) -> None:
+        self.classes = [ClassName(None, str(name)) for name in names]
+
     @classmethod
-    def from_checkpoint(cls, checkpoint: str | os.PathLike[str]) -> SSD300:
+    @hints_in_messages()
+    def from_checkpoint(cls, checkpoint: str | os.PathLike[str] | SSD300) -> SSD300:
         """Return the network of a checkpoint with its weights, on the CPU, in evaluation mode.
 
         Args:
-            checkpoint: A file, run folder, detector's name or `hf://org/name`, as `ssdctl.load`
-                takes it, except for ONNX files.
+            checkpoint: A file, run folder, detector's name, `hf://org/name` or network, as
+                `ssdctl.load` takes it, except for ONNX files.
 
         Raises:
             ssdctl.errors.UsageError: There is no such file, folder or name.
             ssdctl.errors.NetworkError: The detector cannot be fetched.
             ssdctl.errors.IntegrityError: The file is damaged, or not a checkpoint.
         """
-        # The public function of the package: layers above this one read files.
-        model: SSD300 = sys.modules["ssdctl"].load(checkpoint, device="cpu").model
-        return model
+        from ssdctl.checkpoint.locate import locate_checkpoint  # late: a run needs no downloads
+
+        return load_network(load_checkpoint(locate_checkpoint(checkpoint))).eval()
+
+    @hints_in_messages()
+    def save(
+        self, path: str | os.PathLike[str], *, class_names: Sequence[str] | None = None
+    ) -> Path:
+        """Write the network as a checkpoint, atomically, in fp32; return its path.
+
+        `ssdctl.load`, `evaluate`, `export` and `from_checkpoint` read it, and `train` starts from
+        it with `init`.
+
+        Args:
+            path: The file, such as `model.pt`.
+            class_names: Names of the labels 1 and up; None writes the network's own.
+
+        Raises:
+            ssdctl.errors.UsageError: The number of names differs from the number of classes, or
+                the suffix is one of another format.
+            ssdctl.errors.DiskError: The file cannot be written.
+        """
+        file, classes = Path(path), self.classes
+        if class_names is not None:
+            classes = [ClassName(None, str(name)) for name in class_names]
+        if len(classes) != self.num_classes - 1:
+            raise UsageError(
+                f"{file}: {len(classes)} class names, the network has {self.num_classes - 1} "
+                "classes and the background",
+                hint="write model.save(path, class_names=[...]), in the order of the labels",
+            )
+        if file.suffix in OTHER_SUFFIXES or file.is_dir():
+            raise UsageError(f"{file}: not a name for a checkpoint", hint="such as model.pt")
+        weights = weights_in_memory(self)
+        compare_shapes(shapes_of_network(self.architecture), shapes_of(weights.model), file)
+        save_checkpoint(file, dataclasses.replace(weights, classes=classes))
+        return file
+
+    @hints_in_messages()
+    def detect(
+        self, images: Images, *, score: float = 0.3, nms_iou: float | None = None
+    ) -> list[Result]:
+        """Return the objects on each image, in evaluation mode and without gradients.
+
+        Args:
+            images: As `loss` takes them.
+            score: Return only detections with a score above this, 0 to 1.
+            nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
+                None uses the network's default.
+
+        Returns:
+            A result for each image, in pixels of the image.
+
+        Raises:
+            ssdctl.errors.UsageError: A shape, type or value is wrong.
+            ssdctl.errors.NonFiniteError: The network's output is NaN or infinite.
+        """
+        for name, value in (("score", score), ("nms_iou", nms_iou)):
+            if value is not None and not 0 <= value <= 1:
+                raise UsageError(f"{name} {value}: expected a number from 0 to 1")
+        with torch.no_grad(), evaluating(self):
+            offsets, logits = self(_normalized_batch(images, self.constants, self._weight))
+            refuse_non_finite((offsets, logits))
+            score, iou = self.constants.thresholds(score, nms_iou)
+            rules = self.constants._replace(score_threshold=score, nms_iou=iou)
+            found = detect(offsets, logits, self._loss_on_device().targets.defaults_cxcywh, rules)
+        classes = self.classes or numbered_classes(self.num_classes - 1)
+        return [_result(*pair, classes) for pair in zip(found, images, strict=True)]
 
     def loss(
         self, images: Images, targets: Sequence[Target], *, background_negatives: int = 0
@@ -135,18 +232,28 @@ class SSD300(nn.Module):
             ssdctl.errors.UsageError: A shape, type, value, box or label is wrong. A compiled
                 `loss` checks only shapes and types.
         """
-        weight = next(self.parameters())
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        weight = self._weight
         with hints_in_messages():
             batch = _normalized_batch(images, self.constants, weight)
             boxes, labels = _padded_targets(images, targets, self.num_classes, weight.device)
+        loss = self._loss_on_device()
+        loss.background_negatives = background_negatives
+        boxes = boxes.to(loss.targets.defaults_cxcywh.dtype)
+        losses: Losses = loss(*self(batch), boxes, labels)
+        return losses.total
+
+    @property
+    def _weight(self) -> Tensor:
+        """A tensor whose device and precision images get."""
+        return next(self.parameters())
+
+    def _loss_on_device(self) -> MultiboxLoss:
+        weight = self._weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         key = str(weight.device), dtype
         if key not in self._losses:
             self._losses[key] = MultiboxLoss(dtype, constants=self.constants).to(weight.device)
-        loss = self._losses[key]
-        loss.background_negatives = background_negatives
-        losses: Losses = loss(*self(batch), boxes.to(dtype), labels)
-        return losses.total
+        return self._losses[key]
 
     def freeze_stem(self) -> None:
         """Stop training the first layers; batch norm's statistics are still updated."""
@@ -189,19 +296,56 @@ class SSD300(nn.Module):
         return [self.backbone.get_submodule(name) for name in names]
 
 
-class Architecture(NamedTuple):
-    """The parameters that build the network of a checkpoint."""
+def network_of(architecture: Architecture, seed: int = 0, device: str = "cpu") -> SSD300:
+    """Return the network with random weights that depend only on the seed.
 
-    backbone: str
-    extra_norm: str
-    num_classes: int  # with background
+    On the device `meta` it has shapes, but no weights.
+    """
+    with own_random_numbers(seed, device):
+        return SSD300(architecture.backbone, architecture.num_classes, architecture.extra_norm)
 
-    def build(self) -> SSD300:
-        return SSD300(self.backbone, self.num_classes, self.extra_norm)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        with without_weights():
-            return {name: tuple(tensor.shape) for name, tensor in self.build().state_dict().items()}
+def shapes_of_network(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    return shapes_of(network_of(architecture, device="meta").state_dict())
+
+
+def load_network(checkpoint: NetworkWeights) -> SSD300:
+    """Return the network of a checkpoint with its weights.
+
+    Raises:
+        IntegrityError: The weights do not fit; the message lists what differs.
+    """
+    # A file of some bytes may state any number of classes: the heads are compared before they are
+    # allocated. The rest of the network has a fixed size: `load_state` compares it.
+    expected = shapes_of_network(checkpoint.architecture)
+    heads = {name: shape for name, shape in expected.items() if name.startswith("class_heads.")}
+    own = {name: tensor for name, tensor in checkpoint.model.items() if name in heads}
+    compare_shapes(heads, shapes_of(own), checkpoint.path)
+    model = network_of(checkpoint.architecture)
+    load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
+    model.classes = checkpoint.classes
+    return model
+
+
+def load_backbone(model: SSD300, path: Path) -> None:
+    """Load pretrained weights into the backbone.
+
+    Raises:
+        IntegrityError: The file is damaged, or contains another network.
+    """
+    state = read_payload(path)
+    if not is_state(state):
+        raise IntegrityError(
+            f"{path}: not backbone weights: not a state dict",
+            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
+        )
+    plugin = plugins.find(BACKBONES, model.architecture.backbone)
+    with contextlib.nullcontext() if plugin is None else plugin.errors("pretrained_parts()"):
+        parts = model.backbone.pretrained_parts(state, model.extra)
+        if not (parts and all(isinstance(m, nn.Module) and is_state(part) for m, part in parts)):
+            raise TypeError("expected a list of modules with their state dicts")
+    for module, part in parts:
+        load_state(module, with_counters(part, module), path)
 
 
 def _normalized_batch(images: Images, constants: ModelConstants, like: Tensor) -> Tensor:
@@ -251,6 +395,25 @@ def _check_range(pixels: Tensor) -> None:
             f"images: values from {low:g} to {high:g}",
             hint="expected 0 to 1, or uint8; the network normalizes them itself",
         )
+
+
+def _result(found: ImageDetections, image: Tensor, classes: Sequence[ClassName]) -> Result:
+    height, width = image.shape[-2:]
+    boxes = found.boxes.double().numpy() * [width, height, width, height]
+    return Result(
+        boxes,
+        found.scores.double().numpy(),
+        found.labels.numpy(),
+        classes=classes,
+        size=(width, height),
+        image=image,
+        open_image=_as_image,
+    )
+
+
+def _as_image(pixels: Tensor) -> Image.Image:
+    in_range = pixels.clamp(0, 1) if pixels.is_floating_point() else pixels
+    return Image.fromarray(read_rgb(in_range))
 
 
 def _padded_targets(

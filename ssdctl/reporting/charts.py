@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.drawing import class_color, one_line
 from ssdctl.evaluation.analysis import best_threshold, f1_curve
-from ssdctl.inference.drawing import class_color, one_line
 from ssdctl.runs.evaluation import Evaluation
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from PIL import Image
 from ssdctl._version import __version__
 from ssdctl.config.render import toml_value
 from ssdctl.data.dataset import require_split
+from ssdctl.data.drawing import class_color, ink_on, one_line
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.prepare import read_report
@@ -29,11 +30,18 @@ from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
 from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.files import make_dir, remove_stale_temporaries, safe_join, write_text
-from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.reporting import charts
 from ssdctl.reporting.charts import Chart
-from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage, write_evaluation
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.evaluation import (
+    SHOWN_SCORE,
+    Box,
+    Evaluation,
+    Interval,
+    SampleImage,
+    interval_text,
+    write_evaluation,
+)
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run, different_settings
 from ssdctl.runtime.progress import duration
 
@@ -64,7 +72,9 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(score=_score, one_line=one_line, px="{:.1f}".format)
+    environment.filters.update(
+        score=_score, interval=_interval, one_line=one_line, px="{:.1f}".format
+    )
     names = [run.name for run in runs]
     if len(runs) == 1:  # a folder's name alone may be as plain as "run"
         names = ["/".join(runs[0].path.resolve().parts[-2:])]
@@ -166,7 +176,7 @@ def _analysis(run: Run, limit: int) -> dict[str, Any]:
     kinds = (charts.precision_recall, charts.f1_over_score, charts.calibration)
     drawn = [draw(evaluation) for draw in kinds] if evaluation else []
     errors = evaluation.errors if evaluation else []
-    classes = evaluation.per_class if evaluation else []
+    classes, is_other = evaluation.per_class if evaluation else [], _is_other(run)
     measured = sorted((c for c in classes if c.AP >= 0), key=lambda c: -c.AP)
     return {
         "name": run.name,
@@ -175,7 +185,9 @@ def _analysis(run: Run, limit: int) -> dict[str, Any]:
         "all_settings": RunDir(run.path).config.read_text("utf-8") if run.is_trained else "",
         "events": _shown_events(run),
         "evaluation": evaluation,
-        "is_other": _is_other(run),
+        "is_other": is_other,
+        "intervals": evaluation.intervals if evaluation and not is_other else {},
+        "class_intervals": {} if is_other else {c.name: c.intervals for c in classes},
         "diagnosis": diagnosis(evaluation) if evaluation else None,
         "threshold": best_threshold(evaluation) if evaluation else None,
         "ends": (measured[0], measured[-1]) if len(measured) > 1 else None,
@@ -248,6 +260,11 @@ def _as_script(analyses: Sequence[dict[str, Any]], drawn: Sequence[Chart]) -> Ma
 
 def _score(value: float | None) -> str:
     return "\u2013" if value is None or value < 0 else f"{value:.3f}"
+
+
+def _interval(intervals: Mapping[str, Interval], name: str) -> Markup:
+    text = interval_text(intervals, name)
+    return Markup('<span class="interval">{}</span>').format(text) if text else Markup()
 
 
 def _best(runs: Sequence[Run], name: str) -> float | None:

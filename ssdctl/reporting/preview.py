@@ -20,10 +20,10 @@ from PIL import Image, ImageDraw
 from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED
+from ssdctl.data.drawing import draw, label_font
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write
-from ssdctl.inference.drawing import draw, label_font
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.normalize import Normalize

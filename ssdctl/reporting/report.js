@@ -326,7 +326,7 @@ for (const button of document.querySelectorAll("th button")) {
     for (const other of table.querySelectorAll("th[aria-sort]")) other.removeAttribute("aria-sort");
     heading.setAttribute("aria-sort", order);
     const value = row => row.children[column].textContent.trim();
-    const score = row => value(row) === "\u2013" ? -Infinity : Number(value(row));
+    const score = row => value(row) === "\u2013" ? -Infinity : parseFloat(value(row));
     const compare = isText ? (a, b) => value(a).localeCompare(value(b)) : (a, b) => score(a) - score(b);
     const sign = order === "ascending" ? 1 : -1;
     table.tBodies[0].append(...[...table.tBodies[0].rows].sort((a, b) => sign * compare(a, b) || 0));

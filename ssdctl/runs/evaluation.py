@@ -6,11 +6,13 @@ The report is drawn from this file, so the network need not run again for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ssdctl.data.annotations import ClassName
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, read_limited, reason_of, write_bytes
 from ssdctl.runtime.safe_text import html_table
@@ -20,6 +22,15 @@ SHOWN_SCORE = 0.3  # lowest score of detections in images and confusions, unless
 SAMPLE_SCORE = 0.05  # lowest score of detections in samples
 CURVES = ("precision", "scores")  # fields of a class that a terminal does not show
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
+Interval = tuple[float, float]  # of 95% confidence
+
+
+def interval_text(intervals: Mapping[str, Interval], name: str) -> str:
+    """Return the interval of a metric as ` [.38, .47]`, empty if it has none."""
+    if name not in intervals:
+        return ""
+    low, high = (f"{end:.2f}".removeprefix("0") for end in intervals[name])
+    return f" [{low}, {high}]"
 
 
 class EvaluationInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +73,7 @@ class ClassAnalysis(msgspec.Struct, frozen=True):
     best_score: float  # the threshold that gives it
     precision: list[float]  # at IoU 0.5, for the recalls 0, 0.01 ... 1; empty without objects
     scores: list[float] = []  # the threshold at which each of these recalls is reached; else 0
+    intervals: dict[str, Interval] = {}  # of AP, AP50, APs ...
 
 
 class CalibrationBin(msgspec.Struct, frozen=True):
@@ -101,6 +113,19 @@ class SampleImage(msgspec.Struct, frozen=True):
     is_worst: bool = False  # chosen for its errors, else at random
 
 
+class Suspect(msgspec.Struct, frozen=True, kw_only=True):
+    """A label that looks wrong, or a box that seems to be missing."""
+
+    kind: str  # `class`, `not found` or `no box`
+    suspicion: float  # 0 to 1
+    image_id: int
+    file_name: str
+    box: Box
+    label: str  # empty: there is no box
+    detected: str  # the class of the detections; empty: there are none
+    score: float  # of the detections
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """One evaluation: the metrics and the data that they are computed from."""
 
@@ -115,6 +140,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     samples: list[SampleImage]
     sample_score: float = SHOWN_SCORE  # lowest score in the samples; that of older files
     confusion: list[list[int]] = []  # ground truth x detected, background last; empty: too large
+    intervals: dict[str, Interval] = {}  # of the metrics AP, AP50, AP75, APs, APm, APl
+    suspects: list[Suspect] = []  # the worst first
 
     def __repr__(self) -> str:
         """Return the metrics in one line: the curves and samples would fill pages."""
@@ -128,6 +155,11 @@ class Evaluation(msgspec.Struct, frozen=True):
         ]
         return html_table(("class", "objects", "AP", "AP50", "best F1"), rows, repr(self))
 
+    def thresholds(self, classes: Sequence[ClassName]) -> list[float | None]:
+        """Return the score of the best F1 of each class; None if nothing of it was found."""
+        scores = {c.name: c.best_score for c in self.per_class if c.best_f1 > 0}
+        return [scores.get(c.name) for c in classes]
+
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""
         names = ("step", "epoch", "precision", "score_threshold")
@@ -136,11 +168,68 @@ class Evaluation(msgspec.Struct, frozen=True):
         return {
             **{k: v for k, v in position.items() if v is not None},
             **self.metrics,
+            "intervals": msgspec.to_builtins(self.intervals),
             "images": self.about.images,
             "detections": self.about.detections,
             "per_class": [{k: v for k, v in c.items() if k not in CURVES} for c in classes],
             "errors": msgspec.to_builtins(self.errors),
             "calibration_error": self.calibration_error,
+        }
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A difference of two metrics and its 95% interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Two evaluations A and B on the same images; differences are B - A."""
+
+    a: Evaluation
+    b: Evaluation
+    difference: dict[str, Difference]  # of the metrics AP, AP50 ...
+    per_class: list[dict[str, Difference]]  # in the order of `a.per_class`
+    images_needed: int | None = None  # to show a difference that is not shown; None: too many
+
+    @property
+    def better(self) -> str | None:
+        """`a` or `b` if the interval of the difference of AP excludes 0, else None."""
+        ap = self.difference.get("AP")
+        if ap is None or ap.low <= 0 <= ap.high:
+            return None
+        return "b" if ap.estimate > 0 else "a"
+
+    def verdict(self) -> str:
+        """Return one sentence: which one is better, or how many images would show it."""
+        if self.better is not None:
+            return f"{self.better.upper()} is better: AP {self.difference['AP']}"
+        sentence = f"no difference can be shown with {self.a.about.images:,} images"
+        ap = self.difference.get("AP")
+        if ap is None or ap.low == ap.high:
+            return sentence
+        needed = f"about {self.images_needed:,}" if self.images_needed else "more than 1,000,000"
+        return f"{sentence}; {needed} would be needed"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `evaluate --against --json` prints."""
+        classes = zip(self.a.per_class, self.per_class, strict=True)
+        return {
+            "verdict": self.verdict(),
+            "better": self.better,
+            "images_needed": None if self.better else self.images_needed,
+            "difference": msgspec.to_builtins(self.difference),
+            "per_class": [
+                {"category_id": c.category_id, "name": c.name, **msgspec.to_builtins(found)}
+                for c, found in classes
+            ],
+            "a": {"source": self.a.about.source, **self.a.as_json()},
+            "b": {"source": self.b.about.source, **self.b.as_json()},
         }
 
 

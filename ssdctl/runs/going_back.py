@@ -23,7 +23,7 @@ from ssdctl.files import (
     retry_transient,
     write_bytes,
 )
-from ssdctl.runs.layout import RunDir, evaluation_of, step_of
+from ssdctl.runs.folder import RunDir, evaluation_of, step_of
 from ssdctl.runs.metrics import cut_metrics, read_metrics
 
 MAX_BYTES = 1 << 20

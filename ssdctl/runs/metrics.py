@@ -25,7 +25,7 @@ from ssdctl.files import (
     unreadable,
     write_bytes,
 )
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 
 log = logging.getLogger(__name__)
 

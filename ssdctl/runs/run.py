@@ -10,6 +10,7 @@ Each file is read once, when it is needed, and refused if it is broken. A folder
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
 import sys
@@ -25,7 +26,8 @@ from ssdctl.config.settings import Config
 from ssdctl.errors import DataError, SsdctlError, UsageError, hints_in_messages
 from ssdctl.runs.environment import Environment, read_environment
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
-from ssdctl.runs.layout import RUNS, RunDir, find_checkpoint, step_of
+from ssdctl.runs.folder import RUNS, RunDir, find_checkpoint, run_dir, step_of
+from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.metrics import ClassAP, Ended, Record, Started, events_of, read_metrics
 from ssdctl.runtime.safe_text import html_table, listed, redact_urls
 
@@ -249,6 +251,17 @@ class Run:
         image = base64.b64encode(buffer.getvalue()).decode()
         table = html_table(heads, rows, repr(self))
         return f'{table}<img src="data:image/png;base64,{image}"/>'
+
+
+def continued_config(config: Config) -> Config | None:
+    """Return the config of the run that `config` continues; None if it starts one."""
+    run, resume = run_dir(config), config.train.resume
+    if resume not in ("auto", "never") and not has_continued_from(run, Path(resume)):
+        run = RunDir(Path(resume).absolute().parent.parent)  # of RUN/checkpoints/FILE
+    if resume != "never" and run.step_checkpoints():
+        with contextlib.suppress(SsdctlError):  # the next start writes a broken file again
+            return Run(run.path).config
+    return None
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:

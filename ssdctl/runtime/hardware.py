@@ -1,4 +1,4 @@
-"""Find accelerators and RDMA adapters in sysfs, without opening any device, and bind a rank to the
+"""Find accelerators in sysfs, without opening any device, and bind a rank to the
 cores next to its card. Torch-free."""
 
 from __future__ import annotations
@@ -47,23 +47,17 @@ BINDS_GPUS = "TORCHELASTIC_RUN_ID"  # set by torchrun, which binds ranks next to
 
 
 class Hardware(NamedTuple):
-    """Cards on the PCI bus, with or without a driver, and adapters for RDMA."""
+    """Cards on the PCI bus, with or without a driver."""
 
     num_gaudi: int = 0
     num_nvidia: int = 0
     tpus: tuple[TpuType, ...] = ()  # of each chip
-    has_rdma: bool = False
-
-    @property
-    def has_cards(self) -> bool:
-        return bool(self.num_gaudi or self.num_nvidia)
 
 
 def find_hardware() -> Hardware:
     chips = [read_text(path / "device") for path in _pci_devices(GOOGLE)]
     tpus = tuple(TPUS[chip] for chip in chips if chip in TPUS)
-    has_rdma = any((SYS / "class/infiniband").glob("*"))
-    return Hardware(len(_pci_devices(HABANA)), len(_nvidia_gpus()), tpus, has_rdma)
+    return Hardware(len(_pci_devices(HABANA)), len(_nvidia_gpus()), tpus)
 
 
 def _pci_devices(vendor: str) -> list[Path]:

@@ -1,32 +1,22 @@
 """Query the installed packages: their versions, what differs between the supported versions of
-PyTorch (2.6 to the newest), what keeps a package from loading, and plugins. Torch-free."""
+PyTorch (2.6 to the newest), and what keeps a package from loading. Torch-free."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import os
 import re
-import resource
 import traceback
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 from ssdctl.errors import UsageError
-from ssdctl.runtime.system import UNLIMITED
 
 OLDEST_TORCH = (2, 6)  # the last release for first-generation Gaudi cards
 NEWEST_CUDA = 13
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
-OUT_OF_MEMORY = re.compile(
-    r"allocate memory|allocation|failed to map|MemoryError|start new thread|"
-    r"Resource temporarily unavailable|could not create a primitive",
-    re.IGNORECASE,
-)
 NATIVE_PACKAGES = ("numpy", "torch", "pyarrow", "PIL", "torchvision", "matplotlib", "hotcoco")
 
 
@@ -116,72 +106,7 @@ def library_error(error: BaseException | None) -> UsageError | None:
     )
 
 
-def memory_limit_error(error: BaseException) -> UsageError | None:
-    """Return the error for an allocation that `ulimit -v` refused, else None."""
-    is_refused = isinstance(error, MemoryError) or (
-        isinstance(error, (RuntimeError, OSError, ImportError)) and OUT_OF_MEMORY.search(str(error))
-    )
-    return _memory_limit() if is_refused else None
-
-
-def _memory_limit() -> UsageError | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == UNLIMITED:
-        return None
-    return UsageError(
-        f"the limit of virtual memory (ulimit -v), {limit / 2**30:.1f} GiB, is too small for torch",
-        hint="raise it (ulimit -v unlimited); limit the memory of a job by its cgroup instead",
-    )
-
-
 def _importing_package(error: BaseException) -> str:
     modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__)]
     names = [str(module).partition(".")[0] for module in modules]
     return next((name for name in names if name in NATIVE_PACKAGES), "")
-
-
-def plugin_names(package: str, group: str) -> list[str]:
-    """Return the names of a package's modules and of a group of entry points; import nothing."""
-
-    def by_number(name: str) -> list[tuple[int, str]]:  # resnet18 before resnet101
-        parts = re.split(r"(\d+)", name)
-        return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
-
-    return sorted({*module_names(package), *entry_point_names(group)}, key=by_number)
-
-
-def module_names(package: str) -> list[str]:
-    """Return the names of the modules of a package of ours, in any order; import nothing."""
-    folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
-    return [path.stem for path in folder.glob("[!_]*.py")]
-
-
-def load_plugin(package: str, group: str, name: str) -> Any:
-    """Import and return a module of a package of ours, else an entry point; raise UsageError."""
-    if name in module_names(package):
-        return importlib.import_module(f"{package}.{name}")
-    plugin = load_entry_point(group, name)
-    if plugin is None:
-        raise UsageError(
-            f"no {name!r} in {package} or among the plugins of {group}",
-            hint=f"choose from {', '.join(plugin_names(package, group))}",
-        )
-    return plugin
-
-
-def entry_point_names(group: str) -> list[str]:
-    """Return the names in a group of entry points, such as `ssdctl.trackers`."""
-    return sorted({entry.name for entry in metadata.entry_points(group=group)})
-
-
-def load_entry_point(group: str, name: str) -> Any:
-    """Import and return an entry point; None if no installed package has one of that name."""
-    for entry in metadata.entry_points(group=group, name=name):
-        try:
-            return entry.load()
-        except Exception as error:
-            raise UsageError(
-                f"{name}: the plugin {entry.value} cannot be imported: {error}",
-                hint=f"reinstall the package that has the entry point {name} of {group}",
-            ) from error
-    return None

@@ -6,7 +6,9 @@ Also the texts for durations.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import IO, Any, TypeVar
@@ -29,21 +31,33 @@ def progress_bar(
     Args:
         options: Those of tqdm: `total`, `unit_scale`.
     """
+    if items is not None and not can_redraw():
+        return items
+    options = {"leave": False, "dynamic_ncols": True, "mininterval": 0.25, "miniters": 1, **options}
+    return _bar_class()(items, desc=label, unit=unit, disable=not can_redraw(), **options)
+
+
+@functools.cache
+def _bar_class() -> Any:
+    """Return tqdm's class without its thread, which outlives the bars.
+
+    Its lock would choose the start method of `multiprocessing` for the whole process.
+    """
     with warnings.catch_warnings():  # in a notebook without ipywidgets tqdm writes text
         warnings.filterwarnings("ignore", message="IProgress not found")
         from tqdm.auto import tqdm
 
-    options = {"leave": False, "dynamic_ncols": True, "mininterval": 0.25, **options}
-    return tqdm(items, desc=label, unit=unit, disable=not can_redraw(), **options)
+    bar_class: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
+    if not hasattr(tqdm, "_lock"):
+        bar_class.set_lock(threading.RLock())
+    return bar_class
 
 
 def above_bars(stream: IO[str]) -> contextlib.AbstractContextManager[None]:
     """Hide the bars of a terminal for the duration of the block, in which it is written to."""
     if "tqdm" not in sys.modules:
         return contextlib.nullcontext()
-    from tqdm import tqdm
-
-    hidden: contextlib.AbstractContextManager[None] = tqdm.external_write_mode(file=stream)
+    hidden: contextlib.AbstractContextManager[None] = _bar_class().external_write_mode(file=stream)
     return hidden
 
 

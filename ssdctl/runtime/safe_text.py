@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 
 HIDDEN = "***"
@@ -94,6 +95,12 @@ def listed(items: Sequence[object], most: int, separator: str = ", ") -> str:
     """Return the first items in one line, and how many more there are."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return separator.join(map(str, items[:most])) + more
+
+
+def quoted(name: object) -> str:
+    """Return a file or folder as a word of a shell's command; one like `-x` is no option."""
+    text = str(name)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def counted(number: int, noun: str) -> str:

@@ -124,16 +124,20 @@ def stop_requested() -> str | None:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Raise Stopped immediately at a signal before or within the block: nothing is trained yet."""
+    """Raise Stopped immediately at a signal before or within the block: nothing is trained yet.
+
+    In a thread only at one before: the main thread, which gets signals, may be in a step.
+    """
     global _ends_at_once, _exit_early
     _exit_early = None
-    _ends_at_once = True
+    gets_signals = threading.current_thread() is threading.main_thread()
+    _ends_at_once |= gets_signals
     try:
         if _received:
             raise _stopped_before_the_first_step()
         yield
     finally:
-        _ends_at_once = False
+        _ends_at_once &= not gets_signals
 
 
 def until_stopped(items: Iterable[T], **_: Any) -> Iterator[T]:

@@ -8,14 +8,19 @@ the answer is unknown. `ssdctl.load` makes no settings: they are the user's prog
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
 import resource
 import stat
 import sys
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 SYS = Path("/sys")
 PROC = Path("/proc")
@@ -251,6 +256,64 @@ def shorten_waiting() -> None:
         return
     is_busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
     os.environ["GOMP_SPINCOUNT"] = str(FEW_SPINS if is_busy else SPINS)
+
+
+class Overridden(Generic[T]):
+    """A setting of the whole process that blocks override; the last block restores it.
+
+    Blocks may overlap in any order, as those of two trainers, or of threads. A value that others
+    set meanwhile is kept.
+
+    Args:
+        read: Returns the value.
+        write: Sets it.
+    """
+
+    def __init__(self, read: Callable[[], T], write: Callable[[T], object]) -> None:
+        self._read, self._write = read, write
+        self._lock = threading.Lock()
+        self._values: dict[object, T] = {}  # of the open blocks, in order
+        self._before: list[T] = []
+
+    @contextlib.contextmanager
+    def by(self, value: T) -> Iterator[None]:
+        block = object()
+        with self._lock:
+            if not self._values:
+                self._before = [self._read()]
+            self._values[block] = value
+            self._write(value)
+            self._written = self._read()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._values[block]
+                if self._read() == self._written:
+                    self._write([*self._before, *self._values.values()][-1])
+                    self._written = self._read()
+
+
+@functools.cache
+def variable(name: str) -> Overridden[str | None]:
+    """Return an environment variable; None is one that is not set."""
+
+    def write(value: str | None) -> None:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+    return Overridden(lambda: os.environ.get(name), write)
+
+
+@contextlib.contextmanager
+def with_variables(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set those of the environment variables that are not set, for the duration of the block."""
+    with contextlib.ExitStack() as stack:
+        for name, value in defaults.items():
+            stack.enter_context(variable(name).by(os.environ.get(name, value)))
+        yield
 
 
 def tune_process() -> None:

@@ -9,7 +9,6 @@ from ssdctl.config import Config
 from ssdctl.config.settings import Kind
 from ssdctl.data.coco_json import COCO_NUM_CLASSES
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.safe_text import counted, listed
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def _network(config: Config, step: int) -> str:
     elif config.train.init is not None:
         weights = f"starts from {config.train.init}"
     else:
-        name = weights_of(config.model)
+        name = config.model.weights_name
         weights = "random weights" if name is None else f"backbone weights {name}"
     return f"SSD300 with {config.model.backbone}, {weights}"
 

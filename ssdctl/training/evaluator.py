@@ -18,7 +18,7 @@ from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.evaluation.detect import ValidationLoss, detect
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
 
@@ -119,7 +119,7 @@ class Evaluator:
         detections = detect(
             Detector(self._model, self._device, config),
             val,
-            np.arange(len(val.image_ids)) if rows is None else rows,
+            np.arange(val.num_images) if rows is None else rows,
             batch_size=settings.batch_size,
             threads=self._threads,
             ranks=self._ranks,

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config, TrainConfig
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.device import Device
@@ -27,7 +28,7 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.fake import random_batch
-from ssdctl.model.ssd300 import Architecture
+from ssdctl.model.ssd300 import network_of
 from ssdctl.training.plan import Network, Plan, make_plan
 from ssdctl.training.step import LossModule, build_step
 
@@ -55,7 +56,7 @@ def _rounded(images: int) -> int:
 
 def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> MemoryEstimate:
     with FakeTensorMode():
-        model = architecture.build()
+        model = network_of(architecture)
     parameters = sum(p.numel() for p in model.parameters())
     copies = 4 if config.optimizer == "adamw" else 3  # weights, gradients, state
     per_image = activation_bytes(architecture, precision)
@@ -76,7 +77,7 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
         return tensor
 
     with FakeTensorMode():
-        model = architecture.build().train()
+        model = network_of(architecture).train()
         loss_module = LossModule(model, Cpu(), precision)
         batch = random_batch(batch_size, architecture.num_classes)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -149,7 +150,6 @@ def largest_batch(
 
 
 def _check_shares(batch_size: int, device: Device) -> None:
-    """Raise UsageError unless every core of the device gets the same number of images."""
     cores = device.num_cores
     if batch_size % cores:
         nearest = max(batch_size - batch_size % cores, cores)
@@ -184,7 +184,7 @@ def _peak(
     size: int, config: TrainConfig, architecture: Architecture, device: Device, precision: str
 ) -> int:
     """Return the peak memory of a step on that many images, with a temporary network."""
-    model = device.place(architecture.build()).train()
+    model = device.place(network_of(architecture)).train()
     step = build_step(model, config, device, precision)
     batch = random_batch(size, architecture.num_classes)
     step([batch], 0.0)  # compiles, and tries kernels that may need more than the chosen ones

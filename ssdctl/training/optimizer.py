@@ -8,6 +8,7 @@ called without it. If PyTorch's internals differ, only the time changes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.device import Device
+from ssdctl.runtime.system import Overridden
 
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig
@@ -106,25 +108,29 @@ def update(optimizer: torch.optim.Optimizer, is_skipped: Tensor, scale: Tensor |
     _step(optimizer)
 
 
+@functools.cache
+def _compiler_entry(function: Any) -> Overridden[Any]:
+    def write(value: Any) -> None:
+        if value is not None:
+            setattr(function, _COMPILER_ENTRY, value)
+        elif hasattr(function, _COMPILER_ENTRY):
+            delattr(function, _COMPILER_ENTRY)
+
+    return Overridden(lambda: getattr(function, _COMPILER_ENTRY, None), write)
+
+
 @contextlib.contextmanager
 def without_dynamo() -> Iterator[None]:
     """Let the optimizers' methods run as plain functions during the block.
 
     If torch._dynamo is imported already, nothing changes.
     """
-    changed = []
-    if not _is_dynamo_imported():
-        for name in _WRAPPED_METHODS:
+    with contextlib.ExitStack() as stack:
+        for name in () if _is_dynamo_imported() else _WRAPPED_METHODS:
             function = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-            if not hasattr(function, _COMPILER_ENTRY):
-                setattr(function, _COMPILER_ENTRY, function)
-                changed.append(function)
-    try:
+            entry = getattr(function, _COMPILER_ENTRY, function)
+            stack.enter_context(_compiler_entry(function).by(entry))
         yield
-    finally:
-        for function in changed:
-            if getattr(function, _COMPILER_ENTRY, None) is function:
-                delattr(function, _COMPILER_ENTRY)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,6 @@ Python API call it, so that they agree.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from fractions import Fraction
@@ -18,13 +17,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.config import Config, resolve
+from ssdctl.config import Config
 from ssdctl.config.settings import Kind, Source
-from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.errors import UsageError
+from ssdctl.input import augmentations
 from ssdctl.input.batch import num_background
 from ssdctl.model.backbones import find_backbone
-from ssdctl.runs.going_back import has_continued_from
-from ssdctl.runs.layout import RunDir, run_dir
+from ssdctl.runs.folder import run_dir
 from ssdctl.training.schedule import Every, check_warmup, split_duration
 from ssdctl.training.small_data import adapt_to_data
 
@@ -219,7 +218,7 @@ def make_plan(
 
     Args:
         device: The device to train on; None for a plan without one.
-        before: The settings of the run to continue (`settings_of_run`); its schedule is kept.
+        before: The settings of the run to continue (`continued_config`); its schedule is kept.
         network: The network of the checkpoint of --init, or of the run to resume.
         largest_batch: The batch size for `--bs auto`, measured on an open device.
 
@@ -241,16 +240,15 @@ def make_plan(
         for path, value in kept.items():
             first = first.with_value(path, value, CONTINUED)
         plan = _adapted(first, share)
-    _check_background(plan, dataset)
-    _check_warmup_steps(plan)
+    _check(plan, dataset)
     if kept and plan.is_cosine and plan.decay_steps[-1] < plan.total_steps:
         plan = dataclasses.replace(plan, notices=(*notices, _schedule_has_ended(plan)))
-    _check_batch_norm(plan)
     return plan
 
 
 def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...]:
     """Check what `make_plan` would refuse for any dataset; return its notices."""
+    augmentations.load(config.train.augment)
     if config.is_chosen("train.warmup"):
         check_warmup(config.train)
     requested, key = config.train.precision, "train.precision"
@@ -267,17 +265,6 @@ def check_settings(config: Config, device: DeviceFacts | None) -> tuple[str, ...
         f"{config.sources[key]} trains in {requested}, which device {device.name} lacks: "
         f"{instead} is used instead",
     )
-
-
-def settings_of_run(config: Config) -> Config | None:
-    """Return the settings of the run that `config` continues; None if it starts one."""
-    run, resume = run_dir(config), config.train.resume
-    if resume not in ("auto", "never") and not has_continued_from(run, Path(resume)):
-        run = RunDir(Path(resume).absolute().parent.parent)  # of RUN/checkpoints/FILE
-    if resume != "never" and run.step_checkpoints():
-        with contextlib.suppress(SsdctlError):  # the next start writes a broken file again
-            return resolve(file=str(run.config), environment={}, default_file=False)
-    return None
 
 
 def _with_precision(config: Config, device: DeviceFacts | None) -> Config:
@@ -345,13 +332,15 @@ def _schedule_has_ended(plan: Plan) -> str:
     )
 
 
-def _check_background(plan: Plan, dataset: DatasetSize) -> None:
+def _check(plan: Plan, dataset: DatasetSize) -> None:
     config = plan.config.train
     if dataset.background == 0 and config.background and not config.fake_data:
         raise UsageError(
             f"--background {config.background:g}: no training image is without objects",
             hint="list such images, with an empty label file each, or leave --background out",
         )
+    _check_warmup_steps(plan)
+    _check_batch_norm(plan)
 
 
 def _check_warmup_steps(plan: Plan) -> None:

@@ -16,8 +16,8 @@ from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.going_back import has_continued_from
-from ssdctl.runs.layout import RunDir
 
 if TYPE_CHECKING:
     from ssdctl.distributed.ranks import Ranks
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def find_checkpoint(plan: Plan, classes: list[ClassName], ranks: Ranks) -> Checkpoint | None:
+def find_checkpoint(plan: Plan, classes: list[ClassName] | None, ranks: Ranks) -> Checkpoint | None:
     """Return the checkpoint to resume from, on all ranks; None if a new run begins.
+
+    Args:
+        classes: Those of the dataset; None if a plan does not know them.
 
     Raises:
         UsageError: `--resume never` in a folder with checkpoints; or a setting that affects
@@ -46,7 +49,7 @@ def find_checkpoint(plan: Plan, classes: list[ClassName], ranks: Ranks) -> Check
     return checkpoint
 
 
-def _find(plan: Plan, classes: list[ClassName]) -> Checkpoint | None:
+def _find(plan: Plan, classes: list[ClassName] | None) -> Checkpoint | None:
     config, out = plan.config.train, plan.out
     resume = config.resume
     if resume == "never":
@@ -71,7 +74,8 @@ def _find(plan: Plan, classes: list[ClassName]) -> Checkpoint | None:
     if before and now and before != now:  # not an error: datasets are moved
         text = "%s was trained on %s, this run continues with %s"
         log.warning(text, checkpoint.path, before, now)
-    _check_classes(checkpoint, classes)
+    if classes is not None:
+        _check_classes(checkpoint, classes)
     if CheckpointFolder(out, config.keep).is_own(checkpoint.path):
         return checkpoint
     return dataclasses.replace(checkpoint, best_ap=None)  # another run's best
@@ -117,7 +121,8 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
             f"{difference or 'the same ones come in another order'}",
             hint="--init takes its weights into a new run, those of the classes by name",
         )
-    if [c.id for c in checkpoint.classes] != [c.id for c in classes]:
+    ids = [c.id for c in classes]
+    if None not in ids and [c.id for c in checkpoint.classes] != ids:
         text = "the category ids differ from those of %s: classes matched by name"
         log.warning(text, checkpoint.path)
 
@@ -169,7 +174,7 @@ def _changed_settings(plan: Plan, checkpoint: Checkpoint) -> dict[str, object]:
     before, changed = checkpoint.config, dict[str, object]()
     for path, setting in all_settings().items():
         if setting.is_compared:
-            saved = before.get(path, now[path])
+            saved = before.get(path)
             if _plain(saved) != _plain(now[path]):
                 changed[path] = saved
     return changed

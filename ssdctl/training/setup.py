@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +19,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ssdctl.checkpoint.file import (
-    load_backbone,
     load_checkpoint,
     load_state,
     same_classes,
@@ -29,35 +26,37 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.format import NetworkWeights
+from ssdctl.checkpoint.format import Architecture, NetworkWeights
+from ssdctl.checkpoint.locate import check_weight_sources, locate_checkpoint, resolve_source
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
+from ssdctl.data.tiles import tiled, tiling_of
 from ssdctl.device import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.collectives import open_on_all_ranks, wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
-from ssdctl.inference.locate import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.open import check_pipeline
-from ssdctl.model.pretrained import check_file, fetch_weights, weights_of
-from ssdctl.model.ssd300 import SSD300, Architecture
-from ssdctl.runs.layout import run_dir
+from ssdctl.model.pretrained import check_file, fetch_weights
+from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
+from ssdctl.runs.folder import run_dir
+from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.system import Overridden, with_variables
 from ssdctl.training.description import warning_of_cut
-from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
+from ssdctl.training.memory import architecture_of, plan_on_device
 from ssdctl.training.observers import Observer
 from ssdctl.training.observers.mllog import MLLog
 from ssdctl.training.observers.trackers import Trackers, find_trackers
-from ssdctl.training.plan import Network, Plan, check_settings, settings_of_run
+from ssdctl.training.plan import Network, Plan, check_settings
 
 log = logging.getLogger(__name__)
 InitReader = Callable[[], NetworkWeights]  # reads the checkpoint of --init
-_INITIALIZING = threading.Lock()  # torch's initializers draw from its global generator
 
 
 class Splits(NamedTuple):
@@ -72,7 +71,7 @@ class Splits(NamedTuple):
         """The number of images that are scored."""
         if self.val is None:
             return 0
-        return len(self.val.image_ids if self.val_rows is None else self.val_rows)
+        return self.val.num_images if self.val_rows is None else len(self.val_rows)
 
 
 def init_reader(config: Config) -> InitReader:
@@ -90,7 +89,9 @@ def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progres
         UsageError: A package, a tracker or the dataset does not exist, or see `check_settings`.
         DataError: There is nothing to train on.
     """
-    check_pipeline(config.train.pipeline)
+    if ranks.is_main:
+        check_weight_sources(config)
+    check_pipeline(config.train.pipeline, config.train.augment)
     find_trackers(config.train)
     check_settings(config, device)
     if not (config.train.fake_data or config.is_chosen("data.root")):
@@ -103,11 +104,11 @@ def plan_run(
 ) -> Plan:
     """Plan a run on an open device and dataset; all ranks return the same plan."""
     network, val = None, splits.val
-    before = collectives.broadcast(settings_of_run(config) if ranks.is_main else None, ranks)
+    before = collectives.broadcast(continued_config(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(config):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
     names = [c.name for c in splits.train.classes]
-    num_val = 0 if val is None else len(val.image_ids)
+    num_val = 0 if val is None else val.num_images
     size = DatasetSize(len(splits.train.trainable), len(splits.train.background), num_val, names)
     return plan_on_device(
         config, device, ranks, size, len(names) + 1, before=before, network=network
@@ -122,7 +123,8 @@ def limited(splits: Splits, plan: Plan) -> Splits:
     train = train._replace(trainable=train.trainable[: plan.trainable], background=rows)
     if config.overfit is None:
         return Splits(train, splits.val)
-    return Splits(train, train, np.concatenate([train.trainable, train.background]))
+    images = [train.image_of(int(row))[0] for row in [*train.trainable, *train.background]]
+    return Splits(train, train, np.unique(images))
 
 
 def build_network(
@@ -131,9 +133,8 @@ def build_network(
     """Return a network on the device, with random weights that depend only on the seed."""
     config = plan.config.train
     architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
-    with _INITIALIZING, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
-        model = architecture.build()
+    model = network_of(architecture, config.seed)
+    model.classes = splits.train.classes
     if config.freeze_stem:
         model.freeze_stem()
     model.freeze(config.freeze)
@@ -142,13 +143,6 @@ def build_network(
     if config.sync_bn:
         model = with_sync_bn(model, device, ranks)
     return architecture, device.place(model)
-
-
-def memory_hints(
-    plan: Plan, architecture: Architecture, device: Device
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a function whose blocks explain a full memory."""
-    return functools.partial(out_of_memory_hints, plan, architecture, device)
 
 
 def observers_of(plan: Plan) -> list[Observer]:
@@ -213,27 +207,33 @@ def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
     return model
 
 
+_KERNELS = Overridden(
+    lambda: (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    ),
+    lambda values: _choose_kernels(*values),
+)
+
+
+def _choose_kernels(is_deterministic: bool, only_warns: bool, benchmark: bool) -> None:
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
+    torch.backends.cudnn.benchmark = benchmark
+
+
 @contextlib.contextmanager
 def deterministic_kernels(is_on: bool) -> Iterator[None]:
     """Let PyTorch choose deterministic kernels, or fail if there is none, during the block."""
     if not is_on:
         yield
         return
-    variable = "CUBLAS_WORKSPACE_CONFIG"  # read at the first use
-    workspace = os.environ.get(variable)
-    was_on = torch.are_deterministic_algorithms_enabled()
-    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    os.environ.setdefault(variable, ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
+    # The variable is read at the first use.
+    with (
+        with_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        _KERNELS.by((True, False, False)),
+    ):
         yield
-    finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
-        torch.backends.cudnn.benchmark = benchmark
-        if workspace is None:
-            os.environ.pop(variable, None)
 
 
 def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
@@ -242,6 +242,7 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return Splits(fake_split(), None)
     splits = open_on_all_ranks(root, folder, ranks, progress)
+    splits = {name: tiled(split, tiling_of(config.data)) for name, split in splits.items()}
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
@@ -276,7 +277,7 @@ def load_first_weights(
             )
         load_state(model, state, checkpoint.path)
         return
-    name = weights_of(config.model)
+    name = config.model.weights_name
     if name is None:
         return
     if Path(name).is_file():

@@ -7,6 +7,7 @@ the rules.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ssdctl.config.settings import Config, Kind, Source
@@ -96,8 +97,22 @@ def _values(
             "weight_decay": 0.01,
             "lr": float(f"{peak * 32 / global_batch:.3g}"),
         }
+    values |= _schedule(config.steps, epochs, epoch_images, global_batch, is_open)
+    if rule is FINE_TUNING and batch_size < SMALL_BATCH and is_open("freeze_norm"):
+        values["freeze_norm"] = True
+    return values
+
+
+def _schedule(
+    most_steps: int | None,
+    epochs: float,
+    epoch_images: int,
+    global_batch: int,
+    is_open: Callable[..., bool],
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     steps, end = max(int(epochs * epoch_images / global_batch), 1), float(epochs)
-    run_steps = min(steps, config.steps or steps)
+    run_steps = min(steps, most_steps or steps)
     if run_steps < steps:  # the schedule ends with the run; rounded up to the end of a step
         end = math.ceil(1e4 * run_steps * global_batch / epoch_images) / 1e4
     if is_open("warmup"):
@@ -108,8 +123,6 @@ def _values(
         interval = max(run_steps // EVALUATIONS, FEWEST_STEPS_BETWEEN_EVALUATIONS)
         if interval < run_steps:
             values["eval_every"] = f"{interval}st"
-    if rule is FINE_TUNING and batch_size < SMALL_BATCH and is_open("freeze_norm"):
-        values["freeze_norm"] = True
     return values
 
 

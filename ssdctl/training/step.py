@@ -256,12 +256,12 @@ def _split(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 class BadStep(NamedTuple):
     step: int
-    image_ids: list[int]  # on this rank
+    image_ids: list[int]
 
 
 class NonFiniteGuard:
-    def __init__(self, policy: str) -> None:
-        self.policy = policy
+    def __init__(self, policy: str, ranks: Ranks = SINGLE_PROCESS) -> None:
+        self.policy, self._ranks = policy, ranks
         self._watched: list[tuple[BadStep, Tensor]] = []
         self._consecutive = 0
         self._rollbacks = 0
@@ -270,7 +270,10 @@ class NonFiniteGuard:
         self._watched.append((BadStep(step, image_ids), is_bad))
 
     def check(self) -> list[BadStep]:
-        """Return the steps that were skipped since the last check; waits for the device."""
+        """Return the steps that were skipped since the last check; waits for the device.
+
+        They have the images of all ranks on the first rank, and of its own on another rank.
+        """
         if not self._watched:
             return []
         flags = torch.stack([flag for _, flag in self._watched]).tolist()
@@ -278,9 +281,16 @@ class NonFiniteGuard:
             self._consecutive = self._consecutive + 1 if flag else 0
         bad = [step for (step, _), flag in zip(self._watched, flags, strict=True) if flag]
         self._watched.clear()
-        return bad
+        if not bad:
+            return []
+        own = [step.image_ids for step in bad]
+        shares = collectives.gather_to_first(own, self._ranks) or [own]
+        return [
+            BadStep(step.step, [i for share in shares for i in share[number]])
+            for number, step in enumerate(bad)
+        ]
 
-    def should_roll_back(self, bad: list[BadStep], where: str) -> bool:
+    def should_roll_back(self, bad: Sequence[BadStep], where: str) -> bool:
         """Return whether to roll back because of bad steps.
 
         Raises:

@@ -1,15 +1,23 @@
-"""Measure the pace of training: images per second, the time waiting for images, epochs."""
+"""Record steps, and measure the pace of training: images per second, waits, epochs."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ssdctl.training.observers import Epoch
+import torch
+
+from ssdctl.training.observers import Epoch, Step, StepMetrics
+from ssdctl.training.step import NonFiniteGuard, StepResult
+from ssdctl.training.step_input import BadImages
 
 if TYPE_CHECKING:
+    from ssdctl.data.store import Split
+    from ssdctl.device import Device
+    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.input.batch import Batch
     from ssdctl.training.plan import Plan
 
 INPUT_BOUND_WAIT = 0.2  # fraction of the time spent waiting for images
@@ -112,3 +120,56 @@ class EpochTimer:
         )
         self._ended, self._began = ended, now
         return Epoch(step, ended, round(duration_s, 3), round(images / max(training_s, 1e-9), 3))
+
+
+class StepRecorder:
+    """Makes the records of steps. Those at log points have metrics, which wait for the device.
+
+    Args:
+        split: The training images.
+        memory_hints: Returns a context that explains a full memory.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        split: Split,
+        device: Device,
+        ranks: Ranks,
+        memory_hints: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._plan, self._ids, self._device, self._ranks = plan, split.image_ids, device, ranks
+        self._memory_hints = memory_hints
+        self.meter = ThroughputMeter(plan.global_batch_size)
+        self.guard = NonFiniteGuard(plan.config.train.on_nonfinite, ranks)
+        self.bad_images = BadImages(plan.images, ranks)
+
+    def record(self, step: int, began: float, batches: Sequence[Batch], result: StepResult) -> Step:
+        """Return the record of a step that began at a time, in seconds since 1970."""
+        plan, log_every = self._plan, self._plan.config.train.log_every
+        self.bad_images.add(batches)
+        ids = [int(i) for batch in batches for i in self._ids[batch.rows]]
+        self.guard.watch(step, result.is_bad, ids)
+        self.meter.step_done()
+        record = Step(step, round(plan.epoch(step), 4), plan.lr(step - 1), began, result)
+        if step != plan.total_steps and not (log_every and step % log_every == 0):
+            return record
+        with torch.profiler.record_function("wait: device, at a log point"), self._memory_hints():
+            values = result.read(self._ranks)
+        lap = self.meter.lap()
+        metrics = StepMetrics(
+            loss=values["loss"],
+            loss_box=values["loss_box"],
+            loss_class=values["loss_class"],
+            lr=record.lr,
+            images_per_second=round(lap.images_per_second, 3),
+            grad_norm=values["grad_norm"],
+            data_wait=round(lap.data_wait, 4),
+            memory_bytes=self._device.peak_memory_bytes(),
+        )
+        return record._replace(
+            metrics=metrics,
+            is_input_bound=lap.is_input_bound,
+            bad_images=self.bad_images.report(),
+            skipped=self.guard.check(),
+        )

@@ -10,11 +10,12 @@ Messages go to the logger `ssdctl.training`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -36,35 +37,36 @@ from ssdctl.device import open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError, hints_in_messages
-from ssdctl.runs.layout import RunDir, exclusive_run, run_dir
+from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
 from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
-from ssdctl.runtime.progress import can_redraw, progress_bar, without_progress
+from ssdctl.runtime.progress import without_progress
 from ssdctl.runtime.system import usable_cores
 from ssdctl.training.evaluator import Evaluator
 from ssdctl.training.observers import (
     Detected,
     End,
     Observer,
+    Observers,
+    Outcome,
     Rewind,
     Saved,
     Scored,
     Start,
     Step,
-    StepMetrics,
     Summary,
     best_evaluation,
 )
-from ssdctl.training.observers.display import Display
+from ssdctl.training.observers.display import Display, log_display
 from ssdctl.training.observers.folder import FolderWriter
 from ssdctl.training.optimizer import without_dynamo
 from ssdctl.training.profile import StepProfiler
 from ssdctl.training.resume import find_checkpoint
 from ssdctl.training.saver import Saver
 from ssdctl.training.state import EMA, RankStatistics, restore
-from ssdctl.training.step import BadStep, NonFiniteGuard, build_step
-from ssdctl.training.step_input import BadImages, StepInput
-from ssdctl.training.throughput import EpochTimer, ThroughputMeter
+from ssdctl.training.step import build_step
+from ssdctl.training.step_input import StepInput
+from ssdctl.training.throughput import EpochTimer, StepRecorder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,11 +136,12 @@ class Trainer:
         self.path = run_dir(self.config).path
         self.step = self.samples_seen = 0
         self.evaluation: Evaluation | None = None
+        self._thresholds: Sequence[float | None] = ()  # of the last evaluation
         self._new_evaluation: Evaluation | None = None  # since the last step that was yielded
         displays = [observer for observer in observers if isinstance(observer, Display)]
-        self._display = displays[0] if displays else _log_display(progress)
+        self._display = displays[0] if displays else log_display(progress=progress)
         self._given = list(observers) if displays else [self._display, *observers]
-        self._observers: list[Observer] = []  # that were started
+        self._observers = Observers()
         self._state: Literal["new", "open", "closed"] = "new"
         self._resources = contextlib.ExitStack()
         self._loop: Generator[Step, None, None] | None = None
@@ -164,7 +167,9 @@ class Trainer:
         self._state = "open"
 
     def _open(self, resources: contextlib.ExitStack) -> None:
-        from ssdctl.training import setup  # late: the loop needs no formats and downloads
+        # Late: the loop needs no formats and downloads.
+        from ssdctl.training import setup
+        from ssdctl.training.memory import out_of_memory_hints
 
         config, train = self.config, self.config.train
         self.ranks = ranks = find_ranks()
@@ -184,8 +189,12 @@ class Trainer:
             self.threads = train.workers or usable_cores(ranks.world_size)
             network = setup.build_network(self.plan, self.splits, device, ranks)
             self.architecture, self.model = network
-            self.memory_hints = setup.memory_hints(self.plan, self.architecture, device)
-            checkpoint = self._open_folder(resources)
+            hints = functools.partial(out_of_memory_hints, self.plan, self.architecture, device)
+            self.memory_hints = hints
+            if ranks.is_main:
+                resources.enter_context(exclusive_run(self.path))
+                CheckpointFolder(self.path, train.keep).repair()
+            checkpoint = find_checkpoint(self.plan, self.splits.train.classes, ranks)
             if checkpoint is None:
                 setup.load_first_weights(self.plan, *network, self.splits, ranks, init)
             del init  # its memory
@@ -194,15 +203,7 @@ class Trainer:
             self._start_observers(setup.observers_of(self.plan))
         setup.warn_about(self.plan, self.splits)
 
-    def _open_folder(self, resources: contextlib.ExitStack) -> Checkpoint | None:
-        """Lock the run folder; return the checkpoint to continue from."""
-        if self.ranks.is_main:
-            resources.enter_context(exclusive_run(self.path))
-            CheckpointFolder(self.path, self.plan.config.train.keep).repair()
-        return find_checkpoint(self.plan, self.splits.train.classes, self.ranks)
-
     def _open_state(self, checkpoint: Checkpoint | None) -> None:
-        """Build the optimizer step and what saves, records and evaluates the run."""
         config, plan, ranks = self.plan.config.train, self.plan, self.ranks
         self.train_step = build_step(self.model, config, self.device, plan.precision, ranks)
         self.optimizer = self.train_step.optimizer
@@ -226,12 +227,11 @@ class Trainer:
         self._evaluated_before = self.evaluator.evaluated_step
         self._update_links()
         self.input = StepInput(plan, self.splits.train, self.device, ranks, self.threads)
-        self.bad_images = BadImages(plan.images, ranks)
-        self.bad_images.start(self._past())
-        self.meter = ThroughputMeter(plan.global_batch_size)
+        self.recorder = StepRecorder(plan, self.splits.train, self.device, ranks, self.memory_hints)
+        self.recorder.bad_images.start(self._past())
+        self.meter = self.recorder.meter
         self.epochs = EpochTimer(plan, self.meter, self.step)
         self.flags = collectives.FlagExchange(ranks)
-        self.guard = NonFiniteGuard(config.on_nonfinite)
         profile = RunDir(self.path).profile
         self.profiler = StepProfiler(config.profile, profile, self.device, ranks)
 
@@ -249,9 +249,7 @@ class Trainer:
             self.splits.val_images,
             self._past(),
         )
-        for observer in (self._folder, *observers, *self._given):
-            self._observers.append(observer)
-            observer.on_start(start)
+        self._observers.start([self._folder, *observers, *self._given], start)
 
     def __iter__(self) -> Iterator[Step]:
         """Train and yield a record of each step after it.
@@ -283,7 +281,9 @@ class Trainer:
             self.close()
 
     def _train(self) -> Generator[Step, None, None]:
-        self._begin()
+        self.input.start(self.samples_seen, self.plan.total_steps - self.step)
+        self.model.train()
+        self.meter.start()
         requests = self._exchange_requests(wait=True)
         self._handle(requests)
         if self.step > 0 and self.evaluator.is_due(self.step):
@@ -367,6 +367,7 @@ class Trainer:
             trained=None if self.ema is None else trained,
             architecture=self.architecture,
             classes=self.splits.train.classes,
+            thresholds=self._thresholds,
             config=snapshot(plan.config),
             step=self.step,
             epoch=self.samples_seen / plan.images,
@@ -390,6 +391,7 @@ class Trainer:
         self.step = self.plan.step_of(checkpoint)
         self.statistics.load(checkpoint.rank_statistics, self.step)
         self.samples_seen = checkpoint.samples_seen
+        self._thresholds = checkpoint.thresholds
 
     def summary(self) -> Summary:
         """Return the position, the best AP and the pace of this start."""
@@ -438,10 +440,6 @@ class Trainer:
             hint="a new Trainer with the same settings continues the run",
         )
 
-    def _tell(self, call: Callable[[Observer], None]) -> None:
-        for observer in self._observers:
-            call(observer)
-
     def _past(self) -> Sequence[dict[str, Any]]:
         """Return the records before this start, or before a rollback; on the first rank."""
         return () if self._folder is None else self._folder.past
@@ -458,99 +456,31 @@ class Trainer:
         if self.ranks.is_main:
             self.saver.update()
 
-    def _begin(self) -> None:
-        self.input.start(self.samples_seen, self.plan.total_steps - self.step)
-        self.model.train()
-        self.meter.start()
-
     def _next_batches(self) -> list[Batch]:
         self.profiler.before(self.step + 1)
         with torch.profiler.record_function("wait: next batch"), self.meter.waiting():
             return self.input.next()
 
     def _take_step(self, batches: Sequence[Batch]) -> Step:
-        began, lr = time.time(), self.plan.lr(self.step)
-        self.bad_images.add(batches)
+        began = time.time()
         with self.memory_hints():
-            result = self.train_step(batches, lr)
+            result = self.train_step(batches, self.plan.lr(self.step))
         self.step += 1
         self.samples_seen += self.plan.global_batch_size
         if self.ema is not None:
             self.ema.update()
-        ids = self.splits.train.image_ids
-        self.guard.watch(self.step, result.is_bad, [int(i) for b in batches for i in ids[b.rows]])
-        self.meter.step_done()
-        step = Step(self.step, round(self.plan.epoch(self.step), 4), lr, began, result)
-        log_every = self.plan.config.train.log_every
-        is_logged = self.step == self.plan.total_steps
-        is_logged |= bool(log_every) and self.step % log_every == 0
-        return self._with_metrics(step) if is_logged else step
-
-    def _with_metrics(self, step: Step) -> Step:
-        """Return the record of a log point, which waits for the device."""
-        with (
-            torch.profiler.record_function("wait: device, at a log point"),
-            self.memory_hints(),
-        ):
-            values = step.result.read(self.ranks)
-        lap = self.meter.lap()
-        metrics = StepMetrics(
-            loss=values["loss"],
-            loss_box=values["loss_box"],
-            loss_class=values["loss_class"],
-            lr=step.lr,
-            images_per_second=round(lap.images_per_second, 3),
-            grad_norm=values["grad_norm"],
-            data_wait=round(lap.data_wait, 4),
-            memory_bytes=self.device.peak_memory_bytes(),
-        )
-        return step._replace(
-            metrics=metrics,
-            is_input_bound=lap.is_input_bound,
-            bad_images=self.bad_images.report(),
-            skipped=self._skipped_steps(),
-        )
-
-    def _skipped_steps(self) -> list[BadStep]:
-        """Return the steps skipped since the last log point, with the images of all ranks."""
-        if not (bad := self.guard.check()):
-            return []
-        shares = collectives.gather_to_first([entry.image_ids for entry in bad], self.ranks)
-        shares = shares or [[entry.image_ids for entry in bad]]  # on the other ranks
-        return [
-            BadStep(entry.step, [i for share in shares for i in share[number]])
-            for number, entry in enumerate(bad)
-        ]
+        return self.recorder.record(self.step, began, batches, result)
 
     def _end_step(self, step: Step) -> None:
-        """Tell the observers; warn about what went wrong, end the run or roll it back."""
-        self._tell(lambda observer: observer.on_step(step))
-        self._warn_about(step)
+        """Tell the observers; end the run or roll it back if too much went wrong."""
+        self._observers.tell(lambda observer: observer.on_step(step))
         with self._saved_before_an_error():
-            self.bad_images.check()
+            self.recorder.bad_images.check()
         folder = str(RunDir(self.path).nonfinite)
-        if step.skipped and self.guard.should_roll_back(list(step.skipped), folder):
+        if step.skipped and self.recorder.guard.should_roll_back(step.skipped, folder):
             self._roll_back()
         if (epoch := self.epochs.ended_at(self.step)) is not None:
-            self._tell(lambda observer: observer.on_epoch(epoch))
-
-    def _warn_about(self, step: Step) -> None:
-        if step.is_input_bound and step.metrics is not None:
-            log.warning(
-                "the device waits for images %.0f%% of the time: use more --workers, or smaller "
-                "images (ssdctl prepare --shrink 512)",
-                100 * step.metrics.data_wait,
-            )
-        for bad in step.bad_images:
-            log.warning("image %s was replaced: %s: %s", bad.image_id, bad.file, bad.problem)
-        if step.skipped:
-            log.warning(
-                "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
-                "their images are in %s",
-                len(step.skipped),
-                step.skipped[-1].step,
-                RunDir(self.path).nonfinite,
-            )
+            self._observers.tell(lambda observer: observer.on_epoch(epoch))
 
     def _has_trained(self) -> bool:
         return self.meter.images > 0
@@ -577,9 +507,11 @@ class Trainer:
         if requests.stop:
             self._stop()
         if requests.check_input:
-            self._check_input()
+            with self._saved_before_an_error():
+                collectives.run_and_gather(self.input.check, self.ranks)
         if requests.save:
-            self._save_now()
+            with self.meter.paused():
+                self._save(is_scheduled=False)
 
     def _stop(self) -> None:
         signal_name = signals.stop_requested()
@@ -597,14 +529,6 @@ class Trainer:
             "to continue",
         )
 
-    def _check_input(self) -> None:
-        with self._saved_before_an_error():
-            collectives.run_and_gather(self.input.check, self.ranks)
-
-    def _save_now(self) -> None:
-        with self.meter.paused():
-            self._save(is_scheduled=False)
-
     def _save(self, *, is_scheduled: bool = True) -> None:
         """Save the run, if this step is not saved yet.
 
@@ -617,10 +541,8 @@ class Trainer:
         self._record_evaluation(wait=True)
         if is_scheduled:
             self.statistics.average(self.step)
-            self.saver.save(self.state())
-        else:
-            with self.statistics.averaged(self.step) as of_ranks:
-                self.saver.save(self.state(of_ranks))
+        with self.statistics.averaged(self.step) as of_ranks:
+            self.saver.save(self.state(of_ranks))
 
     @contextlib.contextmanager
     def _saved_before_an_error(self) -> Iterator[None]:
@@ -635,7 +557,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Detect on the validation split and save; the score comes while the next steps run."""
         self._record_evaluation(wait=True)
-        self._tell(lambda observer: observer.on_evaluation_start(self.step))
+        self._observers.tell(lambda observer: observer.on_evaluation_start(self.step))
         self.statistics.average(self.step)
         average = contextlib.nullcontext() if self.ema is None else self.ema.in_place()
         with self._saved_before_an_error(), average:
@@ -645,7 +567,7 @@ class Trainer:
             self._handle(self._exchange_requests(wait=True))
         if detections is not None and self.splits.val is not None:
             detected = Detected(self.step, self.splits.val, detections)
-            self._tell(lambda observer: observer.on_detections(detected))
+            self._observers.tell(lambda observer: observer.on_detections(detected))
         self.evaluator.evaluated_step = self.step
         self._save()
         if detections is not None:
@@ -655,10 +577,11 @@ class Trainer:
         if (scored := self.evaluator.scored(wait=wait)) is None:
             return
         self.evaluation = self._new_evaluation = evaluation = scored[0]
+        self._thresholds = evaluation.thresholds(self.splits.train.classes)
         is_best, step = scored[1], evaluation.about.step
         assert step is not None
         record = Scored(step, evaluation, self.evaluator.losses, is_best)
-        self._tell(lambda observer: observer.on_evaluation(record))
+        self._observers.tell(lambda observer: observer.on_evaluation(record))
         if is_best:
             self.saver.mark_best(step)
             self._tell_checkpoint("best", step)
@@ -666,7 +589,7 @@ class Trainer:
     def _tell_checkpoint(self, name: Literal["best", "last"], step: int) -> None:
         folder = RunDir(self.path)
         saved = Saved(step, name, folder.best if name == "best" else folder.last)
-        self._tell(lambda observer: observer.on_checkpoint(saved))
+        self._observers.tell(lambda observer: observer.on_checkpoint(saved))
 
     def _roll_back(self) -> None:
         """Restore the last checkpoint's weights and continue with the next images of the stream."""
@@ -680,8 +603,8 @@ class Trainer:
         self.input.start(samples_seen, self.plan.total_steps - self.step)
         self.saver.start(self.step, None)
         rewind = Rewind(self.step, bad_step)
-        self._tell(lambda observer: observer.on_rewind(rewind))
-        self.bad_images.start(self._past())
+        self._observers.tell(lambda observer: observer.on_rewind(rewind))
+        self.recorder.bad_images.start(self._past())
         self.epochs.rewind(self.step)
         self.evaluator.rewind(self._past_evaluations())
         self._update_links()
@@ -703,30 +626,6 @@ class Trainer:
         with contextlib.suppress(DiskError):
             self._end("failed")
 
-    def _end(
-        self,
-        outcome: Literal["finished", "stopped", "failed"],
-        signal_name: str | None = None,
-    ) -> None:
-        """Tell the observers about the end, once. It takes a limited time."""
-        observers, self._observers = self._observers, []
+    def _end(self, outcome: Outcome, signal_name: str | None = None) -> None:
         has_progressed = self._has_trained() or self.step != self._evaluated_before
-        end = End(self.step, outcome, self.summary(), signal_name, has_progressed)
-        with contextlib.ExitStack() as stack:
-            for observer in reversed(observers):
-                stack.callback(observer.on_end, end)
-
-
-def _log_display(progress: bool) -> Display:
-    return Display(
-        _log_facts,
-        lambda text, _style: log.info("%s", text),
-        progress=progress_bar if progress else without_progress,
-        is_live=progress and can_redraw(),
-        has_steps=True,
-    )
-
-
-def _log_facts(facts: Sequence[tuple[str, str]]) -> None:
-    for name, text in facts:
-        log.info("%s: %s", name, text)
+        self._observers.end(End(self.step, outcome, self.summary(), signal_name, has_progressed))

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+import ssdctl
 from ssdctl.boxes import BOXES_PER_CELL
-from ssdctl.checkpoint.file import load_checkpoint, load_network, read_payload, with_classes
-from ssdctl.checkpoint.format import Checkpoint
+from ssdctl.checkpoint.file import load_checkpoint, read_payload, with_classes
+from ssdctl.checkpoint.format import Architecture, Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
-from ssdctl.config import DataConfig, resolve
+from ssdctl.config import resolve
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.resolve import Override, of_call
 from ssdctl.data.annotations import ClassName
@@ -25,7 +26,7 @@ from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.evaluate import choose_data
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.state import restore
 
@@ -87,7 +88,7 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
     "a list as the trained weights": lambda p: p.update(trained=[1, 2]),
     "no image trained on": lambda p: p.update(images=0),
     "a class without a name": lambda p: p.update(classes=[{"id": 1}] * 2),
-    "an unknown backbone": architecture(backbone="vgg11", extra_norm="none", num_classes=3),
+    "a number as the backbone": architecture(backbone=11, extra_norm="none", num_classes=3),
     "a negative position": lambda p: p.update(samples_seen=-1),
     "an empty batch": lambda p: p.update(global_batch=0),
     "text as the best AP": lambda p: p.update(best_ap="x"),
@@ -302,7 +303,7 @@ def test_other_formats_are_refused(name: str, tmp_path: Path) -> None:
 
 def remembered(root: Path, store: Path | None) -> Checkpoint:
     return Checkpoint(
-        path=Path("x.pt"), model={}, architecture=None, classes=[],  # type: ignore[arg-type]
+        path=Path("x.pt"), model={}, architecture=Architecture("tiny", "none", 1), classes=[],
         config={"data.root": str(root), "data.store": store and str(store)}, step=0, epoch=0,
         samples_seen=0, images=1, global_batch=1, best_ap=None, optimizer={},
     )  # fmt: skip
@@ -313,13 +314,15 @@ def test_folders_named_by_a_checkpoint_are_only_read(tmp_path: Path) -> None:
     root, store, own = tmp_path / "data", tmp_path / "home" / ".ssh", tmp_path / "own"
     generate(root, num_train=1, num_val=1)
     own.mkdir()
+    own_file = tmp_path / "own.toml"  # a file's dataset does not replace the checkpoint's
+    own_file.write_text(f"[data]\nroot = '{own}'\n")
     with pytest.raises(DataError, match=str(root)) as caught:
-        choose_data(remembered(root, store), DataConfig(root=str(own)), set())
+        choose_data(remembered(root, store), ssdctl.configure(own_file))
     assert "--data" in str(caught.value.hint)
     assert not store.exists()
     # The user's own dataset is prepared where it has to be.
-    data = DataConfig(root=str(root))
-    assert choose_data(remembered(root, None), data, set()).root == str(root)
+    own_file.write_text(f"[data]\nroot = '{root}'\n")
+    assert choose_data(remembered(root, None), ssdctl.configure(own_file)).root == str(root)
     # A store of the user's choosing is written.
-    chosen = choose_data(remembered(root, store), DataConfig(store=str(own)), {"data.store"})
-    assert chosen.store == str(own)
+    chosen = ssdctl.configure(data={"store": own})
+    assert choose_data(remembered(root, store), chosen).store == str(own)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from ssdctl.checkpoint.file import load_backbone, load_checkpoint, load_network
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.format import Checkpoint
+from ssdctl.checkpoint.format import Architecture, Checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import DiskError, IntegrityError, UsageError
-from ssdctl.model.ssd300 import SSD300, Architecture
+from ssdctl.model.ssd300 import SSD300, load_backbone, load_network
 
 
 class Malice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,29 +24,20 @@ from ssdctl.training.small_data import adapt_to_data
     [
         (["train", "--data", "none", "--device", "cpu"], 3, "none: "),
         (["train", "--data", ".", "--device", "cpu"], 3, "annotations"),
-        (["train", "--set", "train.lrr=1"], 2, "'train.lr'"),
         (["train", "--set", "nonsense"], 2, "KEY=VALUE"),
-        (["train", "--lr", "fast"], 2, "--lr: 'fast'"),
-        (["train", "--config", "none.toml"], 2, "none.toml"),
         (["fetch-weights", "tiny-imagenet-v1"], 2, "tiny has no"),
         (["train", "--fake-data", "--device", "hpu"], 2, "habana_frameworks"),
-        (["train", "--fake-data", "--device", "xla"], 2, "xla"),
         (["evaluate", "none.pt"], 2, "none.pt"),
         (["evaluate", "text.pt"], 5, "torch.save did not write it"),
         (["evaluate", "text.json", "--data", "."], 3, "annotations"),
         (["predict", "text.pt", "text.pt"], 5, "text.pt"),
-        (["predict", "none.pt", "none.jpg"], 2, "none.pt"),
         (["prepare", "--data", "none"], 3, "none: "),
         (["report", "."], 2, "metrics.jsonl"),
         (["export", "text.pt", "--format", "mlperf", "--out", "x"], 5, "text.pt"),
-        (["export", "text.pt", "--format", "zip", "--out", "x"], 2, "mlperf"),
         (["config", "validate", "none.toml"], 2, "none.toml"),
         (["benchmark", "data", "--gpu-rate", "inf"], 2, "--gpu-rate"),
-        (["train", "--decay-epochs", "2,x"], 2, "--decay-epochs"),
-        (["prepare", "--split", "800"], 2, "--split"),
         (["prepare", "--split", "80"], 2, "80% is 0.8"),
         (["prepare", "--split", "87.5%"], 2, "87.5% is 0.875"),
-        (["train", "--target-ap", "35"], 2, "35% is 0.35"),
     ],
 )
 def test_mistakes_get_one_message_and_their_code(
@@ -189,25 +179,6 @@ def test_a_plan_tells_what_is_unusual(
     assert (told in (result.err if told[0] == "-" else result.out)) == is_told
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--init", "absent.pt"],
-        ["--init", "hf://absent"],
-        ["--init", "."],
-        ["--backbone-weights", "absent.pth"],
-        ["--resume", "absent.pt"],
-    ],
-    ids=" ".join,
-)
-def test_a_plan_refuses_missing_weights_like_the_run(cli: Cli, options: list[str]) -> None:
-    for is_planned in (True, False):
-        train = ["train", "--fake-data", "--device", "cpu", "--out", "run", *options]
-        result = cli(*train, *["--dry-run"] * is_planned)
-        assert result.code == 2, (is_planned, result.err)
-        assert options[1] in result.err
-
-
 def test_config_commands(cli: Cli) -> None:
     assert cli("config", "init").code == 0
     assert cli("config", "init").code == 2
@@ -315,30 +286,3 @@ def test_the_command_that_runs_an_onnx_file(
     assert result.code == 0, result.err
     _, *commands = result.err.split(" ssdctl ")
     assert [c.strip() for c in commands] == ([command] if command else [])
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "config init mine.toml",
-        "models",
-        "download --dataset shapes --dest shapes --images 2 --val-images 1",
-        "dataset export DATA --to yolo --out yolo",
-    ],
-)
-def test_the_next_command_works(cli: Cli, shapes: Path, command: str) -> None:
-    data = Path("data")
-    shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
-    arguments = command.replace("DATA", str(data)).split()
-    result = cli(*arguments)
-    assert result.code == 0, result.err
-    rows = result.err[result.err.index("next  ") :].splitlines()
-    commands = [shlex.split(row.removeprefix("next").strip()) for row in rows]
-    assert [words[0] for words in commands] == ["ssdctl"] * len(commands)
-    first = [*commands[0][1:], *["--help"] * ("photo.jpg" in commands[0])]
-    assert cli(*first).code == 0
-    for silent in ("-q", "--json"):
-        for made in ("mine.toml", "yolo", "shapes"):
-            path = Path(made)
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        assert "next" not in cli(*arguments, silent).err

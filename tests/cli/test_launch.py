@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,6 @@ def ranks_command(plan: Any) -> list[str]:
     return argv[argv.index("ssdctl") + 1 :]
 
 
-def test_json_and_the_command_line_agree() -> None:
-    plan = planned("--cpus", "2", "--device", "auto")
-    assert ranks_command(plan) == ["train", "--device=cpu"]
-    assert list(plan) == ["argv", "environment", "command"]
-    assignments = [f"{k}={v}" for k, v in plan["environment"].items()]
-    assert shlex.split(plan["command"]) == [*assignments, *plan["argv"]]
-
-
 def test_options_of_train_are_passed_on_unchanged() -> None:
     Path("my.toml").write_text("[train]\nlr = 1e-3\n")
     plan = planned(
@@ -74,15 +65,11 @@ def test_options_of_train_are_passed_on_unchanged() -> None:
         ("", "--cpus"),
         ("--cpus 2 --gpus 2", "--cpus"),
         ("--cpus 0", "--cpus"),
-        ("--cpus 3 --nodes 2", "nodes"),
-        ("--cpus 2 --bs x", "--bs"),
-        ("--cpus 2 --set train.nonsense=1", "train.nonsense"),
         ("--cpus 2 --nonsense", "--nonsense"),
         ("--cpus 2 --batch-splits 4", "--accumulate"),
         ("--cpus 2 --device cuda", "--device cuda"),
         ("--cpus 2 --set train.device=hpu", "--device hpu"),
         ("--tpus 4 --launcher slurm", "slurm"),
-        ("--gpus 8 --launcher slurm --set slurm.partition=a;b", "slurm.partition"),
         ("--gpus 8 --launcher nonsense", "--launcher"),
         ("--hpus 8 --hostfile absent", "absent"),
         ("--cpus 2 8", "'8'"),

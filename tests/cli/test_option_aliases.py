@@ -26,17 +26,8 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
 @pytest.mark.parametrize(
     ("alias", "ours"),
     [
-        ("--batch_size=8", "--bs=8"),
-        ("-b 8", "--bs=8"),
         ("-b8", "--bs=8"),
-        ("--base_lr 1e-3", "--lr=1e-3"),
-        ("--num-workers 3", "--workers=3"),
-        ("--wd 0.1", "--weight-decay=0.1"),
-        ("--model_dir x", "--out=x"),
-        ("--autocast", "--bf16"),
-        ("--dtype bf16", "--set=train.precision=bf16"),
-        ("--hpu-lazy-mode", "--execution=lazy"),
-        ("--no-allow-tf32", "--no-tf32"),
+        ("--dtype bf16", "--bf16"),
         ("--threshold 0.23", "--target-ap=0.23"),
         ("--ebs 4", "--set=evaluate.batch_size=4"),
         ("--save_summary_steps 10", "--log-every=10 --tensorboard"),  # TensorFlow's
@@ -105,34 +96,6 @@ def test_thresholds_have_the_names_of_other_detectors(cli: Cli, command: str, fl
     result = cli(command, flag, "0.5", "--weights", "absent.pt", *images)
     assert (result.code, "absent.pt" in result.err) == (2, True)
     assert "<= 1.0" in cli(command, "absent.pt", *images, flag, "5").err
-
-
-KEY_ALIASES = {
-    "train.bs": ("train.batch_size", 7),
-    "train.learning_rate": ("train.lr", 0.5),
-    "train.output_dir": ("train.out", "x"),
-    "data.data": ("data.root", "x"),
-    "model.backbone_weights": ("model.weights", "none"),
-    "prepare.from": ("prepare.source", "voc"),
-    "evaluate.bs": ("evaluate.batch_size", 7),
-}
-
-
-@pytest.mark.parametrize("source", ["file", "--set", "variable"])
-def test_keys_have_aliases_too(cli: Cli, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    options: list[str] = []
-    for alias, (_, value) in KEY_ALIASES.items():
-        if source == "file":
-            with Path("ssdctl.toml").open("a") as file:
-                file.write(f"{alias} = {json.dumps(value)}\n")
-        elif source == "--set":
-            options += ["--set", f"{alias}={value}"]
-        else:
-            monkeypatch.setenv(f"SSDCTL_{alias.replace('.', '__')}".upper(), str(value))
-    result = cli("config", "show", "--json", *options)
-    assert result.code == 0, result.err
-    shown = json.loads(result.out)
-    assert all(shown[path]["value"] == value for path, value in KEY_ALIASES.values())
 
 
 def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:

@@ -134,7 +134,7 @@ def test_arrays_and_tensors_are_the_same_image() -> None:
     tensor = torch.from_numpy(pixels.copy())
     alpha = np.concatenate([pixels, np.full_like(pixels[..., :1], 7)], axis=2)
     first = tensor.permute(2, 0, 1)
-    floating = first.float() / 255, first.double().div(255).requires_grad_()
+    floating = first.float() / 255, first.double().div(255).requires_grad_(), pixels / 255
     for given_ in (pixels, alpha, pixels.astype(np.uint16) * 257, tensor, first, *floating):
         assert np.array_equal(read_rgb(given_), pixels)
     rounded = read_rgb((tensor.float() / 255).bfloat16()).astype(int)  # 8 bits of precision
@@ -147,7 +147,8 @@ def test_arrays_and_tensors_are_the_same_image() -> None:
 @pytest.mark.parametrize(
     ("given_", "subject"),
     [
-        (np.zeros((5, 5, 3)), "float64"),
+        (np.full((5, 5, 3), 255.0), "0 to 1"),
+        (np.zeros((5, 5, 3), np.int64), "int64"),
         (np.zeros((5, 5, 2), np.uint8), "(5, 5, 2)"),
         (np.zeros((0, 5, 3), np.uint8), "(0, 5, 3)"),
         (torch.full((3, 5, 5), 255.0), "0 to 1"),
@@ -165,7 +166,7 @@ def test_other_objects_are_a_usage_error(given_: object, subject: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.new("RGB", (4, 3)).save(path)
-    with path.open() as text, pytest.raises(UsageError, match="text"):
+    with path.open() as text, pytest.raises(UsageError, match="bytes"):
         read_rgb(text)
     with pytest.raises(DataError, match=r"a\.png.*closed"):
         read_rgb(text)

@@ -22,6 +22,7 @@ from ssdctl.data.index import Made, Metadata, index_path, write_index
 from ssdctl.errors import DataError
 from ssdctl.evaluation.coco_ap import read_ground_truth, run_scoring
 from ssdctl.evaluation.evaluate import read_detections
+from ssdctl.evaluation.resample import METRICS, resample
 
 
 def annotations(folder: Path, objects: list[dict[str, Any]]) -> Path:
@@ -63,6 +64,8 @@ def check_against_pycocotools(tmp_path_factory: pytest.TempPathFactory, case: Ca
             scoring = run_scoring(truth_read, found, image_ids=image_ids, verify=True)
             actual = list(scoring.metrics.values())
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
+            counted = np.nan_to_num(resample(scoring, num_draws=1).estimates[0], nan=-1)
+            np.testing.assert_allclose(counted, expected[: len(METRICS)], rtol=0, atol=1e-12)
 
 
 test_equal_to_pycocotools = settings(max_examples=40)(given(cases())(check_against_pycocotools))

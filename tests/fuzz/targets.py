@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from reporting.test_damaged_runs import make_run
 
 from ssdctl.checkpoint.exported import read_onnx
-from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.cli.command import exit_after
 from ssdctl.cli.console import Console
@@ -54,7 +54,7 @@ from ssdctl.download.pinned_files import PinnedFile, read_manifest
 from ssdctl.evaluation.evaluate import read_detections
 from ssdctl.exporting.weights import export_weights
 from ssdctl.launch.engines.mpirun import read_hosts
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.run import Run
 from ssdctl.training.optimizer import build_optimizer

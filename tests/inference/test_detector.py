@@ -10,10 +10,12 @@ import torch
 from tiny_network import build_training
 from torch import Tensor
 
+from ssdctl.config.fields import Tiling
+from ssdctl.data.tiles import Window, tile_windows
 from ssdctl.device import open_device
 from ssdctl.errors import UsageError
 from ssdctl.inference.detector import Detector, DetectorConfig
-from ssdctl.inference.image_detector import Window, cut_flags, merge, tile_windows
+from ssdctl.model.postprocess import cut_flags, merge
 
 Row = tuple[tuple[int, int, int, int], float, int, bool]  # box, score, label, is cut
 
@@ -31,7 +33,7 @@ Row = tuple[tuple[int, int, int, int], float, int, bool]  # box, score, label, i
 def test_tiles_cover_the_image_and_overlap(
     width: int, height: int, size: int, overlap: float
 ) -> None:
-    complete, *tiles = tile_windows(width, height, size, overlap)
+    complete, *tiles = tile_windows(width, height, Tiling(size, overlap))
     assert complete == (0, 0, width, height)
     for length, axis in ((width, 0), (height, 1)):
         spans = sorted({(tile[axis], tile[axis + 2]) for tile in tiles})
@@ -41,7 +43,7 @@ def test_tiles_cover_the_image_and_overlap(
             assert end - start >= int(size * overlap) - 1
         assert all(stop - start == min(size, length) for start, stop in spans)
     assert len(tiles) == len(set(tiles))
-    assert tile_windows(size, size - 1, size, overlap) == [Window(0, 0, size, size - 1)]
+    assert tile_windows(size, size - 1, Tiling(size, overlap)) == [Window(0, 0, size, size - 1)]
 
 
 def test_boxes_at_inner_edges_are_cut() -> None:

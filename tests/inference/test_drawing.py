@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor, ImageDraw
 
-from ssdctl.inference.drawing import (
+from ssdctl.data.drawing import (
     PALETTE,
     class_color,
     draw,

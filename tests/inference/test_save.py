@@ -17,15 +17,15 @@ from ssdctl.config.sections import SaveFormat
 from ssdctl.data.annotations import ClassName, Conversion
 from ssdctl.data.dataset import read_dataset
 from ssdctl.errors import UsageError
-from ssdctl.inference.results import Result
 from ssdctl.inference.save import WRITERS
 from ssdctl.inference.sources import ImageSource, source_of
+from ssdctl.model.results import Result
 
 SIZE = (200, 100)
 BUS = 'no: "bus" \U0001f68c'
 CLASSES = [ClassName(0, "car"), ClassName(8, "bike"), ClassName(9, BUS)]
-CLIPPED = (200, 10, 200, 60)  # to nothing
-BOXES = np.array([(20, 10, 60, 60), (0, 0, 200, 100), CLIPPED], np.float64)
+OUTSIDE = (200, 10, 220, 60)
+BOXES = np.array([(20, 10, 60, 60), (-5, 0, 200, 101), OUTSIDE], np.float64)
 Results = list[tuple[ImageSource, Result]]
 
 
@@ -78,8 +78,8 @@ def test_coco(results: Results) -> None:
     assert annotations[0]["area"] == 2000
     assert len({a["id"] for a in annotations}) == 4
     rows = json.loads((folder / "results.json").read_text())
-    assert [r["score"] for r in rows] == [0.9, 0.4, 0.9, 0.4]
-    assert rows == [{key: a[key] for key in rows[0]} for a in annotations]
+    assert [r["score"] for r in rows] == [0.9, 0.4, 0.35, 0.9, 0.4, 0.35]  # all, as `evaluate`
+    assert rows[2]["bbox"] == [200, 10, 20, 50]
 
 
 def test_yolo(results: Results) -> None:

@@ -1,12 +1,10 @@
-"""Plans of launches, and the random arguments of their commands."""
+"""Plans of launches."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from typing import Any
-
-from hypothesis import strategies as st
 
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.sections import LaunchConfig
@@ -17,9 +15,6 @@ from ssdctl.launch.engines.slurm import Slurm
 from ssdctl.launch.engines.torchrun import Torchrun
 from ssdctl.launch.job import Job
 
-# Valid arguments: any text without NUL and lone surrogates.
-TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
-ARGUMENTS = st.lists(TEXT)
 SMALL = Node(2, 1)
 # Options of `launch` for a training in a pod.
 IN_A_POD: list[Any] = ["--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first"]

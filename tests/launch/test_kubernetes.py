@@ -18,13 +18,11 @@ import jsonschema
 import pytest
 import yaml
 from conftest import Cli, Result
-from hypothesis import given
 from launch import plans
-from launch.plans import ARGUMENTS, IN_A_POD, TEXT
+from launch.plans import IN_A_POD
 
-from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch.engines.kubernetes import PLAIN
 from ssdctl.launch.job import Job
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -190,34 +188,6 @@ def test_one_pod_for_a_download(cli: Cli) -> None:
     assert container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
 
 
-@pytest.mark.parametrize(
-    ("device", "count", "nodes", "kind", "resource"),
-    [
-        ("hpu", 8, 1, "Job", "habana.ai/gaudi"),
-        ("hpu", 16, 2, "MPIJob", "habana.ai/gaudi"),
-        ("hpu", 1, 1, "Job", "habana.ai/gaudi"),
-        ("cuda", 4, 1, "Job", "nvidia.com/gpu"),
-        ("cuda", 16, 2, "List", "nvidia.com/gpu"),
-        ("tpu", 4, 1, "Job", "google.com/tpu"),
-        ("xla", 4, 1, "Job", "google.com/tpu"),
-        ("xla", 8, 2, "List", "google.com/tpu"),
-        ("cpu", 2, 1, "Job", None),
-    ],
-)
-def test_kinds(device: str, count: int, nodes: int, kind: str, resource: str | None) -> None:
-    settings = {"install": "a.whl", "host_ipc": True, "pull_secret": "s"}
-    manifest = manifest_for(device, count, nodes=nodes, **settings)
-    assert manifest["kind"] == kind
-    limits = list(containers(manifest).values())[-1]["resources"].get("limits", {})
-    assert limits == ({resource: str(count // nodes)} if resource else {})
-    with_devices = templates(manifest)[-1]
-    expected = [{"key": resource, "operator": "Exists"}] if resource else None
-    assert with_devices["spec"].get("tolerations") == expected
-    for template in templates(manifest):
-        for marks in (template["metadata"]["labels"], template["metadata"]["annotations"]):
-            assert marks["sidecar.istio.io/inject"] == "false"
-
-
 def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
     """The launcher waits for all workers: one failed download must not fail a worker."""
     sidecar = {"name": "sidecar", "image": "b"}
@@ -350,13 +320,8 @@ def test_only_crashes_are_tried_again() -> None:
         (("train",), {"install": None}, "kubernetes.install is not set"),
         (("train",), {"volumes": ("runs",)}, "SOURCE:/PATH"),
         (("train",), {"volumes": ("runs:/runs", "a:/b/../c")}, "SOURCE:/PATH"),
-        (("train",), {"resources": ("cpu=a lot",)}, "kubernetes.resources"),
         (("train",), {"env": ("1=2",)}, "kubernetes.env"),
-        (("train",), {"namespace": "a\nb"}, "kubernetes.namespace"),
-        (("train",), {"name": "-a"}, "kubernetes.name"),
-        (("train",), {"node_selector": ("a=$(b)",)}, "kubernetes.node_selector"),
         (("train",), {"image": "a; b"}, "kubernetes.image"),
-        (("train",), {"service_account": "A"}, "kubernetes.service_account"),
     ],
 )
 def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], words: str) -> None:
@@ -372,24 +337,6 @@ def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
         assert ("/dev/shm" in [m["mountPath"] for m in mounts]) == (count > 1)
     manifest = manifest_for("hpu", 16, nodes=2, env=("TOKEN=1",))
     assert "--export-env=TOKEN" in containers(manifest)["launcher"]["command"]
-
-
-@given(ARGUMENTS, TEXT)
-def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> None:
-    """Kubernetes replaces $(NAME) and turns $$ into $; YAML readers guess numbers and dates."""
-    arguments = ["a" + argument for argument in arguments]
-    plan = plan_for("cpu", 1, "evaluate", *arguments, env=(f"NAME={value}",))
-    assert plan.text is not None
-    read = yaml.safe_load(plan.text)
-    assert read == plan.manifest
-    (container,) = containers(read).values()
-    passed = [word.replace("$$", "$") for word in container["command"]]
-    assert passed[4:] == arguments
-    assert container["env"][-1]["value"].replace("$$", "$") == value
-    assert all("$" not in word.replace("$$", "") for word in container["command"])
-    for token in yaml.scan(plan.text):
-        if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
-            assert PLAIN.fullmatch(token.value)
 
 
 def in_pods(cli: Cli, *options: object, install: str = "ssdctl==1.0.0rc1") -> Result:

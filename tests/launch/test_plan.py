@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import shlex
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import pytest
-from hypothesis import given
 from launch import plans
-from launch.plans import ARGUMENTS, SMALL
+from launch.plans import SMALL
 
-from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import Node, read_node
 from ssdctl.launch.engines._tpus import choose_device
@@ -299,8 +295,6 @@ def test_a_host_that_is_still_missing(device: str) -> None:
 @pytest.mark.parametrize(
     ("device", "count", "settings", "words"),
     [
-        ("hpu", 9, {"nodes": 2}, "--nodes 2"),
-        ("hpu", 8, {"devices_per_node": 4}, "--devices-per-node"),
         ("xla", 8, {"launcher": "mpirun"}, "--launcher mpirun"),
         ("xla", 8, {"launcher": "slurm"}, "TPUs"),
         ("tpu", 8, {"launcher": "mpirun"}, "--launcher mpirun"),
@@ -325,7 +319,6 @@ def test_a_host_that_is_still_missing(device: str) -> None:
         # Arguments that a launcher cannot pass on: a colon separates the programs of mpirun.
         ("cpu", 2, {"command": ("predict", "a\0b")}, "a\\x00b"),
         ("cpu", 2, {"command": ("predict", "\udcff")}, "udcff"),
-        ("hpu", 2, {"command": ("predict", ":")}, "':'"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -334,33 +327,6 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(UsageError) as refused:
         plan_for(device, count, *settings.pop("command", ()), **settings)
     assert words in f"{refused.value} {refused.value.hint}"
-
-
-@given(ARGUMENTS)
-def test_arguments_survive_the_printed_line_and_torchruns_template(arguments: list[str]) -> None:
-    plan = plan_for("hpu", 8, "train", *("a" + argument for argument in arguments))
-    assert tuple(shlex.split(plan.to_line())) == plan.argv
-    variables = {f"V{number}": argument for number, argument in enumerate(arguments)}
-    assigned = [f"{name}={value}" for name, value in variables.items()]
-    plan = dataclasses.replace(plan, environment=variables)
-    assert shlex.split(plan.to_line()) == [*assigned, *plan.argv]
-    argv = plan_for("cpu", 2, "train", *arguments).argv
-    passed = [Template(a).safe_substitute(local_rank="0") for a in argv]
-    assert passed[passed.index("train") + 1 :] == arguments
-
-
-def test_the_script_runs_what_was_planned(tmp_path: Path) -> None:
-    (tmp_path / "mpirun").write_text('#!/bin/sh\nprintf "%s\\0" "$A" "$@"\n')
-    (tmp_path / "mpirun").chmod(0o755)
-    plan = plan_for("hpu", 8, "train", *HOSTILE)
-    plan = dataclasses.replace(plan, environment={"A": "$(touch x); b"})
-    script = tmp_path / "launch.sh"
-    script.write_text(plan.to_script())
-    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    argv = ["/bin/bash", script]
-    done = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, check=True)
-    assert tuple(done.stdout.decode().split("\0")[:-1]) == ("$(touch x); b", *plan.argv[1:])
-    assert not (tmp_path / "x").exists()
 
 
 HOSTS = ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254, "a:8", "a[1-2]"]

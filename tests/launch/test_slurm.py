@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from launch import plans
-from launch.plans import ARGUMENTS
 
-from ssdctl.config.batch_sections import SlurmConfig
+from ssdctl.config.sections import SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.job import Job
 
@@ -46,46 +39,6 @@ def test_options_for_slurm() -> None:
         plan_for("cuda", 4, slurm={"constraint": "[rack1|rack2]", "options": options})
     )
     assert {"--constraint=[rack1|rack2]", *options} <= set(found)
-
-
-@pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(x)", "`x`", "a;b", "-x", ""])
-@pytest.mark.parametrize(
-    "name", ["job_name", "partition", "time", "memory", "gres", "options", "srun_options"]
-)
-def test_hostile_settings_are_refused(name: str, value: str) -> None:
-    given = (value,) if "options" in name else value
-    with pytest.raises(UsageError, match=f"slurm.{name}"):
-        plan_for("cuda", 2, slurm={name: given})
-
-
-def test_options_of_srun_are_quoted_and_precede_others() -> None:
-    mounts = "--container-mounts=/data:/data,$HOME:/home"
-    plan = plan_for("cuda", 2, slurm={"srun_options": ("--mpi=none", mounts)})
-    line = next(line for line in str(plan.text).splitlines() if line.startswith("  srun "))
-    assert shlex.split(line)[1:4] == ["--mpi=none", mounts, "--export=ALL"]
-    assert shlex.quote(mounts) in line
-    assert not any("container" in d for d in directives(plan))
-
-
-@settings(max_examples=25, deadline=None)
-@given(ARGUMENTS)
-def test_arguments_are_inert_in_the_script(arguments: list[str]) -> None:
-    """bash runs the script; small programs replace Slurm's and print their arguments."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for program in ("srun", "scontrol", "python"):
-            script = f'#!/bin/sh\nprintf "%s\\0" "$@" >{name}/{program}.asked\n'
-            (folder / program).write_text(script)
-            (folder / program).chmod(0o755)
-        plan = plan_for("cpu", 2, "evaluate", *arguments)
-        text = str(plan.text).replace(shlex.quote(sys.executable), f"{name}/python")
-        environment = {"PATH": f"{name}:/usr/bin:/bin", "SLURM_JOB_ID": "1"}
-        where = {"env": environment, "cwd": name}
-        done = subprocess.run(["/bin/bash"], input=text.encode(), capture_output=True, **where)  # type: ignore[call-overload]
-        assert done.returncode == 0, done.stderr
-        asked = (folder / "srun.asked").read_bytes().decode().split("\0")[:-1]
-        assert asked[asked.index("evaluate") + 1 :] == arguments
-    assert len(directives(plan)) == 9
 
 
 @pytest.mark.parametrize(

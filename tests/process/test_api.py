@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from conftest import Cli
 import ssdctl
 from ssdctl.data.shapes import generate
 from ssdctl.errors import UsageError
-from ssdctl.runtime.signals import STOP_SIGNALS
 from ssdctl.training.observers import Detected, End, Saved, Scored, Start, Step
 
 TINY: dict[str, Any] = {
@@ -148,24 +145,6 @@ def test_evaluating_with_a_config_uses_its_dataset(checkpoint: Path, tmp_path: P
     assert evaluation.about.images == 3
 
 
-def test_training_leaves_no_global_state(shapes: Path) -> None:
-    """In a process without torch.compile's modules."""
-    code = f"""
-import inspect, os, torch, ssdctl
-def state():
-    methods = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
-    plain = [inspect.unwrap(getattr(torch.optim.Optimizer, m)) for m in methods]
-    patched = [getattr(function, "__dynamo_disable", None) is function for function in plain]
-    flags = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    return patched, flags, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-before = state()
-for is_on in (False, True):  # deterministic algorithms import torch._dynamo
-    ssdctl.train({str(shapes)!r}, out=f"run-{{is_on}}", steps=1, config=ssdctl.configure(train={{"deterministic": is_on}}), **{TINY!r})
-    assert state() == before, (before, state())
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_stepped_run_is_the_run_of_the_command(
     shapes: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +180,7 @@ def test_a_stepped_run_is_the_run_of_the_command(
         steps = iter(left)
         next(steps)
         assert left.model.training
-        monkeypatch.setattr("ssdctl.runs.layout.WAIT_S", 0.0)
+        monkeypatch.setattr("ssdctl.runs.folder.WAIT_S", 0.0)
         with pytest.raises(UsageError, match="left: this process"):
             ssdctl.Trainer(shapes, out="left", **common).open()
     assert next(steps, None) is None
@@ -277,39 +256,6 @@ def test_evaluating_a_trainer_waits_for_the_score(shapes: Path) -> None:
         assert evaluation.about.step == 1
         assert trainer.evaluate() is evaluation  # the weights are the same
     assert [r["step"] for r in ssdctl.Run("run").metrics if r["kind"] == "eval"] == [1]
-
-
-def _global_state() -> list[object]:
-    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
-    threads = [t.name for t in threading.enumerate() if t.name.startswith("decode")]
-    return [*handlers, threads, torch.get_rng_state().tolist()]
-
-
-def test_a_trainer_that_was_left_leaves_nothing_behind(shapes: Path) -> None:
-    before = _global_state()
-    trainer = ssdctl.Trainer(shapes, out="left", steps=3, **TINY)
-    steps = iter(trainer)
-    next(steps)
-    assert signal.getsignal(signal.SIGINT) is not before[1]
-    trainer.close()
-    assert _global_state() == before
-    first, second = (ssdctl.Trainer(shapes, out=name, steps=2, **TINY) for name in "ab")
-    assert [(a.step, b.step) for a, b in zip(first, second, strict=False)] == [(1, 1), (2, 2)]
-    first.close()
-    second.close()
-    assert _global_state() == before
-
-
-def test_trainings_in_threads_have_the_weights_of_one_alone(shapes: Path) -> None:
-    ssdctl.train(shapes, out="alone", steps=2, **TINY)
-    with ThreadPoolExecutor(2) as pool:
-        runs = pool.map(lambda out: ssdctl.train(shapes, out=out, steps=2, **TINY), ("a", "b"))
-        states = [
-            torch.load(run.path / "checkpoints/last.pt", weights_only=True)["model"] for run in runs
-        ]
-    alone = torch.load("alone/checkpoints/last.pt", weights_only=True)["model"]
-    for state in states:
-        assert all(torch.equal(value, state[name]) for name, value in alone.items())
 
 
 @pytest.mark.slow(in_ci=True)

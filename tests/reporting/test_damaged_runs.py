@@ -12,8 +12,8 @@ import pytest
 from conftest import Cli
 from PIL import Image
 
+from ssdctl.data.drawing import MAX_LABEL, draw, one_line
 from ssdctl.evaluation.coco_ap import COCO_METRICS
-from ssdctl.inference.drawing import MAX_LABEL, draw, one_line
 from ssdctl.runs.metrics import MetricsFile
 from ssdctl.runs.run import Run
 

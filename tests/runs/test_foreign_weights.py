@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ssdctl.checkpoint.locate import resolve_source
 from ssdctl.errors import UsageError
-from ssdctl.inference.locate import resolve_source
 from ssdctl.model.pretrained import weights_named
 
 TENSORFLOW = ("model.ckpt-100.index", "model.ckpt-100.data-00000-of-00001")

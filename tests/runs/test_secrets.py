@@ -11,7 +11,7 @@ from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, snapshot_sources, 
 from ssdctl.config.resolve import Override, of_call, read_toml, resolve
 from ssdctl.config.settings import all_settings
 from ssdctl.runs.environment import find_environment, write_environment
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
 from ssdctl.runs.run import Run
 

@@ -15,7 +15,7 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.memory import USED_SHARE, MemoryEstimate
 from ssdctl.training.observers.folder import FolderWriter

@@ -22,7 +22,7 @@ from observed import epoch_of, scored, step_of
 from ssdctl.config import Config
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.errors import UsageError
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
 from ssdctl.training.observers import End, Saved, Summary
 from ssdctl.training.observers.mlflow import _key

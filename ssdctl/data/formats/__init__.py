@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib
 import io
 import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 
 from ssdctl.data.annotations import (
+    SPLITS,
     Annotations,
+    ClassName,
     LabeledBox,
     LabeledImage,
     from_images,
@@ -33,12 +35,12 @@ from ssdctl.data.annotations import (
 from ssdctl.data.coco_json import decode, read_content
 from ssdctl.data.find_images import ImageFinder, located
 from ssdctl.data.image_files import files_below, in_threads, size_or_none
-from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.errors import DataError, UsageError
 from ssdctl.files import open_regular, read_errors, read_limited, read_text
-from ssdctl.runtime.packages import entry_point_names, load_entry_point
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import FORMATS, Plugin
 
 T = TypeVar("T")
-ENTRY_POINTS = "ssdctl.datasets"
 MAX_XML_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
@@ -67,56 +69,62 @@ class Format(Protocol):
         """
 
 
-class _Plugin(NamedTuple):
-    """A format of another package."""
-
-    name: str
-    plugin: Any
+class _PluginFormat(NamedTuple):
+    module: Any
+    plugin: Plugin
 
     def recognize(self, path: Path) -> Path | bool | None:
-        with self._errors(path):
-            ask = getattr(self.plugin, "recognize", None)
-            return ask(path) if ask else None
+        with self.plugin.errors(f"{path}: recognize()", DataError):
+            by = getattr(self.module, "recognize", lambda path: None)(path)
+            is_right = by is None or isinstance(by, bool | Path)
+            self.plugin.require(is_right, "recognize() to return a path, True, False or None")
+            return cast("Path | bool | None", by)
 
     def read(self, path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         if image_dir is not None:
-            raise UsageError(f"--image-dir: --from {self.name} finds the images itself")
-        with self._errors(path):
-            splits: dict[str, Annotations] = self.plugin.read(path)
-            if not (isinstance(splits, dict) and {*map(type, splits.values())} <= {Annotations}):
-                raise TypeError("read() did not return Annotations by split")
+            raise UsageError(f"--image-dir: --from {self.plugin.name} finds the images itself")
+        with self.plugin.errors(f"{path}: read()", DataError):
+            splits: dict[str, Annotations] = self.module.read(path)
+            are_splits = isinstance(splits, dict) and splits and {*splits} <= {*SPLITS}
+            if not (are_splits and all(map(_is_right, splits.values()))):
+                raise TypeError("expected Annotations, by train, val or test")
             return splits
 
-    @contextlib.contextmanager
-    def _errors(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except SsdctlError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"{path}: --from {self.name} failed: {type(error).__name__}: {error}",
-                hint=f"report it to the package of the entry point {self.name} of {ENTRY_POINTS}",
-            ) from error
+
+def _is_right(annotations: object) -> bool:
+    """Return whether the arrays of a plugin's annotations have the types that they should have."""
+    if not isinstance(annotations, Annotations):
+        return False
+    names, images, objects = annotations.file_names, annotations.sizes, annotations.ids
+    fields = ("image_ids", "sizes", "ids", "rows", "labels", "boxes", "areas", "is_crowd")
+    arrays = [getattr(annotations, field) for field in fields]
+    if not all(isinstance(array, np.ndarray) for array in arrays):
+        return False
+    n, m = len(names), len(objects)
+    shapes = [(n,), (n, 2), (m,), (m,), (m,), (m, 4), (m,), (m,)]
+    rows, labels, classes = annotations.rows, annotations.labels, annotations.classes
+    return (
+        [array.shape for array in arrays] == shapes
+        and "".join(array.dtype.kind for array in arrays) == "iiiiiffb"
+        and {*map(type, names)} <= {str}
+        and {*map(type, classes)} <= {ClassName}
+        and len(images) == n
+        and bool(((rows >= 0) & (rows < n) & (labels > 0) & (labels <= len(classes))).all())
+    )
 
 
 def built_in() -> list[str]:
-    return sorted(p.stem.replace("_", "-") for p in Path(__file__).parent.glob("[!_]*.py"))
-
-
-def names() -> list[str]:
-    return [*built_in(), *entry_point_names(ENTRY_POINTS)]
+    return sorted(plugins.built_in(FORMATS))
 
 
 def load(name: str) -> Format:
-    if name in built_in():
-        module: Format = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-        return module
-    if name in entry_point_names(ENTRY_POINTS):
-        return _Plugin(name, load_entry_point(ENTRY_POINTS, name))
-    raise UsageError(
-        f"--from {name}: no such dataset format", hint=f"choose from {', '.join(names())}"
-    )
+    """Return a dataset format; raise UsageError if there is none, or its plugin cannot be used."""
+    module, plugin = plugins.load(FORMATS, name)
+    if plugin is None:
+        ours: Format = module
+        return ours
+    plugin.require(callable(getattr(module, "read", None)), "a function read")
+    return _PluginFormat(module, plugin)
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[str, str]]:

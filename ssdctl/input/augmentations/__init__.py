@@ -3,8 +3,11 @@
 A file has two functions. `draw(keys, boxes, sizes)` returns random parameters of a batch of images,
 `apply(view, params)` what the network sees of these images then. Neither sees pixels: the loader
 cuts and mirrors them while it decodes, and the device maps the colors (ssdctl/input/normalize.py).
-The functions run in the order of the list. Other packages add modules with these two functions as
-entry points `ssdctl.augmentations`. Shapes: B batch, G boxes (padded).
+The functions run in the order of the list. Other packages add modules as entry points
+`ssdctl.augmentations`, with these two functions, or `pixels(image, random)`, or all three. It
+returns another (300, 300, 3) uint8 RGB image, and runs in the decode threads. The random numbers of
+its `numpy.random.Generator` depend only on the seed, the epoch and the image.
+Shapes: B batch, G boxes (padded).
 
 Random numbers are drawn by counter: a number is a function of its key, drawn in any order, by any
 thread. The generator is SplitMix64 (Steele, Lea, Flood 2014) used as a hash, written in numpy so
@@ -15,22 +18,24 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ssdctl.config.fields import AUGMENTATIONS, augmentation_names
-from ssdctl.errors import UsageError
+from ssdctl.config.fields import augmentation_names
 from ssdctl.input.batch import LoaderConfig
-from ssdctl.runtime.packages import load_plugin
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import AUGMENTATIONS
 
+Image = NDArray[np.uint8]
 Floats = NDArray[np.float64]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Streams of random numbers that resumed runs continue; other names hash to theirs. 1 and 6 are of
 # sampler.py.
 STREAMS = {"crop": 2, "flip": 3, "color": 4, "zoom": 5}
+PIXELS = 1 << 32  # keeps the random numbers of `pixels` apart from those of `draw`
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -70,7 +75,7 @@ class Keys(NamedTuple):
 
 class Boxes(NamedTuple):
     ltrb: NDArray[np.floating]  # B x G x 4, fractions
-    labels: NDArray[np.int64]  # B x G; 0 marks padding
+    labels: NDArray[np.int64]  # B x G; 0 marks padding, -1 an object to ignore
 
 
 class View(NamedTuple):
@@ -101,16 +106,75 @@ class Augmentation(NamedTuple):
     stream: int
     draw: Callable[[Keys, Boxes, NDArray[np.int32]], Any]
     apply: Callable[[View, Any], View]
+    pixels: Callable[[Image, np.random.Generator], Image] | None = None
 
 
 @functools.cache
 def load(augment: str) -> tuple[Augmentation, ...]:
-    """Import the augmentations that a value of `--augment` names."""
-    loaded = []
-    for name in augmentation_names(augment):
-        module = load_plugin(*AUGMENTATIONS, name)
-        if missing := [part for part in ("draw", "apply") if not hasattr(module, part)]:
-            raise UsageError(f"--augment {name}: its plugin lacks {missing[0]}")
-        stream = STREAMS.get(name, zlib.crc32(name.encode()))
-        loaded.append(Augmentation(stream, module.draw, module.apply))
-    return tuple(loaded)
+    """Import the augmentations that a value of `--augment` names.
+
+    Raises:
+        UsageError: There is none of a name, or it is a plugin that cannot be used.
+    """
+    return tuple(map(load_one, augmentation_names(augment)))
+
+
+def load_one(name: str) -> Augmentation:
+    """Import an augmentation; raise UsageError if there is none, or its plugin cannot be used."""
+    module, plugin = plugins.load(AUGMENTATIONS, name)
+    stream = STREAMS.get(name, zlib.crc32(name.encode()))
+    if plugin is None:
+        return Augmentation(stream, module.draw, module.apply)
+    functions = {n: getattr(module, n, None) for n in ("draw", "apply", "pixels")}
+    draw, apply, pixels = functions.values()
+    plugin.require(all(f is None or callable(f) for f in functions.values()), "functions")
+    plugin.require((draw is None) == (apply is None), "both draw and apply")
+    plugin.require(draw or pixels, "functions draw and apply, or a function pixels")
+
+    def draw_named(keys: Keys, boxes: Boxes, sizes: NDArray[np.int32]) -> Any:
+        with plugin.errors("draw()"):
+            return draw and draw(keys, boxes, sizes)
+
+    def apply_named(view: View, drawn: Any) -> View:
+        with plugin.errors("apply()"):
+            after = apply(view, drawn) if apply else view
+            plugin.require(_is_right(after, view), "apply() to return a View of these images")
+            return after
+
+    def pixels_named(image: Image, random: np.random.Generator) -> Image:
+        with plugin.errors("pixels()"):
+            after = pixels(image, random) if pixels else image
+            is_right = getattr(after, "shape", None) == image.shape and after.dtype == np.uint8
+            plugin.require(is_right, f"pixels() to return a uint8 array of shape {image.shape}")
+            return after
+
+    return Augmentation(stream, draw_named, apply_named, pixels_named if pixels else None)
+
+
+def _is_right(view: object, before: View) -> bool:
+    """Return whether a plugin's view has the shapes, and numbers, that the loader expects."""
+    if not (isinstance(view, View) and isinstance(view.boxes, Boxes)):
+        return False
+    (rect, (ltrb, labels), sizes, flip, jitter), count = view, len(before.rect)
+    arrays = [rect, ltrb, labels, sizes, flip, *([] if jitter is None else [jitter])]
+    if not all(isinstance(array, np.ndarray) for array in arrays):
+        return False
+    shapes = [(count, 4), (*labels.shape, 4), before.boxes.labels.shape, (count, 2), (count,)]
+    kinds = "".join(array.dtype.kind for array in arrays)
+    return (
+        [array.shape for array in arrays] == [*shapes, (count, 4)][: len(arrays)]
+        and kinds == "ffiibf"[: len(arrays)]
+        and all(bool(np.isfinite(array).all()) for array in arrays)
+        and bool((rect[:, 2:] > rect[:, :2]).all())
+        and (jitter is None or jitter.dtype == np.float32)
+    )
+
+
+def change_pixels(steps: Sequence[Augmentation], keys: Keys, slot: int, image: Image) -> None:
+    """Change the decoded (300, 300, 3) image of a slot in place, by the steps that see pixels."""
+    epoch, row = keys.epochs[slot], keys.rows[slot]
+    for step in steps:
+        assert step.pixels is not None
+        key = hashed(step.stream, keys.config.seed, epoch, row, PIXELS, np.arange(2))
+        random = np.random.Generator(np.random.Philox(key=key))
+        image[...] = step.pixels(image, random)

@@ -52,7 +52,7 @@ def apply(view: View, rect: Floats) -> View:
     """Return the views of crops. Boxes with their center inside come first, clipped."""
     ltrb, labels = view.boxes
     low, size = rect[:, None, :2], rect[:, None, 2:] - rect[:, None, :2]
-    inside = _center_inside(rect, ltrb) & (labels > 0)
+    inside = _center_inside(rect, ltrb) & (labels != 0)
     cut = np.concatenate([(ltrb[..., :2] - low) / size, (ltrb[..., 2:] - low) / size], axis=-1)
     cut = np.where(inside[..., None], cut.clip(0, 1), 0.0).astype(np.float32)
     order = np.argsort(~inside, axis=1, kind="stable")

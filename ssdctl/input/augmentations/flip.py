@@ -17,6 +17,6 @@ def apply(view: View, is_mirrored: NDArray[np.bool_]) -> View:
     """Return the mirrored views; padding stays zero."""
     ltrb, labels = view.boxes
     mirrored = np.stack([1 - ltrb[..., 2], ltrb[..., 1], 1 - ltrb[..., 0], ltrb[..., 3]], axis=-1)
-    is_changed = is_mirrored[:, None] & (labels > 0)
+    is_changed = is_mirrored[:, None] & (labels != 0)
     boxes = Boxes(np.where(is_changed[..., None], mirrored, ltrb), labels)
     return view._replace(boxes=boxes, flip=view.flip ^ is_mirrored)

@@ -26,5 +26,5 @@ def apply(view: View, canvases: tuple[Floats, Floats]) -> View:
     scale, offset = canvases
     ltrb, labels = view.boxes
     placed = (ltrb + np.tile(offset, 2)[:, None]) / np.tile(scale, 2)[:, None]
-    boxes = Boxes(np.where(labels[..., None] > 0, placed, 0.0), labels)
+    boxes = Boxes(np.where(labels[..., None] != 0, placed, 0.0), labels)
     return view.part(np.concatenate([-offset, scale - offset], axis=1), boxes)

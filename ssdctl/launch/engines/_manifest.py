@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssdctl.config.batch_sections import KubernetesConfig
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import device_type
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import LaunchRequest, check_form
 from ssdctl.launch.engines.torchrun import RENDEZVOUS_PORT
@@ -172,7 +172,7 @@ class ManifestBuilder:
         command = [escape_k8s(word) for word in self.request.command]
         if self.request.count == 1:
             return [*start, *command]
-        count = f"{DEVICE_TYPES[self.request.device].count_option}={self.request.count}"
+        count = f"{device_type(self.request.device).count_option}={self.request.count}"
         arguments = ["launch", count, f"--launcher={launcher}"]
         if launcher == "mpirun":
             # The launcher and the workers have different numbers of cores.
@@ -204,7 +204,7 @@ class ManifestBuilder:
             installer = {"volumeMounts": [*mounts, installed], **self._installer(container)}
             spec["initContainers"] = [{**container, **installer}]
         secret = checked("pull_secret", config.pull_secret)
-        device = DEVICE_TYPES[self.request.device].kubernetes_resource if has_devices else None
+        device = device_type(self.request.device).kubernetes_resource if has_devices else None
         spec |= {"containers": [container], "volumes": volumes}
         spec |= _given(
             hostIPC=config.host_ipc and has_devices,
@@ -250,7 +250,7 @@ class ManifestBuilder:
     def _resources(self, container: str, *, has_devices: bool) -> Resources:
         """Return limits and equal requests, as devices and huge pages require."""
         amounts = pairs("resources" if has_devices else "launcher_resources", self.settings)
-        if has_devices and (device := DEVICE_TYPES[self.request.device].kubernetes_resource):
+        if has_devices and (device := device_type(self.request.device).kubernetes_resource):
             amounts = {device: str(self.request.ranks_per_node), **amounts}
         requests, cpu = dict(amounts), amounts.get("cpu", "")
         if container == "launcher" and re.fullmatch(r"\d+(\.\d+)?", cpu) and float(cpu) > 0.25:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ssdctl.config.batch_sections import KubernetesConfig
+from ssdctl.config.sections import KubernetesConfig
 from ssdctl.data.store_folder import DEFAULT_ROOTS
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
@@ -145,7 +145,6 @@ class Kubernetes(BatchEngine):
                 yield _not_mounted(option, path, needed)
 
     def _warnings(self, request: LaunchRequest) -> Iterator[str]:
-        """Yield settings that the cluster may need besides."""
         config = self.settings
         torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
         if torch and (int(torch[1]), int(torch[2])) < OLDEST_TORCH:
@@ -213,7 +212,6 @@ def _is_in(path: str, folders: list[str]) -> bool:
 
 
 def _patch(path: Path) -> dict[str, Any]:
-    """Return the content of a patch: `metadata` and `spec` of the pods, `job`."""
     import yaml
 
     try:

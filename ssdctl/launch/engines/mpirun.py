@@ -126,7 +126,6 @@ class Mpirun(Engine):
         return address, port, missing
 
     def _warnings(self, request: LaunchRequest) -> Iterator[str]:
-        """Yield the assumptions about Open MPI's version and the nodes."""
         config, version = request.config, self.open_mpi
         if config.rank_by == "core" and version != 4:
             which = "an unknown version of Open MPI" if version is None else f"Open MPI {version}"

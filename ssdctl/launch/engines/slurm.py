@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.config.batch_sections import SlurmConfig
-from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.fields import device_type
+from ssdctl.config.sections import SlurmConfig
 from ssdctl.distributed.rank_process import EXITS_VARIABLE, PASSED_ON
 from ssdctl.errors import ExitCode, UsageError
 from ssdctl.launch.base import (
@@ -150,7 +150,7 @@ class Slurm(BatchEngine):
 
     def _directives(self, request: LaunchRequest, ranks: int, cores: int) -> list[str]:
         slurm = self.settings
-        default = DEVICE_TYPES[request.device].slurm_gres or "none"
+        default = device_type(request.device).slurm_gres or "none"
         gres = default if slurm.gres is None else slurm.gres
         own = {option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)}
         options = [

@@ -130,7 +130,6 @@ def _escaped(argument: str) -> str:
 
 
 def _endpoint(request: LaunchRequest) -> tuple[str, str]:
-    """Return host and port of torchrun's rendezvous."""
     given, port = request.environment, str(RENDEZVOUS_PORT)
     if request.hosts:
         host = request.hosts[0]

@@ -1,19 +1,18 @@
 """One file per backbone; its name is the file's. Other packages add theirs by entry points.
 
 A file, or the module of an entry point in the group `ssdctl.backbones`, has what `BackboneFile`
-lists. Importing it does not import torch: only `build` does, so that help, plans and downloads stay
-quick.
+lists. Importing it does not import torch: only `build` does, so that plans stay quick.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ssdctl.config.fields import BACKBONES
-from ssdctl.runtime.packages import load_plugin
+from ssdctl.download.pinned_files import PinnedFile
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import BACKBONES, Plugin
 
 if TYPE_CHECKING:
-    from ssdctl.download.pinned_files import PinnedFile
     from ssdctl.model.backbone import Backbone
 
 
@@ -61,6 +60,8 @@ def constants_of_model(model: Any) -> ModelConstants:
 
 
 class BackboneFile(Protocol):
+    """A module of this folder, or a plugin."""
+
     CONSTANTS: ModelConstants
     PARAMETERS: tuple[int, int]  # of SSD300: shared, and per class with background
     WEIGHTS: dict[str, PinnedFile]  # by key: `imagenet-v1` of `NAME-imagenet-v1`
@@ -74,6 +75,28 @@ def find_backbone(name: str) -> BackboneFile:
     """Return the module of a backbone, without importing torch.
 
     Raises:
-        UsageError: There is none of that name, or its package cannot be imported.
+        UsageError: There is none of that name, or it is a plugin that cannot be used.
     """
-    return cast(BackboneFile, load_plugin(*BACKBONES, name))
+    return load_backbone_file(name)[0]
+
+
+def load_backbone_file(name: str) -> tuple[BackboneFile, Plugin | None]:
+    """Return the module of a backbone, and its plugin unless it is built in; as `find_backbone`."""
+    file, plugin = plugins.load(BACKBONES, name)
+    if plugin is not None:
+        _check(file, plugin)
+    return file, plugin
+
+
+def _check(file: Any, plugin: Plugin) -> None:
+    constants, parameters, norms, weights = (
+        getattr(file, name, None) for name in ("CONSTANTS", "PARAMETERS", "EXTRA_NORMS", "WEIGHTS")
+    )
+    plugin.require(isinstance(constants, ModelConstants), "CONSTANTS, a ModelConstants")
+    are_counts = isinstance(parameters, tuple) and [*map(type, parameters)] == [int, int]
+    plugin.require(are_counts, "PARAMETERS, two numbers")
+    are_norms = isinstance(norms, tuple) and norms and {*norms} <= {"none", "batch"}
+    plugin.require(are_norms, "EXTRA_NORMS, a tuple of none or batch")
+    are_files = isinstance(weights, dict) and {*map(type, weights.values())} <= {PinnedFile}
+    plugin.require(are_files, "WEIGHTS, a dictionary of PinnedFile")
+    plugin.require(callable(getattr(file, "build", None)), "a function build")

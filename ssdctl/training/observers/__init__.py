@@ -9,7 +9,8 @@ ssdctl.train("photos", observers=[Printer()])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -137,11 +138,14 @@ class Summary(NamedTuple):
     data_wait: float  # fraction of the training time spent waiting for images
 
 
+Outcome = Literal["finished", "stopped", "failed"]  # `failed`: also a loop that was left
+
+
 class End(NamedTuple):
     """The end of a start."""
 
     step: int
-    outcome: Literal["finished", "stopped", "failed"]  # `failed`: also a loop that was left
+    outcome: Outcome
     summary: Summary
     signal: str | None = None  # that stopped this rank
     has_progressed: bool = True  # this start trained or evaluated
@@ -183,3 +187,26 @@ class Observer:
 
     def on_end(self, end: End) -> None:
         """Handle the end of a start, whatever ended it."""
+
+
+class Observers:
+    """The observers of a run that were started, on the first rank."""
+
+    def __init__(self) -> None:
+        self._started: list[Observer] = []
+
+    def start(self, observers: Sequence[Observer], start: Start) -> None:
+        for observer in observers:
+            self._started.append(observer)
+            observer.on_start(start)
+
+    def tell(self, call: Callable[[Observer], None]) -> None:
+        for observer in self._started:
+            call(observer)
+
+    def end(self, end: End) -> None:
+        """End all, also if one fails; later calls do nothing. It takes a limited time."""
+        started, self._started = self._started, []
+        with ExitStack() as stack:
+            for observer in reversed(started):
+                stack.callback(observer.on_end, end)

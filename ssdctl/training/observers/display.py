@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdctl.runtime.progress import (
     Progress,
+    can_redraw,
     duration,
     progress_bar,
     step_time,
@@ -31,6 +33,7 @@ from ssdctl.training.observers import (
 if TYPE_CHECKING:
     from ssdctl.training.plan import Plan
 
+log = logging.getLogger(__name__)
 FIRST_STEPS = 3  # before the time left is known; the first step also allocates
 WINDOW_S = 20.0  # the pace is that of the last seconds
 SETTLED_S = 8.0  # the shortest time after which a pace is compared
@@ -211,7 +214,6 @@ class Display(Observer):
             bar = progress_bar(
                 total=plan.total_steps,
                 initial=step,
-                miniters=1,  # the time between two redraws counts, not the number of steps
                 bar_format=self._pace.bar_format(shutil.get_terminal_size().columns),
             )
             self._bar = self._stack.enter_context(bar)
@@ -283,6 +285,22 @@ class Display(Observer):
     def _write_notice(self) -> None:
         if notice := self._pace.notice():
             self._write(notice, "")
+
+
+def log_display(*, progress: bool) -> Display:
+    """Return a display that logs, with a progress bar if `progress` and where one can be drawn."""
+
+    def facts(rows: Sequence[tuple[str, str]]) -> None:
+        for row in rows:
+            log.info("%s: %s", *row)
+
+    return Display(
+        facts,
+        lambda text, _style: log.info("%s", text),
+        progress=progress_bar if progress else without_progress,
+        is_live=progress and can_redraw(),
+        has_steps=True,
+    )
 
 
 def _line(step: Step, metrics: StepMetrics) -> str:

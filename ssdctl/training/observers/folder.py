@@ -13,7 +13,7 @@ from ssdctl.config.render import snapshot_sources, to_snapshot_toml
 from ssdctl.files import write_text
 from ssdctl.runs.environment import find_environment, write_environment
 from ssdctl.runs.evaluation import write_evaluation
-from ssdctl.runs.layout import RunDir, evaluation_of
+from ssdctl.runs.folder import RunDir, evaluation_of
 from ssdctl.runs.metrics import Record, open_run
 from ssdctl.training.observers import End, Epoch, Observer, Rewind, Scored, Start, Step
 
@@ -53,7 +53,7 @@ class FolderWriter(Observer):
             start.step,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             train_images=self._plan.images,
-            val_images=0 if start.val is None else len(start.val.image_ids),
+            val_images=0 if start.val is None else start.val.num_images,
             total_steps=self._plan.total_steps,
             global_batch_size=self._plan.global_batch_size,
             world_size=start.world_size,
@@ -61,7 +61,6 @@ class FolderWriter(Observer):
         )
 
     def _warn_of_other_images(self, images: Record) -> None:
-        """Warn if the dataset was prepared differently since the last start."""
         before = next((r for r in reversed(self.past) if r.get("event") == "started"), {})
         differences = [
             f"{name} was {before[name]}, is {value}"
@@ -73,7 +72,6 @@ class FolderWriter(Observer):
             log.warning(text, "; ".join(differences))
 
     def _describe(self) -> None:
-        """Write the settings and the environment that the run is trained with."""
         config = self._plan.config
         write_text(self._folder.config, to_snapshot_toml(config))
         facts = find_environment(self._device, self._world_size, snapshot_sources(config))
@@ -87,11 +85,25 @@ class FolderWriter(Observer):
             self._write("train", step.step, **step.metrics._asdict())
             if step.is_input_bound:
                 self._event("input_starves", step.step, data_wait=step.metrics.data_wait)
+                log.warning(
+                    "the device waits for images %.0f%% of the time: use more --workers, or "
+                    "smaller images (ssdctl prepare --shrink 512)",
+                    100 * step.metrics.data_wait,
+                )
         for image in step.bad_images:
             self._event("bad_image", step.step, **image._asdict())
+            log.warning("image %s was replaced: %s: %s", image.image_id, image.file, image.problem)
         for bad in step.skipped:
             self._event("nonfinite", step.step, bad_step=bad.step)
             self._write_skipped(bad)
+        if step.skipped:
+            log.warning(
+                "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
+                "their images are in %s",
+                len(step.skipped),
+                step.skipped[-1].step,
+                self._folder.nonfinite,
+            )
 
     def _write_skipped(self, bad: BadStep) -> None:
         content = json.dumps({"step": bad.step, "image_ids": bad.image_ids})

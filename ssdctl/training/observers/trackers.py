@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +30,15 @@ from numpy.typing import NDArray
 from ssdctl.config.render import snapshot
 from ssdctl.config.sections import TrainConfig
 from ssdctl.data.store import Split
-from ssdctl.errors import UsageError, missing_package
+from ssdctl.errors import missing_package
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.runs.environment import find_environment
 from ssdctl.runs.evaluation import SHOWN_SCORE
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import Record
-from ssdctl.runtime.packages import entry_point_names, load_entry_point
+from ssdctl.runtime import plugins
+from ssdctl.runtime.plugins import TRACKERS
 from ssdctl.runtime.safe_text import redact_urls
 from ssdctl.runtime.threads import run_in_daemon_thread
 from ssdctl.training.observers import (
@@ -54,7 +54,6 @@ from ssdctl.training.observers import (
 
 log = logging.getLogger(__name__)
 
-ENTRY_POINTS = "ssdctl.trackers"
 # By module, which has the name of the one that it imports: its class, and the package to install.
 BUILT_IN = {
     "tensorboard": ("TensorBoard", "tensorboard"),
@@ -142,32 +141,32 @@ def _metrics(group: str, step: int, values: Mapping[str, Any]) -> Metrics | None
 
 
 def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
-    """Return the trackers that a config names; raise UsageError if one is not installed.
+    """Return the trackers that a config names, by name, for messages with a plugin's package.
 
-    Their packages are not imported yet.
+    Raises:
+        UsageError: One is not installed. The packages of our own are not imported yet.
     """
     names = [*["tensorboard"] * config.tensorboard, *config.tracker]
-    return {name: _find(name) for name in dict.fromkeys(names)}
+    found = {}
+    for name in dict.fromkeys(names):
+        tracker, plugin = find_tracker(name), plugins.find(TRACKERS, name)
+        found[f"{name} (package {plugin.package})" if plugin else name] = tracker
+    return found
 
 
-def _find(name: str) -> type[Tracker]:
+def find_tracker(name: str) -> type[Tracker]:
+    """Return a tracker; raise UsageError if it is not installed, or a plugin that is none."""
     if name in BUILT_IN:
-        class_name, package = BUILT_IN[name]
+        package = BUILT_IN[name][1]
         if importlib.util.find_spec(name) is None:
             raise missing_package(package, package)
-        tracker = getattr(import_module(f"{__package__}.{name}"), class_name)
-    else:
-        tracker = load_entry_point(ENTRY_POINTS, name)
-    if tracker is None:
-        names = [*BUILT_IN, *entry_point_names(ENTRY_POINTS)]
-        raise UsageError(
-            f"--tracker {name}: no such tracker", hint=f"choose from {', '.join(names)}"
-        )
-    if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
-        raise UsageError(
-            f"--tracker {name}: its plugin is not a subclass of {Tracker.__module__}.Tracker"
-        )
-    return tracker
+    loaded, plugin = plugins.load(TRACKERS, name)
+    if plugin is None:
+        tracker: type[Tracker] = getattr(loaded, BUILT_IN[name][0])
+        return tracker
+    is_tracker = isinstance(loaded, type) and issubclass(loaded, Tracker)
+    plugin.require(is_tracker, f"a subclass of {Tracker.__module__}.Tracker")
+    return loaded
 
 
 Create = Callable[[TrackedRun], Tracker]
@@ -323,7 +322,7 @@ def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.
     """Return the first images with their detections, (H, W, 3), by image id."""
     from PIL import Image
 
-    from ssdctl.inference.drawing import draw
+    from ssdctl.data.drawing import draw
 
     names = {c.id: c.name for c in split.classes}
     numbers = {c.id: number for number, c in enumerate(split.classes, 1)}

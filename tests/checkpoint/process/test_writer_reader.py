@@ -11,16 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssdctl.checkpoint.file import (
-    load_backbone,
-    load_checkpoint,
-    load_network,
-    same_classes,
-    with_classes,
-)
+from ssdctl.checkpoint.file import load_checkpoint, same_classes, with_classes
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.ssd300 import SSD300, load_backbone, load_network, network_of
 
 
 def test_a_checkpoint_is_plain_and_read_back(checkpoint: Path) -> None:
@@ -46,7 +40,7 @@ def test_classes_of_a_checkpoint(checkpoint: Path) -> None:
     assert not same_classes(replace(read, classes=[]), read.classes[1:])
     assert not same_classes(read, read.classes[::-1])
     assert not same_classes(read, read.classes[1:])
-    model = read.architecture._replace(num_classes=3).build()
+    model = network_of(read.architecture._replace(num_classes=3))
     others = [ClassName(None, "new"), ClassName(None, "star")]
     state, kept = with_classes(read, model, others)
     old, new = (

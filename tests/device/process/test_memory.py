@@ -16,6 +16,7 @@ import torch
 from conftest import TINY_RUN, Cli
 from tiny_network import config
 
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config, TrainConfig, resolve
 from ssdctl.config.resolve import Override, of_call
 from ssdctl.data.open_dataset import DatasetSize
@@ -24,7 +25,7 @@ from ssdctl.device.cpu import Cpu
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import UsageError
 from ssdctl.input.batch import Batch
-from ssdctl.model.ssd300 import Architecture
+from ssdctl.model.ssd300 import network_of
 from ssdctl.training import memory
 from ssdctl.training.memory import (
     MemoryEstimate,
@@ -64,7 +65,7 @@ def test_activations_are_what_backward_really_keeps() -> None:
 
     held = []
     for size in (1, 2):
-        model = R18.build().train()
+        model = network_of(R18).train()
         loss_module = LossModule(model, Cpu(), "fp32")
         batch = random_batch(size, 6)
         kept: dict[int, torch.Tensor] = {}

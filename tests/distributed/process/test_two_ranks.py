@@ -284,7 +284,14 @@ again = ssdctl.evaluate(checkpoint, data, device="cpu", progress=False)
 total = torch.ones(1)
 dist.all_reduce(total)  # the group of the caller is kept
 assert (total.item(), again.metrics) == (2, result.metrics)
-print(json.dumps([result.metrics["AP"], result.about.images, len(compared)]))
+count = len(compared)
+if dist.get_rank() == 1:
+    alone = ssdctl.evaluate(
+        checkpoint, data, device="cpu", report="alone", distributed=False, progress=False
+    )
+    assert alone.metrics == result.metrics
+    assert os.path.exists("alone/report.html")
+print(json.dumps([result.metrics["AP"], result.about.images, count]))
 """
 
 
@@ -292,7 +299,7 @@ def test_every_rank_gets_the_evaluation_of_the_library(
     checkpoint: Path, shapes: Path, tmp_path: Path
 ) -> None:
     """The first rank prepares the dataset and compares its images for all; a process group of the
-    caller serves, too."""
+    caller serves, too, and a rank can score without the other one."""
     data = tmp_path / "shapes"
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
     ranks = run_ranks(2, EVALUATE, free_port(), checkpoint, data, start=start_script)

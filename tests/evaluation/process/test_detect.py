@@ -17,7 +17,7 @@ import torch
 from conftest import TINY_RUN, Cli, Result
 from PIL import Image
 
-from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
@@ -25,6 +25,7 @@ from ssdctl.distributed.ranks import free_port
 from ssdctl.evaluation import detect
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import Detector, DetectorConfig
+from ssdctl.model.ssd300 import load_network
 
 LOW = ("--score-threshold", "0.01")
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.boxes import default_boxes_cxcywh
-from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.device import open_device
 from ssdctl.errors import IntegrityError
 from ssdctl.exporting import graphs
@@ -29,6 +29,7 @@ from ssdctl.exporting.deployed import Deployed, Deployment, Reference, images_of
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.inference.onnx_detector import DECODED, HEADS
 from ssdctl.model.postprocess import boxes_and_scores
+from ssdctl.model.ssd300 import load_network
 
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 DOCS = Path(__file__).parents[3] / "docs"

@@ -48,6 +48,8 @@ def test_all_frames_and_every_second(cli: Cli, checkpoint: Path, image_files: li
         third = list(video.frames())[3]
     expected = ssdctl.load(checkpoint, device="cpu", score=0.02).predict(third.pixels)
     assert rows[3]["detections"] == [d.as_json() for d in expected] != []
+    frames = ssdctl.load(checkpoint, device="cpu", score=0.02).predict_iter("a.mp4", batch_size=4)
+    assert [[d.as_json() for d in result] for result in frames] == [r["detections"] for r in rows]
     with Image.open(image_files[3]) as image:
         original = np.asarray(image.convert("RGB").resize(SIZE)).astype(float)
     assert np.abs(third.pixels - original).mean() < 12  # the image that was written, in RGB

@@ -16,8 +16,6 @@ from torch import nn
 import ssdctl
 from ssdctl.errors import UsageError
 from ssdctl.model.backbones import find_backbone
-from ssdctl.model.ssd300 import SSD300
-from ssdctl.runtime.packages import plugin_names
 
 PACKAGE = Path(ssdctl.__file__).parent
 DEEP = [pytest.param(f"resnet{n}", marks=pytest.mark.slow(in_ci=True)) for n in (101, 152)]
@@ -96,16 +94,6 @@ def test_a_copy_of_a_file_is_a_backbone(shapes: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["mynet7"]
-
-
-def test_another_package_adds_a_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (PACKAGE / "model/backbones/tiny.py").read_text()
-    entries = "[ssdctl.backbones]\nothers = my_backbone\n"
-    install_package(tmp_path / "site", monkeypatch, "my_backbone", source, entries)
-    assert "others" in plugin_names("ssdctl.model.backbones", "ssdctl.backbones")
-    assert find_backbone("others").__name__ == "my_backbone"
-    shapes = [tuple(p.shape) for p in SSD300("others", 3).parameters()]
-    assert shapes == [tuple(p.shape) for p in SSD300("tiny", 3).parameters()]
 
 
 def test_third_party_files_are_of_our_backbones(tmp_path: Path) -> None:

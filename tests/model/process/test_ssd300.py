@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.train import train_flops
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.checkpoint.third_party import backbone_of, from_third_party, source_of, to_third_party
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
-from ssdctl.model.ssd300 import SSD300, Architecture
+from ssdctl.model.ssd300 import SSD300
 
 WEIGHTS = ("weight", "bias")
 NORM = {"mlperf": "none", "nvidia": "batch"}

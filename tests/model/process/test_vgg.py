@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
-from ssdctl.checkpoint.file import load_checkpoint, load_network
+from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES
 from ssdctl.device.cpu import Cpu
@@ -19,6 +19,7 @@ from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones.vgg16 import CONSTANTS as TORCHVISION_VGG16
 from ssdctl.model.loss import MultiboxLoss
+from ssdctl.model.ssd300 import load_network
 
 NUM_CLASSES = 91
 

@@ -23,7 +23,7 @@ from helpers import ForkedProcess, wait_for
 from ssdctl.cli.main import main
 from ssdctl.errors import UsageError
 from ssdctl.files import TEMPORARY_SUFFIX
-from ssdctl.runs import layout
+from ssdctl.runs import folder as run_folder
 
 START_S = 0.02  # both forks are waiting by then
 ROUNDS = int(os.environ.get("RACES", "5"))
@@ -74,13 +74,13 @@ def test_the_lock_has_one_owner(
     rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner keeps it until the other one has given up."""
-    monkeypatch.setattr(layout, "WAIT_S", 0.1)  # time in which the owner writes its name
-    monkeypatch.setattr(layout, "POLL_S", 0.0)
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.1)  # time in which the owner writes its name
+    monkeypatch.setattr(run_folder, "POLL_S", 0.0)
     refused = tmp_path / "refused"
 
     def train(out: Path) -> None:
         try:
-            with layout.exclusive_run(out):
+            with run_folder.exclusive_run(out):
                 (out / str(os.getpid())).touch()
                 wait_for(refused.exists)
         except UsageError as error:

@@ -17,14 +17,14 @@ from helpers import train_command
 
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.errors import DiskError, UsageError
-from ssdctl.runs import layout
-from ssdctl.runs.layout import RunDir, exclusive_run, run_dir
+from ssdctl.runs import folder as run_folder
+from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
 
 
 def test_a_second_run_is_refused(
     cli: Cli, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "WAIT_S", 0.1)
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.1)
     out = tmp_path / "run"
     train = train_command(shapes, out, "--steps", 1)
     with exclusive_run(out):
@@ -48,7 +48,7 @@ def test_an_owner_that_is_refused_removes_the_folder_of_one_that_waits(tmp_path:
     with ThreadPoolExecutor(1) as pool:
         with exclusive_run(out):
             waiter = pool.submit(wait)
-            time.sleep(3 * layout.POLL_S)
+            time.sleep(3 * run_folder.POLL_S)
         waiter.result()
     assert [p.name for p in out.iterdir()] == ["mine"]
 
@@ -70,7 +70,7 @@ def test_a_folder_that_is_gone_does_not_hide_why_the_run_ended(tmp_path: Path) -
 
 def test_waits_for_a_run_that_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (
-        "import time; from pathlib import Path; from ssdctl.runs.layout import exclusive_run\n"
+        "import time; from pathlib import Path; from ssdctl.runs.folder import exclusive_run\n"
         f"with exclusive_run(Path({str(tmp_path)!r})): print('in', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -92,7 +92,7 @@ def test_another_machines_lock_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its node may have failed, and the run must be able to continue elsewhere."""
-    monkeypatch.setattr(layout, "WAIT_S", 0.1)
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.1)
     path = RunDir(tmp_path).lock
     with exclusive_run(tmp_path):
         path.write_text("7 on elsewhere")

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.data.annotations import ClassName
+from ssdctl.data.drawing import Rectangle, draw, save_image
 from ssdctl.errors import SsdctlError, hints_in_messages, import_package
-from ssdctl.inference.drawing import Rectangle, draw, save_image
 from ssdctl.runtime.safe_text import html_table
 
 if TYPE_CHECKING:
     import pandas
     import supervision
+    import torch
 
 NOTEBOOK_PIXELS = 1024  # longer side of an image that a notebook shows
 NOTEBOOK_ROWS = 10
@@ -47,6 +48,15 @@ class Result:
     `len`, iteration and `result[0]` give single `Detection`s; a slice, a boolean mask or an array
     of indices selects some of them: `result[result.scores > 0.5]` is a `Result`.
 
+    Args:
+        boxes: (N, 4): left, top, right, bottom in pixels; they may exceed the image.
+        scores: (N,) in descending order.
+        labels: (N,).
+        classes: The network's, starting with label 1.
+        size: See below.
+        image: See below.
+        open_image: Returns `image` in RGB, to draw on it.
+
     Attributes:
         boxes: (N, 4) float64: left, top, right, bottom in pixels, clipped to the image.
         scores: (N,) float64, 0 to 1, in descending order.
@@ -61,13 +71,14 @@ class Result:
         scores: NDArray[np.float64],
         labels: NDArray[np.int64],
         *,
-        classes: Sequence[ClassName],  # the network's, starting with label 1
+        classes: Sequence[ClassName],
         size: tuple[int, int],
         image: Any,
-        open_image: Callable[[Any], Image.Image],  # in RGB, to draw on it
+        open_image: Callable[[Any], Image.Image],
     ) -> None:
-        self.boxes = boxes
-        self.scores = scores
+        self._raw = boxes, scores  # as `evaluate` scores them
+        self.boxes = boxes.clip(0, [*size, *size]).round(2)
+        self.scores = scores.round(5)
         self.labels = labels
         self.size = size
         self.image = image
@@ -103,12 +114,19 @@ class Result:
         if isinstance(index, int | np.integer):
             at = range(len(self))[index]  # IndexError beyond the last one
             return next(iter(self[at : at + 1]))
-        chosen: Any = index if isinstance(index, slice) else np.asarray(index)
-        if not isinstance(index, slice) and not len(chosen):
-            chosen = slice(0)
+        chosen: Any = index
+        if not isinstance(index, slice):
+            chosen = np.asarray(index)
+            if chosen.ndim != 1 or (len(chosen) and chosen.dtype.kind not in "biu"):
+                raise TypeError(
+                    f"result[{index!r}]: expected an integer, a slice, a boolean mask or indices; "
+                    "boxes, scores, labels and names are attributes"
+                )
+            chosen = chosen if len(chosen) else slice(0)
+        boxes, scores = self._raw
         return Result(
-            self.boxes[chosen],
-            self.scores[chosen],
+            boxes[chosen],
+            scores[chosen],
             self.labels[chosen],
             classes=self._classes,
             size=self.size,
@@ -196,17 +214,33 @@ class Result:
     def to_coco(self, image_id: int = 0) -> list[dict[str, Any]]:
         """Return COCO's results format: one object per detection, boxes as x, y, width, height.
 
-        The category id is the dataset's, or the label if a third-party file names none.
+        They are what `evaluate` scores: boxes are not clipped to the image, and nothing is rounded.
+        The category id is the dataset's, or the label if the checkpoint has none.
         """
-        results = []
-        for d in self:
-            left, top, right, bottom = d.box
-            box = [left, top, round(right - left, 2), round(bottom - top, 2)]
-            category = d.label if d.category_id is None else d.category_id
-            results.append(
-                {"image_id": image_id, "category_id": category, "bbox": box, "score": d.score}
-            )
-        return results
+        boxes, scores = self._raw
+        extents = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
+        rows = zip(self, extents.tolist(), scores.tolist(), strict=True)
+        return [
+            {
+                "image_id": image_id,
+                "category_id": d.label if d.category_id is None else d.category_id,
+                "bbox": bbox,
+                "score": score,
+            }
+            for d, bbox, score in rows
+        ]
+
+    def to_torch(self) -> dict[str, torch.Tensor]:
+        """Return what torchvision's detectors return, and torchmetrics takes, on the CPU.
+
+        Returns:
+            `boxes`, (N, 4) float32: left, top, right, bottom in pixels, not clipped to the image;
+            `scores`, (N,) float32; `labels`, (N,) int64.
+        """
+        import torch
+
+        boxes, scores = (torch.tensor(array, dtype=torch.float32) for array in self._raw)
+        return {"boxes": boxes, "scores": scores, "labels": torch.tensor(self.labels)}
 
     @hints_in_messages()
     def to_supervision(self) -> supervision.Detections:

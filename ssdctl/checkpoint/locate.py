@@ -9,6 +9,7 @@ import difflib
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 from ssdctl.config import Config
 from ssdctl.download.fetch import checksum_path, fetch_detector, remember_checksum
@@ -16,20 +17,29 @@ from ssdctl.download.hub import WEIGHTS, HubReference, fetch_model, is_reference
 from ssdctl.download.pinned_files import DETECTORS, DetectorSource, find_detector
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import disk_errors
-from ssdctl.model.pretrained import (
-    check_file,
-    tensorflow_checkpoint,
-    weights_named,
-    weights_of,
-)
+from ssdctl.model.pretrained import check_file, weights_named
+from ssdctl.runs.folder import RunDir, find_checkpoint, run_dir, tensorflow_checkpoint
 from ssdctl.runs.going_back import has_continued_from
-from ssdctl.runs.layout import RunDir, find_checkpoint, run_dir
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logging.getLogger(__name__)
+Named: TypeAlias = "str | os.PathLike[str] | nn.Module"  # a checkpoint as users give it
 
 
-def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = None) -> Path:
+@overload
+def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = None) -> Path: ...
+
+
+@overload
+def locate_checkpoint(source: Named, *, mirror: str | None = None) -> Path | nn.Module: ...
+
+
+def locate_checkpoint(source: Named, *, mirror: str | None = None) -> Path | nn.Module:
     """Return the file of a checkpoint; a published detector is fetched if it is not present.
+
+    A network in memory is returned as it is.
 
     Args:
         source: A checkpoint file, a run folder (its best checkpoint, else its last), a folder that
@@ -44,6 +54,13 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
         IntegrityError: The detector's file is not the published one, or changed after its first
             use, or is not a checkpoint.
     """
+    if not isinstance(source, str | os.PathLike):
+        if hasattr(source, "state_dict"):
+            return source
+        raise UsageError(
+            f"a {type(source).__name__} is not a checkpoint",
+            hint="give a path, a name, a run, or an ssdctl.SSD300",
+        )
     detector = resolve_source(source)
     if isinstance(detector, Path):
         return detector
@@ -81,10 +98,10 @@ def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | Dete
 
 def trust_first_use(name: str, file: Path) -> None:
     """Read a detector's file, for which no checksum is published, and record its SHA-256."""
-    from ssdctl.checkpoint.file import load_checkpoint, load_network  # torch takes seconds
+    from ssdctl.checkpoint.file import load_checkpoint  # torch takes seconds
 
     try:
-        load_network(load_checkpoint(file))
+        load_checkpoint(file)
     except IntegrityError as error:
         if checksum_path(file).exists():  # it was read before
             raise
@@ -125,7 +142,7 @@ def check_weight_sources(config: Config) -> None:
         return
     if config.train.init is not None:
         resolve_source(config.train.init)
-    elif name := weights_of(config.model):
+    elif name := config.model.weights_name:
         if Path(name).is_file():
             check_file(Path(name))
         else:

@@ -21,6 +21,7 @@ from ssdctl.config.sections import DEFAULT_PRESET
 from ssdctl.data.store_folder import default_root
 from ssdctl.errors import UsageError
 from ssdctl.files import make_dir, try_lock
+from ssdctl.runtime.system import is_process_running
 
 RUNS = Path("runs")  # the folder of runs without --out
 FILE_SUFFIX = re.compile(r"\.(pt|pth|safetensors)$")
@@ -114,14 +115,25 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _no_checkpoints(path: Path) -> UsageError:
-    from ssdctl.model.pretrained import tensorflow_checkpoint
-
     if (error := tensorflow_checkpoint(path)) is not None:
         return error
     return UsageError(
         f"{path}: a folder without checkpoints",
         hint="name a run folder (train's --out) or a checkpoint file; training saves at "
         "--save-every, at evaluations and at its end",
+    )
+
+
+def tensorflow_checkpoint(path: Path) -> UsageError | None:
+    """Return the error for a checkpoint of TensorFlow, named by its folder, prefix or file."""
+    prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.name)
+    pattern = "*" if path.is_dir() else re.sub(r"([*?[])", r"[\1]", prefix)
+    folder = path if path.is_dir() else path.parent
+    if not any(folder.glob(f"{pattern}.index")):
+        return None
+    return UsageError(
+        f"{path}: a checkpoint of TensorFlow, which ssdctl cannot read",
+        hint="train again, from the backbone's weights (docs/migrating.md)",
     )
 
 
@@ -169,24 +181,7 @@ def exclusive_run(out: Path) -> Iterator[None]:
     path = RunDir(make_dir(out)).lock
     descriptor = _wait_for_lock(path)
     if descriptor is None:
-        process, host = _owner(path)
-        if (process, host) == (str(os.getpid()), socket.gethostname()):
-            raise UsageError(
-                f"{out}: this process already has a Trainer of this run",
-                hint="close() it first",
-            )
-        if host == socket.gethostname():
-            raise UsageError(
-                f"{out}: another ssdctl process trains in this folder (process {process})",
-                hint="wait for it or stop it; use a different --out to run both",
-            )
-        log.warning(
-            "%s: process %s on %s seems to train in this folder too; if it is still running, stop "
-            "one of them",
-            out,
-            process or "?",
-            host or "another machine",
-        )
+        _refuse_owner(out, *_owner(path))
         yield
         return
     try:
@@ -201,6 +196,20 @@ def exclusive_run(out: Path) -> Iterator[None]:
         if is_new:
             with contextlib.suppress(OSError):
                 out.rmdir()  # empty if the run was refused
+
+
+def _refuse_owner(out: Path, process: str, host: str) -> None:
+    if (process, host) == (str(os.getpid()), socket.gethostname()):
+        raise UsageError(
+            f"{out}: this process already has a Trainer of this run", hint="close() it first"
+        )
+    if host == socket.gethostname():
+        raise UsageError(
+            f"{out}: another ssdctl process trains in this folder (process {process})",
+            hint="wait for it or stop it; use a different --out to run both",
+        )
+    text = "%s: process %s on %s seems to train in this folder too; if it is still running, stop "
+    log.warning(text + "one of them", out, process or "?", host or "another machine")
 
 
 def _wait_for_lock(path: Path) -> int | None:
@@ -235,11 +244,5 @@ def running_on(out: Path) -> str | None:
     process, host = _owner(RunDir(out).lock)
     if not process.isdecimal():
         return None
-    if host == socket.gethostname():
-        try:
-            os.kill(int(process), 0)  # only tests whether it exists
-        except PermissionError:  # another user's
-            pass
-        except (OSError, OverflowError):
-            return None
-    return host
+    is_here = host == socket.gethostname()
+    return None if is_here and not is_process_running(int(process)) else host

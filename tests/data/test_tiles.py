@@ -1,0 +1,179 @@
+"""Tiles against pixels: each object is painted in its own color and counted in the tile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_RUN, Cli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+
+from ssdctl.checkpoint.file import load_checkpoint
+from ssdctl.config import PrepareConfig
+from ssdctl.config.fields import Tiling
+from ssdctl.data.open_dataset import count_images
+from ssdctl.data.prepare import prepare
+from ssdctl.data.store import Split, open_splits
+from ssdctl.data.tiles import IGNORED, tiled
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom
+
+
+class Painted(NamedTuple):
+    """An image and its objects, none on another; object n has the color (n + 1, 200, 0)."""
+
+    size: tuple[int, int]
+    objects: list[Box]
+
+
+@st.composite
+def images(draw: st.DrawFn) -> Painted:
+    """Objects are in cells of a grid, so that each pixel has at most one."""
+    width, height = draw(st.integers(30, 260)), draw(st.integers(30, 260))
+    cell = draw(st.sampled_from([15, 40, 90]))
+    cells = [(x, y) for x in range(0, width - 2, cell) for y in range(0, height - 2, cell)]
+    chosen = draw(st.lists(st.sampled_from(cells), max_size=6, unique=True))
+    objects = []
+    for x, y in chosen:
+        right, bottom = min(x + cell, width), min(y + cell, height)
+        left, top = draw(st.integers(x, right - 1)), draw(st.integers(y, bottom - 1))
+        objects.append(
+            (left, top, draw(st.integers(left + 1, right)), draw(st.integers(top + 1, bottom)))
+        )
+    return Painted((width, height), objects)
+
+
+def write(root: Path, painted: list[Painted]) -> None:
+    (root / "train2017").mkdir(parents=True)
+    listed, boxes = [], []
+    for number, ((width, height), objects) in enumerate(painted, 1):
+        pixels = np.zeros((height, width, 3), np.uint8)
+        for n, (left, top, right, bottom) in enumerate(objects):
+            pixels[top:bottom, left:right] = (n + 1, 200, 0)
+            bbox = [left, top, right - left, bottom - top]
+            boxes.append(
+                {
+                    "id": len(boxes) + 1,
+                    "image_id": number,
+                    "category_id": n + 1,
+                    "bbox": bbox,
+                    "area": bbox[2] * bbox[3],
+                    "iscrowd": 0,
+                }
+            )
+        Image.fromarray(pixels).save(root / "train2017" / f"{number}.png")
+        listed.append(
+            {"id": number, "file_name": f"{number}.png", "width": width, "height": height}
+        )
+    names = [{"id": n, "name": f"class {n}"} for n in range(1, 7)]
+    content = {"images": listed, "annotations": boxes, "categories": names}
+    (root / "annotations").mkdir()
+    (root / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
+
+
+def colored(pixels: NDArray[np.uint8], n: int) -> tuple[int, Box]:
+    """Return how many pixels of object n are there, and their bounds."""
+    rows, columns = np.nonzero((pixels[..., 0] == n + 1) & (pixels[..., 1] == 200))
+    if not len(rows):
+        return 0, (0, 0, 0, 0)
+    return len(rows), (
+        int(columns.min()),
+        int(rows.min()),
+        int(columns.max()) + 1,
+        int(rows.max()) + 1,
+    )
+
+
+def check_tile(split: Split, row: int, painted: Painted) -> None:
+    """Compare a tile's pixels with its objects: learned, ignored, or not there."""
+    pixels = split.decode(row).copy()
+    height, width = pixels.shape[:2]
+    assert [width, height] == split.sizes[row].tolist()
+    span = slice(split.starts[row], split.starts[row + 1])
+    found = {}
+    for box, label in zip(
+        split.boxes[span] * ([width, height] * 2), split.labels[span], strict=True
+    ):
+        found[tuple(np.rint(box).astype(int).tolist())] = int(label)
+    expected = {}
+    for n, (left, top, right, bottom) in enumerate(painted.objects):
+        count, bounds = colored(pixels, n)
+        if count:
+            is_learned = 2 * count >= (right - left) * (bottom - top)
+            expected[bounds] = n + 1 if is_learned else IGNORED
+    assert found == expected
+    assert (row in split.trainable) == any(label > 0 for label in expected.values())
+    assert (row in split.background) == (not expected)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    painted=st.lists(images(), min_size=1, max_size=3).filter(lambda p: any(i.objects for i in p)),
+    tiling=st.builds(Tiling, st.integers(32, 120), st.sampled_from([0.0, 0.2, 0.5])),
+    encoding=st.sampled_from(["jpeg", "raw"]),
+)
+def test_tiles_show_what_their_boxes_say(
+    painted: list[Painted], tiling: Tiling, encoding: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("tiles") / "data"
+    write(root, painted)
+    counted = count_images(root, root / "prepared", tiling)
+    prepare(root, root / "prepared", PrepareConfig(encoding=encoding))  # type: ignore[arg-type]
+    split = open_splits(root, root / "prepared")["train"]
+    whole, split = split, tiled(split, tiling)
+    assert split.num_images == len(painted)
+    for row in range(split.num_images, len(split.image_ids)):
+        image, _ = split.image_of(row)
+        assert split.image_ids[row] == image + 1
+        check_tile(split, row, painted[image])
+    covered = [np.zeros(size[::-1], np.bool_) for size, _ in painted]
+    assert split.tiles is not None
+    for image, (left, top, right, bottom) in zip(*split.tiles, strict=True):
+        covered[image][top:bottom, left:right] = True
+    for part, ((width, height), _) in zip(covered, painted, strict=True):
+        assert part.all() or max(width, height) <= tiling.size
+    assert counted[:2] == (len(split.trainable), len(split.background))
+    assert set(whole.trainable) <= set(split.trainable)
+
+
+def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
+    cli: Cli, tmp_path: Path, shapes: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Without another word: `evaluate` and `predict` find the same, and the run resumes exactly."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    train = [
+        *["train", "--tile", "128", "--steps", "4", "--seed", "1"],
+        *TINY_RUN.split(),
+        "--data",
+        shapes,
+    ]
+    assert cli(*train, "--out", whole).code == 0
+    assert cli(*train, "--out", run, "--steps", 2).code == 0
+    assert cli(*train, "--out", run, "--tile", 160).code == 2
+    assert cli(*train, "--out", run).code == 0
+    last = [load_checkpoint(folder / "checkpoints" / "last.pt") for folder in (run, whole)]
+    assert last[0].tiling == Tiling(128, 0.2)
+    assert all(torch.equal(last[0].model[name], last[1].model[name]) for name in last[0].model)
+    file = tmp_path / "found.json"
+    result = cli("evaluate", run, "--score-threshold", 0.01, "--detections", file, "--json")
+    assert result.code == 0, result.err
+    evaluated = sorted(
+        (f["image_id"], f["category_id"], f["score"]) for f in json.loads(file.read_text())
+    )
+    predicted = json.loads(cli("predict", run, shapes / "val2017", "--score", 0.01, "--json").out)
+    ids = {Path(image["image"]).name: n for n, image in enumerate(predicted, 1)}
+    detected = sorted(
+        (ids[Path(image["image"]).name], box["category_id"], box["score"])
+        for image in predicted
+        for box in image["detections"]
+    )
+    assert len(detected) == len(evaluated) > 0
+    assert [d[:2] for d in detected] == [e[:2] for e in evaluated]
+    assert [d[2] for d in detected] == pytest.approx([e[2] for e in evaluated], abs=1e-4)

@@ -1,0 +1,99 @@
+"""The score of each class's best F1: found by an evaluation, kept by files, used by predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from conftest import Cli
+
+import ssdctl
+from ssdctl.checkpoint.exported import read_onnx
+from ssdctl.checkpoint.file import load_checkpoint, read_model, save_checkpoint
+from ssdctl.runs.evaluation import read_evaluation, write_evaluation
+from ssdctl.runs.folder import RunDir
+
+LOW = 0.02
+
+
+@pytest.fixture(scope="module")
+def thresholds(checkpoint: Path, image_file: Path) -> list[float | None]:
+    """Return the median score of the detections of each class; None for the last class."""
+    found = ssdctl.load(checkpoint, device="cpu", score=LOW).predict(image_file)
+    count = len(load_checkpoint(checkpoint).classes)
+    scores = [found.scores[found.labels == label] for label in range(1, count)]
+    return [*(float(np.median(s)) if len(s) else 0.5 for s in scores), None]
+
+
+@pytest.fixture(scope="module")
+def with_thresholds(
+    checkpoint: Path, thresholds: list[float | None], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    path = tmp_path_factory.mktemp("thresholds") / "model.pt"
+    save_checkpoint(path, dataclasses.replace(load_checkpoint(checkpoint), thresholds=thresholds))
+    return path
+
+
+def test_predictions_use_the_thresholds_of_the_checkpoint(
+    with_thresholds: Path, thresholds: list[float | None], image_file: Path, cli: Cli
+) -> None:
+    every = ssdctl.load(with_thresholds, device="cpu", score=LOW).predict(image_file)
+    least = np.array([0, *(0.3 if t is None else t for t in thresholds)])
+    expected = every.scores[every.scores > least[every.labels]]
+    assert 0 < len(expected) < len(every)
+    for score in (None, "best"):
+        found = ssdctl.load(with_thresholds, device="cpu", score=score).predict(image_file)
+        # Borderline overlaps depend on the last digits, and these on the number of candidates.
+        assert len(found) == pytest.approx(len(expected), abs=2)
+        assert (found.scores > least[found.labels] - 1e-4).all()  # they are rounded
+    result = cli("predict", with_thresholds, image_file, "--device", "cpu", "--json")
+    assert result.code == 0, result.err
+    assert "each class's best F1" in result.err
+    (image,) = json.loads(result.out)
+    assert [d["score"] for d in image["detections"]] == pytest.approx(found.scores, abs=1e-3)
+    result = cli("predict", with_thresholds, image_file, "--device", "cpu", "--score", 0.9)
+    assert "best F1" not in result.err
+
+
+def test_best_without_thresholds_is_refused(
+    checkpoint: Path, image_file: Path, cli: Cli, tmp_path: Path
+) -> None:
+    path = tmp_path / "plain.pt"
+    save_checkpoint(path, dataclasses.replace(load_checkpoint(checkpoint), thresholds=()))
+    result = cli("predict", path, image_file, "--score", "best", "--device", "cpu")
+    assert result.code == 2
+    assert "--score 0.3" in result.err
+    assert cli("predict", path, image_file, "--device", "cpu").code == 0
+    assert cli("predict", path, image_file, "--score", "worst").code == 2
+
+
+def test_the_evaluation_in_the_run_folder_is_newer(tiny_run: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.checkpoints.mkdir(parents=True)
+    read, own = load_checkpoint(RunDir(tiny_run).best), read_evaluation(RunDir(tiny_run).evaluation)
+    assert own is not None
+    save_checkpoint(run.best, dataclasses.replace(read, thresholds=[0.9] * len(read.classes)))
+    assert list(read_model(run.best).thresholds) == [0.9] * len(read.classes)
+    found = [
+        msgspec.structs.replace(entry, best_f1=0.5, best_score=0.1 * n)
+        for n, entry in enumerate(own.per_class)
+    ]
+    write_evaluation(run.evaluation, msgspec.structs.replace(own, per_class=found))
+    expected = {c.name: c.best_score for c in found}
+    assert list(read_model(run.best).thresholds) == [expected[c.name] for c in read.classes]
+
+
+def test_exported_files_have_the_thresholds(
+    with_thresholds: Path, thresholds: list[float | None], image_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime")
+    file = tmp_path / "model.onnx"
+    ssdctl.export(with_thresholds, file, progress=False)
+    assert list(read_onnx(file).thresholds) == thresholds
+    expected = ssdctl.load(with_thresholds, device="cpu").predict(image_file)
+    found = ssdctl.load(file, device="cpu").predict(image_file)
+    assert len(found) == pytest.approx(len(expected), abs=2)

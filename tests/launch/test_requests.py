@@ -1,0 +1,378 @@
+"""Random launches, read by the launchers' own parsers: nothing is lost, added up wrongly or run.
+
+torchrun's argparse, the schemas of Kubernetes, bash with stand-ins for `python`, `mpirun` and
+`srun`, and in slow tests Open MPI and sbatch read what `ssdctl launch` writes. Text of the user is
+hostile: blanks, quotes, `$(...)`, newlines. A failure prints the shortest command that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from conftest import Result, run_cli
+from hypothesis import Phase, given, note, settings
+from hypothesis import strategies as st
+from launch.test_kubernetes import checked, containers, templates
+from torch.distributed.run import get_args_parser
+
+from ssdctl.config.fields import DEVICE_TYPES
+from ssdctl.config.settings import all_settings
+from ssdctl.launch.engines.kubernetes import PLAIN
+
+PHASES = [Phase.reuse, Phase.generate, Phase.shrink]  # not `explain`, which takes long
+HOSTILE = ["a b", "it's", '"', "$(touch x)", "`touch x`", "; touch x", "a\nb", "-x", "--", "$$",
+           "${local_rank}", "$(NAME)", "\\", "*", "#", "a=b", "'; touch x; '", "é\U0001f600", "1e3",
+           "null", "~", "\x07", "%s", "!", ":"]  # fmt: skip
+TEXT = st.sampled_from(HOSTILE) | st.text("ab$'\"\\ \n;&|`(){}é=-:#", min_size=1, max_size=8)
+DEVICES = {"hpus": "hpu", "gpus": "cuda", "cpus": "cpu", "tpus": "tpu"}
+# Settings of batch jobs that have a form: valid values, and ones that must be refused.
+FORMED = {
+    "slurm.job_name": (["a-b"], ["a b", "$(x)", "-x"]),
+    "slurm.partition": (["main"], ["a;b", "a\n#SBATCH --uid=0", "-x"]),
+    "slurm.time": (["60", "1-00:00:00", "2:00:00"], ["1h", "1;x"]),
+    "slurm.memory": (["400G"], ["4 G", "$(x)"]),
+    "slurm.gres": (["none", "gpu:a"], ["gpu 1", "`x`"]),
+    "slurm.options": (["--exclusive"], ["-x", "--a b", "--a=$(x)"]),
+    "slurm.srun_options": (["--mpi=none", "--export-file=$(touch x) 'a"], ["-x", "--a=\n"]),
+    "kubernetes.name": (["mine"], ["Mine", "-a", "a b"]),
+    "kubernetes.namespace": (["me"], ["a\nb", "$(x)"]),
+    "kubernetes.labels": (["a.io/b=c"], ["a b=c", "a=$(b)"]),
+    "kubernetes.node_selector": (["a=b"], ["a=`b`"]),
+    "kubernetes.resources": (["cpu=2", "memory=4Gi"], ["cpu=a lot"]),
+    "kubernetes.service_account": (["me"], ["A"]),
+}  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """A launch: the words of its command line, and what is expected of it."""
+
+    plural: str
+    count: int
+    nodes: int
+    launcher: str  # as given, or the default
+    cores: int | None
+    words: tuple[str, ...]  # without the launched command after `--`
+    rest: tuple[str, ...]
+    wished: tuple[str, ...]  # what the ranks run; for `train` without the device
+    texts: dict[str, str]  # values of kubernetes.env and kubernetes.annotations
+    wrong: tuple[str, ...]  # of which an error has to name one; empty: it is accepted
+
+    @property
+    def line(self) -> list[str]:
+        return [*self.words, *(["--", *self.rest] if self.rest else [])]
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.count // self.nodes
+
+
+@st.composite
+def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICES)) -> Launch:
+    plural, launcher = draw(st.sampled_from(plurals)), draw(st.sampled_from(launchers))
+    nodes, ranks = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4, 8]))
+    count, wrong, texts = nodes * ranks, list[str](), dict[str, str]()
+    if nodes > 1 and draw(st.integers(0, 9)) == 0:
+        count, wrong = count + 1, ["--nodes"]
+    words = [f"--{plural}={count}", f"--launcher={launcher}", f"--nodes={nodes}"]
+    cores = draw(st.sampled_from([None, 1, 6, 48]))
+    words += [f"--cores-per-node={cores}"] * (cores is not None)
+    if (devices := draw(st.sampled_from([None, None, 2, 8]))) is not None:
+        words.append(f"--devices-per-node={devices}")
+        wrong += ["--devices-per-node"] * (devices < count // nodes)
+    words += draw(st.sampled_from([[], ["--bind-to=none"], ["--rank-by=core"], ["--restarts=1"]]))
+    keys = [key for key in FORMED if key.startswith(launcher)]
+    for key in draw(st.lists(st.sampled_from(keys), max_size=3, unique=True)) if keys else ():
+        good, bad = FORMED[key]
+        is_bad = draw(st.integers(0, 5)) == 0
+        value = draw(st.sampled_from(bad if is_bad else good))
+        text = json.dumps([value]) if all_settings()[key].is_list else value
+        words.append(f"--set={key}={text}")
+        wrong += [key] * is_bad
+    if launcher == "kubernetes":
+        words += ["--set=kubernetes.image=a:1", "--set=kubernetes.volumes=claim:/runs"]
+        install = draw(st.sampled_from(["image", "ssdctl==1", "$(touch x) a.b"]))
+        words.append(f"--set=kubernetes.install={install}")
+        texts = {key: draw(TEXT) for key in ("env", "annotations")}
+        words += [f"--set=kubernetes.{k}={json.dumps([f'NAME={v}'])}" for k, v in texts.items()]
+    rest, wished = draw(launched())
+    if launcher == "mpirun" and ":" in wished:
+        wrong.append("':'")
+    options = () if rest else wished[1:]
+    return Launch(plural, count, nodes, launcher, cores, (*words, *options), rest, wished, texts,
+                  tuple(wrong))  # fmt: skip
+
+
+@st.composite
+def launched(draw: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the command after `--`, if one is given, and the words that ranks are to run."""
+    texts = draw(st.lists(TEXT, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        words = ("predict", "--out=/runs/a", "--", *texts)
+        return words, words
+    flags = ["--data", "--out", "--init", "--mllog"]
+    return (), ("train", *(f"{flag}={text}" for flag, text in zip(flags, texts, strict=False)))
+
+
+@pytest.fixture(autouse=True)
+def _without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MPI_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def budgets(small: int, large: int) -> pytest.MarkDecorator:
+    """Run a test with few examples, and with many new ones as a slow test."""
+    return pytest.mark.parametrize("examples", [small, pytest.param(large, marks=pytest.mark.slow)])
+
+
+def check_all(check: Callable[[Launch], None], examples: int, *launchers: str, **more: Any) -> None:
+    drawn = given(launch=launches(*launchers, **more))(check)
+    settings(max_examples=examples, phases=PHASES, derandomize=examples < 500)(drawn)()
+
+
+def planned(launch: Launch) -> tuple[Any, Result]:
+    """Return the plan, None if it was refused as it should be."""
+    note(f"ssdctl launch {shlex.join(launch.line)} --dry-run")
+    words = [*launch.words, "--dry-run", "--json", *(["--", *launch.rest] if launch.rest else [])]
+    result = run_cli("launch", *words)
+    assert "Traceback" not in result.err
+    assert not Path("x").exists()
+    if launch.wrong:
+        assert (result.code, result.out) == (2, ""), result
+        assert any(name in result.err for name in launch.wrong), (launch.wrong, result.err)
+        return None, result
+    assert result.code == 0, result.err
+    return json.loads(result.out), result
+
+
+def check_command(words: list[str], launch: Launch) -> None:
+    """Check what the ranks run: the user's words, unchanged, and the device."""
+    device = [] if launch.rest else [f"--device={DEVICES[launch.plural]}"]
+    assert words == [*launch.wished, *device]
+
+
+def check_line(plan: Any) -> None:
+    """The printed line means the argv and the variables to a shell."""
+    assigned = [f"{name}={value}" for name, value in plan["environment"].items()]
+    assert shlex.split(plan["command"]) == [*assigned, *plan["argv"]]
+
+
+@budgets(40, 5000)
+def test_torchrun_reads_its_command(examples: int) -> None:
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is None:
+            return
+        check_line(plan)
+        argv = plan["argv"]
+        read = get_args_parser().parse_args(argv[argv.index("-m") + 2 :])
+        assert (read.module, read.training_script) == (True, "ssdctl")
+        nodes = 1 if read.standalone else int(read.nnodes)
+        assert (nodes, nodes * int(read.nproc_per_node)) == (launch.nodes, launch.count)
+        passed = [Template(w).safe_substitute(local_rank="0") for w in read.training_script_args]
+        check_command(passed, launch)
+        cores = launch.cores or len(os.sched_getaffinity(0))
+        threads = int(plan["environment"]["OMP_NUM_THREADS"])
+        assert threads == max(1, cores // launch.ranks_per_node)
+
+    check_all(check, examples, "torchrun", plurals=("gpus", "cpus", "hpus"))
+
+
+# The number of values of mpirun's options.
+MPIRUN_OPTIONS = {"-n": 1, "--bind-to": 1, "--map-by": 1, "--rank-by": 1, "--report-bindings": 0,
+                  "--allow-run-as-root": 0, "--prefix": 1, "--hostfile": 1, "-x": 1}  # fmt: skip
+
+
+def read_mpirun(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Split mpirun's options from the program, as mpirun does."""
+    options, rest = dict[str, str](), argv[1:]
+    while rest[0] in MPIRUN_OPTIONS:
+        name, *rest = rest
+        for _ in range(MPIRUN_OPTIONS[name]):
+            key = f"-x {rest[0].partition('=')[0]}" if name == "-x" else name
+            options[key] = rest.pop(0)
+    return options, rest
+
+
+def check_mpirun(plan: Any, launch: Launch) -> None:
+    check_line(plan)
+    options, program = read_mpirun(plan["argv"])
+    assert program[:3] == [sys.executable, "-m", "ssdctl"]
+    check_command(program[3:], launch)
+    assert int(options["-n"]) == launch.count
+    ranks, cores = launch.ranks_per_node, launch.cores or len(os.sched_getaffinity(0))
+    place = options["--map-by"].split(":")
+    if place[0] == "ppr":
+        assert (int(place[1]), place[2]) == (ranks, "node")
+    share = int(place[-1].removeprefix("PE=")) if "PE=" in place[-1] else 0
+    assert share * ranks <= cores
+    assert (share > 0) == (options["--bind-to"] == "core")
+
+
+@budgets(30, 4000)
+def test_the_words_of_mpirun_add_up(examples: int) -> None:
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is not None:
+            check_mpirun(plan, launch)
+
+    check_all(check, examples, "mpirun", plurals=("hpus", "gpus", "cpus"))
+
+
+STUB = '#!/bin/sh\nprintf "%s\\0" "$@" >"{folder}/{name}.asked"\n'
+
+
+def run_script(text: str, folder: Path, **variables: str) -> dict[str, list[str]]:
+    """Run a script with stand-ins for the programs that it starts; return their arguments."""
+    for name in ("python", "mpirun", "srun", "scontrol"):
+        (folder / name).write_text(STUB.format(folder=folder, name=name))
+        (folder / name).chmod(0o755)
+    text = text.replace(shlex.quote(sys.executable), str(folder / "python"))
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", **variables}
+    where: Any = {"env": environment, "cwd": folder, "input": text.encode(), "timeout": 60}
+    done = subprocess.run(["/bin/bash"], capture_output=True, **where)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "x").exists(), "text of the user was run"
+    return {p.stem: p.read_bytes().decode().split("\0")[:-1] for p in folder.glob("*.asked")}
+
+
+@budgets(15, 1500)
+def test_a_written_script_runs_the_planned_words(examples: int) -> None:
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is None:
+            return
+        words = [*launch.words, "--write=job.sh", *(["--", *launch.rest] if launch.rest else [])]
+        result = run_cli("launch", *words)
+        if launch.nodes > 1:  # the first host is missing
+            assert (result.code, "--hostfile" in result.err or "HOST" in result.err) == (2, True)
+            return
+        assert result.code == 0, result.err
+        with tempfile.TemporaryDirectory() as name:
+            asked = run_script(Path("job.sh").read_text(), Path(name))
+        (words,) = asked.values()
+        expected = plan["argv"][1:]
+        port = re.compile("MASTER_PORT=.*")  # a free one each time
+        assert [port.sub("", w) for w in words] == [
+            port.sub("", str(w).replace(sys.executable, w2) if w == sys.executable else w)
+            for w, w2 in zip(expected, words, strict=True)
+        ]
+
+    check_all(check, examples, "torchrun", "mpirun", plurals=("gpus", "cpus", "hpus"))
+
+
+def directives(script: str) -> dict[str, str]:
+    """Return the options in the lines that sbatch reads, which end at the first command."""
+    head = script.partition("\nset -u\n")[0].splitlines()[1:]
+    assert all(line.startswith("#") for line in head), head
+    pairs = [line.removeprefix("#SBATCH --").partition("=") for line in head if "#SBATCH" in line]
+    return {name: value for name, _, value in pairs}
+
+
+def check_slurm(plan: Any, launch: Launch) -> None:
+    options = directives(plan["script"])
+    ranks, cores = launch.ranks_per_node, launch.cores or len(os.sched_getaffinity(0))
+    assert int(options["ntasks"]) == launch.count
+    assert int(options["nodes"]) * int(options["ntasks-per-node"]) == launch.count
+    assert int(options["cpus-per-task"]) in range(1, max(1, cores // ranks) + 1)
+    if (gres := options.get("gres")) is not None:
+        assert int(gres.rpartition(":")[2]) == ranks
+    with tempfile.TemporaryDirectory() as name:
+        asked = run_script(plan["script"], Path(name), SLURM_JOB_ID="1", SLURM_JOB_NODELIST="a")
+        words = asked["srun"]
+    program = words.index(str(Path(name) / "python"))
+    assert words[program + 1 : program + 3] == ["-m", "ssdctl"]
+    check_command(words[program + 3 :], launch)
+    given_options = [w for w in words[:program] if w.startswith("--export-file=")]
+    assert all(f"srun_options={json.dumps([o])}" in " ".join(launch.words) for o in given_options)
+
+
+@budgets(20, 2500)
+def test_bash_runs_a_slurm_script_as_planned(examples: int) -> None:
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is not None:
+            check_slurm(plan, launch)
+
+    check_all(check, examples, "slurm", plurals=("hpus", "gpus", "cpus"))
+
+
+def unescaped(words: list[str]) -> list[str]:
+    """Return what a container gets: $$ is $, and $(NAME) is a variable's value."""
+    assert not any(re.search(r"\$\(", word.replace("$$", "")) for word in words), words
+    return [word.replace("$$", "$") for word in words]
+
+
+def check_kubernetes(plan: Any, launch: Launch) -> None:
+    manifest = checked(plan["manifest"])
+    pods = containers(manifest)
+    job = manifest["items"][-1] if manifest["kind"] == "List" else manifest
+    spec, devices = job["spec"], pods.get("worker") or pods["main"]
+    replicas = spec["mpiReplicaSpecs"]["Worker"]["replicas"] if "worker" in pods else (
+        spec.get("completions", 1)
+    )  # fmt: skip
+    assert replicas == launch.nodes
+    assert spec.get("slotsPerWorker", launch.ranks_per_node) == launch.ranks_per_node
+    amounts = devices["resources"].get("limits", {})
+    expected = "Job" if launch.nodes == 1 else "MPIJob" if launch.plural == "hpus" else "List"
+    assert manifest["kind"] == expected
+    resource = DEVICE_TYPES[DEVICES[launch.plural]].kubernetes_resource
+    assert [t["key"] for t in templates(manifest)[-1]["spec"].get("tolerations", [])] == (
+        [resource] if resource else []
+    )
+    if resource is not None:
+        assert int(amounts[resource]) * replicas == launch.count
+    program = unescaped((pods.get("launcher") or pods["main"])["command"])
+    environment = {e["name"]: unescaped([e["value"]])[0] for e in devices["env"]}
+    assert environment["NAME"] == launch.texts["env"]
+    assert job["metadata"]["annotations"]["NAME"] == launch.texts["annotations"]
+    check_pod_command(program[program.index("ssdctl") + 1 :], launch)
+
+
+def check_pod_command(words: list[str], launch: Launch) -> None:
+    """The command of a pod runs the user's words, for several ranks by a launch in the pod."""
+    if launch.count == 1:
+        check_command(words, launch)
+        return
+    at = words.index("--") if "--" in words and launch.rest else len(words)
+    Path("hosts").write_text("".join(f"h{n} slots=8\n" for n in range(launch.nodes)))
+    words = [w.replace("/etc/mpi/hostfile", "hosts") for w in words[:at]] + words[at:]
+    inner = run_cli(*words[:at], "--dry-run", "--json", *words[at:])
+    assert inner.code == 0, (words, inner.err)
+    plan = json.loads(inner.out)
+    if "--launcher=mpirun" in words:
+        check_mpirun(plan, launch._replace(cores=launch.cores or 10**6))
+    else:
+        argv = [word for word in plan["argv"] if word != "--tpu"]
+        read = get_args_parser().parse_args(argv[argv.index("-m") + 2 :])
+        check_command([w.replace("$$", "$") for w in read.training_script_args], launch)
+
+
+@budgets(15, 3000)
+def test_kubernetes_and_its_pods_read_the_manifest(examples: int) -> None:
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is None:
+            return
+        dashes = ["--", *launch.rest] if launch.rest else []
+        text = run_cli("launch", *launch.words, "--dry-run", *dashes).out
+        name = re.compile("ssdctl-[0-9a-f]{6}")  # another one each time
+        for token in yaml.scan(text):  # readers of YAML 1.1 and 1.2 guess numbers and dates
+            if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
+                assert PLAIN.fullmatch(token.value)
+        manifest = json.loads(name.sub("mine", json.dumps(plan["manifest"])))
+        assert yaml.safe_load(name.sub("mine", text)) == manifest
+        check_kubernetes(plan, launch)
+
+    check_all(check, examples, "kubernetes")

@@ -1,0 +1,236 @@
+"""A process with the library in it: random public calls, in threads, in the user's process group.
+
+    scripts/test tests/process/test_calls.py                  # some calls
+    scripts/test -m slow tests/process/test_calls.py          # 30 minutes of others
+    SEED=7 scripts/test -m slow tests/process/test_calls.py   # the same again
+
+After each call the process's own state is as before, and the result is that of the same call in a
+fresh process. A failure prints the shortest program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from faults import CONTEXT
+from global_state import SETUP, Line, Lived, live
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as with_seed
+from hypothesis import strategies as st
+
+from ssdctl.data.shapes import generate
+
+SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
+SLOW_S = 30 * 60
+DEADLINE_S = 120.0
+
+# Each call has a name of its own for what it writes: OUT.
+TRAINING = """
+result = ssdctl.train("shapes", out="OUT", steps=2, **TINY)
+result = ssdctl.train("shapes", out="OUT", steps=1, config=ssdctl.configure(train={"deterministic": True}), **TINY)
+result = ssdctl.train("shapes", out="OUT", steps=2, init="run", config=ssdctl.configure(train={"ema": 0.9, "augment": "ssd"}), **TINY)
+result = [ssdctl.train("shapes", out="OUT", steps=n, **TINY) for n in (1, 2)]
+result = [s.loss for s in ssdctl.Trainer("shapes", out="OUT", steps=2, **TINY)]
+result = [s.loss for s in islice(ssdctl.Trainer("shapes", out="OUT", steps=3, **TINY), 2)]
+trainer = ssdctl.Trainer("shapes", out="OUT", steps=3, **TINY); result = next(iter(trainer)).loss; del trainer
+with ssdctl.Trainer("shapes", out="OUT", steps=3, **TINY) as trainer: result = [next(iter(trainer)).loss, trainer.evaluate(), trainer.save(), trainer.model]
+trainer = ssdctl.Trainer("shapes", out="OUT", steps=3, **TINY); result = next(iter(trainer)).loss; trainer.close(); trainer.close()
+a, b = (ssdctl.Trainer("shapes", out=f"OUT-{n}", steps=2, config=ssdctl.configure(train={"deterministic": True}), **TINY) for n in "ab"); result = [(x.loss, y.loss) for x, y in zip(a, b)]; a.close(); b.close()
+a, b = (ssdctl.Trainer("shapes", out=f"OUT-{n}", steps=2, **TINY) for n in "ab"); a.open(); b.open(); a.close(); result = next(iter(b)).loss; b.close()
+"""
+READING = """
+result = ssdctl.load("run", device="cpu", score=0.01)("photo.jpg")
+result = ssdctl.load("run", device="cpu", score=0.1, tile=160, max_detections=9)(["photo.jpg"] * 2)
+result = next(ssdctl.load("run", device="cpu", score=0.01).predict_iter(["photo.jpg"] * 9, batch_size=2))
+result = list(ssdctl.load("run", device="cpu", score=0.01).predict_iter(["photo.jpg"] * 3))
+result = ssdctl.load("run", device="cpu", precision="bf16").model
+result = ssdctl.load("run", device="cpu", score=0.01)("photo.jpg"); result.save("OUT.png"); result.to_coco(image_id=1)
+result = ssdctl.SSD300.from_checkpoint("run")
+result = ssdctl.SSD300.from_checkpoint("run").loss([torch.zeros(3, 90, 120)], [{"boxes": torch.tensor([[9.0, 9, 60, 50]]), "labels": torch.tensor([1])}])
+result = ssdctl.evaluate("run", device="cpu", detections="OUT.json")
+result = ssdctl.evaluate("run", "shapes", split="train", device="cpu", workers=2, batch_size=3, report="OUT")
+result = ssdctl.evaluate("rows.json", "shapes")
+result = ssdctl.prepare("shapes", store="OUT", jobs=2, force=True).splits[0].images
+result = [ssdctl.Dataset("shapes", "val")[n] for n in (0, -1)]
+result = ssdctl.export("run", "OUT.safetensors", format="safetensors")["format"]
+result = [ssdctl.Run("run"), ssdctl.Run("run").best_metrics, ssdctl.Run("run").plot().size]
+result = ssdctl.report("run", out="OUT.html").is_file()
+result = [ssdctl.default_boxes(), str(ssdctl.configure(train={"lr": 1e-3}).train)]
+"""
+FAILING = """
+ssdctl.train("nowhere", out="OUT", **TINY)
+ssdctl.train("shapes", out="OUT", steps=2, init="photo.jpg", **TINY)
+ssdctl.train("shapes", out="photo.jpg", steps=2, **TINY)
+ssdctl.train("shapes", out="OUT", steps=2, observers=[Broken()], **TINY)
+with ssdctl.Trainer("shapes", out="OUT", steps=3, config=ssdctl.configure(train={"deterministic": True}), **TINY) as trainer: next(iter(trainer)), 1 / 0
+ssdctl.load("none.pt", device="cpu")
+ssdctl.load("photo.jpg", device="cpu")
+ssdctl.load("run", device="cpu")(b"no image")
+list(ssdctl.load("run", device="cpu").predict_iter(["photo.jpg", "none.jpg"]))
+ssdctl.evaluate("run", "nowhere", device="cpu")
+ssdctl.Dataset("shapes", "test")
+ssdctl.prepare("run")
+ssdctl.export("run", "OUT.pt2", format="pt2", nms="onnx")
+ssdctl.report("shapes", out="OUT.html")
+"""
+# A signal stops what trains in the main thread; the handlers of the program stay.
+STOPPED = """
+ssdctl.train("shapes", out="OUT", steps=9, observers=[Stopping(signal.SIGTERM)], **TINY)
+ssdctl.train("shapes", out="OUT", steps=9, observers=[Stopping(signal.SIGINT, signal.SIGINT)], **TINY)
+trainer = ssdctl.Trainer("shapes", out="OUT", steps=9, observers=[Stopping(signal.SIGHUP)], **TINY); result = next(iter(trainer)).loss; trainer.close()
+"""
+# What programs do with their own state; the calls after it give the same results.
+OWN = """
+torch.manual_seed(3), np.random.seed(3)
+np.seterr(all="raise")
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+torch.set_grad_enabled(False)
+torch.autograd.grad_mode.inference_mode(True).__enter__()
+torch.autocast("cpu", torch.bfloat16).__enter__()
+torch.use_deterministic_algorithms(True)
+torch.multiprocessing.set_start_method("spawn", force=True)
+warnings.simplefilter("error")
+signal.signal(signal.SIGTERM, lambda *_: None), signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.environ.update(OMP_NUM_THREADS="2", MASTER_ADDR="nowhere", SSDCTL_TRAIN__SEED="7")
+gc.disable()
+threading.Thread(target=lambda: [torch.rand(9) for _ in iter(lambda: time.sleep(0.001), 1)], daemon=True).start()
+"""
+
+
+def calls(*texts: str) -> list[str]:
+    return [line.replace("\\n", "\n") for text in texts for line in text.strip().splitlines()]
+
+
+QUICK = [c for c in calls(TRAINING, READING, FAILING, STOPPED) if "deterministic" not in c]
+usual = st.sampled_from(calls(TRAINING, READING, FAILING))
+alone = usual | st.sampled_from(calls(STOPPED))
+own = st.sampled_from([f"# The program's own:\n{line}" for line in calls(OWN)])
+lines: st.SearchStrategy[Line] = st.tuples(alone) | st.tuples(own) | st.tuples(usual, usual)
+programs = st.lists(lines, min_size=2, max_size=6)
+
+
+class World(NamedTuple):
+    folder: Path  # the program's, copied for each
+    # The result of a call in a group of so many ranks. A fresh process decides if two differ.
+    expected: dict[tuple[str, int], Any]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("calls") / "program"
+    generate(folder / "shapes", num_train=8, num_val=3, seed=0)
+    (folder / "tmp").mkdir()
+    shutil.copy(folder / "shapes/val2017/000000000001.jpg", folder / "photo.jpg")
+    made = World(folder, {})
+    lives(made, [(text,) for text in calls(
+        'ssdctl.prepare("shapes")\nssdctl.train("shapes", out="run", steps=3, **TINY)\n'
+        'ssdctl.evaluate("run", device="cpu", detections="rows.json")'
+    )], copied=False)  # fmt: skip
+    return made
+
+
+def lives(world: World, lines: Sequence[Line], size: int = 0, copied: bool = True) -> list[Lived]:
+    """Run a program in a fork, or in `size` forks that form a group; return what happened."""
+    root = Path(tempfile.mkdtemp(prefix="program-"))
+    pairs = []
+    for rank in range(max(size, 1)):
+        folder = world.folder
+        if copied:
+            folder = shutil.copytree(world.folder, root / "rank" / str(rank), symlinks=True)
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        group = (rank, size) if size else None
+        process = CONTEXT.Process(target=live, args=(lines, folder, sender, group), daemon=True)
+        process.start()
+        sender.close()
+        pairs.append((process, receiver))
+    try:
+        answers = [r.recv_bytes() if r.poll(DEADLINE_S) else b"" for _, r in pairs]
+        assert all(answers), f"hangs: {program(lines, size)}"
+        return [x for answer in answers for x in msgspec.json.decode(answer, type=list[Lived])]
+    finally:
+        for process, _ in pairs:
+            process.join(5)
+            process.kill()
+        shutil.rmtree(root)
+
+
+def program(lines: Sequence[Line], size: int) -> str:
+    """Return the text of a program."""
+    text = SETUP
+    for line in lines:
+        if len(line) == 1:
+            text += f"{line[0]}\n"
+            continue
+        text += "threads = [threading.Thread(target=exec, args=(text, globals())) for text in (\n"
+        text += "".join(f"    {call!r},\n" for call in line)
+        text += ")]\nany(thread.start() for thread in threads), any(t.join() for t in threads)\n"
+    return text + f"# in each of {size} ranks of a process group\n" * bool(size)
+
+
+def numbered(lines: Sequence[Line]) -> list[Line]:
+    """Give each call a name of its own for what it writes."""
+    names = (f"out-{number}" for number in itertools.count())
+    return [tuple(text.replace("OUT", next(names)) for text in line) for line in lines]
+
+
+def check(world: World, lines: Sequence[Line], size: int = 0) -> None:
+    lived = lives(world, numbered(lines), size)
+    for line, happened in zip(itertools.cycle(lines), lived, strict=False):
+        where = f"{program(numbered(lines), size)}\n{happened.line}"
+        assert not happened.changed, f"{where}: changed {happened.changed}"
+        for text, result in zip(line, happened.results, strict=True):
+            assert "Traceback" not in str(result), f"{where}: {result}"
+            if text.startswith("#"):
+                continue
+            known = world.expected.setdefault((text, size), result)
+            if result != known:
+                fresh = lives(world, numbered([(text,)]), size)[0].results[0]
+                assert result == fresh, f"{where}: {result}, in a fresh process {fresh}"
+                assert known == fresh, f"{text}: {known} in an earlier program, not {fresh}"
+
+
+def run_programs(world: World, number: int | None, count: int, size: int = 0) -> None:
+    def test(lines: list[Line]) -> None:
+        check(world, lines, size)
+
+    single = st.lists(st.tuples(usual), min_size=2, max_size=4)
+    test = given(lines=single if size else programs)(test)
+    if number is not None:
+        test = with_seed(number)(test)
+    settings(
+        max_examples=count,
+        database=None,
+        derandomize=number is None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+    )(test)()
+
+
+def test_calls_one_after_the_other(world: World) -> None:
+    check(world, [*((text,) for text in QUICK), (QUICK[0], QUICK[0])])
+
+
+def test_programs(world: World) -> None:
+    run_programs(world, None, 4)
+
+
+@pytest.mark.slow
+def test_many_programs(world: World) -> None:
+    end = time.monotonic() + SLOW_S
+    for number in itertools.count(SEED):
+        run_programs(world, number, 20)
+        run_programs(world, number, 3, size=2)
+        if time.monotonic() > end:
+            break
