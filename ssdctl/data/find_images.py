@@ -142,33 +142,42 @@ class ImageFinder:
         named = ((entry, self._name(entry.name)) for entry in wanted)
         rows = [_Row(entry, name, self._options(entry, name)) for entry, name in named]
         ambiguous: list[str] = []
-        found = self._exact(rows, ambiguous)
+        found = self._exact(rows, claimed, ambiguous)
         taken = {item.file for item in found if item}.union(claimed)
         self._by_tail(rows, found, taken, ambiguous, may_share=may_share)
         refuse(labels, "images that fit several files", ambiguous, WHICH)
         return found
 
-    def _exact(self, rows: Sequence[_Row], ambiguous: list[str]) -> list[Found | None]:
+    def _exact(
+        self, rows: Sequence[_Row], claimed: Collection[str], ambiguous: list[str]
+    ) -> list[Found | None]:
         """Find the images whose names are exact paths below one of the usual folders.
 
         Of several such folders, the one that has most images of the same labels is right. A file
         that a longer path names is that of a shorter one only if no other is, and if they differ in
-        a standard folder: `images/a.jpg` and `a.jpg`.
+        a standard folder: `images/a.jpg` and `a.jpg`. If splits have folders of their own, a file
+        is of one split.
         """
+        is_divided = any(option.is_in_split for row in rows for option in row.options)
         counts = Counter(
             (row.entry.labels, row.entry.split, prefix)
             for row in rows
             for prefix in {option.prefix for option in row.options} - {None}
         )
-        owners: dict[str, str] = {}  # the longest name
+        # By file: the longest name, and its split.
+        owners: dict[str, tuple[str, str | None]] = dict.fromkeys(
+            claimed if is_divided else (), ("", "")
+        )
         found: list[Found | None] = [None] * len(rows)
         for n in sorted(range(len(rows)), key=lambda n: -rows[n].name.count("/")):
-            name, possible = rows[n].name, [o for o in rows[n].options if o.prefix is not None]
-            free = [o for o in possible if owners.get(o.file, name) == name]
-            free = free or [o for o in possible if self._is_same(owners[o.file], name)]
+            own = rows[n].name, rows[n].entry.split
+            exact = (o for o in rows[n].options if o.prefix is not None)
+            possible = [o for o in exact if not is_divided or owners.get(o.file, own)[1] == own[1]]
+            free = [o for o in possible if owners.get(o.file, own)[0] == own[0]]
+            free = free or [o for o in possible if self._is_same(owners[o.file][0], own[0])]
             if free and (best := self._best(rows[n].entry, free, counts, ambiguous)):
                 found[n] = Found(best.file, is_exact=True)
-                owners.setdefault(best.file, name)
+                owners.setdefault(best.file, own)
         return found
 
     def _by_tail(
@@ -247,7 +256,8 @@ class ImageFinder:
         own = [name for name in before if name.lower() not in self.standard]
         is_mirrored = own == self._own(labels) or before == labels
         foreign = own if entry.is_label_file else [name for name in own if not split_of(name)]
-        is_exact = tail == len(names) - 1 and (is_mirrored or not foreign)
+        is_usual = not foreign and (before != [] or not entry.is_label_file)
+        is_exact = tail == len(names) - 1 and (is_mirrored or is_usual)
         usual = before or [""] * is_exact
         standard = [self.standard.index(n.lower()) for n in usual if n.lower() in self.standard]
         evidence = (

@@ -574,7 +574,9 @@ def add_decoys(world: World, tree: Tree) -> None:
             top, _, below = path.rpartition("images/") if "demo" in world.layout else ("", "", path)
             place = f"{top}{folder}/{below.partition('/')[2] or below}"
             if folder == STRAY:  # a copy of one image, in the folder above
-                place = f"{top}{below.partition('/')[2]}" if [path] == many[:1] else path
+                above = f"{top}{below.partition('/')[2]}"
+                is_own = any(posixpath.dirname(above) == posixpath.dirname(p) for p in images)
+                place = above if [path] == many[:1] and not is_own else path
             for suffix in {picture.suffix, ".png"} if place != path else ():
                 _decoy(world, tree, picture, f"{place.removesuffix(picture.suffix)}{suffix}")
     # An image of another folder is not the missing one, if the others are where their paths say.
