@@ -5,6 +5,7 @@ tests/test_docs.py has the commands, links and files of the pages.
 
 from __future__ import annotations
 
+import ast
 import re
 import typing
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import PAGES, ROOT, every_page, prose, spans
+from cli.test_command_lines import read
+from pages import PAGES, ROOT, every_page, prose, spans, words_of
 
 import ssdctl
 from ssdctl.cli.main import click_root
@@ -193,3 +195,32 @@ def test_keys_and_names_are_in_the_code(name: str, code: set[str]) -> None:
     words = {word for span in spans(prose(DOCS / f"{name}.md")) for word in span.split()}
     keys = {word for word in words if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", word)}
     assert keys - FOREIGN <= code, keys - FOREIGN - code
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Yield the strings of a module; a value in them is `coco`, or nothing at the end of a word."""
+    inside = set[int]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        parts = [node]
+        if isinstance(node, ast.JoinedStr):
+            parts = [*node.values]
+            inside |= {id(part) for part in parts}
+        elif not isinstance(node, ast.Constant) or id(node) in inside:
+            continue
+        texts = [str(p.value) if isinstance(p, ast.Constant) else "\0" for p in parts]
+        yield re.sub("\0+", "coco", re.sub("(?<=\\w)\0+", "", "".join(texts)))
+
+
+def test_commands_in_messages_and_examples_are_accepted() -> None:
+    pattern = r"`(ssdctl [a-z][^`]*)`|(?:^|: )(ssdctl [a-z-]+ [^`;,()]*-[^`;,()]*)"
+    modules = [path for path in (ROOT / "ssdctl").rglob("*.py") if "site" not in path.parts]
+    pairs = {
+        pair for path in modules for text in strings(path) for pair in re.findall(pattern, text)
+    }
+    lines = {first or second for first, second in pairs}
+    assert len(lines) > 80
+    for line in sorted(lines):
+        if "[OPTIONS]" not in line and line.split()[1] not in ("help", "coco"):
+            problem = read(*words_of(line.replace("...", "")))
+            is_short = "missing argument" in problem or "missing option" in problem
+            assert not problem or is_short or "Usage:" in problem, (line, problem)

@@ -31,6 +31,10 @@ option = functools.partial(Option, rich_help_panel="Launch")
 
 
 DryRun = Annotated[bool, option("--dry-run", help="Print the command without running it")]
+Devices = Annotated[
+    int | None,
+    option(min=1, metavar="N", help="Number of devices of --device NAME over all nodes"),
+]
 Write = Annotated[
     str | None, option(metavar="FILE", help="Write the script or manifest instead of running it")
 ]
@@ -65,10 +69,7 @@ def launch(
     dry_run: DryRun = False,
     write: Write = None,
     wait: Annotated[bool, option("--wait", help="Follow the submitted job until it ends")] = False,
-    devices: Annotated[
-        int | None,
-        option(min=1, metavar="N", help="Number of devices of --device NAME over all nodes"),
-    ] = None,
+    devices: Devices = None,
     rest: Annotated[
         list[str] | None,
         Argument(metavar="[-- COMMAND ...]", help="ssdctl command to launch [default: train]"),

@@ -58,8 +58,6 @@ def prepare(
     The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
     report.json lists them. Run the command again to continue an interrupted one.
     """
-    from ssdctl.data.check import WITHOUT_OBJECTS
-    from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.store_folder import dataset_folders
 
@@ -79,9 +77,15 @@ def prepare(
     if tiles := _count_tiles(call, outcome):
         data["tiles"] = tiles
     call.console.result(data, lambda: _tables(outcome))
-    root = Path(outcome.root)
+    _close(call, outcome)
+
+
+def _close(call: Call, outcome: Outcome) -> None:
+    from ssdctl.data.check import WITHOUT_OBJECTS
+    from ssdctl.data.dataset import warning_without_validation
+
     if "val" not in [report.split for report in outcome.splits]:
-        call.console.warning(warning_without_validation(root))
+        call.console.warning(warning_without_validation(Path(outcome.root)))
     what = "images and boxes" if outcome.packed else "the index; images stay where they are"
     store = f" --store {quoted(outcome.store)}" if call.config.data.store else ""
     tile = f" --tile {call.config.data.tile}" if call.config.data.tile else ""

@@ -22,6 +22,7 @@ from ssdctl.runtime.system import tune_process
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from ssdctl.evaluation.evaluate import DetectedSplit
     from ssdctl.runs.evaluation import ClassAnalysis, Comparison, Evaluation
 
 SIZES = ("APs", "APm", "APl")
@@ -37,14 +38,15 @@ def runs(
 
     Runs in progress and runs with broken files are listed, too.
     """
-    from ssdctl.runs.run import newest_runs
+    from ssdctl.runs.run import Run, folds_text, newest_runs
 
     if not Path(folder).is_dir():
         raise UsageError(
             f"{folder}: no such folder", hint="`ssdctl train` makes runs/, `--out` another folder"
         )
     rows = [_row(path) for path in newest_runs(Path(folder))]
-    call.console.result(rows, (lambda: _table(rows)) if rows else f"{folder}: no runs")
+    lines = folds_text([Run(row["path"]) for row in rows if row.get("fold")])
+    call.console.result(rows, (lambda: _table(rows, lines)) if rows else f"{folder}: no runs")
     if rows:
         call.console.closing([], [f"ssdctl report {quoted(rows[0]['path'])}"])
 
@@ -63,6 +65,7 @@ def _row(path: Path) -> dict[str, Any]:
             "network": run.settings.get("model.backbone", ""),
             "steps": run.num_steps,
             "ap": (run.best_metrics or {}).get("AP"),
+            "fold": run.settings.get("train.fold"),
             "state": f"running on {host}" if host else "",
         }
     except SsdctlError as error:
@@ -108,7 +111,7 @@ def report(
     call.console.closing([], [command] * has_checkpoints)
 
 
-def _table(found: list[dict[str, Any]]) -> Group:
+def _table(found: list[dict[str, Any]], lines: list[str]) -> Group:
     from rich.console import Group
 
     rows = [
@@ -121,15 +124,33 @@ def _table(found: list[dict[str, Any]]) -> Group:
             column.overflow = "fold"
         else:
             column.no_wrap = True
-    return Group(runs, *(f"{r['path']}: {r['state']}" for r in found if r["state"]))
+    states = [f"{r['path']}: {r['state']}" for r in found if r["state"]]
+    return Group(runs, *lines, *states)
 
 
-WhatToScore = Annotated[
+EveryCheckpoint = Annotated[
+    bool, Option("--all", help="Score every checkpoint of a run, in one table")
+]
+DetectionsFile = Annotated[
+    str | None, Option(metavar="FILE", help="Write the detections as COCO results")
+]
+SuspectsFile = Annotated[
     str | None,
+    Option(metavar="FILE.csv", help="Write the labels that look wrong, the worst first"),
+]
+Other = Annotated[
+    str | None,
+    Option(metavar="B", help="Compare with another checkpoint, run or file of detections"),
+]
+FailIfWorse = Annotated[
+    bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
+]
+WhatToScore = Annotated[
+    list[str] | None,
     Argument(
-        metavar="CKPT|RUN|DETECTIONS.json",
-        help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
-        "[default: the newest run]",
+        metavar="CKPT|RUN...|DETECTIONS.json",
+        help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results; or the "
+        "runs of all folds [default: the newest run]",
     ),
 ]
 
@@ -146,6 +167,8 @@ WhatToScore = Annotated[
         "ssdctl evaluate ckpt.pt --report evaluation   # a page with errors by type",
         "ssdctl evaluate runs/coco-resnet34 --all   # every checkpoint of the run",
         "ssdctl evaluate new.pt --against best.pt --fail-if-worse   # is it better?",
+        "ssdctl evaluate runs/coco-resnet34 --suspects suspects.csv   # labels that look wrong",
+        "ssdctl evaluate runs/parts-resnet34-fold*   # all folds as one set",
         "ssdctl evaluate detections.json --data /data/coco --verify",
         "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
     ],
@@ -153,20 +176,12 @@ WhatToScore = Annotated[
 def evaluate(
     call: Call,
     what: WhatToScore = None,
-    every: Annotated[
-        bool, Option("--all", help="Score every checkpoint of a run, in one table")
-    ] = False,
-    detections: Annotated[
-        str | None, Option(metavar="FILE", help="Write the detections as COCO results")
-    ] = None,
+    every: EveryCheckpoint = False,
+    detections: DetectionsFile = None,
     report: Annotated[str | None, Option(metavar="DIR", help="Write an HTML report to DIR")] = None,
-    against: Annotated[
-        str | None,
-        Option(metavar="B", help="Compare with another checkpoint, run or file of detections"),
-    ] = None,
-    fail_if_worse: Annotated[
-        bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
-    ] = False,
+    suspects: SuspectsFile = None,
+    against: Other = None,
+    fail_if_worse: FailIfWorse = False,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 
@@ -175,26 +190,41 @@ def evaluate(
     """
     from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
 
-    what = what or name_newest_run(call.console)
-    is_run = Path(what).is_dir() and not is_model_folder(Path(what))
+    named = what or [name_newest_run(call.console)]
+    is_run = Path(named[0]).is_dir() and not is_model_folder(Path(named[0]))
     if every and not is_run:
-        raise UsageError(f"--all: {what} is not a run folder", hint="leave --all out")
+        raise UsageError(f"--all: {named[0]} is not a run folder", hint="leave --all out")
+    if len(named) > 1 and (every or against):
+        raise UsageError("--all and --against take one run, several are the folds of one set")
     if every:
-        files = RunDir(Path(what)).all_checkpoints()
+        files = RunDir(Path(named[0])).all_checkpoints()
     else:
-        files = [locate_checkpoint(what, mirror=call.config.download.mirror)]
+        files = [locate_checkpoint(name, mirror=call.config.download.mirror) for name in named]
     if against is not None:
-        if every or detections or report:
-            raise UsageError("--against excludes --all, --detections and --report")
+        if every or detections or report or suspects:
+            raise UsageError("--against excludes --all, --detections, --report and --suspects")
         _compare(call, files[0], against, fail_if_worse=fail_if_worse)
         return
     if fail_if_worse:
         raise UsageError("--fail-if-worse without --against", hint="add --against B")
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
-    evaluations = _evaluate(call, files, Path(detections) if detections else None)
-    if evaluations:  # else not the main rank
-        _show(call, evaluations, is_run=is_run, every=every, report=report)
+    found: list[DetectedSplit] = []
+    written = Path(detections) if detections else None
+    evaluations = _evaluate(call, files, written, found, are_folds=len(named) > 1)
+    if not evaluations:  # not the main rank
+        return
+    facts = _write_suspects(found, Path(suspects)) if suspects else []
+    _show(call, evaluations, facts, is_run=is_run, every=every, report=report)
+
+
+def _write_suspects(found: list[DetectedSplit], file: Path) -> list[tuple[str, str]]:
+    """Write the suspects by all detections; return a fact for the end."""
+    from ssdctl.evaluation.suspects import find_suspects, write_suspects
+
+    ranked = find_suspects(found[0].truth, found[0].image_ids, [f.detections for f in found])
+    write_suspects(file, ranked)
+    return [("suspects", f"{len(ranked):,} labels that look wrong -> {file}")]
 
 
 def _compare(call: Call, file: Path, against: str, *, fail_if_worse: bool) -> None:
@@ -238,7 +268,13 @@ def _differences(comparison: Comparison) -> Group:
 
 
 def _show(
-    call: Call, evaluations: list[Evaluation], *, is_run: bool, every: bool, report: str | None
+    call: Call,
+    evaluations: list[Evaluation],
+    facts: list[tuple[str, str]],
+    *,
+    is_run: bool,
+    every: bool,
+    report: str | None,
 ) -> None:
     """Print the evaluations of one checkpoint or of `every` checkpoint of a run."""
     best = max(evaluations, key=lambda e: e.metrics["AP"])
@@ -249,12 +285,11 @@ def _show(
         call.console.result(results[0] if is_run else best.as_json(), headline(best))
         if not call.console.as_json and not call.console.quiet:
             call.console.result(None, lambda: tables(best))
-    facts = []
     if report is not None:
         from ssdctl.reporting.page import write_evaluation_report
 
         facts.append(("report", str(write_evaluation_report(best, Path(report)))))
-    if best.about.precision is None:  # a file of detections
+    if best.about.precision is None or ", " in best.about.source:  # detections, or several folds
         call.console.closing(facts)
         return
     facts.insert(0, ("best" if every else "checkpoint", best.about.source))
@@ -267,19 +302,33 @@ def _show(
     call.console.closing(facts, next_commands)
 
 
-def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score all files; return an empty list on ranks other than the main one."""
-    from ssdctl.evaluation.evaluate import evaluate_files
+def _evaluate(
+    call: Call,
+    files: list[Path],
+    detections: Path | None,
+    found: list[DetectedSplit],
+    *,
+    are_folds: bool,
+) -> list[Evaluation]:
+    """Score all files; return an empty list on ranks other than the main one.
+
+    The detections of each file are added to `found`.
+    """
+    from ssdctl.evaluation.evaluate import evaluate_files, evaluate_folds
 
     evaluations = []
     with _on_main_rank(call) as is_main:
-        for evaluation in evaluate_files(
-            files, call.config, progress=call.console.progress, detections_file=detections
+        for evaluation in (evaluate_folds if are_folds else evaluate_files)(
+            files,
+            call.config,
+            progress=call.console.progress,
+            detections_file=detections,
+            on_detected=found.append,
         ):
             if not is_main:
                 continue
             evaluations.append(evaluation)
-            if len(files) > 1:  # the table comes at the end, perhaps after hours
+            if len(files) > 1 and not are_folds:  # the table comes at the end, perhaps after hours
                 call.console.info(headline(evaluation))
     return evaluations
 

@@ -229,8 +229,9 @@ def from_images(
         usable["val"] = usable.pop("test")
     if "train" not in usable:
         raise DataError(f"{origin}: no images to train on")
+    empty = [f"the split {s} lists no images" for s, images in splits.items() if not images]
     result = {s: annotations_of_split(i, classes, folder, origin) for s, i in usable.items()}
-    return {**result, "train": result["train"]._replace(notes=list(notes))}
+    return {**result, "train": result["train"]._replace(notes=[*notes, *empty])}
 
 
 def annotations_of_split(
@@ -267,6 +268,35 @@ def refuse(path: Path, what: str, offenders: Sequence[object], hint: str | None 
     """Raise a DataError that names the first few offenders, if there are any."""
     if offenders:
         raise DataError(f"{path}: {what}: {listed(offenders, MAX_NAMED)}", hint=hint)
+
+
+def without_copies(
+    origin: Path,
+    files: Sequence[object],
+    splits: Sequence[str | None],
+    images: Sequence[LabeledImage],
+    notes: list[str],
+) -> list[int]:
+    """Return the rows of label files, one per image and split; a copy is left out with a note.
+
+    Raises:
+        DataError: An image has label files with different boxes.
+    """
+    first: dict[str, int] = {}
+    rows: dict[tuple[str, str | None], int] = {}
+    copies, different = list[str](), list[str]()
+    for row, (file, split, image) in enumerate(zip(files, splits, images, strict=True)):
+        other = first.setdefault(image.file_name, row)
+        if images[other].boxes != image.boxes:
+            different.append(f"{files[other]} and {file} ({image.file_name})")
+        elif rows.setdefault((image.file_name, split), row) != row:
+            copies.append(str(file))
+    hint = "remove one of them, or give the folder of the right ones: --data DIR"
+    refuse(origin, "different label files of one image", different, hint)
+    if copies:
+        number = f"{len(copies):,}, such as {copies[0]}"
+        notes.append(f"label files of images that have another one, left out: {number}")
+    return [*rows.values()]
 
 
 def one_image_per_file(annotations: Annotations) -> Annotations:

@@ -259,9 +259,9 @@ def _no_dataset(path: Path) -> DataError:
     found = [f"{counted(count, f'{kind} file')} such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above):
-        hint = f"did you mean the folder above, --data {above}?"
+        hint = f"did you mean the folder above, --data {quoted(above)}?"
     elif below := datasets_in(path):
-        hint = f"a folder in it is a dataset: --data {below[0]}; or write a dataset.toml"
+        hint = f"a folder in it is a dataset: --data {quoted(below[0])}; or write a dataset.toml"
     else:
         hint = _hint_for(path, files)
     return DataError(

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.annotations import MAX_NAMED
+from ssdctl.data.check import Objects
 from ssdctl.data.image_files import FingerprintColumns, in_threads
+from ssdctl.runtime.safe_text import counted, listed
 
 PART_BYTES = 1 << 20
 
@@ -44,6 +46,27 @@ def find_duplicates(images: ImageVersions, others: Mapping[str, ImageVersions]) 
     """
     found = ((split, _pairs(images, other)) for split, other in others.items())
     return [Duplicates(split, len(pairs), pairs[:MAX_NAMED]) for split, pairs in found if pairs]
+
+
+def contradictions(
+    images: ImageVersions, objects: Objects, is_trained: NDArray[np.bool_]
+) -> list[str]:
+    """Return a warning if images of a split have the content of another one, but other boxes."""
+
+    def boxes_of(row: int) -> list[tuple[int, list[float]]]:
+        own = slice(*objects.starts[row : row + 2])
+        return sorted(zip(objects.labels[own].tolist(), objects.boxes[own].tolist(), strict=True))
+
+    keys, names = images.keys(), images.names
+    first: dict[int, int] = {}
+    pairs: list[str] = []
+    for row in np.flatnonzero(is_trained).tolist():
+        other = first.setdefault(int(keys[row]), row)
+        files = (images.folder / names[n] for n in (row, other))
+        if other != row and boxes_of(row) != boxes_of(other) and _same_content(*files):
+            pairs.append(f"{names[row]} ({names[other]})")
+    what = f"{counted(len(pairs), 'image')} with the content of another one, but other boxes"
+    return [f"{what}: {listed(pairs, MAX_NAMED)}"] * bool(pairs)
 
 
 def _pairs(images: ImageVersions, other: ImageVersions) -> list[tuple[str, str]]:

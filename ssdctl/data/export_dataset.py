@@ -2,12 +2,14 @@
 
 Images are written with the bytes that the store has (a shrunk store's are smaller), and boxes in
 their pixels. No EXIF orientation remains, so every reader shows the pixels that the boxes fit.
-Images that `prepare` dropped are left out.
+Images that `prepare` dropped are left out, and training images that may show objects but have no
+box: as images without objects they would train as background.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import shutil
 import struct
 from collections import Counter
@@ -31,6 +33,7 @@ from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, free_name, make_dir, write_bytes, write_text
 from ssdctl.runtime.progress import Progress, without_progress
 
+log = logging.getLogger(__name__)
 Target = Literal["coco", "yolo", "voc", "hf"]
 SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
@@ -58,7 +61,7 @@ def export_dataset(
             partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {name: int(split.usable.sum()) for name, split in splits.items()}
+    return {name: len(_rows(name, split)) for name, split in splits.items()}
 
 
 def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Progress) -> None:
@@ -68,7 +71,11 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
         classes.setdefault(entry.name, entry)
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
     for name, split in splits.items():
-        rows: list[int] = np.nonzero(split.usable)[0].tolist()
+        rows = _rows(name, split)
+        if left_out := int(split.usable.sum()) - len(rows):
+            log.info(
+                "%s: images that may show objects but have no box, left out: %d", name, left_out
+            )
         shown = progress(rows, total=len(rows), label=name, unit="images")
         write(out, name, _images(split, shown), classes)
     if target == "yolo":
@@ -77,6 +84,11 @@ def _write(splits: Mapping[str, Split], out: Path, target: Target, progress: Pro
         write_text(out / "data.yaml", _yaml(content))
     elif target == "hf":
         write_text(out / "README.md", _hf_card(splits, classes))
+
+
+def _rows(name: str, split: Split) -> list[int]:
+    rows = np.union1d(split.trainable, split.background)
+    return (rows if name == "train" else np.flatnonzero(split.usable)).tolist()
 
 
 def _yaml(content: dict[str, Any]) -> str:

@@ -47,7 +47,12 @@ from ssdctl.data.check import (
 )
 from ssdctl.data.dataset import find, read_and_convert, require_same_classes
 from ssdctl.data.divide import series_warning
-from ssdctl.data.duplicates import ImageVersions, duplicate_warnings, find_duplicates
+from ssdctl.data.duplicates import (
+    ImageVersions,
+    contradictions,
+    duplicate_warnings,
+    find_duplicates,
+)
 from ssdctl.data.find_images import Resolved, resolve_images
 from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
 from ssdctl.data.image_files import FingerprintColumns, changed_images
@@ -329,7 +334,8 @@ def _prepare_split(
             *warnings,
             *images.warnings(),
             *duplicate_warnings(split, len(counts), duplicates),
-            *summary_warnings(split, int(is_usable.sum()), per_class, sizes),
+            *contradictions(versions, objects, background | (is_usable & (counts > 0))),
+            *summary_warnings(split, int(is_usable.sum()), int(background.sum()), per_class, sizes),
         ],
         notes=[*annotations.notes],
     )

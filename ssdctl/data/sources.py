@@ -162,6 +162,9 @@ def changes(root: Path, store: Path, made: index.Made) -> list[str]:
     try:
         recorded = read_sources(store / made.sources)
         names = label_files(root, made.format, store)
+        # A label file that is broken, as one being written, may not be recognized.
+        others = set(recorded.names).difference(names)
+        names = sorted([*names, *(name for name in others if (folder / name).is_file())])
         if not names:
             return []
         found = _changed_labels(folder, recorded, names)

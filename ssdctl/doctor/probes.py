@@ -281,7 +281,7 @@ def _cards(cards: list[Card]) -> Check:
 def _network(num_bytes: int, seconds: float, cards: list[Card]) -> Check:
     count = len(cards)
     if count == 1:
-        remedy = "ssdctl launch --gpus N -- doctor --collectives measures several devices"
+        remedy = "`ssdctl launch --gpus 2 -- doctor --collectives` measures several devices"
         return Check("all-reduce", OK, "a single process has no network to test", remedy)
     hosts = len({card.host for card in cards})
     # The bytes that each rank sends and receives, as NVIDIA's nccl-tests count them.

@@ -1,4 +1,4 @@
-"""Score detections, and analyze their errors, curves, calibration and confusions. Torch-free.
+"""Score detections, and analyze their errors, curves, calibration and confusions.
 
     evaluation = score(read_ground_truth(index), detections, EvaluationInfo(source="best.pt", ...))
     write_evaluation(folder / "evaluation.json", evaluation)
@@ -191,18 +191,13 @@ def analyze(
     scoring: Scoring, detections: Detections, about: EvaluationInfo, draws: Draws
 ) -> Evaluation:
     """Compute the evaluation record of scored detections."""
-    engine = scoring.engine
     overall, *by_class = intervals(draws)
-    precision, cut = engine.eval["precision"], engine.eval["scores"]
+    precision, cut = (scoring.engine.eval[name] for name in ("precision", "scores"))
     table, diagnostics = _shown(scoring)
     counted = np.sort(np.array(list(diagnostics["dt_status"]), np.int64)) - 1  # not in a crowd
     shown = _evaluated(scoring, table[counted]).confusion_matrix(iou_thr=IOU_FOUND)
     counts = shown["matrix"].astype(np.int64)
-    has_probabilities = bool(((detections.scores >= 0) & (detections.scores <= 1)).all())
-    if not has_probabilities:
-        log.warning("there are scores outside of 0 to 1: their calibration is not computed")
-    calibration = engine.calibration() if has_probabilities else {"bins": [], "ece": None}
-    columns = ("bin_lower", "bin_upper", "count", "avg_confidence", "avg_accuracy")
+    bins, calibration_error = _calibration(scoring.engine, detections)
     return Evaluation(
         about=about,
         metrics=scoring.metrics,
@@ -223,8 +218,8 @@ def analyze(
             for iou in CURVE_IOUS
         },
         errors=error_kinds(scoring),
-        calibration=[CalibrationBin(*(b[c] for c in columns)) for b in calibration["bins"]],
-        calibration_error=calibration["ece"],
+        calibration=bins,
+        calibration_error=calibration_error,
         confusions=_confusions(counts[:-1, :-1], shown["cat_names"]),
         samples=choose_samples(scoring, detections),
         sample_score=SAMPLE_SCORE,
@@ -232,6 +227,15 @@ def analyze(
         intervals=overall,
         suspects=find_suspects(scoring.truth, scoring.image_ids, [detections])[:SHOWN_SUSPECTS],
     )
+
+
+def _calibration(engine: Any, detections: Detections) -> tuple[list[CalibrationBin], float | None]:
+    if not ((detections.scores >= 0) & (detections.scores <= 1)).all():
+        log.warning("there are scores outside of 0 to 1: their calibration is not computed")
+        return [], None
+    found = engine.calibration()
+    columns = ("bin_lower", "bin_upper", "count", "avg_confidence", "avg_accuracy")
+    return [CalibrationBin(*(b[c] for c in columns)) for b in found["bins"]], found["ece"]
 
 
 def error_kinds(scoring: Scoring) -> list[ErrorKind]:

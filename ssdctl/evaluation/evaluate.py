@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, read_made, require_metadata
-from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.open_dataset import annotations_of, fold_rows
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
@@ -57,11 +57,13 @@ def evaluate_files(
     progress: Progress,
     detections_file: Path | None = None,
     is_distributed: bool = True,
+    on_detected: Callable[[DetectedSplit], None] | None = None,
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
     A checkpoint may also be a network in memory.
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
+    `on_detected` gets the detections of each, on the first rank.
     With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
@@ -78,22 +80,93 @@ def evaluate_files(
         if detections_file.is_dir():
             raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
     if results is not None:
-        yield _read_results(results, config).score(verify=config.evaluate.verify)
+        read = _read_results(results, config)
+        if on_detected is not None:
+            on_detected(read)
+        yield read.score(verify=config.evaluate.verify)
         return
     from ssdctl.distributed.collectives import any_rank, broadcast
 
     with _joined_ranks(config, is_distributed) as (device, ranks):
         for file in files:
             checkpoint = _read_unless_deleted(file, len(files) > 1)
+            if not isinstance(file, Path):  # each rank has its own statistics of batch norm
+                checkpoint = broadcast(checkpoint, ranks)
             is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
             if is_lost or checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
             found = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
+            if found is not None and on_detected is not None:
+                on_detected(found)
             evaluation = None if found is None else _score(found, config, detections_file)
             evaluation = broadcast(evaluation, ranks)
             assert evaluation is not None
             yield evaluation
+
+
+def evaluate_folds(
+    files: Sequence[Path],
+    config: Config,
+    *,
+    progress: Progress,
+    detections_file: Path | None = None,
+    on_detected: Callable[[DetectedSplit], None] | None = None,
+) -> Iterator[Evaluation]:
+    """Score the checkpoints of all folds as one set: each on the images that it did not train on.
+
+    Raises:
+        UsageError: They are not the K folds of one dataset.
+    """
+    from ssdctl.checkpoint.file import read_model
+    from ssdctl.distributed.collectives import broadcast
+
+    read = [read_model(file) for file in files]
+    _check_folds(read)
+    with _joined_ranks(config) as (device, ranks):
+        how: dict[str, Any] = {"progress": progress, "ranks": ranks}
+        parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
+        found = [part for part in parts if part is not None]
+        evaluation = None
+        if found:
+            joined = _joined(found)
+            if on_detected is not None:
+                on_detected(joined)
+            evaluation = _score(joined, config, detections_file)
+        evaluation = broadcast(evaluation, ranks)
+        assert evaluation is not None
+        yield evaluation
+
+
+def _check_folds(checkpoints: Sequence[ModelFile]) -> None:
+    settings = [checkpoint.run_settings or {} for checkpoint in checkpoints]
+    names = ", ".join(str(checkpoint.path) for checkpoint in checkpoints)
+    folds = [str(s.get("train.fold") or "none") for s in settings]
+    count = folds[0].partition("/")[2]
+    if sorted(folds) != sorted(f"{n}/{count}" for n in range(1, len(folds) + 1)) or count != str(
+        len(folds)
+    ):
+        raise UsageError(
+            f"{names}: not all folds of one training (their folds are {', '.join(folds)})",
+            hint="name the K runs of --fold 1/K to K/K, or one run",
+        )
+    if len({(s.get("data.root"), s.get("train.group")) for s in settings}) > 1:
+        raise UsageError(f"{names}: folds of different datasets or groups")
+
+
+def _joined(parts: Sequence[DetectedSplit]) -> DetectedSplit:
+    first = parts[0].about
+    about = msgspec.structs.replace(
+        first,
+        source=", ".join(part.about.source for part in parts),
+        warnings=list(dict.fromkeys(w for part in parts for w in part.about.warnings)),
+    )
+    return DetectedSplit(
+        parts[0].truth,
+        Detections.joined([part.detections for part in parts]),
+        np.concatenate([part.image_ids for part in parts]),
+        about,
+    )
 
 
 def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Comparison | None:
@@ -270,14 +343,18 @@ def detect_on_split(
     settings = config.evaluate
     data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
+    fold = _fold_of(checkpoint, config, root)
+    name_of_split = settings.split if fold is None else "train"
+    split = require_split(open_on_all_ranks(root, folder, ranks, progress), name_of_split, root)
+    held = None if fold is None else fold_rows(split, *fold)
     split = tiled(split, choose_tiling(checkpoint, config.data))
     for warning in split.warnings:
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
-    dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
+    part = "" if fold is None else f", fold {fold[0]}"
+    dataset = f"{root} {name_of_split}{part}" + ("" if data.root else " (the default dataset)")
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
-    rows = _rows_to_score(split, settings, what)
+    rows = _rows_to_score(split, settings, what, held)
     precision = choose_precision(checkpoint, settings, device)
     detector_config = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, detector_config)
@@ -291,7 +368,7 @@ def detect_on_split(
         epoch=round(checkpoint.epoch, 4),
         data=str(root.absolute()),
         store=str(folder.absolute()),
-        split=settings.split,
+        split=name_of_split,
         precision=precision,
         score_threshold=detector.score_threshold,
         warnings=[*split.warnings],
@@ -301,13 +378,30 @@ def detect_on_split(
     return DetectedSplit(read_ground_truth(split.index_file), found, split.image_ids[rows], about)
 
 
-def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:
+def _fold_of(checkpoint: ModelFile, config: Config, root: Path) -> tuple[str, str | None] | None:
+    """Return the fold of a checkpoint's run, and its groups, to score on; None without one.
+
+    A split or another dataset that the user names takes precedence.
+    """
+    settings = checkpoint.run_settings or {}
+    own, _ = dataset_folders(trained_on(checkpoint))
+    is_own = own.absolute() == root.absolute()
+    if settings.get("train.fold") is None or config.is_chosen("evaluate.split") or not is_own:
+        return None
+    return settings["train.fold"], settings.get("train.group")
+
+
+def _rows_to_score(
+    split: Split, settings: EvaluateConfig, what: str, held: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
     """Return the rows of the images; log how many have no objects or cannot be decoded."""
     has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
-    rows = np.flatnonzero(has_objects | (not settings.annotated_only))[: settings.limit]
+    rows = np.flatnonzero(has_objects | (not settings.annotated_only))
+    rows = (rows if held is None else np.intersect1d(rows, held))[: settings.limit]
     counted = f"{len(rows)} images"
     if settings.annotated_only:
-        counted += f", {int((~has_objects).sum())} without objects skipped"
+        among = has_objects if held is None else has_objects[held]
+        counted += f", {int((~among).sum())} without objects skipped"
     elif empty := int((~has_objects)[rows].sum()):
         counted += f", {empty} without objects (counted; skip with --annotated-only)"
     log.info("%s: %s", what, counted)

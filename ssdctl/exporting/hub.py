@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 from ssdctl._version import __version__
@@ -48,7 +47,7 @@ from ssdctl.inference.predict import Predictor, class_names, open_detector
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.run import Run
-from ssdctl.runtime.safe_text import listed
+from ssdctl.runtime.safe_text import listed, open_template
 
 MAX_CLASSES = 100  # in the card
 MAX_TRIED = 50  # images of the dataset in which detections are looked for
@@ -95,15 +94,9 @@ def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
         "learning rate (at global batch 32)": settings.get("train.lr"),
         "optimizer": settings.get("train.optimizer"),
     }
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters.update({"one_line": one_line, "plain": _plain})
-    return environment.get_template("card.md").render(
+    filters = {"one_line": one_line, "plain": _plain}
+    template = open_template(Path(__file__).with_name("card.md"), filters)
+    return template.render(
         version=__version__,
         architecture=checkpoint.architecture,
         step=checkpoint.step,

@@ -10,6 +10,7 @@ Shapes: B batch, C classes with background, N default boxes.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
@@ -156,16 +157,7 @@ def detect_batches(
     Raises:
         NonFiniteError: The network's output is NaN or infinite.
     """
-
-    def finished(entry: tuple[T, tuple[Tensor, ...]]) -> tuple[T, list[ImageDetections]]:
-        try:
-            return entry[0], detector.finish(entry[1])
-        except NonFiniteError as error:
-            if describe is None:
-                raise
-            images = describe(entry[0])
-            raise NonFiniteError(f"{error} (images {images})", hint=error.hint) from None
-
+    finished = functools.partial(_finished, detector, describe)
     outputs = _outputs(detector, batches, min_batch, on_output)
     if not ahead:
         yield from map(finished, outputs)
@@ -175,6 +167,20 @@ def detect_batches(
             yield from map_ahead(pool, finished, outputs, ahead)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finished(
+    detector: DetectorBackend,
+    describe: Callable[[T], str] | None,
+    entry: tuple[T, tuple[Tensor, ...]],
+) -> tuple[T, list[ImageDetections]]:
+    try:
+        return entry[0], detector.finish(entry[1])
+    except NonFiniteError as error:
+        if describe is None:
+            raise
+        images = describe(entry[0])
+        raise NonFiniteError(f"{error} (images {images})", hint=error.hint) from None
 
 
 def _outputs(

@@ -1,4 +1,4 @@
-"""Write the report: one self-contained HTML page of one run folder or several. Torch-free."""
+"""Write the report: one self-contained HTML page of one run folder or several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
@@ -42,8 +41,9 @@ from ssdctl.runs.evaluation import (
     write_evaluation,
 )
 from ssdctl.runs.folder import RunDir
-from ssdctl.runs.run import Run, different_settings
+from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
+from ssdctl.runtime.safe_text import open_template
 
 HERE = Path(__file__).parent
 MAX_IMAGES, MIN_IMAGES = 24, 4  # all runs, each run: the page stays small
@@ -65,23 +65,15 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
         curves.append(compared)
     drawn = [*itertools.chain(*(analysis["charts"] for analysis in analyses)), *curves]
     script = (HERE / "report.js").read_text(encoding="utf-8")
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        score=_score, interval=_interval, one_line=one_line, px="{:.1f}".format
-    )
+    filters = {"score": _score, "interval": _interval, "one_line": one_line, "px": "{:.1f}".format}
     names = [run.name for run in runs]
     if len(runs) == 1:  # a folder's name alone may be as plain as "run"
         names = ["/".join(runs[0].path.resolve().parts[-2:])]
-    page = environment.get_template("page.html").render(
+    page = open_template(HERE / "page.html", filters, autoescape=True).render(
         runs=runs,
         heading=" \u00b7 ".join(names),
         facts=[_facts(run) for run in runs],
+        folds=folds_text(runs),
         curves=curves,
         frame=charts,
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),

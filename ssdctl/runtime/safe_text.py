@@ -10,7 +10,12 @@ from __future__ import annotations
 import html
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 HIDDEN = "***"
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
@@ -117,3 +122,19 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], caption: 
     body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in rows)
     head = f"<thead><tr>{row('th', heads)}</tr></thead>" if heads else ""
     return f"<table><caption>{html.escape(caption)}</caption>{head}<tbody>{body}</tbody></table>"
+
+
+def open_template(path: Path, filters: Mapping[str, Any], *, autoescape: bool = False) -> Template:
+    """Return a Jinja template, whose variables must all be given."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # late: few commands need it
+
+    environment = Environment(
+        loader=FileSystemLoader(path.parent),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(filters)
+    return environment.get_template(path.name)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from data.formats import exports
 
+from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.open_dataset import count_images, open_dataset
 
 
@@ -31,5 +32,8 @@ def test_only_an_image_whose_labels_are_empty_is_without_objects(
     write(tmp_path)
     folders = tmp_path, tmp_path / "store"
     assert count_images(*folders)[:2] == (1, 1)
-    split = open_dataset(*folders)["train"]
+    splits = open_dataset(*folders)
+    split = splits["train"]
     assert [Path(split.location(int(row))).stem for row in split.background] == ["b"]
+    assert export_dataset(splits, tmp_path / "exported", "coco") == {"train": 2}
+    assert count_images(tmp_path / "exported", tmp_path / "other")[:2] == (1, 1)

@@ -85,6 +85,15 @@ def test_new_images_and_a_new_dataset_toml_are_noticed(
     assert len(open_dataset(root, store)["train"].image_ids) == 1
 
 
+def test_a_label_file_that_is_being_written_is_not_a_missing_one(tmp_path: Path) -> None:
+    root, store = exports.cvat_coco(tmp_path / "data"), tmp_path / "store"
+    prepare(root, store, INDEX_ONLY)
+    file = root / "annotations/instances_default.json"
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(DataError):
+        open_dataset(root, store)
+
+
 def test_the_files_of_a_run_are_not_labels(tmp_path: Path) -> None:
     root = exports.roboflow_yolo(tmp_path / "data")
     prepare(root, root / "prepared", INDEX_ONLY)

@@ -65,6 +65,14 @@ def test_a_class_without_a_box_is_named(dataset: Path, cli: Cli) -> None:
     assert not reports["train"]["warnings"]
 
 
+def test_many_images_without_objects_may_not_be_labeled_yet(dataset: Path, cli: Cli) -> None:
+    with exports.edited(dataset / "annotations/instances_train2017.json") as document:
+        kept = [image["id"] for image in document["images"][::2]]
+        document["annotations"] = [a for a in document["annotations"] if a["image_id"] in kept]
+    (warning,) = prepared(cli, dataset)[0]["train"]["warnings"]
+    assert warning.startswith("13 of 24 images have no objects")
+
+
 def test_small_objects_are_reported(dataset: Path, cli: Cli) -> None:
     with exports.edited(dataset / "annotations/instances_train2017.json") as document:
         for annotation in document["annotations"][::2]:
@@ -124,6 +132,15 @@ def test_equal_images_in_two_splits_are_named(dataset: Path, cli: Cli) -> None:
     assert not reports["train"]["duplicates"]
 
 
+def test_other_boxes_of_the_same_image_are_named(tmp_path: Path, cli: Cli) -> None:
+    for folder, size in (("train", 0.5), ("train/old", 0.4), ("train/same", 0.5)):
+        exports.tree(tmp_path, {f"{folder}/a.png": None})
+        exports.tree(tmp_path, {f"{folder}/a.txt": f"0 0.5 0.5 {size} 0.5\n"})
+    exports.tree(tmp_path, {"classes.txt": "bolt"})
+    (warning,) = prepared(cli, tmp_path)[0]["train"]["warnings"]
+    assert warning.endswith("but other boxes: train/old/a.png (train/a.png)")
+
+
 def test_training_evaluation_and_report_say_that_images_were_trained_on(
     dataset: Path, cli: Cli, tmp_path: Path
 ) -> None:
@@ -133,6 +150,7 @@ def test_training_evaluation_and_report_say_that_images_were_trained_on(
     run = tmp_path / "run"
     trained = cli("train", "--data", dataset, "--out", run, "--steps", 1, *TINY_RUN.split())
     assert trained.code == 0, trained.err
+    planned = cli("train", "--data", dataset, "--dry-run")
     evaluated = cli("evaluate", run, "--report", tmp_path / "report")
     assert evaluated.code == 0, evaluated.err
     assert cli("report", run).code == 0
@@ -140,7 +158,7 @@ def test_training_evaluation_and_report_say_that_images_were_trained_on(
     found = [{"image_id": 4, "category_id": 1, "bbox": [1, 1, 9, 9], "score": 0.5}]
     (tmp_path / "found.json").write_text(json.dumps(found))
     scored = cli("evaluate", tmp_path / "found.json", "--data", dataset)
-    for text in (trained.err, evaluated.err, scored.err, *pages):
+    for text in (trained.err, planned.err, evaluated.err, scored.err, *pages):
         assert "24 of 24 images of val are also in train" in text
 
 

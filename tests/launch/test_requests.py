@@ -24,6 +24,8 @@ import yaml
 from conftest import Result, run_cli
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
+from launch.open_mpi import MPIRUNS, environment_for
+from launch.process.test_slurm import slurm_daemons  # noqa: F401 - a fixture
 from launch.test_kubernetes import checked, containers, templates
 from torch.distributed.run import get_args_parser
 
@@ -230,6 +232,25 @@ def test_the_words_of_mpirun_add_up(examples: int) -> None:
     check_all(check, examples, "mpirun", plurals=("hpus", "gpus", "cpus"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_open_mpi_takes_its_command(launcher: str) -> None:
+    """It plans the ranks on a synthetic node, and starts none."""
+    _, variables = environment_for(launcher)
+    topology = {"HWLOC_SYNTHETIC": "pack:2 numa:1 core:24 pu:2", "HWLOC_THISSYSTEM": "1"}
+
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is None or launch.nodes > 1 or launch.cores != 48:
+            return
+        argv = [plan["argv"][0], "--do-not-launch", *plan["argv"][1:]]
+        environment = {**os.environ, **variables, **topology}
+        done = subprocess.run(argv, env=environment, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr.decode()
+
+    check_all(check, 150, "mpirun", plurals=("hpus", "gpus", "cpus"))
+
+
 STUB = '#!/bin/sh\nprintf "%s\\0" "$@" >"{folder}/{name}.asked"\n'
 
 
@@ -306,6 +327,25 @@ def test_bash_runs_a_slurm_script_as_planned(examples: int) -> None:
             check_slurm(plan, launch)
 
     check_all(check, examples, "slurm", plurals=("hpus", "gpus", "cpus"))
+
+
+# What sbatch says of a job that the small cluster of the tests cannot run.
+TOO_LARGE = ("node configuration is not available", "Memory specification", "Requested node count",
+             "More processors requested", "Node count specification", "Invalid generic resource",
+             "CPU count per node can not be satisfied")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm_daemons")
+def test_sbatch_takes_its_script() -> None:
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is not None:
+            argv, text = ["sbatch", "--test-only"], plan["script"]
+            done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0 or any(t in done.stderr for t in TOO_LARGE), done.stderr
+
+    check_all(check, 150, "slurm", plurals=("cpus", "gpus"))
 
 
 def unescaped(words: list[str]) -> list[str]:

@@ -44,9 +44,10 @@ def recognize(path: Path) -> Path | None:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the JSON files that are a list of images; COCO's and its results are none."""
+    """Return the JSON files that are a list of images, neither COCO's nor Label Studio's own."""
     files = dict.fromkeys(file for words in WORDS for file in json_files(path, *words))
-    return [file for file in files if not json_files(file, b'"images"')]
+    others = (b'"images"', b'"completed_by"')
+    return [file for file in files if not any(json_files(file, word) for word in others)]
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:

@@ -21,6 +21,7 @@ from ssdctl.data.annotations import (
     place,
     refuse,
     split_of,
+    without_copies,
 )
 from ssdctl.data.find_images import ImageFinder, Wanted
 from ssdctl.data.formats import around, json_files, read_json
@@ -62,10 +63,13 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     placed = place([split_of(PurePosixPath(f).parent.as_posix()) for f in files], files, notes)
     splits: dict[str, list[LabeledImage]] = {}
     found = _image_files(root, files, contents, image_dir)
-    for file, content, image, split in zip(files, contents, found, placed, strict=True):
-        if split is not None:
-            labeled = _labeled(root / file, content, image, counts)
-            splits.setdefault(split, []).append(labeled)
+    images = [
+        _labeled(root / file, content, image, counts)
+        for file, content, image in zip(files, contents, found, strict=True)
+    ]
+    for row in without_copies(root, files, placed, images, notes):
+        if (split := placed[row]) is not None:
+            splits.setdefault(split, []).append(images[row])
     notes += [f"{kind}, left out: {count:,}" for kind, count in counts.items()]
     return from_images(splits, None, root, path, notes)
 
@@ -88,7 +92,20 @@ def _image_files(
         found[row] = item.file if item and item.is_exact else None
     absent = [files[row] for row in rest if found[row] is None]
     refuse(root, "images of labels are missing", absent, "copy the images into the folder")
-    return [item for item in found if item]
+    images = [item for item in found if item]
+    both = [
+        f"{file} ({image} by the path in it, {other} by its own name)"
+        for file, image in zip(files, images, strict=True)
+        for other in _others(finder, PurePosixPath(file), PurePosixPath(image))
+    ]
+    refuse(root, "label files that fit several images", both, "rename files, or correct imagePath")
+    return images
+
+
+def _others(finder: ImageFinder, file: PurePosixPath, image: PurePosixPath) -> list[str]:
+    """Return the images beside a label file or its image that have the label file's name."""
+    named = finder.by_stem.get(file.stem, []) if image.stem != file.stem else []
+    return [n for n in named if PurePosixPath(n).parent in (file.parent, image.parent)]
 
 
 def _labeled(path: Path, content: _File, image: str, counts: Counter[str]) -> LabeledImage:

@@ -24,6 +24,7 @@ from ssdctl.data.annotations import (
     place,
     refuse,
     split_of,
+    without_copies,
 )
 from ssdctl.data.find_images import WHICH, ImageFinder, Wanted
 from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
@@ -34,7 +35,7 @@ from ssdctl.data.image_files import (
 )
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
-from ssdctl.runtime.safe_text import counted
+from ssdctl.runtime.safe_text import counted, quoted
 
 LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
@@ -51,10 +52,6 @@ class _Xml(NamedTuple):
     top: PurePosixPath | None  # the folder to which the name in its list is relative
     split: str | None
     exists: bool = True
-
-    @property
-    def is_listed(self) -> bool:
-        return self.top is not None
 
 
 class _Content(NamedTuple):
@@ -101,43 +98,22 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
             or "copy the images there: an image has the name of its XML file",
         )
     refuse(path, "images of annotations are missing", absent)
-    rows = _without_copies(path, xmls, contents, found, notes)
-    images = [found[row] or "" for row in rows]
-    words = [
-        xmls[row].split or split_of(image.rpartition("/")[0])
-        for row, image in zip(rows, images, strict=True)
+    images = [
+        content.image._replace(file_name=image)
+        for content, image in zip(contents, found, strict=True)
+        if image is not None  # none: refused above
     ]
+    words = [
+        xml.split or split_of(image.file_name.rpartition("/")[0])
+        for xml, image in zip(xmls, images, strict=True)
+    ]
+    rows = without_copies(path, [xml.path for xml in xmls], words, images, notes)
+    placed = place([words[row] for row in rows], [images[row].file_name for row in rows], notes)
     splits: dict[str, list[LabeledImage]] = {}
-    for row, image, split in zip(rows, images, place(words, images, notes), strict=True):
+    for row, split in zip(rows, placed, strict=True):
         if split is not None:
-            splits.setdefault(split, []).append(contents[row].image._replace(file_name=image))
+            splits.setdefault(split, []).append(images[row])
     return from_images(splits, None, path, path, notes)
-
-
-def _without_copies(
-    root: Path,
-    xmls: list[_Xml],
-    contents: list[_Content],
-    images: list[str | None],
-    notes: list[str],
-) -> list[int]:
-    """Return the rows of all XML files but copies in other folders; refuse different ones."""
-    first: dict[str | None, int] = {}
-    rows, copies, different = list[int](), list[str](), list[str]()
-    for row, (xml, image) in enumerate(zip(xmls, images, strict=True)):
-        other = first.setdefault(image, row)
-        if other == row or xml.is_listed:
-            rows.append(row)
-        elif contents[row].image.boxes == contents[other].image.boxes:
-            copies.append(str(xml.path))
-        else:
-            different.append(f"{xmls[other].path} and {xml.path} ({image})")
-    hint = "remove one of the folders of labels, or give the other one: --data DIR"
-    refuse(root, "different XML files of one image", different, hint)
-    if copies:
-        number = f"{len(copies):,}, such as {copies[0]}"
-        notes.append(f"XML files of images that have another one, left out: {number}")
-    return rows
 
 
 def _find_xmls(root: Path, files: list[str]) -> _Xmls:
@@ -165,7 +141,7 @@ def _xml_files(root: Path, by_folder: _Xmls, finder: ImageFinder, notes: list[st
         tops = {base.joinpath(*folder.relative_to(base).parts[:1]) for folder in below}
         top = min(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
         names = {path.relative_to(top).as_posix() for path in paths if path.is_relative_to(top)}
-        splits = _splits(root / base / "ImageSets", names, finder)
+        splits = _splits(root / base / "ImageSets", names, finder, notes)
         if splits:
             rest = [folder for folder in rest if folder not in below]
         for split, stems in splits.items():
@@ -184,7 +160,9 @@ def _xml_files(root: Path, by_folder: _Xmls, finder: ImageFinder, notes: list[st
     return xmls
 
 
-def _splits(lists: Path, names: set[str], finder: ImageFinder) -> dict[str, list[str]]:
+def _splits(
+    lists: Path, names: set[str], finder: ImageFinder, notes: list[str]
+) -> dict[str, list[str]]:
     """Return the stems of each split's images; none if there are no lists.
 
     `names` are those of the XML files, without suffix.
@@ -193,7 +171,13 @@ def _splits(lists: Path, names: set[str], finder: ImageFinder) -> dict[str, list
         lists /= "Main"
     named = {LISTS.get(path.stem.lower()): path for path in sorted(lists.glob("*.txt"))}
     stems = {n: _stems(path, names, finder) for n, path in named.items() if n is not None}
-    if not {"train", "trainval", "default"} & set(stems):
+    if {"train", "trainval", "default"}.isdisjoint(stems):
+        refuse(
+            lists,
+            "no list of training images (train.txt or trainval.txt), only",
+            sorted(path.relative_to(lists) for path in lists.rglob("*.txt")),
+            "give the lists these names, or move them away to train on all images",
+        )
         return {}
     train = stems.get("train") or stems.get("trainval", [])
     splits = {"train": train + stems.get("default", [])}
@@ -201,6 +185,7 @@ def _splits(lists: Path, names: set[str], finder: ImageFinder) -> dict[str, list
         splits["val"] = stems["val"]
     if not names.isdisjoint(stems.get("test", [])):
         splits["test"] = stems["test"]  # VOC2012's test list is public, its XML files are not
+    notes += [f"{lists}: the list of {split} is empty" for split in splits if not splits[split]]
     return splits
 
 
@@ -261,7 +246,9 @@ def _images_above(path: Path, xml: _Xml) -> str | None:
     above = path.absolute().parent
     stems = (PurePosixPath(file) for file in itertools.islice(files_below(above, 2), MAX_FILES))
     if any(file.stem == xml.path.stem and is_image(file) for file in stems):
-        return f"did you mean the folder above, --data {path.parent if path.name else above}?"
+        return (
+            f"did you mean the folder above, --data {quoted(path.parent if path.name else above)}?"
+        )
     return None
 
 

@@ -15,7 +15,8 @@ from conftest import Cli, Result
 from data.formats import exports
 
 from ssdctl.config import DataConfig, PrepareConfig
-from ssdctl.data.annotations import Annotations, LabeledImage, from_images
+from ssdctl.data.annotations import Annotations, ClassName, LabeledImage, from_images
+from ssdctl.data.check import duplicate_names
 from ssdctl.data.dataset import find
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.find_images import resolve_images
@@ -24,6 +25,7 @@ from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
+from ssdctl.runtime.safe_text import quoted
 
 TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
 
@@ -161,6 +163,9 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     assert not any("bolt (id 1)" in warning for warning in val.warnings)
     export_dataset(open_dataset(root, tmp_path / "store"), tmp_path / "o", "yolo")
     open_dataset(tmp_path / "o", tmp_path / "store2")
+    names = enumerate(("Traffic light", "traffic_light", "car"))
+    (warning,) = duplicate_names([ClassName(*entry) for entry in names])
+    assert "Traffic light (id 0), traffic_light (id 1)." in warning
 
 
 @pytest.mark.parametrize(
@@ -219,7 +224,7 @@ def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
     for given in (tmp_path, root / "images"):
         with pytest.raises(DataError, match=re.escape(str(given))) as error:
             find(given)
-        assert f"--data {root}" in str(error.value.hint)
+        assert f"--data {quoted(root)}" in str(error.value.hint)
 
 
 def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:

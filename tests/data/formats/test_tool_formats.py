@@ -122,13 +122,29 @@ def test_the_name_of_a_labelme_file_counts_if_its_image_was_renamed(tmp_path: Pa
     shape = {"label": "nut", "points": [[10, 20], [40, 20], [40, 35]]}  # an old file
     splits = read(tmp_path, labelme(shape, path="C:\\photos\\before.png"), "a.json")
     assert boxes_of(splits) == {"a.png": [("nut", BOX)]}
-    with pytest.raises(DataError, match=r"c\.json"):
-        read(tmp_path, labelme(shape, path="c.png"), "c.json")
+    for file, image in (("a", "b"), ("c", "c")):
+        with pytest.raises(DataError, match=rf"{file}\.json"):
+            read(tmp_path, labelme(shape, path=f"{image}.png"), f"{file}.json")
+
+
+def test_label_files_of_one_image_must_agree(tmp_path: Path) -> None:
+    square, other = (
+        {"label": name, "points": [[40, 35], [10, 20]], "shape_type": "rectangle"}
+        for name in ("bolt", "nut")
+    )
+    exports.tree(tmp_path, {"old/a.json": json.dumps(labelme(square, path="../a.png"))})
+    splits = read(tmp_path, labelme(square), "a.json")
+    assert boxes_of(splits) == {"a.png": [("bolt", BOX)]}
+    assert splits["train"].notes[0].endswith("left out: 1, such as old/a.json")
+    with pytest.raises(DataError, match=r"a\.json and old/a\.json"):
+        read(tmp_path, labelme(other), "a.json")
 
 
 def test_other_json_files_are_not_taken_for_create_mls(tmp_path: Path) -> None:
     result = {"image_id": 1, "category_id": 1, "bbox": BOX, "score": 0.5}
-    exports.tree(tmp_path, {"results.json": json.dumps([result]), "package.json": '{"name": "a"}'})
+    task = {"data": {"image": "a.png"}, "annotations": [{"completed_by": 1, "result": []}]}
+    others = {"results": [result], "package": {"name": "a"}, "label-studio": [task]}
+    exports.tree(tmp_path, {f"{name}.json": json.dumps(text) for name, text in others.items()})
     box = {"label": "nut", "coordinates": {"x": 25, "y": 27.5, "width": 30, "height": 15}}
     splits = read(tmp_path, [{"image": "a.png", "verified": False, "annotations": [box]}])
     assert boxes_of(splits) == {"a.png": [("nut", BOX)]}

@@ -183,6 +183,14 @@ def test_absent_and_unsafe_names(
     assert str(tmp_path) in str(error.value)
 
 
+def test_lists_need_the_names_of_splits_and_images(tmp_path: Path) -> None:
+    voc(tmp_path, dict.fromkeys("ab", CAT), {"train_list": ["a"], "val_list": ["b"]})
+    with pytest.raises(DataError, match=r"only: train_list\.txt, val_list\.txt"):
+        read(tmp_path)
+    voc(tmp_path, {}, {"train": ["a"], "val": []})
+    assert read(tmp_path)["train"].notes[0].endswith("the list of val is empty")
+
+
 def test_an_image_is_not_taken_from_another_split(tmp_path: Path) -> None:
     exports.voc_mirrored(tmp_path)
     (tmp_path / "images/train/5.jpg").rename(tmp_path / "images/train/new.jpg")

@@ -285,6 +285,10 @@ total = torch.ones(1)
 dist.all_reduce(total)  # the group of the caller is kept
 assert (total.item(), again.metrics) == (2, result.metrics)
 count = len(compared)
+model = ssdctl.SSD300.from_checkpoint(checkpoint)
+model.class_heads[0].bias.data += dist.get_rank()  # the first rank's is scored
+live = ssdctl.evaluate(model, data, device="cpu", progress=False)
+assert live.metrics == result.metrics
 if dist.get_rank() == 1:
     alone = ssdctl.evaluate(
         checkpoint, data, device="cpu", report="alone", distributed=False, progress=False
