@@ -1,5 +1,5 @@
 """Query the installed packages: their versions, what differs between the supported versions of
-PyTorch (2.6 to the newest), and what keeps a package from loading. Torch-free."""
+PyTorch (2.6 to the newest), and what keeps a package from loading."""
 
 from __future__ import annotations
 
