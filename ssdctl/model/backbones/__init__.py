@@ -72,11 +72,7 @@ class BackboneFile(Protocol):
 
 
 def find_backbone(name: str) -> BackboneFile:
-    """Return the module of a backbone, without importing torch.
-
-    Raises:
-        UsageError: There is none of that name, or it is a plugin that cannot be used.
-    """
+    """Return the module of a backbone, without importing torch."""
     return load_backbone_file(name)[0]
 
 
