@@ -70,7 +70,10 @@ class DataConfig(Section, frozen=True):
     ] = None
     tile: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
-        _data("Also use tiles of PX pixels, for small objects (0: off) [default: as trained]", metavar="PX"),
+        _data(
+            "Also use tiles of PX pixels, for small objects (0: off) [default: as trained]",
+            metavar="PX",
+        ),
     ] = None
     tile_overlap: Annotated[
         float, _data("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
