@@ -145,12 +145,7 @@ def _single(dtype: torch.dtype) -> torch.dtype:
 
 
 def read_model(source: Source) -> NetworkWeights | OnnxGraph:
-    """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`.
-
-    Raises:
-        UsageError: There is no such file, or a package is absent.
-        IntegrityError: It is damaged, not a detector, or would run code.
-    """
+    """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`."""
     if isinstance(source, nn.Module) or source.suffix != ONNX:
         return load_checkpoint(source)
     from ssdctl.checkpoint.exported import read_onnx

@@ -231,11 +231,9 @@ def exit_after(error: BaseException, console: Console, written: object = None) -
 
 
 def _expected_error(error: Any, written: object) -> SsdctlError | None:
-    if isinstance(error, SsdctlError):
-        return error
-    if _is_interrupt(error):
+    if _is_interrupt(error) and not isinstance(error, SsdctlError):
         return Interrupted("interrupted")
-    if (named := plugin_error(error)) is not None:
+    if (named := plugin_error(error)) is not None:  # also an expected one
         return named
     if hasattr(error, "format_message"):
         return _usage_error(error)

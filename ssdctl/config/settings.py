@@ -109,7 +109,7 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield keys, f"{model.weights} does not fit {model.backbone}"
     with contextlib.suppress(UsageError):  # the commands that use the backbone report it
         norms = getattr(plugins.load(BACKBONES, model.backbone)[0], "EXTRA_NORMS", None)
-        if norms and isinstance(norms, tuple) and model.extra_norm not in norms:
+        if norms in (("none",), ("batch",)) and model.extra_norm not in norms:
             keys = ("model.extra_norm", "model.backbone")
             yield keys, f"{model.backbone} has no extra blocks with {model.extra_norm}"
     names = augmentation_names(train.augment)

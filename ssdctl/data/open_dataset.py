@@ -31,10 +31,10 @@ from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import (
-    STORE_NAME,
     dataset_folders,
     is_cached_store,
     require_dataset,
+    usual_store,
 )
 from ssdctl.data.tiles import cut, objects_in_tiles, tiled
 from ssdctl.errors import DataError, UsageError
@@ -93,9 +93,9 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
 def _last(root: Path, folder: Path) -> Conversion:
     """Return how the dataset was read the last time.
 
-    A store in the dataset folder counts as well if the folder cannot be written.
+    The usual store counts as well if the folder cannot be written.
     """
-    made = index.read_made(folder) or index.read_made(root / STORE_NAME)
+    made = index.read_made(folder) or index.read_made(usual_store(root))
     if made is None:
         return AUTOMATIC
     if (root / TOML).is_file():  # it takes precedence over the other formats

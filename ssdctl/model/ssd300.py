@@ -310,11 +310,7 @@ def shapes_of_network(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def load_network(checkpoint: NetworkWeights) -> SSD300:
-    """Return the network of a checkpoint with its weights.
-
-    Raises:
-        IntegrityError: The weights do not fit; the message lists what differs.
-    """
+    """Return the network of a checkpoint with its weights."""
     # A file of some bytes may state any number of classes: the heads are compared before they are
     # allocated. The rest of the network has a fixed size: `load_state` compares it.
     expected = shapes_of_network(checkpoint.architecture)

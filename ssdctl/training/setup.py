@@ -84,10 +84,6 @@ def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progres
     """Return the splits to train and to validate on, whose classes agree.
 
     What does not depend on the dataset is checked first: preparing it may take long.
-
-    Raises:
-        UsageError: A package, a tracker or the dataset does not exist, or see `check_settings`.
-        DataError: There is nothing to train on.
     """
     if ranks.is_main:
         check_weight_sources(config)
@@ -168,11 +164,7 @@ def warn_about(plan: Plan, splits: Splits) -> None:
 
 
 def planned_network(config: Config) -> Network | None:
-    """Return the network of `--init`, or of the run to resume; None for a model of the Hub.
-
-    Raises:
-        UsageError, IntegrityError: There is no such file or name, or it is damaged.
-    """
+    """Return the network of `--init`, or of the run to resume; None for a model of the Hub."""
     if not _takes_network_of_init(config):
         return None
     if not run_dir(config).step_checkpoints():

@@ -28,7 +28,7 @@ from ssdctl.data.annotations import (
     refuse,
     split_of,
 )
-from ssdctl.data.find_images import ImageFinder, Wanted, by_label_files, parts_of
+from ssdctl.data.find_images import ImageFinder, Wanted, parts_of
 from ssdctl.data.formats import in_pixels, read_lines
 from ssdctl.data.image_files import (
     dataset_folder,
@@ -344,7 +344,7 @@ def _label_files(finder: ImageFinder, texts: list[PurePosixPath]) -> dict[str, P
     """Return the label file of each image that has one."""
     labels: dict[str, PurePosixPath] = {}
     conflicts = []
-    found = finder.find(by_label_files(finder, texts), finder.root, may_share=True)
+    found = finder.find(finder.of_label_files(texts), finder.root, may_share=True)
     for text, item in zip(texts, found, strict=True):
         if item is None:
             continue

@@ -72,11 +72,7 @@ class BackboneFile(Protocol):
 
 
 def find_backbone(name: str) -> BackboneFile:
-    """Return the module of a backbone, without importing torch.
-
-    Raises:
-        UsageError: There is none of that name, or it is a plugin that cannot be used.
-    """
+    """Return the module of a backbone, without importing torch."""
     return load_backbone_file(name)[0]
 
 
@@ -84,7 +80,8 @@ def load_backbone_file(name: str) -> tuple[BackboneFile, Plugin | None]:
     """Return the module of a backbone, and its plugin unless it is built in; as `find_backbone`."""
     file, plugin = plugins.load(BACKBONES, name)
     if plugin is not None:
-        _check(file, plugin)
+        with plugin.errors("checking it"):
+            _check(file, plugin)
     return file, plugin
 
 
