@@ -82,6 +82,13 @@ class SsdctlError(Exception):
         """Return message and hint with options, also if the error left the Python API."""
         return self._written or (self.message, self.hint)
 
+    def begin_with(self, words: str) -> None:
+        """Put words before the message, unless they are in it."""
+        message, hint = self.for_command_line()
+        if words not in message:
+            self.args = (f"{words}: {self}",)
+            self._written = self._written and (f"{words}: {message}", hint)
+
     def tell_python(self) -> None:
         """Name keywords in place of options, and let the message end with the hint."""
         if self._written is not None:

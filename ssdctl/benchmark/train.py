@@ -53,9 +53,6 @@ def benchmark_train(split: Split | None, config: Config, seconds: float) -> Meas
 
     Returns:
         The metrics on the first rank, None on the others.
-
-    Raises:
-        UsageError: The device is absent, does not support the precision, or has too little memory.
     """
     ranks = find_ranks()
     device = open_device(config.train.device, ranks.local_rank, config.train.execution)

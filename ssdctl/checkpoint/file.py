@@ -120,14 +120,13 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
         UsageError: It is another module.
     """
     network: Any = model
-    while not isinstance(getattr(network, "architecture", None), Architecture):
-        inner = getattr(network, "module", None) or getattr(network, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            raise UsageError(
-                f"a {type(network).__name__} is not an SSD300",
-                hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
-            )
+    while isinstance(inner := _wrapped(network), nn.Module):
         network = inner
+    if not isinstance(getattr(network, "architecture", None), Architecture):
+        raise UsageError(
+            f"a {type(network).__name__} is not an SSD300",
+            hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
+        )
     state = {
         name: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
         for name, tensor in network.state_dict().items()
@@ -140,17 +139,17 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
     )
 
 
+def _wrapped(module: nn.Module) -> object:
+    """Return the module in a wrapper of DistributedDataParallel, AveragedModel or torch.compile."""
+    return getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+
+
 def _single(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
 
 
 def read_model(source: Source) -> NetworkWeights | OnnxGraph:
-    """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`.
-
-    Raises:
-        UsageError: There is no such file, or a package is absent.
-        IntegrityError: It is damaged, not a detector, or would run code.
-    """
+    """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`."""
     if isinstance(source, nn.Module) or source.suffix != ONNX:
         return load_checkpoint(source)
     from ssdctl.checkpoint.exported import read_onnx

@@ -78,9 +78,6 @@ class CheckpointFolder:
         """Write a checkpoint and delete the oldest.
 
         The records before it are on disk before it is.
-
-        Raises:
-            DiskError: It cannot be written; the earlier ones are unchanged.
         """
         target = self._run.step_checkpoint(checkpoint.step)
         retry_transient(partial(sync_file, self._run.metrics))

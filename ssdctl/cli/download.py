@@ -343,9 +343,6 @@ def fetching(console: Console, names: Sequence[str] = ()) -> Iterator[Progress]:
     Args:
         console: The output of the command.
         names: The files to download, in this order; several are counted.
-
-    Raises:
-        Stopped: A signal was received. The downloaded bytes are kept.
     """
     display = _Display(console, names)
     with stoppable("the downloaded bytes are kept"), contextlib.closing(display):

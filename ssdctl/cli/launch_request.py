@@ -102,7 +102,8 @@ def _count_images(config: Config) -> DatasetSize | None:
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        size = count_images(root, folder, tiling_of(config.data))
+        folds = config.train.fold, config.train.group
+        size = count_images(root, folder, tiling_of(config.data), *folds)
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None

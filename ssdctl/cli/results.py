@@ -38,14 +38,15 @@ def runs(
 
     Runs in progress and runs with broken files are listed, too.
     """
-    from ssdctl.runs.run import newest_runs
+    from ssdctl.runs.run import Run, folds_text, newest_runs
 
     if not Path(folder).is_dir():
         raise UsageError(
             f"{folder}: no such folder", hint="`ssdctl train` makes runs/, `--out` another folder"
         )
     rows = [_row(path) for path in newest_runs(Path(folder))]
-    call.console.result(rows, (lambda: _table(rows)) if rows else f"{folder}: no runs")
+    lines = folds_text([Run(row["path"]) for row in rows if row.get("fold")])
+    call.console.result(rows, (lambda: _table(rows, lines)) if rows else f"{folder}: no runs")
     if rows:
         call.console.closing([], [f"ssdctl report {quoted(rows[0]['path'])}"])
 
@@ -64,6 +65,7 @@ def _row(path: Path) -> dict[str, Any]:
             "network": run.settings.get("model.backbone", ""),
             "steps": run.num_steps,
             "ap": (run.best_metrics or {}).get("AP"),
+            "fold": run.settings.get("train.fold"),
             "state": f"running on {host}" if host else "",
         }
     except SsdctlError as error:
@@ -109,7 +111,7 @@ def report(
     call.console.closing([], [command] * has_checkpoints)
 
 
-def _table(found: list[dict[str, Any]]) -> Group:
+def _table(found: list[dict[str, Any]], lines: list[str]) -> Group:
     from rich.console import Group
 
     rows = [
@@ -122,7 +124,8 @@ def _table(found: list[dict[str, Any]]) -> Group:
             column.overflow = "fold"
         else:
             column.no_wrap = True
-    return Group(runs, *(f"{r['path']}: {r['state']}" for r in found if r["state"]))
+    states = [f"{r['path']}: {r['state']}" for r in found if r["state"]]
+    return Group(runs, *lines, *states)
 
 
 EveryCheckpoint = Annotated[
@@ -143,11 +146,11 @@ FailIfWorse = Annotated[
     bool, Option("--fail-if-worse", help="Exit with 10 if --against B is better")
 ]
 WhatToScore = Annotated[
-    str | None,
+    list[str] | None,
     Argument(
-        metavar="CKPT|RUN|DETECTIONS.json",
-        help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
-        "[default: the newest run]",
+        metavar="CKPT|RUN...|DETECTIONS.json",
+        help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results; or the "
+        "runs of all folds [default: the newest run]",
     ),
 ]
 
@@ -165,6 +168,7 @@ WhatToScore = Annotated[
         "ssdctl evaluate runs/coco-resnet34 --all   # every checkpoint of the run",
         "ssdctl evaluate new.pt --against best.pt --fail-if-worse   # is it better?",
         "ssdctl evaluate runs/coco-resnet34 --suspects suspects.csv   # labels that look wrong",
+        "ssdctl evaluate runs/parts-resnet34-fold*   # all folds as one set",
         "ssdctl evaluate detections.json --data /data/coco --verify",
         "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
     ],
@@ -184,16 +188,15 @@ def evaluate(
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
+    from ssdctl.checkpoint.locate import is_model_folder
 
-    what = what or name_newest_run(call.console)
-    is_run = Path(what).is_dir() and not is_model_folder(Path(what))
+    named = what or [name_newest_run(call.console)]
+    is_run = Path(named[0]).is_dir() and not is_model_folder(Path(named[0]))
     if every and not is_run:
-        raise UsageError(f"--all: {what} is not a run folder", hint="leave --all out")
-    if every:
-        files = RunDir(Path(what)).all_checkpoints()
-    else:
-        files = [locate_checkpoint(what, mirror=call.config.download.mirror)]
+        raise UsageError(f"--all: {named[0]} is not a run folder", hint="leave --all out")
+    if len(named) > 1 and (every or against):
+        raise UsageError("--all and --against take one run, several are the folds of one set")
+    files = _files(call, named, every)
     if against is not None:
         if every or detections or report or suspects:
             raise UsageError("--against excludes --all, --detections, --report and --suspects")
@@ -204,11 +207,20 @@ def evaluate(
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
     found: list[DetectedSplit] = []
-    evaluations = _evaluate(call, files, Path(detections) if detections else None, found)
+    written = Path(detections) if detections else None
+    evaluations = _evaluate(call, files, written, found, are_folds=len(named) > 1)
     if not evaluations:  # not the main rank
         return
-    written = _write_suspects(found, Path(suspects)) if suspects else []
-    _show(call, evaluations, written, is_run=is_run, every=every, report=report)
+    facts = _write_suspects(found, Path(suspects)) if suspects else []
+    _show(call, evaluations, facts, is_run=is_run, every=every, report=report)
+
+
+def _files(call: Call, named: list[str], every: bool) -> list[Path]:
+    from ssdctl.checkpoint.locate import locate_checkpoint
+
+    if every:
+        return RunDir(Path(named[0])).all_checkpoints()
+    return [locate_checkpoint(name, mirror=call.config.download.mirror) for name in named]
 
 
 def _write_suspects(found: list[DetectedSplit], file: Path) -> list[tuple[str, str]]:
@@ -282,7 +294,7 @@ def _show(
         from ssdctl.reporting.page import write_evaluation_report
 
         facts.append(("report", str(write_evaluation_report(best, Path(report)))))
-    if best.about.precision is None:  # a file of detections
+    if best.about.precision is None or ", " in best.about.source:  # detections, or several folds
         call.console.closing(facts)
         return
     facts.insert(0, ("best" if every else "checkpoint", best.about.source))
@@ -296,17 +308,22 @@ def _show(
 
 
 def _evaluate(
-    call: Call, files: list[Path], detections: Path | None, found: list[DetectedSplit]
+    call: Call,
+    files: list[Path],
+    detections: Path | None,
+    found: list[DetectedSplit],
+    *,
+    are_folds: bool,
 ) -> list[Evaluation]:
     """Score all files; return an empty list on ranks other than the main one.
 
     The detections of each file are added to `found`.
     """
-    from ssdctl.evaluation.evaluate import evaluate_files
+    from ssdctl.evaluation.evaluate import evaluate_files, evaluate_folds
 
     evaluations = []
     with _on_main_rank(call) as is_main:
-        for evaluation in evaluate_files(
+        for evaluation in (evaluate_folds if are_folds else evaluate_files)(
             files,
             call.config,
             progress=call.console.progress,
@@ -316,7 +333,7 @@ def _evaluate(
             if not is_main:
                 continue
             evaluations.append(evaluation)
-            if len(files) > 1:  # the table comes at the end, perhaps after hours
+            if len(files) > 1 and not are_folds:  # the table comes at the end, perhaps after hours
                 call.console.info(headline(evaluation))
     return evaluations
 

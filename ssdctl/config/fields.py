@@ -179,10 +179,11 @@ def device_type(name: str) -> DeviceType:
     plugin.require(
         isinstance(kind, DeviceType) and kind.name == name, f"TYPE, a DeviceType with name={name!r}"
     )
-    known = {e for other in DEVICE_TYPES.values() for e in other.executions}
-    plugin.require(kind.executions and {*kind.executions} <= known, f"executions of {known}")
-    plugin.require({*kind.precisions} <= {*get_args(Precision)} - {"auto"}, "known precisions")
-    plugin.require(kind.launcher in get_args(LocalLauncher), "launcher torchrun or mpirun")
-    plugin.require(callable(getattr(module, "open_device", None)), "a function open_device")
+    with plugin.errors("checking its TYPE"):
+        known = {e for other in DEVICE_TYPES.values() for e in other.executions}
+        plugin.require(kind.executions and {*kind.executions} <= known, f"executions of {known}")
+        plugin.require({*kind.precisions} <= {*get_args(Precision)} - {"auto"}, "known precisions")
+        plugin.require(kind.launcher in get_args(LocalLauncher), "launcher torchrun or mpirun")
+        plugin.require(callable(getattr(module, "open_device", None)), "a function open_device")
     found: DeviceType = kind
     return found

@@ -70,7 +70,10 @@ class DataConfig(Section, frozen=True):
     ] = None
     tile: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
-        _data("Also see images in tiles of PX pixels (0 = off) [default: the run's]", metavar="PX"),
+        _data(
+            "Also use tiles of PX pixels, for small objects (0: off) [default: as trained]",
+            metavar="PX",
+        ),
     ] = None
     tile_overlap: Annotated[
         float, _data("Overlap of neighboring tiles, as a fraction", ge=0, le=0.9)
@@ -286,6 +289,15 @@ class TrainConfig(Section, frozen=True):
     profile: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,17},[1-9]\d{0,17}$")] | None,
         _run("Profile these steps into RUN/profile", metavar="FIRST,LAST"),
+    ] = None
+
+    fold: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,2}/[1-9]\d{0,2}$")] | None,
+        _run("Train on all but part I of K; validate on part I", metavar="I/K"),
+    ] = None
+    group: Annotated[
+        str | None,
+        _run("Keep images of equal matches in one fold [default: prepare's]", metavar="REGEX"),
     ] = None
 
     # Input

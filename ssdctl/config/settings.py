@@ -109,24 +109,36 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield keys, f"{model.weights} does not fit {model.backbone}"
     with contextlib.suppress(UsageError):  # the commands that use the backbone report it
         norms = getattr(plugins.load(BACKBONES, model.backbone)[0], "EXTRA_NORMS", None)
-        if norms and isinstance(norms, tuple) and model.extra_norm not in norms:
+        if norms in (("none",), ("batch",)) and model.extra_norm not in norms:
             keys = ("model.extra_norm", "model.backbone")
             yield keys, f"{model.backbone} has no extra blocks with {model.extra_norm}"
     names = augmentation_names(train.augment)
     if train.augment not in AUGMENTATION_LISTS:
         known = plugins.choices(AUGMENTATIONS)
         if unknown := [name for name in names if name not in known]:
-            there = ", ".join(known)
-            yield ("train.augment",), f"no augmentation {unknown[0]!r}; there are {there}"
+            problem = f"no augmentation {unknown[0]!r}; there are {', '.join(known)}"
+            yield ("train.augment",), problem
     if "zoom" in names and train.pipeline == "dali":
         yield ("train.augment", "train.pipeline"), "zoom needs --pipeline native"
     if train.init is not None and train.resume not in ("auto", "never"):
         keys = ("train.init", "train.resume")
         yield keys, "--init starts a new run, --resume FILE continues one"
+    yield from _fold_conflicts(train)
     if train.profile is not None:
         first, last = map(int, train.profile.split(","))
         if last < first:
             yield ("train.profile",), f"step {last} is before step {first}"
+
+
+def _fold_conflicts(train: TrainConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    if train.fold is not None:
+        number, count = map(int, train.fold.split("/"))
+        if number > count or count < 2:
+            yield ("train.fold",), "expected I/K with I from 1 to K, and K of 2 or more"
+        if train.overfit is not None:
+            yield ("train.fold",), "validates on other images than --overfit"
+    elif train.group is not None:
+        yield ("train.group",), "belongs to --fold I/K"
 
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.
@@ -140,7 +152,8 @@ COMPARED_TOO = {
     *("train.seed", "train.ema", "train.freeze", "train.freeze_norm", "train.sync_bn"),
     *("train.tf32", "train.pipeline", "train.augment", "train.fake_data"),
     *("data.tile", "data.tile_overlap"),
-    *("train.limit_train", "train.overfit", "train.background", "train.background_negatives"),
+    *("train.fold", "train.group", "train.limit_train", "train.overfit"),
+    *("train.background", "train.background_negatives"),
 }
 
 

@@ -1,3 +1,3 @@
-"""Read, convert and check datasets; write the store that training reads. Torch-free."""
+"""Read, convert and check datasets; write the store that training reads."""
 
 TOML = "dataset.toml"

@@ -196,8 +196,11 @@ def _check_images(annotations: Annotations) -> None:
 
 
 def duplicate_names(classes: Sequence[ClassName]) -> list[str]:
-    counts = Counter(c.name for c in classes)
-    same = [f"{c.name} (id {c.id})" for c in classes if counts[c.name] > 1]
+    """Return a warning if names are equal, or differ only in case and spaces."""
+    names = [" ".join(c.name.lower().replace("_", " ").split()) for c in classes]
+    counts = Counter(names)
+    pairs = zip(classes, names, strict=True)
+    same = [f"{c.name} (id {c.id})" for c, name in pairs if counts[name] > 1]
     warning = (
         "categories have the same name and are trained as different classes: "
         f"{listed(same, MAX_NAMED)}. Give each its own name, or one of their ids to all annotations"

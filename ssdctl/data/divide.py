@@ -7,9 +7,10 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ssdctl.data.annotations import Annotations
 from ssdctl.errors import DataError, UsageError
@@ -42,12 +43,35 @@ def divided(
             f"--group {group}",
             hint="give an expression that matches another part of the names",
         )
-    order = sorted(counts, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+    order = _shuffled(counts)
     sums = np.cumsum([counts[name] for name in order])[:-1]
     num_train = int(np.abs(sums - round(share * len(names))).argmin()) + 1
     chosen = set(order[:num_train])
     is_train = np.array([name in chosen for name in groups])
     return annotations.with_images(is_train), annotations.with_images(~is_train)._replace(notes=())
+
+
+def is_held_out(names: Sequence[str], fold: str, group: str | None) -> NDArray[np.bool_]:
+    """Return which images are in the fold `I/K`; each image is in one of the K.
+
+    Raises:
+        UsageError: There are fewer groups than folds; or see `divided`.
+    """
+    number, count = map(int, fold.split("/"))
+    groups = list(names) if group is None else _groups(names, group)
+    sizes = Counter(groups)
+    if len(sizes) < count:
+        what = "images" if group is None else f"groups by --group {group}"
+        raise UsageError(f"--fold {fold}: {len(sizes):,} {what} cannot be divided in {count}")
+    order = _shuffled(sizes)
+    middles = np.cumsum([sizes[name] for name in order]) - [sizes[name] / 2 for name in order]
+    parts = dict(zip(order, (middles * count / len(groups)).astype(int), strict=True))
+    return np.array([parts[name] == number - 1 for name in groups], np.bool_)
+
+
+def _shuffled(names: Iterable[str]) -> list[str]:
+    """Return names in an order that only they decide."""
+    return sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
 
 
 def _groups(names: Sequence[str], group: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Draw boxes with labels on an image. Torch-free.
+"""Draw boxes with labels on an image.
 
 All boxes are drawn before the labels. A label takes the first free position around or in its box,
 in the order of the boxes: the best detections keep the usual one. Colors have a dark outline, so

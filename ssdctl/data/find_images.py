@@ -2,13 +2,10 @@
 
     ImageFinder(root).find([Wanted("a.jpg", labels="annotations", split="val")], root / "val.csv")
 
-Labels name an image by a path, with folders of another machine or without any, or only by its stem.
-Evidence counts in this order:
-
-1. an exact path: the name below the folder of the labels, of the split, of the dataset, or of the
-   format's standard folders such as `JPEGImages` and `images`;
-2. the longest end of the path that agrees, among files that no exact path names;
-3. among files that agree equally: the folder that mirrors the labels' folder, the declared size.
+Labels name an image by a path, with folders of another machine or without any, or by its stem. An
+exact path decides: the name below the dataset folder, the folder of the labels, or usual folders
+such as `images` and `train`. Else it is the file with which most names at the end of the path
+agree, if no exact path names that file and the paths of the same labels are not exact otherwise.
 
 A file in the folder of another split does not count. A file serves one entry: the boxes of a
 missing image never go to another listed image. Files that remain ambiguous are an error.
@@ -16,9 +13,10 @@ missing image never go to another listed image. Files that remain ambiguous are 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -46,11 +44,11 @@ from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
 STANDARD = ("", "images", "JPEGImages", "img", "data")  # "": the dataset folder
-TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
+OF_LABELS = {*(name.lower() for name in ANNOTATION_FOLDERS), "label_2"}
 SAMPLE_NAMES = 20  # file names by which a folder of images is tried
+EXACT: tuple[str, ...] = (".",)  # the lead of exact paths
 WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
 Resolved = tuple[Annotations, list[int | None]]  # and the size of each file in bytes
-_Rank = Callable[["_Option"], tuple[int, ...]]
 
 
 class Wanted(NamedTuple):
@@ -60,7 +58,7 @@ class Wanted(NamedTuple):
     labels: str = ""  # folder of the labels, relative to the dataset folder
     split: str | None = None  # files in folders of other splits do not count; None: all count
     size: tuple[int, int] = (0, 0)  # declared width and height in pixels; 0: not given
-    any_suffix: bool = False  # whether a file with another suffix will do
+    is_label_file: bool = False  # the name is that of a label file: any suffix will do
     folder: str = ""  # named by the labels as the folder of the image
 
 
@@ -70,14 +68,29 @@ class Found(NamedTuple):
 
 
 class _Option(NamedTuple):
-    """A file that may be the wanted image, and the evidence for it."""
+    """A file that may be the wanted image."""
 
     file: str
     prefix: str | None  # the folder to which the name is an exact path
-    tail: int  # number of names at the end of the path that agree
     is_in_split: bool  # whether its folder has the name of the wanted split
-    standard: int  # position of its folder in the order of the standard ones
-    num_shared: int  # number of folders that it shares with the labels
+    tail: int  # number of folders at the end of the path that agree
+    lead: tuple[str, ...]  # the beginning of the name, which is another one than the file's
+    evidence: tuple[int, ...]
+
+
+class _Row(NamedTuple):
+    entry: Wanted
+    name: str  # a relative path
+    options: list[_Option]
+
+    @property
+    def is_path(self) -> bool:
+        return self.entry.is_label_file or "/" in self.name
+
+    @property
+    def key(self) -> str | None:
+        """Return the labels that name images as this one does; None: all label files."""
+        return None if self.entry.is_label_file else self.entry.labels
 
 
 class ImageFinder:
@@ -106,11 +119,9 @@ class ImageFinder:
         }
         if image_dir and not self.files:
             raise DataError(f"--image-dir {image_dir}: no images below {root / image_dir}")
-        self.by_name: dict[str, list[str]] = {}
         self.by_stem: dict[str, list[str]] = {}
         for file, parts in self.files.items():
-            self.by_name.setdefault(parts[-1], []).append(file)
-            self.by_stem.setdefault(parts[-1].rpartition(".")[0], []).append(file)
+            self.by_stem.setdefault(stem_of(parts[-1]), []).append(file)
 
     def find(
         self,
@@ -128,78 +139,89 @@ class ImageFinder:
         Raises:
             DataError: An image fits several files; the message begins with `labels`.
         """
-        names = [self._name(entry.name) for entry in wanted]
-        options = [self._options(w, name) for w, name in zip(wanted, names, strict=True)]
+        named = ((entry, self._name(entry.name)) for entry in wanted)
+        rows = [_Row(entry, name, self._options(entry, name)) for entry, name in named]
         ambiguous: list[str] = []
-        found = self._exact(wanted, names, options, ambiguous)
+        found = self._exact(rows, claimed, ambiguous)
         taken = {item.file for item in found if item}.union(claimed)
-        # Labels whose paths are right do not name a missing image by a wrong path.
-        pairs = zip(wanted, names, found, strict=True)
-        with_paths = {entry.labels for entry, name, item in pairs if item and "/" in name}
-        shared: dict[str, list[tuple[int, int]]] = {}  # by file: tail and row
-        for row, (entry, possible) in enumerate(zip(wanted, options, strict=True)):
-            rest = [option for option in possible if option.file not in taken]
-            is_path = "/" in names[row] and is_plain_name(entry.name)
-            if not rest or any(o.prefix is not None for o in possible):
-                continue
-            if is_path and entry.labels in with_paths:
-                continue
-            best = self._best(
-                entry, rest, lambda o: (o.tail, o.is_in_split, -o.standard), ambiguous
-            )
-            if best:
-                shared.setdefault(best.file, []).append((best.tail, row))
-        for file, rows in shared.items():
-            rows = rows if may_share else [(t, row) for t, row in rows if t == max(rows)[0]]
-            if not may_share and len({(names[row], wanted[row].split) for _, row in rows}) > 1:
-                entries = " and ".join(wanted[row].name for _, row in rows[:MAX_NAMED])
-                ambiguous.append(f"{entries} ({file} fits each)")
-            for _, row in rows:
-                found[row] = Found(file, is_exact=False)
+        self._by_tail(rows, found, taken, ambiguous, may_share=may_share)
         refuse(labels, "images that fit several files", ambiguous, WHICH)
         return found
 
     def _exact(
-        self,
-        wanted: Sequence[Wanted],
-        names: Sequence[str],
-        options: Sequence[list[_Option]],
-        ambiguous: list[str],
+        self, rows: Sequence[_Row], claimed: Collection[str], ambiguous: list[str]
     ) -> list[Found | None]:
         """Find the images whose names are exact paths below one of the usual folders.
 
         Of several such folders, the one that has most images of the same labels is right. A file
-        that a longer path of the same split names is that of a shorter one only if they differ in
-        a standard folder: `images/a.jpg` and `a.jpg`.
+        that a longer path names is that of a shorter one only if no other is, and if they differ in
+        a standard folder: `images/a.jpg` and `a.jpg`. If splits have folders of their own, a file
+        is of one split.
         """
-        exact = [[o for o in possible if o.prefix is not None] for possible in options]
+        is_divided = any(option.is_in_split for row in rows for option in row.options)
         counts = Counter(
-            (entry.labels, entry.split, option.prefix)
-            for entry, possible in zip(wanted, exact, strict=True)
-            for option in possible
+            (row.entry.labels, row.entry.split, prefix)
+            for row in rows
+            for prefix in {option.prefix for option in row.options} - {None}
         )
-        depths = [name.count("/") for name in names]
-        owners: dict[str, tuple[str, str | None]] = {}  # the longest name, and its split
-        found: list[Found | None] = [None] * len(wanted)
-        for row in sorted(range(len(wanted)), key=lambda row: -depths[row]):
-            entry, depth = wanted[row], depths[row]
-
-            def rank(option: _Option, entry: Wanted = entry, depth: int = depth) -> tuple[int, ...]:
-                is_own = owners.get(option.file, ("", None))[0].count("/") <= depth
-                count = counts[entry.labels, entry.split, option.prefix]
-                evidence = option.tail, option.is_in_split, is_own, count
-                return (*evidence, -option.standard, option.num_shared)
-
-            free = []
-            for option in exact[row]:
-                longest, split = owners.get(option.file, (names[row], entry.split))
-                lead = longest.removesuffix(names[row]).lower().split("/")
-                is_same = split == entry.split and all(n in self.standard for n in lead if n)
-                free += [option] if longest.count("/") <= depth or is_same else []
-            if free and (best := self._best(entry, free, rank, ambiguous)):
-                found[row] = Found(best.file, is_exact=True)
-                owners.setdefault(best.file, (names[row], entry.split))
+        # By file: the longest name, and its split.
+        owners: dict[str, tuple[str, str | None]] = dict.fromkeys(
+            claimed if is_divided else (), ("", "")
+        )
+        found: list[Found | None] = [None] * len(rows)
+        for n in sorted(range(len(rows)), key=lambda n: -rows[n].name.count("/")):
+            own = rows[n].name, rows[n].entry.split
+            exact = (o for o in rows[n].options if o.prefix is not None)
+            possible = [o for o in exact if not is_divided or owners.get(o.file, own)[1] == own[1]]
+            free = [o for o in possible if owners.get(o.file, own)[0] == own[0]]
+            free = free or [o for o in possible if self._is_same(owners[o.file][0], own[0])]
+            if free and (best := self._best(rows[n].entry, free, counts, ambiguous)):
+                found[n] = Found(best.file, is_exact=True)
+                owners.setdefault(best.file, own)
         return found
+
+    def _by_tail(
+        self,
+        rows: Sequence[_Row],
+        found: list[Found | None],
+        taken: Collection[str],
+        ambiguous: list[str],
+        *,
+        may_share: bool,
+    ) -> None:
+        """Find images that no exact path names, among files that are not taken.
+
+        If the paths of the same labels begin with `/home/me`, and go on as those of the files do,
+        then an image that needs another beginning is missing.
+        """
+        right = {
+            (row.key, EXACT) for row, item in zip(rows, found, strict=True) if item and row.is_path
+        }
+        chosen: dict[int, _Option] = {}
+        for n, row in enumerate(rows):
+            free = [option for option in row.options if option.file not in taken]
+            if found[n] or not free or any(o.prefix is not None for o in row.options):
+                continue
+            if best := self._best(row.entry, free, Counter(), ambiguous):
+                chosen[n] = best
+                right |= {(row.key, best.lead)} if row.is_path else set()
+        rivals: dict[str, list[tuple[int, int]]] = {}  # by file: tail and row
+        for n, option in chosen.items():
+            shorter = ((rows[n].key, option.lead[:end]) for end in range(1, len(option.lead)))
+            if not (rows[n].is_path and any(lead in right for lead in shorter)):
+                rivals.setdefault(option.file, []).append((option.tail, n))
+        for file, pairs in rivals.items():
+            best_rows = [rows[n] for tail, n in pairs if may_share or tail == max(pairs)[0]]
+            if not may_share and len({(row.name, row.entry.split) for row in best_rows}) > 1:
+                entries = " and ".join(row.entry.name for row in best_rows[:MAX_NAMED])
+                ambiguous.append(f"{entries} ({file} fits each)")
+            for tail, n in pairs:
+                if may_share or tail == max(pairs)[0]:
+                    found[n] = Found(file, is_exact=False)
+
+    def _is_same(self, longer: str, name: str) -> bool:
+        lead = longer.removesuffix(name).split("/")
+        return all(part.lower() in self.standard for part in lead)
 
     def _name(self, name: str) -> str:
         """Return a name as labeling tools write it as a relative path."""
@@ -209,60 +231,69 @@ class ImageFinder:
         parts = parts_of(name)
         if not parts:
             return ""
-        if parts[-1] not in self.by_name and unquote(parts[-1]) in self.by_name:
+        if stem_of(parts[-1]) not in self.by_stem and stem_of(unquote(parts[-1])) in self.by_stem:
             parts = [unquote(part) for part in parts]  # Label Studio's `/data/upload/3/a%20b.jpg`
         return "/".join(parts)
 
     def _options(self, entry: Wanted, name: str) -> list[_Option]:
         names = name.split("/")
-        stem, has_suffix = names[-1].rpartition(".")[0], is_image_name(names[-1])
-        files = self.by_name.get(names[-1], [])
-        if entry.any_suffix or not has_suffix:
-            files = [*files, *self.by_stem.get(stem if has_suffix else names[-1], ())]
-        options = (self._option(entry, names, has_suffix, file) for file in dict.fromkeys(files))
+        files = self.by_stem.get(stem_of(names[-1]), [])
+        if is_image_name(names[-1]) and not entry.is_label_file:
+            files = [file for file in files if self.files[file][-1] == names[-1]]
+        options = (self._option(entry, names, file) for file in files)
         return [option for option in options if option is not None]
 
-    def _option(
-        self, entry: Wanted, names: list[str], has_suffix: bool, file: str
-    ) -> _Option | None:
+    def _option(self, entry: Wanted, names: list[str], file: str) -> _Option | None:
         """Return a file with the evidence for it; None if it is in the folder of another split."""
-        parts, labels = self.files[file], _folders(entry.labels)
-        base_name = parts[-1] if has_suffix else parts[-1].rpartition(".")[0]
-        expected = [*_folders(entry.folder), *names]
-        tail = 0
-        if base_name == names[-1]:
-            tail = 1 + _num_equal(reversed(expected[:-1]), reversed(parts[:-1]))
-        is_full = tail >= len(names)
-        before = parts[: -len(names)] if is_full else parts[:-1]
-        num_shared = _num_equal(before, labels)
-        rest = [part.lower() for part in before[max(num_shared, len(self.image_dir)) :]]
-        split = split_of("/".join(rest))
+        *folders, base_name = self.files[file]
+        labels = _folders(entry.labels)
+        tail = _num_equal(reversed(names[:-1]), reversed(folders))
+        before = folders[: len(folders) - tail]
+        start = max(_num_equal(before, labels), len(self.image_dir))
+        split = split_of("/".join(before[start:]))
         if entry.split and split not in (None, entry.split):
             return None
-        positions = [self.standard.index(part) for part in rest if part in self.standard]
-        if is_full and before == labels and labels[-1:] not in [[f] for f in ANNOTATION_FOLDERS]:
-            positions = [-1]  # beside the labels
-        elif is_full and not before and "" in self.standard:
-            positions = [self.standard.index("")]
-        is_exact = is_full and all(part in self.standard or split_of(part) for part in rest)
-        return _Option(
-            file,
-            "/".join(before) if is_exact else None,
-            tail,
-            entry.split is not None and split_of("/".join(before)) == entry.split,
-            min(positions, default=len(self.standard)),
-            num_shared,
+        own = [name for name in before if name.lower() not in self.standard]
+        is_mirrored = own == self._own(labels) or before == labels
+        foreign = own if entry.is_label_file else [name for name in own if not split_of(name)]
+        is_usual = not foreign and (before != [] or not entry.is_label_file)
+        is_exact = tail == len(names) - 1 and (is_mirrored or is_usual)
+        usual = before or [""] * is_exact
+        standard = [self.standard.index(n.lower()) for n in usual if n.lower() in self.standard]
+        evidence = (
+            is_exact and is_mirrored,
+            base_name == names[-1],
+            folders[-1:] == [entry.folder],
+            -min(standard, default=len(self.standard)),
+            _num_equal(folders, labels[:-1]),
         )
+        in_split = entry.split is not None and split_of("/".join(before)) == entry.split
+        is_relative = is_plain_name(entry.name.replace("\\", "/"))
+        lead = [*([*EXACT, "*"] if is_relative else ["/"]), *names[: len(names) - tail - 1]]
+        prefix = "/".join(before) if is_exact else None
+        return _Option(file, prefix, in_split, tail, tuple(lead), evidence)
+
+    def _own(self, folders: Sequence[str]) -> list[str]:
+        """Return the names of a path without those of usual folders of images and labels."""
+        usual = (name.lower() in OF_LABELS or name.lower() in self.standard for name in folders)
+        return [name for name, is_usual in zip(folders, usual, strict=True) if not is_usual]
 
     def _best(
-        self, entry: Wanted, options: list[_Option], rank: _Rank, ambiguous: list[str]
+        self,
+        entry: Wanted,
+        options: list[_Option],
+        counts: Counter[tuple[str, str | None, str | None]],
+        ambiguous: list[str],
     ) -> _Option | None:
         """Return the option with the best evidence; None if several are left, which are noted."""
+
+        def rank(option: _Option) -> tuple[int, ...]:
+            count = counts[entry.labels, entry.split, option.prefix]
+            return (option.tail, option.is_in_split, count, *option.evidence)
+
         if len(options) > 1:
             best = max(map(rank, options))
             options = [option for option in options if rank(option) == best]
-        if len(options) > 1:
-            options = self._mirrored(entry, options)
         if len(options) > 1:
             options = [o for o in options if self._has_size(o.file, entry.size)] or options
         if len(options) == 1:
@@ -271,35 +302,33 @@ class ImageFinder:
         ambiguous.append(f"{entry.name} ({files})")
         return None
 
-    def _mirrored(self, entry: Wanted, options: list[_Option]) -> list[_Option]:
-        """Return the options whose folders agree with the labels' folder wherever they differ.
-
-        So `labels/val/1.txt` belongs to `images/val/1.jpg`, not to `images/train/val/1.jpg`, and
-        `video1/annots/1.xml` to `video1/frames/1.jpg`, not to `video2/frames/1.jpg`.
-        """
-        folders = [self.files[option.file][:-1] for option in options]
-        labels = [*parts_of(entry.labels), *parts_of(entry.name)[:-1]]
-        pairs = zip(options, folders, strict=True)
-        same = [o for o, folder in pairs if self._own(folder) == self._own(labels)]
-        if len(same) == 1 or len({len(folder) for folder in folders}) > 1:
-            return same or options
-        differing = [n for n, parts in enumerate(zip(*folders, strict=True)) if len({*parts}) > 1]
-        return [
-            option
-            for option, folder in zip(options, folders, strict=True)
-            if differing and all(labels[n : n + 1] == [folder[n]] for n in differing)
-        ] or options
-
-    def _own(self, folder: Sequence[str]) -> list[str]:
-        """Return the names of a path without those of usual folders of images and labels."""
-        usual = (*self.standard, *(name.lower() for name in ANNOTATION_FOLDERS))
-        return [name for name in folder if name.lower() not in usual]
-
     def _has_size(self, file: str, size: tuple[int, int]) -> bool:
         if not all(size):
             return False
         path = self.root / file
         return tuple(size) in (size_or_none(path), size_or_none(path, upright=True))
+
+    def of_label_files(self, labels: Sequence[PurePosixPath]) -> list[Wanted]:
+        """Return the image that each label file means by its own path.
+
+        Folders are the image's if they are below a usual one such as `labels` or `train`.
+        """
+
+        def wanted(path: PurePosixPath) -> Wanted:
+            folders = path.parent.parts
+            usual = [
+                n for n, name in enumerate(folders, 1) if split_of(name) or not self._own([name])
+            ]
+            start = max(usual, default=len(folders))
+            name, folder = "/".join((*folders[start:], path.stem)), "/".join(folders[:start])
+            return Wanted(name, folder, split_of("/".join(folders)), is_label_file=True)
+
+        return [wanted(path) for path in labels]
+
+
+def stem_of(name: str) -> str:
+    """Return a base name without the suffix of an image."""
+    return name.rpartition(".")[0] if is_image_name(name) else name
 
 
 def located(
@@ -314,62 +343,52 @@ def located(
     Raises:
         DataError: An image is missing, or fits several files.
     """
-    wanted = [
-        Wanted(
-            image.file_name,
-            label_folder(file, finder.root),
-            split if len(splits) > 1 else None,
-            (image.width, image.height),
-        )
+    entries = {
+        split: (file, [(image.file_name, (image.width, image.height)) for image in part])
         for split, (file, part) in splits.items()
-        for image in part
-    ]
+    }
+    found = _searched(finder, entries)
+    names = [image.file_name for _, part in splits.values() for image in part]
+    items = list(itertools.chain(*found.values()))
     labels = finder.root if len(splits) > 1 else next(iter(splits.values()))[0]
-    found = finder.find(wanted, labels)
-    missing = [entry.name for entry, item in zip(wanted, found, strict=True) if item is None]
+    missing = [name for name, item in zip(names, items, strict=True) if item is None]
     hint = "export with images, or copy them"
     refuse(labels, f"images that are not below {finder.root}", missing, hint)
-    items = [item for item in found if item]
-    other = [
-        (entry.name, item.file)
-        for entry, item in zip(wanted, items, strict=True)
-        if "/" in entry.name and not item.is_exact
-    ]
-    notes += [_note_on_names(len(other), *pair) for pair in other[:1]]
-    files = iter(item.file for item in items)
+    notes += _notes_on_names(names, items)
     return {
-        split: [image._replace(file_name=next(files)) for image in part]
+        split: [
+            image._replace(file_name=item.file)
+            for image, item in zip(part, found[split], strict=True)
+            if item
+        ]
         for split, (_, part) in splits.items()
     }
 
 
-def by_label_files(finder: ImageFinder, labels: Sequence[PurePosixPath]) -> list[Wanted]:
-    """Return the image that each label file means by its own name, in a folder as the labels'.
+def _searched(
+    finder: ImageFinder,
+    splits: Mapping[str, tuple[Path, Sequence[tuple[str, tuple[int, int]]]]],
+    claimed: Collection[str] = (),
+) -> dict[str, list[Found | None]]:
+    """Return the file of each image, given by name and size, of the label file of each split."""
+    wanted = []
+    for split, (file, images) in splits.items():
+        folder = label_folder(file, finder.root)
+        word = split if len(splits) > 1 else split_of(f"{folder}/{file.name}")
+        wanted += [Wanted(name, folder, word, size) for name, size in images]
+    labels = finder.root if len(splits) > 1 else next(iter(splits.values()))[0]
+    found = iter(finder.find(wanted, labels, claimed))
+    return {split: [next(found) for _ in images] for split, (_, images) in splits.items()}
 
-    Folders such as `annotations` and `train` are the labels' own, and so are those that all share,
-    except where folders of images have the same names.
-    """
-    folders = {path.parent for path in labels}
-    common = len(PurePosixPath(os.path.commonpath(folders)).parts) if folders else 0
-    of_images = {tuple(parts[:-1]) for parts in finder.files.values()}
-    ends = {parts[start:] for parts in of_images for start in range(len(parts))}
-    tops: dict[PurePosixPath, int] = {}
-    for folder in folders:
-        own = max((n for n, name in enumerate(folder.parts, 1) if _is_of_labels(name)), default=0)
-        mirrored = (n for n in range(own, common) if folder.parts[n:] in ends)
-        tops[folder] = next(mirrored, max(common, own))
-    return [
-        Wanted(
-            "/".join([*path.parent.parts[tops[path.parent] :], path.stem]),
-            "/".join(path.parent.parts[: tops[path.parent]]),
-            split_of(path.parent.as_posix()),
-        )
-        for path in labels
+
+def _notes_on_names(names: Sequence[str], found: Sequence[Found | None]) -> list[str]:
+    other = [
+        f"{name!r} to {item.file}"
+        for name, item in zip(names, found, strict=True)
+        if item and not item.is_exact and "/" in name
     ]
-
-
-def _is_of_labels(folder: str) -> bool:
-    return folder in ANNOTATION_FOLDERS or split_of(folder) is not None
+    what = "file names that are not paths below the image folder, matched to the files there"
+    return [f"{what}: {len(other):,}, such as {pair}" for pair in other[:1]]
 
 
 def label_folder(labels: Path, root: Path) -> str:
@@ -389,12 +408,8 @@ _folders = lru_cache(parts_of)  # of labels: the same for many images
 
 def _num_equal(first: Iterable[str], second: Iterable[str]) -> int:
     """Return how many elements at the start of both are equal."""
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def resolve_images(splits: Mapping[str, Annotations]) -> dict[str, Resolved]:
@@ -405,8 +420,17 @@ def resolve_images(splits: Mapping[str, Annotations]) -> dict[str, Resolved]:
     found = {split: _in_one_folder(annotations) for split, annotations in splits.items()}
     for root in {splits[split].folder for split, resolved in found.items() if resolved is None}:
         rest = {s: a for s, a in splits.items() if found[s] is None and a.folder == root}
-        known = [images for images, _ in filter(None, found.values())]
-        found |= {s: (images, []) for s, images in _searched(root, rest, known).items()}
+        claimed = {
+            os.path.relpath(images.folder / name, root)
+            for images, _ in filter(None, found.values())
+            for name in images.file_names
+        }
+        entries = {
+            split: (a.origin, list(zip(a.file_names, map(tuple, a.sizes.tolist()), strict=True)))
+            for split, a in rest.items()
+        }
+        for split, items in _searched(ImageFinder(root), entries, claimed).items():
+            found[split] = _renamed(rest[split], items), []
     return {split: _complete(*resolved) for split, resolved in found.items() if resolved}
 
 
@@ -424,69 +448,11 @@ def _in_one_folder(annotations: Annotations) -> Resolved | None:
     return None
 
 
-def _searched(
-    root: Path, splits: Mapping[str, Annotations], known: Sequence[Annotations]
-) -> dict[str, Annotations]:
-    """Return the annotations with the names of the files below `root`.
-
-    Files of the `known` annotations are taken.
-    """
-    wanted: list[Wanted] = []
-    rows: list[tuple[str, int]] = []
-    for split, images in splits.items():
-        folder, sizes = label_folder(images.origin, root), images.sizes.tolist()
-        is_below = images.origin.is_relative_to(root)
-        word = split_of(f"{folder}/{images.origin.name}") if is_below else None
-        for row, name in enumerate(images.file_names):
-            slashes = name.replace("\\", "/")
-            if is_plain_name(slashes) or TOOL_FOLDERS.intersection(slashes.split("/")):
-                wanted.append(Wanted(name, folder, word, (sizes[row][0], sizes[row][1])))
-                rows.append((split, row))
-    claimed = {
-        name if images.folder == root else (images.folder / name).relative_to(root).as_posix()
-        for images in known
-        if images.folder.is_relative_to(root)
-        for name in images.file_names
-    }
-    finder = ImageFinder(root)
-    found = finder.find(wanted, next(iter(splits.values())).origin, claimed)
-    files: dict[str, dict[int, Found]] = {split: {} for split in splits}
-    for (split, row), item in zip(rows, found, strict=True):
-        if item is not None:
-            files[split][row] = item
-    return {split: _renamed(a, files[split]) for split, a in splits.items()}
-
-
-def _renamed(annotations: Annotations, files: Mapping[int, Found]) -> Annotations:
-    """Give found images the paths of their files, relative to the folder of all if there is one."""
-    old = annotations.file_names
-    names = [_plain(name) for name in old]
-    ends = {
-        found.file.removesuffix(names[row]) if found.file.endswith(names[row]) else ""
-        for row, found in files.items()
-    }
-    prefix = ends.pop() if len(ends) == 1 else ""
-    if not prefix.endswith("/"):
-        prefix = ""
-    for row, found in files.items():
-        names[row] = found.file.removeprefix(prefix)
-    changed = [row for row in files if names[row] != old[row]]
-    notes = [_note_on_names(len(changed), old[row], names[row]) for row in changed[:1]]
-    folder = annotations.folder / prefix
-    return annotations._replace(folder=folder, file_names=names, notes=[*annotations.notes, *notes])
-
-
-def _note_on_names(count: int, name: str, file: str) -> str:
-    return (
-        "file names that are not paths below the image folder, matched to the files there: "
-        f"{count:,}, such as {name!r} to {file}"
-    )
-
-
-def _plain(name: str) -> str:
-    """Return a relative path with slashes and without `./`; other names as they are."""
-    slashes = name.replace("\\", "/")
-    return "/".join(parts_of(slashes)) if is_plain_name(slashes) else name
+def _renamed(annotations: Annotations, found: Sequence[Found | None]) -> Annotations:
+    pairs = list(zip(annotations.file_names, found, strict=True))
+    notes = [*annotations.notes, *_notes_on_names(annotations.file_names, found)]
+    names = [item.file if item else name for name, item in pairs]
+    return annotations._replace(file_names=names, notes=notes)
 
 
 def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved:

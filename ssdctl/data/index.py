@@ -3,7 +3,7 @@
 A row per image: its id, file, size and file's fingerprint, whether it can be used, whether it is
 empty (no object, not even a dropped one), and lists of its objects: every box unclipped with its
 area, as scoring needs it, and clipped in fractions of the image, as training does. The metadata has
-the classes, the shards of packed images, and how the annotations were read. Torch-free.
+the classes, the shards of packed images, and how the annotations were read.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ssdctl.config import Config, PrepareConfig
 from ssdctl.config.fields import Tiling
@@ -22,6 +23,7 @@ from ssdctl.data.annotations import (
 )
 from ssdctl.data.check import Checked, check
 from ssdctl.data.dataset import read_dataset, require_root, require_split
+from ssdctl.data.divide import is_held_out
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
 from ssdctl.data.prepare import prepare
@@ -29,10 +31,10 @@ from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import (
-    STORE_NAME,
     dataset_folders,
     is_cached_store,
     require_dataset,
+    usual_store,
 )
 from ssdctl.data.tiles import cut, objects_in_tiles, tiled
 from ssdctl.errors import DataError, UsageError
@@ -91,9 +93,9 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
 def _last(root: Path, folder: Path) -> Conversion:
     """Return how the dataset was read the last time.
 
-    A store in the dataset folder counts as well if the folder cannot be written.
+    The usual store counts as well if the folder cannot be written.
     """
-    made = index.read_made(folder) or index.read_made(root / STORE_NAME)
+    made = index.read_made(folder) or index.read_made(usual_store(root))
     if made is None:
         return AUTOMATIC
     if (root / TOML).is_file():  # it takes precedence over the other formats
@@ -170,7 +172,34 @@ class DatasetSize(NamedTuple):
     warnings: Sequence[str] = ()  # on measuring with the validation split
 
 
-def count_images(root: Path, folder: Path, tiling: Tiling | None = None) -> DatasetSize:
+def fold_rows(split: Split, fold: str, group: str | None) -> NDArray[np.int64]:
+    """Return the images of the fold `I/K`.
+
+    Args:
+        group: As in `divided`; None: that of `prepare`.
+    """
+    annotations = index.read_annotations(split.index_file)
+    group = group or index.require_metadata(split.index_file).made.conversion.group
+    return np.flatnonzero(is_held_out(annotations.file_names, fold, group))
+
+
+def without_images(split: Split, images: NDArray[np.int64]) -> Split:
+    """Return a split that does not train on some images, nor on their tiles."""
+    is_held = np.zeros(split.num_images, np.bool_)
+    is_held[images] = True
+    if split.tiles is not None:
+        is_held = np.concatenate([is_held, is_held[split.tiles.rows]])
+    trainable, background = (r[~is_held[r]] for r in (split.trainable, split.background))
+    return split._replace(trainable=trainable, background=background)
+
+
+def count_images(
+    root: Path,
+    folder: Path,
+    tiling: Tiling | None = None,
+    fold: str | None = None,
+    group: str | None = None,
+) -> DatasetSize:
     """Return how many images and which classes a run would train on; nothing is written."""
     require_root(root)
     if is_prepared(root, folder):
@@ -178,15 +207,21 @@ def count_images(root: Path, folder: Path, tiling: Tiling | None = None) -> Data
         train = tiled(require_split(splits, "train", root), tiling)
         val, names = splits.get("val"), [c.name for c in train.classes]
         num_val, warnings = (len(val.image_ids), val.warnings) if val else (0, ())
+        if fold is not None:
+            rows = fold_rows(train, fold, group)
+            train, num_val, warnings = without_images(train, rows), len(rows), ()
         return DatasetSize(len(train.trainable), len(train.background), num_val, names, warnings)
     unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
     annotations = require_split(unprepared, "train", root)
     if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
         annotations = resolve_images(unprepared)["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
-    checked = check(annotations)
-    trainable = int((checked.objects.num_trained() > 0).sum())
-    background = int(checked.is_empty.sum())
+    checked, is_used = check(annotations), np.ones(len(annotations.file_names), np.bool_)
+    if fold is not None:
+        is_used = ~is_held_out(annotations.file_names, fold, group or _last(root, folder).group)
+        num_val = int((~is_used).sum())
+    trainable = int(((checked.objects.num_trained() > 0) & is_used).sum())
+    background = int((checked.is_empty & is_used).sum())
     if tiling is not None:
         with_objects, without = _count_tiles(annotations, checked, tiling)
         trainable, background = trainable + with_objects, background + without

@@ -67,7 +67,7 @@ from ssdctl.data.sources import (
     write_sources,
 )
 from ssdctl.data.store import image_folder
-from ssdctl.data.store_folder import is_cached_store
+from ssdctl.data.store_folder import is_cached_store, usual_store
 from ssdctl.data.summary import count_classes, object_sizes, summary_warnings
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
@@ -284,7 +284,7 @@ def _config_of(folder: Path) -> PrepareConfig | None:
 def _refuse_to_replace(store: _Store) -> NoReturn:
     root, folder, config = store.root, store.folder, store.config
     command = ["ssdctl", "prepare", "--data", str(root)]
-    command += [] if folder == root / "prepared" else ["--store", str(folder)]
+    command += [] if folder == usual_store(root) else ["--store", str(folder)]
     command += [] if config.shrink is None else ["--shrink", str(config.shrink)]
     command += [] if config.encoding == "jpeg" else ["--encoding", config.encoding]
     made = index.read_made(folder)
@@ -335,7 +335,7 @@ def _prepare_split(
             *images.warnings(),
             *duplicate_warnings(split, len(counts), duplicates),
             *contradictions(versions, objects, background | (is_usable & (counts > 0))),
-            *summary_warnings(split, int(is_usable.sum()), per_class, sizes),
+            *summary_warnings(split, int(is_usable.sum()), int(background.sum()), per_class, sizes),
         ],
         notes=[*annotations.notes],
     )

@@ -74,8 +74,7 @@ def with_absolute_data(config: Config) -> Config:
 
 def default_store(root: Path) -> Path:
     """Return the store's folder of the dataset in `root` if the user names none."""
-    is_file = root.is_file()  # such as data.yaml
-    folder = root.with_name(f"{root.name}.{STORE_NAME}") if is_file else root / STORE_NAME
+    folder = usual_store(root)
     if not root.exists() or _is_writable(folder if folder.exists() else folder.parent):
         return folder
     from ssdctl.data.sources import is_prepared
@@ -83,6 +82,11 @@ def default_store(root: Path) -> Path:
     if folder.exists() and is_prepared(root, folder):
         return folder
     return _cache_folder() / "datasets" / f"{root.resolve().name}-{_key(root)}"
+
+
+def usual_store(root: Path) -> Path:
+    """Return the folder of the store in a dataset folder, or beside a file such as data.yaml."""
+    return root.with_name(f"{root.name}.{STORE_NAME}") if root.is_file() else root / STORE_NAME
 
 
 def is_cached_store(folder: Path) -> bool:

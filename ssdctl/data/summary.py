@@ -16,6 +16,7 @@ from ssdctl.runtime.safe_text import listed
 
 MIN_VALIDATION = 20  # images; with fewer, one image changes AP by several points
 BLOCK = 1 << 14  # images whose classes are counted at a time
+MAX_EMPTY = 0.25  # share of the images; with more, labeling may not be finished
 MAX_UNMATCHED = 0.25  # share of the boxes
 MAX_COMPARED = 100_000  # boxes that are compared with the default boxes, evenly spaced
 
@@ -77,10 +78,24 @@ def _median(boxes: NDArray[np.float32]) -> tuple[float, float]:
 
 
 def summary_warnings(
-    split: str, images: int, per_class: Sequence[ClassCount], sizes: ObjectSizes
+    split: str,
+    images: int,
+    background: int,
+    per_class: Sequence[ClassCount],
+    sizes: ObjectSizes,
 ) -> list[str]:
-    """Return what to tell the user about a split of `images` usable images."""
+    """Return what to tell the user about a split.
+
+    Args:
+        images: Number of usable images.
+        background: How many of them are without objects.
+    """
     warnings = []
+    if split == "train" and background > MAX_EMPTY * images:
+        warnings.append(
+            f"{background:,} of {images:,} images have no objects: if some are not labeled yet, "
+            "leave them out, or train with --background 0"
+        )
     if absent := [c.name for c in per_class if not c.boxes]:
         effect = "they are never learned" if split == "train" else "their AP is not measured"
         warnings.append(f"classes without a box: {listed(absent, MAX_CLASSES_NAMED)}; {effect}")

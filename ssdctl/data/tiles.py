@@ -4,7 +4,7 @@
 
 An image that is larger than a tile is trained on and detected on as a whole and in tiles. A tile is
 a row of the split like an image, so sampling, decoding, resuming and ranks need no other code.
-Nothing is stored: tiles follow from the sizes of the images. Torch-free.
+Nothing is stored: tiles follow from the sizes of the images.
 """
 
 from __future__ import annotations

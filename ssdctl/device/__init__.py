@@ -13,16 +13,18 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config.fields import DeviceType, device_type
 from ssdctl.errors import UsageError
 from ssdctl.runtime import plugins
 from ssdctl.runtime.hardware import bind_to_card, find_hardware
 from ssdctl.runtime.plugins import DEVICES, Plugin, guarded
+
+if TYPE_CHECKING:
+    from ssdctl.config.fields import DeviceType
 
 Module = TypeVar("Module", bound=nn.Module)
 ParameterGroups = list[dict[str, Any]]
@@ -65,6 +67,8 @@ class Device(ABC):
     @property
     def precisions(self) -> tuple[str, ...]:
         """The precisions that it supports."""
+        from ssdctl.config.fields import device_type  # late: a step reads no config
+
         return device_type(self.name).precisions
 
     @property
@@ -185,6 +189,8 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
     if plugin is None:
         device: Device = module.open_device(local_rank, execution)
         return device
+    from ssdctl.config.fields import device_type
+
     kind = device_type(name)
     with plugin.errors("open_device()"):
         device = module.open_device(local_rank, kind.choose_execution(execution))

@@ -1,4 +1,4 @@
-"""What a rank leaves for `ssdctl launch`: its process id, its exit code, and its log. Torch-free.
+"""What a rank leaves for `ssdctl launch`: its process id, its exit code, and its log.
 
 torchrun exits with 1 if any rank fails, and mpirun and srun return the code of one rank. So each
 rank records its code in a folder that the launch created and named in the environment. The

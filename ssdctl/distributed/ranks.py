@@ -1,4 +1,4 @@
-"""The rank of this process in a run, and the address at which other ranks reach it. Torch-free.
+"""The rank of this process in a run, and the address at which other ranks reach it.
 
 The rank comes from a process group that the caller has made, else from torchrun's, Open MPI's or
 Slurm's variables; without them the process is the only one. So is the shell of an `sbatch` script:

@@ -1,1 +1,1 @@
-"""Fetch, verify and unpack datasets and weights. Torch-free."""
+"""Fetch, verify and unpack datasets and weights."""

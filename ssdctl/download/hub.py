@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: `hf://org/name[@revision]`. Torch-free.
+"""Models on the Hugging Face Hub: `hf://org/name[@revision]`.
 
     path = fetch_model(parse_reference("hf://org/name@v1"))  # .../model.safetensors
 

@@ -41,9 +41,6 @@ class PinnedFile(NamedTuple):
         """Return the URLs to try in order; the next one is used if one does not have the file.
 
         A mirror may have the files in one folder, or in the layout of the official host.
-
-        Raises:
-            UsageError: The mirror is not an http(s) URL.
         """
         if mirror is None:
             return [self.url]

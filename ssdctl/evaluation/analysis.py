@@ -1,4 +1,4 @@
-"""Score detections, and analyze their errors, curves, calibration and confusions. Torch-free.
+"""Score detections, and analyze their errors, curves, calibration and confusions.
 
     evaluation = score(read_ground_truth(index), detections, EvaluationInfo(source="best.pt", ...))
     write_evaluation(folder / "evaluation.json", evaluation)

@@ -1,4 +1,4 @@
-"""Score detections: pycocotools' definition of AP, computed by hotcoco. Torch-free.
+"""Score detections: pycocotools' definition of AP, computed by hotcoco.
 
     truth = read_ground_truth(Path("prepared/index-val.arrow"))
     ap = run_scoring(truth, detections).metrics["AP"]

@@ -26,7 +26,7 @@ from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, read_made, require_metadata
-from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.open_dataset import annotations_of, fold_rows
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
@@ -103,6 +103,70 @@ def evaluate_files(
             evaluation = broadcast(evaluation, ranks)
             assert evaluation is not None
             yield evaluation
+
+
+def evaluate_folds(
+    files: Sequence[Path],
+    config: Config,
+    *,
+    progress: Progress,
+    detections_file: Path | None = None,
+    on_detected: Callable[[DetectedSplit], None] | None = None,
+) -> Iterator[Evaluation]:
+    """Score the checkpoints of all folds as one set: each on the images that it did not train on.
+
+    Raises:
+        UsageError: They are not the K folds of one dataset.
+    """
+    from ssdctl.checkpoint.file import read_model
+    from ssdctl.distributed.collectives import broadcast
+
+    read = [read_model(file) for file in files]
+    _check_folds(read)
+    with _joined_ranks(config) as (device, ranks):
+        how: dict[str, Any] = {"progress": progress, "ranks": ranks}
+        parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
+        found = [part for part in parts if part is not None]
+        evaluation = None
+        if found:
+            joined = _joined(found)
+            if on_detected is not None:
+                on_detected(joined)
+            evaluation = _score(joined, config, detections_file)
+        evaluation = broadcast(evaluation, ranks)
+        assert evaluation is not None
+        yield evaluation
+
+
+def _check_folds(checkpoints: Sequence[ModelFile]) -> None:
+    settings = [checkpoint.run_settings or {} for checkpoint in checkpoints]
+    names = ", ".join(str(checkpoint.path) for checkpoint in checkpoints)
+    folds = [str(s.get("train.fold") or "none") for s in settings]
+    count = folds[0].partition("/")[2]
+    if sorted(folds) != sorted(f"{n}/{count}" for n in range(1, len(folds) + 1)) or count != str(
+        len(folds)
+    ):
+        raise UsageError(
+            f"{names}: not all folds of one training (their folds are {', '.join(folds)})",
+            hint="name the K runs of --fold 1/K to K/K, or one run",
+        )
+    if len({(s.get("data.root"), s.get("train.group")) for s in settings}) > 1:
+        raise UsageError(f"{names}: folds of different datasets or groups")
+
+
+def _joined(parts: Sequence[DetectedSplit]) -> DetectedSplit:
+    first = parts[0].about
+    about = msgspec.structs.replace(
+        first,
+        source=", ".join(part.about.source for part in parts),
+        warnings=list(dict.fromkeys(w for part in parts for w in part.about.warnings)),
+    )
+    return DetectedSplit(
+        parts[0].truth,
+        Detections.joined([part.detections for part in parts]),
+        np.concatenate([part.image_ids for part in parts]),
+        about,
+    )
 
 
 def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Comparison | None:
@@ -279,14 +343,18 @@ def detect_on_split(
     settings = config.evaluate
     data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    split = require_split(open_on_all_ranks(root, folder, ranks, progress), settings.split, root)
+    fold = _fold_of(checkpoint, config, root)
+    name_of_split = settings.split if fold is None else "train"
+    split = require_split(open_on_all_ranks(root, folder, ranks, progress), name_of_split, root)
+    held = None if fold is None else fold_rows(split, *fold)
     split = tiled(split, choose_tiling(checkpoint, config.data))
     for warning in split.warnings:
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
-    dataset = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
+    part = "" if fold is None else f", fold {fold[0]}"
+    dataset = f"{root} {name_of_split}{part}" + ("" if data.root else " (the default dataset)")
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
-    rows = _rows_to_score(split, settings, what)
+    rows = _rows_to_score(split, settings, what, held)
     precision = choose_precision(checkpoint, settings, device)
     detector_config = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, detector_config)
@@ -300,7 +368,7 @@ def detect_on_split(
         epoch=round(checkpoint.epoch, 4),
         data=str(root.absolute()),
         store=str(folder.absolute()),
-        split=settings.split,
+        split=name_of_split,
         precision=precision,
         score_threshold=detector.score_threshold,
         warnings=[*split.warnings],
@@ -310,13 +378,30 @@ def detect_on_split(
     return DetectedSplit(read_ground_truth(split.index_file), found, split.image_ids[rows], about)
 
 
-def _rows_to_score(split: Split, settings: EvaluateConfig, what: str) -> NDArray[np.int64]:
+def _fold_of(checkpoint: ModelFile, config: Config, root: Path) -> tuple[str, str | None] | None:
+    """Return the fold of a checkpoint's run, and its groups, to score on; None without one.
+
+    A split or another dataset that the user names takes precedence.
+    """
+    settings = checkpoint.run_settings or {}
+    own, _ = dataset_folders(trained_on(checkpoint))
+    is_own = own.absolute() == root.absolute()
+    if settings.get("train.fold") is None or config.is_chosen("evaluate.split") or not is_own:
+        return None
+    return settings["train.fold"], settings.get("train.group")
+
+
+def _rows_to_score(
+    split: Split, settings: EvaluateConfig, what: str, held: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
     """Return the rows of the images; log how many have no objects or cannot be decoded."""
     has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
-    rows = np.flatnonzero(has_objects | (not settings.annotated_only))[: settings.limit]
+    rows = np.flatnonzero(has_objects | (not settings.annotated_only))
+    rows = (rows if held is None else np.intersect1d(rows, held))[: settings.limit]
     counted = f"{len(rows)} images"
     if settings.annotated_only:
-        counted += f", {int((~has_objects).sum())} without objects skipped"
+        among = has_objects if held is None else has_objects[held]
+        counted += f", {int((~among).sum())} without objects skipped"
     elif empty := int((~has_objects)[rows].sum()):
         counted += f", {empty} without objects (counted; skip with --annotated-only)"
     log.info("%s: %s", what, counted)

@@ -1,4 +1,4 @@
-"""Match detections with objects as pycocotools does, for each IoU threshold and size. Torch-free.
+"""Match detections with objects as pycocotools does, for each IoU threshold and size.
 
 The engine matches faster, but it gives its matches as one dictionary for each image and class.
 Shapes: K detections, T IoU thresholds.

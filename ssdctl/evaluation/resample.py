@@ -1,4 +1,4 @@
-"""Intervals of AP, and of the difference of two detectors, by a bootstrap over images. Torch-free.
+"""Intervals of AP, and of the difference of two detectors, by a bootstrap over images.
 
     draws = resample(run_scoring(truth, detections))
     low, high = intervals(draws)[0]["AP"]

@@ -1,7 +1,7 @@
 """Rank the objects whose labels look wrong, by the detections of one checkpoint or several.
 
 Three kinds: a confident detection where no box is, an object that no checkpoint detects, and an
-object that every checkpoint detects as another class. Torch-free.
+object that every checkpoint detects as another class.
 """
 
 from __future__ import annotations

@@ -118,11 +118,6 @@ def export_graph(
     """Write `onnx`, `openvino` or `pt2` if it gives PyTorch's outputs on images of the dataset.
 
     The images are generated if there is no dataset. Return the largest differences.
-
-    Raises:
-        UsageError: A package is absent.
-        IntegrityError: The outputs differ from PyTorch's.
-        NonFiniteError: The network's output is NaN or infinite.
     """
     images, source = images_of(*dataset)
     if kind == "openvino":

@@ -1,4 +1,4 @@
-"""Write detections for labeling tools, as a start for annotation by hand. Torch-free.
+"""Write detections for labeling tools, as a start for annotation by hand.
 
     writer = WRITERS["coco"](Path("labels"), classes)
     writer.add(source, result)

@@ -148,11 +148,7 @@ RETURNS: dict[str, type] = {
 
 
 def load_engine(name: str) -> type[Engine]:
-    """Return the class of a launcher.
-
-    Raises:
-        UsageError: There is no launcher of that name, or it is a plugin that cannot be used.
-    """
+    """Return the class of a launcher."""
     module, plugin = plugins.load(LAUNCHERS, name)
     engine: Any = getattr(module, "ENGINE", None)
     if plugin is not None:

@@ -116,12 +116,6 @@ def fetch_weights(
     """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
 
     Without network it works if the file exists already.
-
-    Raises:
-        UsageError: There are no weights of that name.
-        NetworkError: They cannot be fetched; the hint names the file and its folder.
-        IntegrityError: The server's file is another one.
-        DiskError: No space or no permission.
     """
     file = weights_named(name).file
     folder = dest or torch_cache_dir()

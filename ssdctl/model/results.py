@@ -1,4 +1,4 @@
-"""Detections on images, as arrays. Torch-free."""
+"""Detections on images, as arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The charts of the report: training curves, PR, F1, calibration. Torch-free.
+"""The charts of the report: training curves, PR, F1, calibration.
 
 `page.html` draws them as inline SVG. Its script shows the values under the pointer: `as_json`.
 """

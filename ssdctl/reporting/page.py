@@ -1,4 +1,4 @@
-"""Write the report: one self-contained HTML page of one run folder or several. Torch-free."""
+"""Write the report: one self-contained HTML page of one run folder or several."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ssdctl.runs.evaluation import (
     write_evaluation,
 )
 from ssdctl.runs.folder import RunDir
-from ssdctl.runs.run import Run, different_settings
+from ssdctl.runs.run import Run, different_settings, folds_text
 from ssdctl.runtime.progress import duration
 from ssdctl.runtime.safe_text import open_template
 
@@ -73,6 +73,7 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
         runs=runs,
         heading=" \u00b7 ".join(names),
         facts=[_facts(run) for run in runs],
+        folds=folds_text(runs),
         curves=curves,
         frame=charts,
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),

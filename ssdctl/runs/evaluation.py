@@ -1,4 +1,4 @@
-"""The result of an evaluation (evaluation.json): metrics, curves, errors, samples. Torch-free.
+"""The result of an evaluation (evaluation.json): metrics, curves, errors, samples.
 
 The report is drawn from this file, so the network need not run again for it.
 `ssdctl.evaluation.analysis` computes it.

@@ -1,4 +1,4 @@
-"""A run folder: its file names, its default place, and its lock. Torch-free.
+"""A run folder: its file names, its default place, and its lock.
 
 The first rank locks `RUN/.lock`, which contains its process id and host, so that no second process
 trains in the folder. The kernel releases a lock when the process ends, so a dead run never blocks a
@@ -148,7 +148,8 @@ def run_dir(config: Config) -> RunDir:
         return RunDir(Path(train.out))
     preset = "" if train.preset == DEFAULT_PRESET else f"-{train.preset}"
     start = config.model.backbone if train.init is None else _name_of(Path(train.init))
-    return RunDir(RUNS / f"{_dataset_name(config)}-{start}{preset}")
+    fold = "" if train.fold is None else f"-fold{train.fold.replace('/', 'of')}"
+    return RunDir(RUNS / f"{_dataset_name(config)}-{start}{preset}{fold}")
 
 
 def _name_of(checkpoint: Path) -> str:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line, each step once even if a run is resumed. Torch-free."""
+"""metrics.jsonl: one JSON object per line, each step once even if a run is resumed."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import base64
 import contextlib
 import io
 import os
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,24 @@ if TYPE_CHECKING:
 SHOWN = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 DEPTH = 3  # levels of folders that are searched
 MAX_NAMED = 3  # runs in a hint
+
+
+def folds_text(runs: Sequence[Run]) -> list[str]:
+    """Return a line for the folds of each dataset and network: mean and spread of their best AP."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for run in runs:
+        fold, best = str(run.settings.get("train.fold") or ""), run.best_metrics
+        if fold and best is not None and best["AP"] >= 0:
+            data = Path(str(run.settings.get("data.root") or "")).name
+            network = str(run.settings.get("model.backbone", ""))
+            key = data, network, fold.partition("/")[2]
+            groups.setdefault(key, []).append(float(best["AP"]))
+    return [
+        f"{len(values)} of {count} folds of {data}, {network}: AP {statistics.mean(values):.3f} "
+        f"\u00b1 {statistics.stdev(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+        for (data, network, count), values in groups.items()
+        if len(values) > 1
+    ]
 
 
 class Run:

@@ -1,5 +1,5 @@
 """Find accelerators in sysfs, without opening any device, and bind a rank to the
-cores next to its card. Torch-free."""
+cores next to its card."""
 
 from __future__ import annotations
 

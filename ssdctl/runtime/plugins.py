@@ -85,9 +85,7 @@ class Plugin(NamedTuple):
         try:
             yield
         except SsdctlError as error:
-            if str(self) in error.message:
-                raise
-            error.args = (f"{self}: {error}",)
+            error.begin_with(str(self))
             raise
         except (Exception, SystemExit) as error:
             raise self.error(where, error, error_class) from error
@@ -224,14 +222,25 @@ def plugin_error(error: BaseException | None) -> SsdctlError | None:
 
     It is for code that no `Plugin.errors` surrounds: a network's `forward`, a device's methods.
     """
+    if isinstance(error, SsdctlError):
+        message = error.for_command_line()[0]
+        is_named = any(str(loaded) in message for loaded in _loaded.values())
+        if not is_named and (plugin := _raising(error)):
+            error.begin_with(str(plugin))
+        return error
     while error is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        for frame in reversed(frames):
-            if plugin := _plugin_of(str(frame.f_globals.get("__name__", ""))):
-                return plugin.error("running it", error)
+        if plugin := _raising(error):
+            return plugin.error("running it", error)
         hidden = error.__suppress_context__
         error = error.__cause__ or (None if hidden else error.__context__)
     return None
+
+
+def _raising(error: BaseException) -> Plugin | None:
+    """Return the plugin of the innermost function in an error's traceback that is of a plugin."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__", "")) for frame in reversed(frames)]
+    return next(filter(None, map(_plugin_of, modules)), None)
 
 
 def _plugin_of(module: str) -> Plugin | None:

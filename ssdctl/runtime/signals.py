@@ -1,4 +1,4 @@
-"""Signals set a flag; the training loop acts on it between steps, when all ranks agree. Torch-free.
+"""Signals set a flag; the training loop acts on it between steps, when all ranks agree.
 
 SIGTERM, SIGINT, SIGUSR1 (Slurm's warning) and SIGHUP (a lost terminal) request a save and a stop
 with exit 75; under nohup SIGHUP stays ignored. A second SIGINT interrupts at once: exit 130. Before

@@ -1,5 +1,5 @@
 """What the operating system grants (CPUs, limits, memory, cache folders), and the settings that the
-commands make for their process. Torch-free.
+commands make for their process.
 
 Only Linux is tested. CPU affinity and /proc are absent on macOS: there the functions return that
 the answer is unknown. `ssdctl.load` makes no settings: they are the user's program's.

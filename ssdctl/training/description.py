@@ -1,4 +1,4 @@
-"""Describe a run in a few lines: its data, network, length and recipe. Torch-free."""
+"""Describe a run in a few lines: its data, network, length and recipe."""
 
 from __future__ import annotations
 

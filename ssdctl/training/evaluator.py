@@ -107,10 +107,6 @@ class Evaluator:
 
         Each image is processed by one rank, so none is counted twice. A signal ends the detection
         early. The validation loss of the same images is kept for `losses`.
-
-        Raises:
-            NonFiniteError: An output is NaN or infinite on any rank.
-            DataError: An image cannot be decoded.
         """
         val, rows = self._splits.val, self._splits.val_rows
         assert val is not None

@@ -102,9 +102,6 @@ def plan_on_device(
     Args:
         num_classes: Outputs of the network, the background included.
         before, network: See `make_plan`.
-
-    Raises:
-        UsageError: See `make_plan` and `largest_batch`; or the device's cores cannot share a batch.
     """
     planned = functools.partial(
         make_plan, config, device, ranks, dataset, before=before, network=network

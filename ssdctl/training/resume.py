@@ -128,11 +128,7 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
 
 
 def _check_changes(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Compare the settings that affect results with the checkpoint's; warn if they may differ.
-
-    Raises:
-        UsageError: One differs, without --resume-changed; or the network is another one.
-    """
+    """Compare the settings that affect results with the checkpoint's; warn if they may differ."""
     changed, now = _changed_settings(plan, checkpoint), values(plan.config)
     texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
     if is_other_batch := checkpoint.global_batch != plan.global_batch_size:

@@ -30,7 +30,7 @@ from ssdctl.checkpoint.format import Architecture, NetworkWeights
 from ssdctl.checkpoint.locate import check_weight_sources, locate_checkpoint, resolve_source
 from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
-from ssdctl.data.open_dataset import DatasetSize
+from ssdctl.data.open_dataset import DatasetSize, fold_rows, without_images
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.tiles import tiled, tiling_of
@@ -84,10 +84,6 @@ def open_dataset(config: Config, device: Device, ranks: Ranks, progress: Progres
     """Return the splits to train and to validate on, whose classes agree.
 
     What does not depend on the dataset is checked first: preparing it may take long.
-
-    Raises:
-        UsageError: A package, a tracker or the dataset does not exist, or see `check_settings`.
-        DataError: There is nothing to train on.
     """
     if ranks.is_main:
         check_weight_sources(config)
@@ -103,13 +99,13 @@ def plan_run(
     config: Config, splits: Splits, device: Device, ranks: Ranks, init: InitReader
 ) -> Plan:
     """Plan a run on an open device and dataset; all ranks return the same plan."""
-    network, val = None, splits.val
+    network = None
     before = collectives.broadcast(continued_config(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(config):
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
     names = [c.name for c in splits.train.classes]
-    num_val = 0 if val is None else val.num_images
-    size = DatasetSize(len(splits.train.trainable), len(splits.train.background), num_val, names)
+    train = splits.train
+    size = DatasetSize(len(train.trainable), len(train.background), splits.val_images, names)
     return plan_on_device(
         config, device, ranks, size, len(names) + 1, before=before, network=network
     )
@@ -122,7 +118,7 @@ def limited(splits: Splits, plan: Plan) -> Splits:
     rows = train.background[: plan.background if is_limited or not plan.background else None]
     train = train._replace(trainable=train.trainable[: plan.trainable], background=rows)
     if config.overfit is None:
-        return Splits(train, splits.val)
+        return Splits(train, splits.val, splits.val_rows)
     images = [train.image_of(int(row))[0] for row in [*train.trainable, *train.background]]
     return Splits(train, train, np.unique(images))
 
@@ -168,11 +164,7 @@ def warn_about(plan: Plan, splits: Splits) -> None:
 
 
 def planned_network(config: Config) -> Network | None:
-    """Return the network of `--init`, or of the run to resume; None for a model of the Hub.
-
-    Raises:
-        UsageError, IntegrityError: There is no such file or name, or it is damaged.
-    """
+    """Return the network of `--init`, or of the run to resume; None for a model of the Hub."""
     if not _takes_network_of_init(config):
         return None
     if not run_dir(config).step_checkpoints():
@@ -249,7 +241,14 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    return Splits(train, val)
+    if (fold := config.train.fold) is None or config.train.fake_data:
+        return Splits(train, val)
+    rows = fold_rows(train, fold, config.train.group)
+    log.info("fold %s: %d training images are held out for validation", fold, len(rows))
+    used = without_images(train, rows)
+    if not len(used.trainable):
+        raise DataError(f"{root}: no image with a box remains to train on without fold {fold}")
+    return Splits(used, train, rows)
 
 
 def load_first_weights(

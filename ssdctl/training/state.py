@@ -120,11 +120,7 @@ class RankStatistics:
 def restore(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
 ) -> dict[str, Tensor] | None:
-    """Load a checkpoint into network and optimizer; return the EMA's weights, if any.
-
-    Raises:
-        IntegrityError: They do not fit; the message lists what differs.
-    """
+    """Load a checkpoint into network and optimizer; return the EMA's weights, if any."""
     trained = checkpoint.model if checkpoint.trained is None else checkpoint.trained
     load_state(model, trained, checkpoint.path)
     if checkpoint.trained is not None:

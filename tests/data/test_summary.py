@@ -65,6 +65,14 @@ def test_a_class_without_a_box_is_named(dataset: Path, cli: Cli) -> None:
     assert not reports["train"]["warnings"]
 
 
+def test_many_images_without_objects_may_not_be_labeled_yet(dataset: Path, cli: Cli) -> None:
+    with exports.edited(dataset / "annotations/instances_train2017.json") as document:
+        kept = [image["id"] for image in document["images"][::2]]
+        document["annotations"] = [a for a in document["annotations"] if a["image_id"] in kept]
+    (warning,) = prepared(cli, dataset)[0]["train"]["warnings"]
+    assert warning.startswith("13 of 24 images have no objects")
+
+
 def test_small_objects_are_reported(dataset: Path, cli: Cli) -> None:
     with exports.edited(dataset / "annotations/instances_train2017.json") as document:
         for annotation in document["annotations"][::2]:

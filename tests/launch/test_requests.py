@@ -14,16 +14,17 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from conftest import Result, run_cli
-from hypothesis import Phase, given, note, settings
+from conftest import Result, budgets, check_all, run_cli
+from hypothesis import note
 from hypothesis import strategies as st
+from launch.open_mpi import MPIRUNS, environment_for
+from launch.process.test_slurm import slurm_daemons  # noqa: F401 - a fixture
 from launch.test_kubernetes import checked, containers, templates
 from torch.distributed.run import get_args_parser
 
@@ -31,7 +32,6 @@ from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.settings import all_settings
 from ssdctl.launch.engines.kubernetes import PLAIN
 
-PHASES = [Phase.reuse, Phase.generate, Phase.shrink]  # not `explain`, which takes long
 HOSTILE = ["a b", "it's", '"', "$(touch x)", "`touch x`", "; touch x", "a\nb", "-x", "--", "$$",
            "${local_rank}", "$(NAME)", "\\", "*", "#", "a=b", "'; touch x; '", "é\U0001f600", "1e3",
            "null", "~", "\x07", "%s", "!", ":"]  # fmt: skip
@@ -45,7 +45,7 @@ FORMED = {
     "slurm.memory": (["400G"], ["4 G", "$(x)"]),
     "slurm.gres": (["none", "gpu:a"], ["gpu 1", "`x`"]),
     "slurm.options": (["--exclusive"], ["-x", "--a b", "--a=$(x)"]),
-    "slurm.srun_options": (["--mpi=none", "--export-file=$(touch x) 'a"], ["-x", "--a=\n"]),
+    "slurm.srun_options": (["--export-file=$(touch x) 'a"], ["-x", "--a=\n"]),
     "kubernetes.name": (["mine"], ["Mine", "-a", "a b"]),
     "kubernetes.namespace": (["me"], ["a\nb", "$(x)"]),
     "kubernetes.labels": (["a.io/b=c"], ["a b=c", "a=$(b)"]),
@@ -131,16 +131,6 @@ def _without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def budgets(small: int, large: int) -> pytest.MarkDecorator:
-    """Run a test with few examples, and with many new ones as a slow test."""
-    return pytest.mark.parametrize("examples", [small, pytest.param(large, marks=pytest.mark.slow)])
-
-
-def check_all(check: Callable[[Launch], None], examples: int, *launchers: str, **more: Any) -> None:
-    drawn = given(launch=launches(*launchers, **more))(check)
-    settings(max_examples=examples, phases=PHASES, derandomize=examples < 500)(drawn)()
-
-
 def planned(launch: Launch) -> tuple[Any, Result]:
     """Return the plan, None if it was refused as it should be."""
     note(f"ssdctl launch {shlex.join(launch.line)} --dry-run")
@@ -186,7 +176,7 @@ def test_torchrun_reads_its_command(examples: int) -> None:
         threads = int(plan["environment"]["OMP_NUM_THREADS"])
         assert threads == max(1, cores // launch.ranks_per_node)
 
-    check_all(check, examples, "torchrun", plurals=("gpus", "cpus", "hpus"))
+    check_all(check, examples, launch=launches("torchrun", plurals=("gpus", "cpus", "hpus")))
 
 
 # The number of values of mpirun's options.
@@ -227,7 +217,26 @@ def test_the_words_of_mpirun_add_up(examples: int) -> None:
         if plan is not None:
             check_mpirun(plan, launch)
 
-    check_all(check, examples, "mpirun", plurals=("hpus", "gpus", "cpus"))
+    check_all(check, examples, launch=launches("mpirun", plurals=("hpus", "gpus", "cpus")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_open_mpi_takes_its_command(launcher: str) -> None:
+    """It plans the ranks on a synthetic node, and starts none."""
+    _, variables = environment_for(launcher)
+    topology = {"HWLOC_SYNTHETIC": "pack:2 numa:1 core:24 pu:2", "HWLOC_THISSYSTEM": "1"}
+
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is None or launch.nodes > 1 or launch.cores != 48:
+            return
+        argv = [plan["argv"][0], "--do-not-launch", *plan["argv"][1:]]
+        environment = {**os.environ, **variables, **topology}
+        done = subprocess.run(argv, env=environment, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr.decode()
+
+    check_all(check, 150, launch=launches("mpirun", plurals=("hpus", "gpus", "cpus")))
 
 
 STUB = '#!/bin/sh\nprintf "%s\\0" "$@" >"{folder}/{name}.asked"\n'
@@ -269,7 +278,8 @@ def test_a_written_script_runs_the_planned_words(examples: int) -> None:
             for w, w2 in zip(expected, words, strict=True)
         ]
 
-    check_all(check, examples, "torchrun", "mpirun", plurals=("gpus", "cpus", "hpus"))
+    drawn = launches("torchrun", "mpirun", plurals=("gpus", "cpus", "hpus"))
+    check_all(check, examples, launch=drawn)
 
 
 def directives(script: str) -> dict[str, str]:
@@ -305,7 +315,26 @@ def test_bash_runs_a_slurm_script_as_planned(examples: int) -> None:
         if plan is not None:
             check_slurm(plan, launch)
 
-    check_all(check, examples, "slurm", plurals=("hpus", "gpus", "cpus"))
+    check_all(check, examples, launch=launches("slurm", plurals=("hpus", "gpus", "cpus")))
+
+
+# What sbatch says of a job that the small cluster of the tests cannot run.
+TOO_LARGE = ("node configuration is not available", "Memory specification", "Requested node count",
+             "More processors requested", "Node count specification", "Invalid generic resource",
+             "CPU count per node can not be satisfied")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm_daemons")
+def test_sbatch_takes_its_script() -> None:
+    def check(launch: Launch) -> None:
+        plan, _ = planned(launch)
+        if plan is not None:
+            argv, text = ["sbatch", "--test-only"], plan["script"]
+            done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0 or any(t in done.stderr for t in TOO_LARGE), done.stderr
+
+    check_all(check, 150, launch=launches("slurm", plurals=("cpus", "gpus")))
 
 
 def unescaped(words: list[str]) -> list[str]:
@@ -375,4 +404,4 @@ def test_kubernetes_and_its_pods_read_the_manifest(examples: int) -> None:
         assert yaml.safe_load(name.sub("mine", text)) == manifest
         check_kubernetes(plan, launch)
 
-    check_all(check, examples, "kubernetes")
+    check_all(check, examples, launch=launches("kubernetes"))

@@ -7,6 +7,7 @@ and left out. A word such as train or val in the folder gives the split.
 from __future__ import annotations
 
 import math
+import posixpath
 from collections import Counter
 from pathlib import Path, PurePosixPath
 
@@ -80,15 +81,15 @@ def _image_files(
     finder = ImageFinder(root, image_dir=image_dir)
     wanted = []
     for file, content in zip(files, contents, strict=True):
-        folder = PurePosixPath(file).parent.as_posix().removeprefix(".")
+        folder = posixpath.dirname(file)
+        name = posixpath.normpath(posixpath.join(folder, content.image_path.replace("\\", "/")))
         size = (content.width or 0, content.height or 0)
-        wanted.append(Wanted(content.image_path, folder, split_of(folder), size))
+        wanted.append(Wanted(name, split=split_of(folder), size=size))
     found = [item and item.file for item in finder.find(wanted, root)]
     rest = [row for row, item in enumerate(found) if item is None]
-    by_name = [wanted[row]._replace(name=PurePosixPath(files[row]).stem) for row in rest]
-    taken = {item for item in found if item}
-    for row, item in zip(rest, finder.find(by_name, root, taken), strict=True):
-        found[row] = item and item.file
+    by_name = finder.of_label_files([PurePosixPath(files[row]) for row in rest])
+    for row, item in zip(rest, finder.find(by_name, root), strict=True):
+        found[row] = item.file if item and item.is_exact else None
     absent = [files[row] for row in rest if found[row] is None]
     refuse(root, "images of labels are missing", absent, "copy the images into the folder")
     images = [item for item in found if item]

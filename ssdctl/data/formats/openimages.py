@@ -128,7 +128,7 @@ def _images(
             f"{file.name}: boxes of images that are not below {root}, left out: "
             f"{sum(absent):,} (of {counted(len(absent), 'image')})"
         )
-    if not images:
+    if boxes and not images:
         raise DataError(
             f"{file}: none of its images is below {root}",
             hint="the images are named after their ImageID, as in train/000002b66c9c498e.jpg",

@@ -26,7 +26,7 @@ from ssdctl.data.annotations import (
     split_of,
     without_copies,
 )
-from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, by_label_files
+from ssdctl.data.find_images import WHICH, ImageFinder, Wanted
 from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
 from ssdctl.data.image_files import (
     files_below,
@@ -214,7 +214,7 @@ def _find_images(
     wanted, others = list[Wanted](), list[Wanted]()
     named = Counter(content.image.file_name for content in contents)
     stems = {xml.path.stem for xml in xmls}
-    by_file = iter(by_label_files(finder, [xml.path for xml in xmls if xml.top is None]))
+    by_file = iter(finder.of_label_files([xml.path for xml in xmls if xml.top is None]))
     for xml, (folder, image) in zip(xmls, contents, strict=True):
         name = PurePosixPath(image.file_name)
         if xml.top is None:
@@ -223,7 +223,7 @@ def _find_images(
             path = xml.path.with_suffix("").relative_to(xml.top)
             entry = Wanted(path.as_posix(), xml.top.as_posix())
         size = (image.width, image.height)
-        entry = entry._replace(size=size, any_suffix=True, folder=folder)
+        entry = entry._replace(size=size, is_label_file=True, folder=folder)
         own = entry.name + name.suffix if name.stem == xml.path.stem else entry.name
         wanted.append(entry._replace(name=own))
         is_own = named[image.file_name] == 1 and name.stem not in stems

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import BACKBONES, Plugin
 
 if TYPE_CHECKING:
+    from ssdctl.download.pinned_files import PinnedFile
     from ssdctl.model.backbone import Backbone
 
 
@@ -72,11 +72,7 @@ class BackboneFile(Protocol):
 
 
 def find_backbone(name: str) -> BackboneFile:
-    """Return the module of a backbone, without importing torch.
-
-    Raises:
-        UsageError: There is none of that name, or it is a plugin that cannot be used.
-    """
+    """Return the module of a backbone, without importing torch."""
     return load_backbone_file(name)[0]
 
 
@@ -84,11 +80,14 @@ def load_backbone_file(name: str) -> tuple[BackboneFile, Plugin | None]:
     """Return the module of a backbone, and its plugin unless it is built in; as `find_backbone`."""
     file, plugin = plugins.load(BACKBONES, name)
     if plugin is not None:
-        _check(file, plugin)
+        with plugin.errors("checking it"):
+            _check(file, plugin)
     return file, plugin
 
 
 def _check(file: Any, plugin: Plugin) -> None:
+    from ssdctl.download.pinned_files import PinnedFile  # late: a step downloads nothing
+
     constants, parameters, norms, weights = (
         getattr(file, name, None) for name in ("CONSTANTS", "PARAMETERS", "EXTRA_NORMS", "WEIGHTS")
     )

@@ -59,6 +59,7 @@ CLASSES = (
     "null",
 )
 OPTIONS = ("classes", "group", "read-only", "later val", "other categories")
+STRAY = "a stray copy"
 DECOYS = (
     "aaa",
     "overlay",
@@ -66,6 +67,9 @@ DECOYS = (
     "masks",
     "zz detections",
     "old/photos",
+    "annotations/trimaps",
+    "labels",
+    STRAY,
 )
 ROOTS = ("set", "train", "my test", "prepared", "a, b")
 # Colors that are far apart, without grays; and grays for the images.
@@ -350,7 +354,8 @@ def with_val(world: World) -> World:
     """Return a world of one split with a validation image: a copy of one to train on."""
     first = next(p for p in world.pictures if p.things and not p.is_missing)
     later = first._replace(split="val", stem="later", gray=8 + 16 * len(world.pictures))
-    return world._replace(pictures=(*world.pictures, later))
+    options = world.options - {"other categories"}
+    return world._replace(pictures=(*world.pictures, later), options=options)
 
 
 def edited(world: World) -> World | None:

@@ -13,14 +13,27 @@ import math
 import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import PurePosixPath
 from xml.sax.saxutils import escape, quoteattr
 
 import yaml
-from data.generator.worlds import Layout, Picture, Thing, Tree, World, blank, paint
+from data.generator.worlds import STRAY, Layout, Picture, Thing, Tree, World, blank, paint
 
 Write = Callable[[World, Tree], None]
 WORDS = {"train": "train", "val": "valid", "test": "test"}  # Roboflow's
 SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def placed(template: str, split: str, picture: Picture, suffix: str) -> str:
+    """Return the path of a picture's file of images or labels, by the path of its folder.
+
+    `{folder}` is the picture's own folder, which is the innermost one without it. `{below}` is no
+    folder for images to train on.
+    """
+    words = {"split": split, "word": WORDS[split], "below": "" if split == "train" else split}
+    own = "" if "{folder}" in template else picture.folder
+    folder = template.format(**words, folder=picture.folder)
+    return posixpath.normpath(f"./{folder}/{own}/{picture.stem}{suffix}")
 
 
 def corners(thing: Thing) -> tuple[float, float, float, float]:
@@ -47,23 +60,25 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
     text = ""
     ids = {name: 3 * n + 1 for n, name in enumerate(world.classes)}
     for split in world.splits:
-        words = {"split": split, "word": WORDS[split]}
-        folder, file = images.format(**words), labels.format(**words)
+        words = {"split": split, "word": WORDS[split], "below": "" if split == "train" else split}
+        folder, file = images.format(**words).rstrip("/"), labels.format(**words)
         entries, boxes = [], []
         for n, picture in enumerate(world.of(split), 7):
             path = tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
-            name = picture.name
+            name, dot = picture.name, "./"
             if "from the root" in world.flags:
                 name = path
+            if "other machine" in world.flags:
+                name, dot = f"/home/me/set/{path}", ""
             if "dot" in world.flags and n % 2:
-                name = f"./{name}"
+                name = dot + name
             if "backslashes" in world.flags:
                 name = name.replace("/", "\\")
             size = {"width": picture.width, "height": picture.height}
             entries.append({"id": n, "file_name": name, **size})
             # A merged dataset has an entry for each object of an image.
             if "listed twice" in world.flags and len(picture.things) > 1:
-                entries.append({"id": n + 500, "file_name": f"./{name}", **size})
+                entries.append({"id": n + 500, "file_name": dot + name, **size})
             for k, thing in enumerate(picture.things):
                 boxes.append(
                     {
@@ -112,16 +127,14 @@ def yolo(
     """`names` is the file of class names: a data.yaml, or a line for each."""
     content: dict[str, object] = {}
     for split in world.splits:
-        words = {"split": split, "word": WORDS[split]}
+        words = {"split": split, "word": WORDS[split], "folder": ""}
         folder = images.format(**words)
         paths = []
         for picture in world.of(split):
-            path = tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
-            paths.append(f"./{path}")
+            path = tree.image(placed(images, split, picture, picture.suffix), picture)
+            paths.append(f"/home/me/set/{path}" if "other machine" in world.flags else f"./{path}")
             if picture.things or "no empty files" not in world.flags:
-                stem = f"{picture.folder}/{picture.stem}".lstrip("/")
-                label = f"{labels.format(**words)}/{stem}.txt".lstrip("/")
-                tree.write(label, yolo_label(picture, world))
+                tree.write(placed(labels, split, picture, ".txt"), yolo_label(picture, world))
         content[split] = folder or "."
         if "stale" in world.flags:  # of another machine
             content[split] = f"/home/me/parts/{folder}"
@@ -174,16 +187,14 @@ def voc_xml(picture: Picture, folder: str, world: World) -> str:
 def voc(world: World, tree: Tree, *, images: str, labels: str, lists: str = "") -> None:
     suffix = ".XML" if "upper case" in world.flags else ".xml"
     for split in world.splits:
-        words = {"split": split, "word": WORDS[split]}
-        folder = images.format(**words)
         stems = []
         for picture in world.of(split):
-            tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
+            path = tree.image(placed(images, split, picture, picture.suffix), picture)
             stems.append(f"{picture.folder}/{picture.stem}".lstrip("/"))
             if picture.things or not (lists and "no empty files" in world.flags):
-                path = f"{labels.format(**words)}/{stems[-1]}{suffix}".lstrip("/")
-                top = folder.rpartition("/")[2]
-                tree.write(path, voc_xml(picture, f"{top}/{picture.folder}".strip("/"), world))
+                folder = posixpath.dirname(path).rpartition("/")[2]
+                label = placed(labels, split, picture, suffix)
+                tree.write(label, voc_xml(picture, folder, world))
         if lists:
             tree.write(f"{lists}/{split}.txt", "".join(f"{stem}\n" for stem in stems))
 
@@ -294,8 +305,10 @@ def tf_csv(world: World, tree: Tree, *, images: str, labels: str) -> None:
         words = {"split": split, "word": WORDS[split]}
         rows: list[Iterable[object]] = [header]
         for picture in world.of(split):
-            path = tree.image(f"{images.format(**words)}/{picture.name}".lstrip("/"), picture)
+            path = tree.image(placed(images, split, picture, picture.suffix), picture)
             name = path if "from the root" in world.flags else picture.name
+            if "other machine" in world.flags:
+                name = f"C:\\me\\{path}".replace("/", "\\")
             for thing in picture.things:
                 rows.append((name, picture.width, picture.height, thing.name, *corners(thing)))
         tree.write(labels.format(**words), table(rows, quoting=quoting))
@@ -315,8 +328,10 @@ def retinanet_csv(world: World, tree: Tree, *, images: str, labels: str) -> None
         if "header" in world.flags:
             rows.append(("path", "x1", "y1", "x2", "y2", "class"))
         for picture in world.of(split):
-            path = tree.image(f"{images.format(**words)}/{picture.name}".lstrip("/"), picture)
+            path = tree.image(placed(images, split, picture, picture.suffix), picture)
             name = path if "from the root" in world.flags else picture.name
+            if "other machine" in world.flags:
+                name = f"C:\\me\\{path}".replace("/", "\\")
             rows += [(name, *corners(thing), thing.name) for thing in picture.things]
             if not picture.things:
                 rows.append((name, "", "", "", "", ""))
@@ -360,10 +375,8 @@ def via_json(world: World, tree: Tree) -> None:
 
 def labelme_json(world: World, tree: Tree, *, images: str, labels: str) -> None:
     for split in world.splits:
-        words = {"split": split, "word": WORDS[split]}
-        folder, base = images.format(**words), labels.format(**words)
         for picture in world.of(split):
-            path = tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
+            path = tree.image(placed(images, split, picture, picture.suffix), picture)
             shapes = []
             for thing in picture.things:
                 left, top, right, bottom = corners(thing)
@@ -373,8 +386,7 @@ def labelme_json(world: World, tree: Tree, *, images: str, labels: str) -> None:
                     points = [[left, top], [right, top], [(left + right) / 2, bottom]]
                 kind = "polygon" if "polygons" in world.flags else "rectangle"
                 shapes.append({**shape, "points": points, "shape_type": kind})
-            stem = f"{picture.folder}/{picture.stem}".lstrip("/")
-            label = f"{base}/{stem}.json".lstrip("/")
+            label = placed(labels, split, picture, ".json")
             name = posixpath.relpath(path, posixpath.dirname(label) or ".")
             content = {"version": "5.4.1", "flags": {}, "shapes": shapes, "imageData": None}
             content["imagePath"] = name.replace("/", "\\") if "backslashes" in world.flags else name
@@ -402,10 +414,14 @@ def createml_json(world: World, tree: Tree) -> None:
         tree.write(f"{word}/_annotations.createml.json", json.dumps(entries))
 
 
-_COCO = Layout(("from the root", "dot", "backslashes", "listed twice"), crowds=True, classes="all")
+_COCO = Layout(
+    ("from the root", "other machine", "dot", "backslashes", "listed twice"),
+    crowds=True,
+    classes="all",
+)
 _YOLO = Layout(("no empty files", "polygons", "table of names"), "upright", shun='"', classes="all")
 _VOC = Layout(("no folder", "no filename", "upper case"), crowds=True)
-_CSV = Layout(("quoted", "all"), empties=False)
+_CSV = Layout(("quoted", "all", "other machine"), empties=False)
 
 LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     "coco: 2017": (
@@ -416,6 +432,13 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     ),
     "coco: images": (
         _COCO, partial(coco, images="images/{split}", labels="annotations/instances_{split}.json")
+    ),
+    "coco: below": (
+        _COCO._replace(named=False), partial(coco, images="images/{below}", labels="{split}.json")
+    ),
+    "coco: elsewhere": (
+        _COCO._replace(splits=("train",), decoys=False),
+        partial(coco, images="my photos", labels="labels.json"),
     ),
     "coco: flat": (
         _COCO._replace(splits=("train",)), partial(coco, images="images", labels="result.json")
@@ -437,8 +460,12 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(yolo, images="{split}/images", labels="{split}/labels", names="data.yaml"),
     ),
     "yolo: lists": (
-        _YOLO._replace(shared=True),
+        _YOLO._replace(flags=(*_YOLO.flags, "other machine"), shared=True),
         partial(yolo, images="images", labels="labels", names="data.yaml", lists="{split}.txt"),
+    ),
+    "yolo: folders": (
+        _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
+        partial(yolo, images="{folder}/images", labels="{folder}/labels", names="classes.txt"),
     ),
     "yolo: labelImg": (
         _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
@@ -477,6 +504,14 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         _VOC._replace(splits=("train",), folders=False),
         partial(voc, images="b pictures", labels="c boxes"),
     ),
+    "voc: folders": (
+        _VOC._replace(named=False, splits=("train",)),
+        partial(voc, images="{folder}/JPEGImages", labels="{folder}/Annotations"),
+    ),
+    "voc: videos": (
+        _VOC._replace(named=False, splits=("train",), decoys=False),
+        partial(voc, images="{folder}/frames", labels="{folder}/annots"),
+    ),
     "voc: beside": (_VOC._replace(named=False, folders=False), partial(voc, images="{word}", labels="{word}")),
     "voc: demo": (
         _VOC._replace(named=False, folders=False),
@@ -496,6 +531,10 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     ),
     "tf-csv: data": (
         _CSV, partial(tf_csv, images="images/{split}", labels="data/{split}_labels.csv")
+    ),
+    "tf-csv: below": (
+        _CSV._replace(named=False),
+        partial(tf_csv, images="images/{below}", labels="data/{split}_labels.csv"),
     ),
     "tf-csv: flat": (
         _CSV._replace(splits=("train",)),
@@ -527,16 +566,34 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
 
 
 def add_decoys(world: World, tree: Tree) -> None:
+    """Write images that no label means, although their names are those of images of the dataset."""
+    images = dict(tree.images)
+    many = [path for path, picture in images.items() if len(world.of(picture.split)) > 2]
     for folder in world.decoys:
-        for path, picture in list(tree.images.items()):
+        for path, picture in images.items():
             top, _, below = path.rpartition("images/") if "demo" in world.layout else ("", "", path)
             place = f"{top}{folder}/{below.partition('/')[2] or below}"
-            for suffix in {picture.suffix, ".png"}:
-                target = f"{place.removesuffix(picture.suffix)}{suffix}"
-                if target not in tree.images:
-                    decoy = picture._replace(suffix=suffix, mode="RGB", turn=1)
-                    size = decoy[4] // 2, decoy[5] // 2
-                    drawn = blank(*size) if world.small_decoys else blank(*decoy[4:6])
-                    if not tree.is_blank:
-                        drawn = paint(decoy, is_decoy=True, is_small=world.small_decoys)
-                    tree.write(target, drawn)
+            if folder == STRAY:  # a copy of one image, in the folder above
+                above = f"{top}{below.partition('/')[2]}"
+                is_own = any(posixpath.dirname(above) == posixpath.dirname(p) for p in images)
+                place = above if [path] == many[:1] and not is_own else path
+            for suffix in {picture.suffix, ".png"} if place != path else ():
+                _decoy(world, tree, picture, f"{place.removesuffix(picture.suffix)}{suffix}")
+    # An image of another folder is not the missing one, if the others are where their paths say.
+    for path, picture in images.items() if world.layout[:4] not in ("yolo", "open") else ():
+        if picture.is_missing and picture.folder and path.endswith(f"/{picture.name}"):
+            siblings = (p for p in world.of(picture.split) if p.folder and not p.is_missing)
+            for folder in {p.folder for p in siblings if not p.folder.endswith(picture.folder)}:
+                lead = path.removesuffix(picture.name)
+                _decoy(world, tree, picture, f"{lead}{folder}/{picture.stem}{picture.suffix}")
+
+
+def _decoy(world: World, tree: Tree, picture: Picture, path: str) -> None:
+    if path in tree.images:
+        return
+    decoy = picture._replace(suffix=PurePosixPath(path).suffix, mode="RGB", turn=1)
+    size = decoy[4] // 2, decoy[5] // 2
+    drawn = blank(*size) if world.small_decoys else blank(*decoy[4:6])
+    if not tree.is_blank:
+        drawn = paint(decoy, is_decoy=True, is_small=world.small_decoys)
+    tree.write(path, drawn)

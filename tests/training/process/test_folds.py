@@ -1,0 +1,65 @@
+"""Folds: each image is held out once, and the runs of all folds are scored as one set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TINY_RUN, Cli
+
+from ssdctl.data.divide import is_held_out
+from ssdctl.errors import UsageError
+
+
+def test_each_image_is_held_out_once_and_groups_stay_together() -> None:
+    names = [f"car{n // 5}_{n % 5}.jpg" for n in range(100)]
+    for group in (None, r"car(\d+)_"):
+        held = np.array([is_held_out(names, f"{n}/4", group) for n in range(1, 5)])
+        assert (held.sum(axis=0) == 1).all()
+        assert (np.abs(held.sum(axis=1) - 25) <= (0 if group is None else 5)).all()
+        if group is not None:
+            assert (held.reshape(4, 20, 5).sum(axis=2) % 5 == 0).all()
+    more = is_held_out([*names, "new.jpg"], "1/4", None)[:-1]
+    assert (more != is_held_out(names, "1/4", None)).sum() <= 2  # one more image moves few others
+    with pytest.raises(UsageError, match="cannot be divided"):
+        is_held_out(names[:3], "1/4", None)
+
+
+def test_the_runs_of_all_folds_are_scored_as_one_set(
+    shapes: Path, cli: Cli, tmp_path: Path
+) -> None:
+    runs = [tmp_path / "runs" / f"fold{n}" for n in (1, 2)]
+    for n, run in enumerate(runs, 1):
+        options = ("--fold", f"{n}/2", "--steps", 3, *TINY_RUN.split())
+        result = cli("train", "--data", shapes, "--out", run, *options)
+        assert result.code == 0, result.err
+    low = ("--score-threshold", "0.01", "--json")
+    single = [json.loads(cli("evaluate", run, *low).out) for run in runs]
+    result = cli("evaluate", *runs, *low, "--detections", tmp_path / "found.json")
+    assert result.code == 0, result.err
+    joined = json.loads(result.out)
+    train = json.loads((shapes / "annotations" / "instances_train2017.json").read_text())
+    assert joined["images"] == sum(s["images"] for s in single) == len(train["images"])
+    assert joined["detections"] == sum(s["detections"] for s in single)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len({d["image_id"] for d in found}) <= len(train["images"])
+    listed = cli("runs", tmp_path / "runs")
+    assert "2 of 2 folds of" in listed.out
+    page = tmp_path / "both.html"
+    assert cli("report", *runs, "--out", page).code == 0
+    assert "2 of 2 folds of" in page.read_text(encoding="utf-8")
+    for named in ([runs[0], runs[0]], [runs[0], runs[0] / "checkpoints" / "best.pt"]):
+        refused = cli("evaluate", *named)
+        assert refused.code == 2
+        assert "--fold 1/K to K/K" in refused.err
+    other = cli("train", "--data", shapes, "--out", runs[0], "--fold", "2/2", *TINY_RUN.split())
+    assert other.code == 2
+    assert "train.fold" in other.err
+
+
+def test_a_fold_that_does_not_exist_is_refused(cli: Cli) -> None:
+    for fold in ("3/2", "0/2", "1/1", "2"):
+        assert cli("train", "--fold", fold, "--dry-run").code == 2
+    assert cli("train", "--group", "x", "--dry-run").code == 2
