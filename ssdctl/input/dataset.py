@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -101,6 +101,9 @@ class Dataset(torch.utils.data.Dataset[Item]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __iter__(self) -> Iterator[Item]:
+        return (self[index] for index in range(len(self)))
 
     @hints_in_messages()
     def __getitem__(self, index: int) -> Item:
