@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from download.http_server import Server
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from ssdctl.data.shapes import generate
 
@@ -40,6 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ssdctl", settings.get_profile("random"), derandomize=True)
 settings.load_profile("ssdctl")
+PHASES = [Phase.reuse, Phase.generate, Phase.shrink]  # not `explain`, which takes long
 
 # Variables of a developer's shell, a container or a batch job that change what is tested.
 MACHINE_PREFIXES = ("SSDCTL_", "_SSDCTL_", "SLURM_", "OMPI_", "PMIX_")
@@ -78,6 +79,19 @@ def run_cli(*arguments: object) -> Result:
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def budgets(small: int, large: int) -> pytest.MarkDecorator:
+    """Run a test with few `examples`, and with many new ones as a slow test."""
+    return pytest.mark.parametrize("examples", [small, pytest.param(large, marks=pytest.mark.slow)])
+
+
+def check_all(check: Callable[..., None], examples: int, **strategies: Any) -> None:
+    """Call a function with examples of its arguments; over a thousand are new each time."""
+    is_large = examples > 1000
+    settings(max_examples=examples, phases=PHASES, derandomize=not is_large)(
+        given(**strategies)(check)
+    )()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -50,7 +50,7 @@ def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> N
     Path("ssdctl.toml").write_text("[train]\nepochs = 7\n[predict]\nscore = 0.5\n")
     monkeypatch.setenv("SSDCTL_TRAIN__SEED", "3")
     plain = ssdctl.configure()
-    assert (plain.train.epochs, plain.train.seed, plain.predict.score) == (65, 0, 0.3)
+    assert (plain.train.epochs, plain.train.seed, plain.predict.score) == (65, 0, None)
     config = ssdctl.configure("ssdctl.toml", train={"lr": 2e-3, "batch-size": 4, "seed": 3})
     assert isinstance(config, ssdctl.Config)
     command = ("config", "show", "--json", "--set", "train.lr=2e-3", "--set", "train.bs=4")

@@ -216,14 +216,14 @@ def tiny_network(num_classes: int = 6) -> ssdctl.SSD300:
 
 def test_a_network_of_an_own_loop_is_a_checkpoint(shapes: Path) -> None:
     own, names = tiny_network(), ssdctl.Dataset(shapes, "val").class_names
-    averaged = torch.optim.swa_utils.AveragedModel(own)
+    wrapped = torch.compile(torch.optim.swa_utils.AveragedModel(own))
     with pytest.raises(UsageError, match=r"class_names=\[...\]"):
         own.save("own.pt")
     assert own.save("own.pt", class_names=names) == Path("own.pt")
     options: dict[str, Any] = {"device": "cpu", "limit": 3, "score_threshold": 0.02}
     first, *others = (
         ssdctl.evaluate(network, shapes, progress=False, **options)
-        for network in ("own.pt", own, averaged)
+        for network in ("own.pt", own, wrapped)
     )
     assert first.about.images == 3
     assert all(other.metrics == first.metrics for other in others)
@@ -269,7 +269,7 @@ def test_what_is_not_a_network_is_named() -> None:
 def test_detections_are_those_of_a_predictor() -> None:
     own = tiny_network()
     own.backbone.eval()  # stays so
-    images = torch.randint(0, 256, (2, 3, 300, 300), dtype=torch.uint8)
+    images = torch.randint(0, 256, (2, 3, 200, 400), dtype=torch.uint8)
     modes = [module.training for module in own.modules()]
     found = own.detect(images, score=0.02, nms_iou=0.4)
     assert [module.training for module in own.modules()] == modes
@@ -282,8 +282,12 @@ def test_detections_are_those_of_a_predictor() -> None:
     assert found[0].class_names[0] == "class 1"
     tensors = found[0].to_torch()
     assert [t.dtype for t in tensors.values()] == [torch.float32, torch.float32, torch.int64]
-    np.testing.assert_allclose(tensors["boxes"].clamp(0, 300), found[0].boxes, atol=0.01)
-    assert found[1].plot().size == (300, 300)
+    np.testing.assert_allclose(
+        tensors["boxes"].clamp(min=0).minimum(torch.tensor([400.0, 200.0] * 2)),
+        found[0].boxes,
+        atol=0.01,
+    )
+    assert found[1].plot().size == (400, 200)
     own.class_names = ["a", "b", "c", "d", "e"]
     (wide,) = own.detect([torch.full((3, 100, 400), 0.3)], score=0.02)
     assert (wide.size, wide.class_names) == ((400, 100), own.class_names)

@@ -42,7 +42,7 @@ def test_the_reference_has_every_setting_and_its_default() -> None:
     for setting in all_settings().values():
         assert f"| `{setting.name}` |" in text
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.M))
-    assert rows["score"] == f"`{all_settings()['predict.score'].default}`"
+    assert rows["tile_overlap"] == f"`{all_settings()['data.tile_overlap'].default}`"
     assert rows["epochs"] == "`65` (preset)"
 
 

@@ -68,6 +68,10 @@ def own_loop(run: ssdctl.Run, data: Path) -> None:
     model = ssdctl.SSD300("resnet18", num_classes=len(dataset.class_names) + 1)
     images, targets = next(iter(DataLoader(dataset, 2, collate_fn=dataset.collate)))
     model.loss(images, targets).backward()  # type: ignore[no-untyped-call]  # torch's
+    found: list[ssdctl.Result] = model.detect(images, score=0.05)
+    file: Path = model.save("own.pt", class_names=dataset.class_names)
+    print(found[0].to_torch()["boxes"].shape, ssdctl.load(file, device="cpu"), model.training)
+    print(ssdctl.evaluate(model, data, device="cpu", limit=1, progress=False).metrics["AP"])
     boxes, labels = torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64)
     losses = ssdctl.MultiboxLoss()(*model(torch.zeros(1, 3, 300, 300)), boxes, labels)
     print(

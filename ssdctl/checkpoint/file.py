@@ -120,14 +120,13 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
         UsageError: It is another module.
     """
     network: Any = model
-    while not isinstance(getattr(network, "architecture", None), Architecture):
-        inner = getattr(network, "module", None) or getattr(network, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            raise UsageError(
-                f"a {type(network).__name__} is not an SSD300",
-                hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
-            )
+    while isinstance(inner := _wrapped(network), nn.Module):
         network = inner
+    if not isinstance(getattr(network, "architecture", None), Architecture):
+        raise UsageError(
+            f"a {type(network).__name__} is not an SSD300",
+            hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
+        )
     state = {
         name: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
         for name, tensor in network.state_dict().items()
@@ -138,6 +137,11 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
         architecture=network.architecture,
         classes=network.classes,
     )
+
+
+def _wrapped(module: nn.Module) -> object:
+    """Return the module in a wrapper of DistributedDataParallel, AveragedModel or torch.compile."""
+    return getattr(module, "_orig_mod", None) or getattr(module, "module", None)
 
 
 def _single(dtype: torch.dtype) -> torch.dtype:

@@ -188,7 +188,7 @@ def evaluate(
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.checkpoint.locate import is_model_folder, locate_checkpoint
+    from ssdctl.checkpoint.locate import is_model_folder
 
     named = what or [name_newest_run(call.console)]
     is_run = Path(named[0]).is_dir() and not is_model_folder(Path(named[0]))
@@ -196,10 +196,7 @@ def evaluate(
         raise UsageError(f"--all: {named[0]} is not a run folder", hint="leave --all out")
     if len(named) > 1 and (every or against):
         raise UsageError("--all and --against take one run, several are the folds of one set")
-    if every:
-        files = RunDir(Path(named[0])).all_checkpoints()
-    else:
-        files = [locate_checkpoint(name, mirror=call.config.download.mirror) for name in named]
+    files = _files(call, named, every)
     if against is not None:
         if every or detections or report or suspects:
             raise UsageError("--against excludes --all, --detections, --report and --suspects")
@@ -216,6 +213,14 @@ def evaluate(
         return
     facts = _write_suspects(found, Path(suspects)) if suspects else []
     _show(call, evaluations, facts, is_run=is_run, every=every, report=report)
+
+
+def _files(call: Call, named: list[str], every: bool) -> list[Path]:
+    from ssdctl.checkpoint.locate import locate_checkpoint
+
+    if every:
+        return RunDir(Path(named[0])).all_checkpoints()
+    return [locate_checkpoint(name, mirror=call.config.download.mirror) for name in named]
 
 
 def _write_suspects(found: list[DetectedSplit], file: Path) -> list[tuple[str, str]]:

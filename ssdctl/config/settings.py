@@ -116,13 +116,21 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if train.augment not in AUGMENTATION_LISTS:
         known = plugins.choices(AUGMENTATIONS)
         if unknown := [name for name in names if name not in known]:
-            there = ", ".join(known)
-            yield ("train.augment",), f"no augmentation {unknown[0]!r}; there are {there}"
+            problem = f"no augmentation {unknown[0]!r}; there are {', '.join(known)}"
+            yield ("train.augment",), problem
     if "zoom" in names and train.pipeline == "dali":
         yield ("train.augment", "train.pipeline"), "zoom needs --pipeline native"
     if train.init is not None and train.resume not in ("auto", "never"):
         keys = ("train.init", "train.resume")
         yield keys, "--init starts a new run, --resume FILE continues one"
+    yield from _fold_conflicts(train)
+    if train.profile is not None:
+        first, last = map(int, train.profile.split(","))
+        if last < first:
+            yield ("train.profile",), f"step {last} is before step {first}"
+
+
+def _fold_conflicts(train: TrainConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     if train.fold is not None:
         number, count = map(int, train.fold.split("/"))
         if number > count or count < 2:
@@ -131,10 +139,6 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             yield ("train.fold",), "validates on other images than --overfit"
     elif train.group is not None:
         yield ("train.group",), "belongs to --fold I/K"
-    if train.profile is not None:
-        first, last = map(int, train.profile.split(","))
-        if last < first:
-            yield ("train.profile",), f"step {last} is before step {first}"
 
 
 # The recipe: the settings without a default. Every preset sets them, and a resume compares them.

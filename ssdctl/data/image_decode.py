@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from ssdctl.data.default_boxes import IMAGE_SIZE
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import unreadable
 
@@ -265,6 +266,18 @@ def _rgb_of_tensor(tensor: Any) -> Pixels:
     if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4):
         pixels = pixels.transpose(1, 2, 0)
     return _rgb_of_array(pixels)
+
+
+def resized(image: Image.Image, part: tuple[int, int, int, int] | None = None) -> Pixels:
+    """Resize an image, or a part of it, as evaluation does: antialiased bilinear, in uint8.
+
+    Args:
+        image: In RGB.
+        part: Left, top, right, bottom in pixels.
+    """
+    if part not in (None, (0, 0, *image.size)):
+        image = image.crop(part)
+    return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))
 
 
 def apply_orientation(pixels: Pixels, orientation: int) -> Pixels:

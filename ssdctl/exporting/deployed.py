@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.checkpoint.format import NetworkWeights
 from ssdctl.data import shapes
+from ssdctl.data.image_decode import resized
 from ssdctl.data.open_dataset import annotations_with_images
 from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.inference.detector import Detector, DetectorConfig
-from ssdctl.inference.image_detector import open_image, resized
+from ssdctl.inference.image_detector import open_image
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
 from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import ModelConstants, find_backbone

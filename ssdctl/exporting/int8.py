@@ -19,6 +19,7 @@ import numpy as np
 
 from ssdctl.checkpoint.file import read_model
 from ssdctl.config import Config
+from ssdctl.data.image_decode import resized
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
@@ -26,7 +27,6 @@ from ssdctl.evaluation.evaluate import detect_on_split
 from ssdctl.exporting import graphs
 from ssdctl.exporting.deployed import Deployment, Images, Runner, dataset_images
 from ssdctl.files import write_bytes
-from ssdctl.inference.image_detector import resized
 from ssdctl.inference.onnx_detector import filled_batches
 from ssdctl.runtime.progress import Progress
 

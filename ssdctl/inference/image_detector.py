@@ -23,12 +23,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import PredictConfig
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import UNUSED
-from ssdctl.data.image_decode import read_rgb
+from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.data.tiles import Window, tile_windows
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, detect_batches
@@ -213,10 +212,3 @@ def open_image(image: OneImage, canceled: threading.Event | None = None) -> Imag
     if isinstance(image, str):
         image = source_of(image).open(canceled)
     return Image.fromarray(read_rgb(image))
-
-
-def resized(image: Image.Image, window: Window | None = None) -> NDArray[np.uint8]:
-    """Resize an image, or a part of it, as evaluation does: antialiased bilinear, in uint8."""
-    if window not in (None, (0, 0, *image.size)):
-        image = image.crop(window)
-    return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))

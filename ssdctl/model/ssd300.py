@@ -31,7 +31,7 @@ from ssdctl.checkpoint.file import (
 )
 from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shapes, is_state
 from ssdctl.data.annotations import ClassName, numbered_classes
-from ssdctl.data.image_decode import read_rgb
+from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.errors import IntegrityError, UsageError, hints_in_messages
 from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
 from ssdctl.model.backbones import ModelConstants, load_backbone_file
@@ -191,7 +191,7 @@ class SSD300(nn.Module):
         """Return the objects on each image, in evaluation mode and without gradients.
 
         Args:
-            images: As `loss` takes them.
+            images: As `loss` takes them. They are resized on the CPU, as `ssdctl.evaluate` does.
             score: Return only detections with a score above this, 0 to 1.
             nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
                 None uses the network's default.
@@ -207,7 +207,8 @@ class SSD300(nn.Module):
             if value is not None and not 0 <= value <= 1:
                 raise UsageError(f"{name} {value}: expected a number from 0 to 1")
         with torch.no_grad(), evaluating(self):
-            offsets, logits = self(_normalized_batch(images, self.constants, self._weight))
+            small = [_as_evaluated(image) for image in images]
+            offsets, logits = self(_normalized_batch(small, self.constants, self._weight))
             refuse_non_finite((offsets, logits))
             score, iou = self.constants.thresholds(score, nms_iou)
             rules = self.constants._replace(score_threshold=score, nms_iou=iou)
@@ -361,7 +362,21 @@ def _normalized_batch(images: Images, constants: ModelConstants, like: Tensor) -
     return ((pixels - mean) / std).to(like.dtype)
 
 
+def _as_evaluated(image: Tensor) -> Tensor:
+    """Return an image as uint8 (3, 300, 300), resized as `ssdctl.evaluate` does."""
+    pixels = resized(_as_image(_checked(image, torch.device("cpu"))))
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+
+
 def _resized(image: Tensor, device: torch.device) -> Tensor:
+    pixels, size = _checked(image, device), (IMAGE_SIZE, IMAGE_SIZE)
+    if pixels.shape[1:] == size:
+        return pixels
+    return F.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
+
+
+def _checked(image: Tensor, device: torch.device) -> Tensor:
+    """Return an image on the device, as floating point from 0 to 1."""
     if not isinstance(image, Tensor):
         raise UsageError(f"images: a {type(image).__name__}, not a tensor")
     is_number = image.is_floating_point() or image.dtype == torch.uint8
@@ -376,10 +391,7 @@ def _resized(image: Tensor, device: torch.device) -> Tensor:
     else:
         pixels = pixels if pixels.dtype == torch.float64 else pixels.float()
         _check_range(pixels)
-    size = (IMAGE_SIZE, IMAGE_SIZE)
-    if pixels.shape[1:] == size:
-        return pixels
-    return F.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
+    return pixels
 
 
 def _check_range(pixels: Tensor) -> None:

@@ -14,15 +14,15 @@ import re
 import shlex
 import shutil
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from conftest import TINY_RUN, Result, run_cli
-from hypothesis import Phase, given, note, settings
+from conftest import TINY_RUN, Result, budgets, check_all, run_cli
+from hypothesis import note
 from hypothesis import strategies as st
 from typer.models import ArgumentInfo
 
@@ -34,7 +34,6 @@ from ssdctl.config.render import toml_value
 from ssdctl.config.settings import Setting, all_settings, other_programs, plain_type, select
 
 INVALID = object()
-PHASES = [Phase.reuse, Phase.generate, Phase.shrink]  # not `explain`, which takes long
 LAYERS = ("file", "variable", "--set", "option")  # a later one overrides those before it
 FILE = "my config.toml"
 # Settings with rules that involve others, and the forms of a warm-up that are refused.
@@ -46,18 +45,6 @@ CONFLICTING = {
 NAMES = ["a b", "it's", "$(touch x)", "-x", "a;b", "é", "x=y", "[a]", "#c", "~", "*", "a'b\"c", "%"]
 WORDS = st.sampled_from(NAMES) | st.text("ab/._- $'\"=#\\é\U0001f600", min_size=1, max_size=9)
 PLAIN = WORDS.filter(lambda w: w == w.strip() and w[0] + w[-1] != '""' and w not in ("0", "0,0"))
-
-
-def budgets(small: int, large: int) -> pytest.MarkDecorator:
-    """Run a test with few examples, and with many new ones as a slow test."""
-    return pytest.mark.parametrize("examples", [small, pytest.param(large, marks=pytest.mark.slow)])
-
-
-def check_all(check: Callable[..., None], examples: int, **strategies: Any) -> None:
-    is_large = examples > 1000
-    settings(max_examples=examples, phases=PHASES, derandomize=not is_large)(
-        given(**strategies)(check)
-    )()
 
 
 class Value(NamedTuple):
@@ -114,6 +101,9 @@ def values(setting: Setting, kind: Any = None) -> st.SearchStrategy[Value]:
             parts = parts.filter(lambda v: "," not in v.text and v.text[0] != "[")
         return st.lists(parts, min_size=1, max_size=3, unique_by=lambda v: v.text).map(joined)
     assert isinstance(kind, info.StrType), kind
+    if setting.kind is not None:  # the name of a plugin
+        names = [Value(name, name) for name in setting.choices]
+        return st.sampled_from([*names, Value("?", INVALID)])
     if kind.pattern is None:
         return PLAIN.map(lambda text: Value(text, text))
     # "0" and "0,0" switch off what other programs switch off so.
@@ -517,8 +507,12 @@ def test_the_next_commands_are_accepted_by_a_shell(
                 assert not (problem := read(*words)), (words, problem)
                 assert any(name in word for word in words), (words, name)
 
-    names = st.sampled_from(NAMES) | st.text("ab .-$'\"=#\\é", min_size=1, max_size=6).filter(
-        lambda name: name.strip(". ") and name == name.strip()
+    names = (
+        st.sampled_from(["-x", "a b", "it's"])
+        | st.sampled_from(NAMES)
+        | st.text("ab .-$'\"=#\\é", min_size=1, max_size=6).filter(
+            lambda name: name.strip(". ") and name == name.strip()
+        )
     )
     check_all(check, examples, line=st.sampled_from(CLOSING), name=names)
 

@@ -269,7 +269,7 @@ def test_presets_differ_in_each_row(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("options", "command"),
     [
-        ("--score-threshold 0.5 --out e.onnx", "predict e.onnx photo.jpg --out drawn --score 0.5"),
+        ("--score-threshold 0.5 --out e.onnx", "predict e.onnx photo.jpg --out drawn"),
         ("--score-threshold 0.1 --out e.onnx", "predict e.onnx photo.jpg --out drawn"),
         ("--out noext", None),  # predict would not recognize it
     ],

@@ -14,15 +14,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from conftest import Result, run_cli
-from hypothesis import Phase, given, note, settings
+from conftest import Result, budgets, check_all, run_cli
+from hypothesis import note
 from hypothesis import strategies as st
 from launch.open_mpi import MPIRUNS, environment_for
 from launch.process.test_slurm import slurm_daemons  # noqa: F401 - a fixture
@@ -33,7 +32,6 @@ from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.settings import all_settings
 from ssdctl.launch.engines.kubernetes import PLAIN
 
-PHASES = [Phase.reuse, Phase.generate, Phase.shrink]  # not `explain`, which takes long
 HOSTILE = ["a b", "it's", '"', "$(touch x)", "`touch x`", "; touch x", "a\nb", "-x", "--", "$$",
            "${local_rank}", "$(NAME)", "\\", "*", "#", "a=b", "'; touch x; '", "é\U0001f600", "1e3",
            "null", "~", "\x07", "%s", "!", ":"]  # fmt: skip
@@ -47,7 +45,7 @@ FORMED = {
     "slurm.memory": (["400G"], ["4 G", "$(x)"]),
     "slurm.gres": (["none", "gpu:a"], ["gpu 1", "`x`"]),
     "slurm.options": (["--exclusive"], ["-x", "--a b", "--a=$(x)"]),
-    "slurm.srun_options": (["--mpi=none", "--export-file=$(touch x) 'a"], ["-x", "--a=\n"]),
+    "slurm.srun_options": (["--export-file=$(touch x) 'a"], ["-x", "--a=\n"]),
     "kubernetes.name": (["mine"], ["Mine", "-a", "a b"]),
     "kubernetes.namespace": (["me"], ["a\nb", "$(x)"]),
     "kubernetes.labels": (["a.io/b=c"], ["a b=c", "a=$(b)"]),
@@ -133,16 +131,6 @@ def _without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def budgets(small: int, large: int) -> pytest.MarkDecorator:
-    """Run a test with few examples, and with many new ones as a slow test."""
-    return pytest.mark.parametrize("examples", [small, pytest.param(large, marks=pytest.mark.slow)])
-
-
-def check_all(check: Callable[[Launch], None], examples: int, *launchers: str, **more: Any) -> None:
-    drawn = given(launch=launches(*launchers, **more))(check)
-    settings(max_examples=examples, phases=PHASES, derandomize=examples < 500)(drawn)()
-
-
 def planned(launch: Launch) -> tuple[Any, Result]:
     """Return the plan, None if it was refused as it should be."""
     note(f"ssdctl launch {shlex.join(launch.line)} --dry-run")
@@ -188,7 +176,7 @@ def test_torchrun_reads_its_command(examples: int) -> None:
         threads = int(plan["environment"]["OMP_NUM_THREADS"])
         assert threads == max(1, cores // launch.ranks_per_node)
 
-    check_all(check, examples, "torchrun", plurals=("gpus", "cpus", "hpus"))
+    check_all(check, examples, launch=launches("torchrun", plurals=("gpus", "cpus", "hpus")))
 
 
 # The number of values of mpirun's options.
@@ -229,7 +217,7 @@ def test_the_words_of_mpirun_add_up(examples: int) -> None:
         if plan is not None:
             check_mpirun(plan, launch)
 
-    check_all(check, examples, "mpirun", plurals=("hpus", "gpus", "cpus"))
+    check_all(check, examples, launch=launches("mpirun", plurals=("hpus", "gpus", "cpus")))
 
 
 @pytest.mark.slow
@@ -248,7 +236,7 @@ def test_open_mpi_takes_its_command(launcher: str) -> None:
         done = subprocess.run(argv, env=environment, capture_output=True, timeout=60)
         assert done.returncode == 0, done.stderr.decode()
 
-    check_all(check, 150, "mpirun", plurals=("hpus", "gpus", "cpus"))
+    check_all(check, 150, launch=launches("mpirun", plurals=("hpus", "gpus", "cpus")))
 
 
 STUB = '#!/bin/sh\nprintf "%s\\0" "$@" >"{folder}/{name}.asked"\n'
@@ -290,7 +278,8 @@ def test_a_written_script_runs_the_planned_words(examples: int) -> None:
             for w, w2 in zip(expected, words, strict=True)
         ]
 
-    check_all(check, examples, "torchrun", "mpirun", plurals=("gpus", "cpus", "hpus"))
+    drawn = launches("torchrun", "mpirun", plurals=("gpus", "cpus", "hpus"))
+    check_all(check, examples, launch=drawn)
 
 
 def directives(script: str) -> dict[str, str]:
@@ -326,7 +315,7 @@ def test_bash_runs_a_slurm_script_as_planned(examples: int) -> None:
         if plan is not None:
             check_slurm(plan, launch)
 
-    check_all(check, examples, "slurm", plurals=("hpus", "gpus", "cpus"))
+    check_all(check, examples, launch=launches("slurm", plurals=("hpus", "gpus", "cpus")))
 
 
 # What sbatch says of a job that the small cluster of the tests cannot run.
@@ -345,7 +334,7 @@ def test_sbatch_takes_its_script() -> None:
             done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
             assert done.returncode == 0 or any(t in done.stderr for t in TOO_LARGE), done.stderr
 
-    check_all(check, 150, "slurm", plurals=("cpus", "gpus"))
+    check_all(check, 150, launch=launches("slurm", plurals=("cpus", "gpus")))
 
 
 def unescaped(words: list[str]) -> list[str]:
@@ -415,4 +404,4 @@ def test_kubernetes_and_its_pods_read_the_manifest(examples: int) -> None:
         assert yaml.safe_load(name.sub("mine", text)) == manifest
         check_kubernetes(plan, launch)
 
-    check_all(check, examples, "kubernetes")
+    check_all(check, examples, launch=launches("kubernetes"))

@@ -28,9 +28,14 @@ from hypothesis import strategies as st
 from pages import ROOT, blocks, words_of
 from PIL import Image
 
+from ssdctl.config import DataConfig
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor import probes
 from ssdctl.files import parse_toml
 from ssdctl.input import augmentations
+from ssdctl.input.batch import LoaderConfig
+from ssdctl.input.loader import TrainLoader
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runtime import plugins
 
@@ -143,15 +148,21 @@ def test_lists_show_a_broken_plugin_and_go_on(site: Path, cli: Cli) -> None:
     assert "absent_package" in broken.popitem()[1]
 
 
-@pytest.mark.parametrize("name", ["resnet34", "plain"])
-def test_a_name_that_is_taken_is_refused(site: Path, tmp_path: Path, cli: Cli, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("resnet34", "the package other 2 has a plugin of this name, which is ssdctl's own"),
+     ("plain", "the packages my-plugins 1.0 and other 2 have a plugin of this name")],
+)  # fmt: skip
+def test_a_name_that_is_taken_is_refused(
+    site: Path, tmp_path: Path, cli: Cli, name: str, words: str
+) -> None:
     """By ssdctl, or by two packages; names that are not chosen do not matter."""
     entry = f'"ssdctl.backbones" = {{{name} = "other"}}'
     project = f'[project]\nname = "other"\nversion = "2"\n[project.entry-points]\n{entry}'
     plan = ("train", "--dry-run", "--fake-data", "--device", "cpu", "--backbone-weights", "none")
     with installed(tmp_path / "more", {"pyproject.toml": project}):
         result = cli(*plan, "--backbone", name)
-        assert (result.code, "other 2" in result.err) == (2, True)
+        assert (result.code, words in result.err) == (2, True), result.err
         assert cli(*plan, "--backbone", "tiny").code == 0
         assert cli("fetch-weights", "--list").code == 0
 
@@ -180,6 +191,19 @@ def test_a_resume_with_a_pixel_augmentation_is_exact(site: Path, shapes: Path, c
     train("plain", 6, 1, "ssd")
     first, second = (last(Path(run)).model["backbone.conv1.weight"] for run in ("whole", "plain"))
     assert not torch.equal(first, second)
+
+
+def test_pixels_depend_on_the_seed_the_epoch_and_the_image(site: Path, shapes: Path) -> None:
+    split = open_dataset(*dataset_folders(DataConfig(root=str(shapes))))["train"]
+
+    def images(batch_size: int, threads: int, **changes: int) -> torch.Tensor:
+        config = LoaderConfig(0, batch_size, threads, 20, "ssd,noise")._replace(**changes)
+        batches = TrainLoader(split, config).batches(0, 24 // batch_size)
+        return torch.cat([batch.images.clone() for batch in batches])
+
+    whole = images(24, 3)
+    assert torch.equal(images(4, 1), whole)
+    assert not torch.equal(images(24, 3, seed=1), whole)
 
 
 class Part(NamedTuple):

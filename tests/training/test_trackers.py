@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import install_package
 from numpy.typing import NDArray
 from observed import epoch_of, scored, step_of
 
@@ -36,23 +35,6 @@ from ssdctl.training.observers.trackers import (
     metrics_of,
     tracker_id,
 )
-
-PLUGIN = """
-from pathlib import Path
-from ssdctl.training.observers.trackers import Tracker
-
-class Lines(Tracker):
-    def open(self):
-        self.file = Path(self.run.folder, "lines.txt").open("a")
-
-    def metrics(self, metrics):
-        print(*metrics, file=self.file)
-
-    def close(self, *, is_success):
-        self.file.close()
-
-not_a_tracker = 7
-"""
 
 
 class Recording(Tracker):
@@ -230,28 +212,10 @@ def named(*names: str, **settings: Any) -> Config:
     return resolve(overrides=overrides)
 
 
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"lines": "Lines", "number": "not_a_tracker", "absent": "absent"}
-    entries = "".join(f"{n} = lines_tracker:{attr}\n" for n, attr in names.items())
-    entries = f"[ssdctl.trackers]\n{entries}"
-    install_package(tmp_path / "site", monkeypatch, "lines_tracker", PLUGIN, entries)
-
-
-def test_a_tracker_of_another_package(plugin: None, tmp_path: Path) -> None:
-    classes = find_trackers(named("lines").train)
-    trackers = opened(classes, tracked(tmp_path))
-    trackers.on_step(step_of(4))
-    end(trackers)
-    assert (tmp_path / "lines.txt").read_text().startswith("train 4 {'loss': 0.25,")
-
-
-@pytest.mark.parametrize("name", ["number", "absent", "none-such"])
-def test_trackers_that_do_not_exist_are_refused(plugin: None, name: str) -> None:
-    with pytest.raises(UsageError, match=name) as error:
-        find_trackers(named(name).train)
-    if name == "none-such":
-        assert all(word in str(error.value.hint) for word in ("tensorboard", "mlflow", "lines"))
+def test_a_tracker_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match="none-such") as error:
+        find_trackers(named("none-such").train)
+    assert all(word in str(error.value.hint) for word in ("tensorboard", "mlflow"))
 
 
 def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

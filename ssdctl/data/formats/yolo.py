@@ -111,6 +111,7 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
     texts = [text for text in texts if not _is_list(root, text)]
     labels = _label_files(finder, [text for text in texts if text.stem in finder.by_stem])
+    _require_same_names(root, set(labels.values()), origin, names)
     by_split = _with_unnamed(finder, labels, named, notes)
     notes += _unused_labels(root, texts, set(labels.values()), elsewhere)
     splits = {
@@ -224,6 +225,24 @@ def _class_names(path: Path, content: dict[str, Any]) -> list[str]:
         raise DataError(f"{path}: nc is {count}, but there are {len(names)} names")
     refuse(path, "class names occur twice", [n for n, c in Counter(names).items() if c > 1])
     return names
+
+
+def _require_same_names(
+    root: Path, labels: Collection[PurePosixPath], origin: Path, names: list[str]
+) -> None:
+    """Refuse label files in a folder whose own file has other class names, or in another order."""
+    folders = {folder for text in labels for folder in (text.parent, *text.parent.parents)}
+    for folder in sorted(folders.difference([PurePosixPath()])):
+        files = [root / folder / name for name in NAME_FILES[:2]]
+        found = [(file, _read_lines(file)) for file in files if file.is_file()]
+        if described := _read_yaml(root / folder):
+            found.append((described[0], _class_names(*described)))
+        for file, own in found:
+            if own != names[: len(own)]:
+                raise DataError(
+                    f"{file}: not the class names of {origin}, or not in their order",
+                    hint="give all labels the same numbers, or prepare the folders one by one",
+                )
 
 
 def _named_images(

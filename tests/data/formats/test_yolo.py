@@ -232,6 +232,19 @@ def test_names_of_darknet(tmp_path: Path, name: str, data: str | None) -> None:
     assert boxes_of(read(tmp_path))["images/a.jpg"][0][0] == "dog"
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("b/classes.txt", "dog\ncat\n"), ("b/obj.names", "dog\n"), ("b/data.yaml", "names: [dog]")],
+)
+def test_names_of_a_folder_must_be_those_of_the_dataset(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    yolo(tmp_path, {"a/x.jpg": "0 .5 .5 .2 .4", "b/y.jpg": "0 .5 .5 .2 .4"}, "names: [cat, dog]")
+    tree(tmp_path, {"a/classes.txt": "cat\n", file: content})
+    with pytest.raises(DataError, match=re.escape(file)):
+        read(tmp_path)
+
+
 def test_lists_of_darknet(tmp_path: Path) -> None:
     exports.darknet(tmp_path)
     for path in (tmp_path, tmp_path / "data/parts.data"):
