@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import hashlib
 import importlib
+import inspect
 import json
 import locale
 import logging
@@ -119,7 +120,9 @@ def _torch_settings() -> dict[str, Any]:
         "printing": dataclasses.asdict(torch._tensor_str.PRINT_OPTS),
         "processes": torch.multiprocessing.get_start_method(allow_none=True),
         "sharing": torch.multiprocessing.get_sharing_strategy(),
-        "optimizer": {n: dir(f) for n, f in vars(torch.optim.Optimizer).items() if callable(f)},
+        "optimizer": {
+            n: dir(inspect.unwrap(f)) for n, f in vars(torch.optim.Optimizer).items() if callable(f)
+        },
     }
 
 

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,16 +19,10 @@ from pages import blocks
 from PIL import Image
 
 import ssdctl
-from ssdctl.boxes import default_boxes_cxcywh
 from ssdctl.checkpoint.file import load_checkpoint
-from ssdctl.device import open_device
 from ssdctl.errors import IntegrityError
 from ssdctl.exporting import graphs
 from ssdctl.exporting.deployed import Deployed, Deployment, Reference, images_of
-from ssdctl.inference.detector import Detector, DetectorConfig
-from ssdctl.inference.onnx_detector import DECODED, HEADS
-from ssdctl.model.postprocess import boxes_and_scores
-from ssdctl.model.ssd300 import load_network
 
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 DOCS = Path(__file__).parents[3] / "docs"
@@ -55,79 +48,15 @@ def exported(cli: Cli, checkpoint: Path, out: str, *options: object) -> Path:
 
 
 def run(path: Path, images: np.ndarray) -> dict[str, np.ndarray]:
-    """Run a file by its runtime."""
-    if path.suffix == ".pt2":
-        outputs = torch.export.load(path).module()(torch.from_numpy(images))
-        return {f"output{i}": tensor.numpy() for i, tensor in enumerate(outputs)}
-    if path.suffix == ".xml":
-        openvino = pytest.importorskip("openvino")
-        hints = {"INFERENCE_PRECISION_HINT": "f32"}
-        compiled = openvino.Core().compile_model(path, "CPU", hints)
-        return {output.any_name: array for output, array in compiled(images).items()}
+    """Run an ONNX file."""
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(None, {"images": images}), strict=True))
 
 
-def detector_of(checkpoint: Path) -> Detector:
-    network = load_network(load_checkpoint(checkpoint)).eval()
-    return Detector(network, open_device("cpu"), DetectorConfig(score_threshold=THRESHOLD))
-
-
-def check_detections(
-    checkpoint: Path, images: np.ndarray, outputs: dict[str, Any], tolerance: float = 1e-3
-) -> None:
-    """Find a counterpart of nearly every detection after NMS; the rest depends on rounding."""
-    for i, expected in enumerate(detector_of(checkpoint)(torch.from_numpy(images))):
-        boxes, scores, labels = (t.numpy() for t in expected)
-        n = int(outputs["count"][i])
-        assert abs(n - len(scores)) <= 0.05 * len(scores)
-        assert (outputs["labels"][i, n:] == 0).all()
-        is_same = (
-            (np.abs(outputs["boxes"][i, :n, None] - boxes).max(axis=2) <= tolerance)
-            & (np.abs(outputs["scores"][i, :n, None] - scores) <= tolerance)
-            & (outputs["labels"][i, :n, None] == labels)
-        )
-        assert is_same.any(axis=0).mean() >= (0.95 if tolerance > 1e-3 else 0.99)
-
-
-FILES = [
-    "x.pt2",
-    pytest.param("x.onnx", marks=needs_onnx_export),
-    pytest.param("x.xml", marks=needs_onnx_export),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "options",
-    [("--nms", "none"), ("--nms", "none", "--batch", 4), ("--nms", "none", "--fp16"), ("--raw",)],
-)
-def test_outputs_before_nms(
-    cli: Cli, checkpoint: Path, images: np.ndarray, name: str, options: tuple[object, ...]
-) -> None:
-    """Decoded or raw, for any batch or a fixed one; fp16 weights take half the size."""
-    path = exported(cli, checkpoint, name, *options)
-    for batch in [4] if "--batch" in options else [4, 1]:
-        outputs = run(path, images[:batch])
-        expected = detector_of(checkpoint).forward(torch.from_numpy(images[:batch]))
-        names = HEADS
-        if "--raw" not in options:
-            expected, names = boxes_and_scores(*expected, default_boxes_cxcywh()), DECODED
-        tolerance = 1e-2 if "--fp16" in options else 1e-3
-        names = ("output0", "output1") if name == "x.pt2" else names
-        for tensor, key in zip(expected, names, strict=True):
-            np.testing.assert_allclose(outputs[key], tensor.numpy(), atol=tolerance)
-    weights = sum(t.numel() for t in load_checkpoint(checkpoint).model.values())
-    size = (path.with_suffix(".bin") if name == "x.xml" else path).stat().st_size
-    if name != "x.pt2" and "--raw" not in options:  # a .pt2 contains an example of the input
-        assert (size < 3 * weights + 300_000) == ("--fp16" in options)  # a part is not weights
-
-
 @pytest.mark.slow(in_ci=True)
-@pytest.mark.parametrize("name", [FILES[0], FILES[2]])
+@pytest.mark.parametrize("name", ["x.pt2", pytest.param("x.xml", marks=needs_onnx_export)])
 def test_the_printed_command_runs_the_file(cli: Cli, checkpoint: Path, name: str) -> None:
     """ssdctl does not run these files: another program does."""
     if name == "x.xml":
@@ -148,30 +77,12 @@ def test_the_default_file(cli: Cli, checkpoint: Path, images: np.ndarray) -> Non
     onnx = pytest.importorskip("onnx")
     quantization = pytest.importorskip("onnxruntime.quantization")
     path = exported(cli, checkpoint, "x.onnx")
-    for batch in (1, 4):
-        check_detections(checkpoint, images[:batch], run(path, images[:batch]))
     model = onnx.load(path)
-    facts = {entry.key: entry.value for entry in model.metadata_props}
-    assert json.loads(facts["classes"]) == ["ball", "brick", "cone", "star", "ring"]
     domains = [entry.domain for entry in model.opset_import]
     assert len(domains) == len(set(domains))
     quantization.quantize_dynamic(path, "small.onnx", weight_type=quantization.QuantType.QUInt8)
     assert Path("small.onnx").stat().st_size < path.stat().st_size / 2
     assert run(Path("small.onnx"), images[:1])["boxes"].shape == (1, 200, 4)
-
-
-@pytest.mark.slow
-@needs_onnx_export
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("x.onnx", ("--batch", 4, "--fp16")), ("x.xml", ()), ("x.xml", ("--batch", 4, "--fp16"))],
-)
-def test_detections(
-    cli: Cli, checkpoint: Path, images: np.ndarray, name: str, options: tuple[object, ...]
-) -> None:
-    path = exported(cli, checkpoint, name, *options)
-    tolerance = 1e-2 if "--fp16" in options else 1e-3
-    check_detections(checkpoint, images, run(path, images), tolerance)
 
 
 @pytest.mark.slow(in_ci=True)
