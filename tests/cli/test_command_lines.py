@@ -39,7 +39,7 @@ FILE = "my config.toml"
 # Settings with rules that involve others, and the forms of a warm-up that are refused.
 CONFLICTING = {
     *("train.decay_epochs", "train.lr_decay", "train.augment", "train.pipeline", "train.init"),
-    *("train.resume", "train.profile", "train.preset", "train.warmup"),
+    *("train.resume", "train.profile", "train.preset", "train.warmup", "train.fold"),
     *("model.backbone", "model.weights", "model.extra_norm"),
 }
 NAMES = ["a b", "it's", "$(touch x)", "-x", "a;b", "é", "x=y", "[a]", "#c", "~", "*", "a'b\"c", "%"]

@@ -198,7 +198,7 @@ def paint(picture: Picture, *, is_decoy: bool = False, is_small: bool = False) -
     buffer = io.BytesIO()
     kind = {".png": "PNG", ".bmp": "BMP"}.get(picture.suffix)
     if kind is None:
-        image.save(buffer, "JPEG", quality=95, subsampling=0, **options)
+        image.save(buffer, "JPEG", quality=100, subsampling=0, **options)
     else:
         image.save(buffer, kind, **options)
     return buffer.getvalue()
