@@ -106,6 +106,8 @@ def state() -> dict[str, Any]:
 
 def _torch_settings() -> dict[str, Any]:
     cudnn = torch.backends.cudnn
+    # Once the compiler is imported, torch itself notes this at an optimizer's first use.
+    entry = "__dynamo_disable" if "torch._dynamo" in sys.modules else ""
     return {
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
@@ -121,7 +123,9 @@ def _torch_settings() -> dict[str, Any]:
         "processes": torch.multiprocessing.get_start_method(allow_none=True),
         "sharing": torch.multiprocessing.get_sharing_strategy(),
         "optimizer": {
-            n: dir(inspect.unwrap(f)) for n, f in vars(torch.optim.Optimizer).items() if callable(f)
+            n: [a for a in dir(inspect.unwrap(f)) if a != entry]
+            for n, f in vars(torch.optim.Optimizer).items()
+            if inspect.isfunction(f)
         },
     }
 

@@ -213,7 +213,7 @@ def run_programs(world: World, number: int | None, count: int, size: int = 0) ->
         derandomize=number is None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate] if number is None else [Phase.generate, Phase.shrink],
         report_multiple_bugs=False,
     )(test)()
 

@@ -47,6 +47,7 @@ def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) ->
     config = SimpleNamespace(train=SimpleNamespace(workers=0))
     bench: Any = SimpleNamespace(config=config, ranks=Ranks(0, 4, 0), size=1, device=None)
     bench._warm_step, bench._rate = lambda *_: (None, 0.0), lambda *_: 1.0
+    bench._fake_batch = lambda _: None
     split: Any = SimpleNamespace(most_boxes=1, classes=["a"])
     with pytest.raises(LookupError, match="2"):
         train._Bench.metrics(bench, split, 1.0)
