@@ -231,6 +231,8 @@ def test_open_mpi_takes_its_command(launcher: str) -> None:
         plan, _ = planned(launch)
         if plan is None or launch.nodes > 1 or launch.cores != 48:
             return
+        if launcher.endswith("5") and "--rank-by=core" in launch.words:
+            return  # Open MPI 4's
         argv = [plan["argv"][0], "--do-not-launch", *plan["argv"][1:]]
         environment = {**os.environ, **variables, **topology}
         done = subprocess.run(argv, env=environment, capture_output=True, timeout=60)
