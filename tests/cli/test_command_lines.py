@@ -486,7 +486,8 @@ def test_the_next_commands_are_accepted_by_a_shell(
     def check(line: str, name: str) -> None:
         shutil.rmtree("all", ignore_errors=True)
         Path("all").mkdir()
-        with contextlib.chdir("all"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir("all")
             place = f"./{name}"
             if "RUN" in line or line == "runs .":
                 shutil.copytree(tiny_run, place, symlinks=True)
