@@ -54,7 +54,7 @@ from ssdctl.runtime.safe_text import printable, redact_urls
 
 TRAIN_SETTINGS = ("data.*", "model.*", "train.*")
 LONGEST_METAVAR = 24
-# Settings of the recipe that the rules for few images replace (ssdctl/training/run.py).
+# Settings of the recipe that the rule for few images replaces (ssdctl/training/small_data.py).
 FITTED = {
     f"train.{name}"
     for name in (
