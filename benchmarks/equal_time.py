@@ -241,7 +241,7 @@ def draw(curves: Sequence[dict[str, Any]], file: Path, theme: str) -> None:
     ink, *colors = COLORS[theme]
     colored = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     with matplotlib.rc_context(dict.fromkeys(colored, ink) | {"font.size": 9}):
-        figure = Figure(figsize=(max(3.2 * len(curves), 5), 2.8), layout="constrained")
+        figure = Figure(figsize=(max(3.2 * len(curves), 5), 3.1), layout="constrained")
         axes = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
         for panel, curve in zip(axes, curves, strict=True):
             for (name, points), color in zip(curve["curves"].items(), colors, strict=True):
@@ -252,7 +252,8 @@ def draw(curves: Sequence[dict[str, Any]], file: Path, theme: str) -> None:
             panel.grid(alpha=0.2)
             panel.spines[["top", "right"]].set_visible(False)
         axes[0].set(ylabel="AP", ylim=(0, None))
-        axes[0].legend(frameon=False, loc="upper left")
+        lines, labels = axes[0].get_legend_handles_labels()
+        figure.legend(lines, labels, frameon=False, loc="outside upper center", ncols=2)
         figure.savefig(file, dpi=160, transparent=True)
 
 
