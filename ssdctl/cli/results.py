@@ -393,6 +393,7 @@ def tables(evaluation: Evaluation) -> Group:
 def _classes(evaluation: Evaluation) -> Table:
     """Return the table of the classes, with their AP by size if the terminal has the width."""
     console = rich_console(sys.stdout)
+    unlimited = console.options.update_width(1000)  # columns: by itself, it fits every table
     for sizes in (_present(evaluation, SIZES), []):
         rows = [
             [
@@ -404,7 +405,7 @@ def _classes(evaluation: Evaluation) -> Table:
             for entry in evaluation.per_class
         ]
         classes = table("class", "AP", "AP50", *sizes, "objects", rows=rows)
-        if console.measure(classes).maximum <= console.width:
+        if console.measure(classes, options=unlimited).maximum <= console.width:
             break
     return classes
 

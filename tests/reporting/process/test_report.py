@@ -122,7 +122,7 @@ def test_the_copied_command_works_in_the_folder_of_the_page(
     (placed / "environment.json").write_text(json.dumps(content))
     page = html.unescape(report(cli, placed))
     assert str(home) not in page
-    (command,) = re.findall(r'class="command"><code>(.*?)</code>', page)
+    (command,) = re.findall(r'class="command"><code tabindex="0">(.*?)</code>', page)
     program = tmp_path / "bin/ssdctl"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n")
