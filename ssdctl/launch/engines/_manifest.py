@@ -6,7 +6,7 @@ and torchrun's ranks meet at pod 0, which a headless Service names.
 An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
 volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
 the operator writes, so a cluster runs the same command as one machine.
-ssdctl is installed by an init container (_pod_install.py), which keeps the image's torch. Workers
+ssdctl is installed by an init container, which keeps the image's torch. Workers
 count as ready when their sshd answers, and the launcher waits for that: no `sleep`.
 """
 
@@ -16,7 +16,6 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ssdctl.config.fields import device_type
@@ -33,6 +32,15 @@ API_VERSIONS = {
 }
 HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
 INSTALLED = "/opt/ssdctl"
+# A virtual environment with the image's packages. pip fails if it would have to replace its torch.
+INSTALL = """\
+"$0" -m venv --system-site-packages --without-pip "$1"
+for folder in "$1"/lib/python3*/site-packages; do  # this Python may have its own environment
+  "$0" -c 'import site; print(*site.getsitepackages(), sep="\\n")' > "$folder/image.pth"
+done
+"$0" -m pip list --format=freeze | grep -iE '^(torch|numpy|triton|habana|nvidia)' > "$1/kept.txt"
+exec "$1/bin/python" -m pip install --no-cache-dir --constraint "$1/kept.txt" -- "$2"
+"""
 # Host keys are generated if the image has none; sshd requires the folder. The mounted key is a link
 # into a secret, which sshd's StrictModes refuses.
 # sshd does not pass on the container's environment, so set HABANA_VISIBLE_MODULES explicitly.
@@ -242,9 +250,8 @@ class ManifestBuilder:
             for bound, amounts in container["resources"].items()
             if (general := {n: v for n, v in amounts.items() if n in ("cpu", "memory")})
         }
-        program = Path(__file__).with_name("_pod_install.py").read_text(encoding="utf-8")
-        words = map(escape_k8s, (program, INSTALLED, config.install or ""))
-        command = [config.python, "-c", *words]
+        words = map(escape_k8s, (INSTALL, config.python, INSTALLED, config.install or ""))
+        command = ["/bin/sh", "-c", *words]
         return {"name": "install-ssdctl", "command": command, "resources": kept}
 
     def _resources(self, container: str, *, has_devices: bool) -> Resources:

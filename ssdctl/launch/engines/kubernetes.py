@@ -1,12 +1,15 @@
 """Kubernetes: the settings of a job and its pods, its missing settings, and kubectl.
 
-_manifest.py builds the manifest, _pods.py cancels and follows the job.
+_manifest.py builds the manifest.
 """
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
+import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,20 +20,22 @@ import msgspec
 
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.data.store_folder import DEFAULT_ROOTS
-from ssdctl.errors import UsageError
+from ssdctl.distributed.rank_process import PASSED_ON
+from ssdctl.errors import DistributedError, ExitCode, UsageError
 from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.base import (
+    POLL_S,
     BatchEngine,
     LaunchRequest,
     Node,
     Write,
     check_text,
     last_value,
+    query,
     require_program,
     resume_setting,
     submit_text,
 )
-from ssdctl.launch.engines import _pods
 from ssdctl.launch.engines._manifest import ManifestBuilder, pairs, read_volumes
 from ssdctl.launch.job import Job
 from ssdctl.runtime.packages import OLDEST_TORCH
@@ -38,6 +43,9 @@ from ssdctl.runtime.packages import OLDEST_TORCH
 if TYPE_CHECKING:
     from ssdctl.config import Config
 
+log = logging.getLogger(__name__)
+Json = dict[str, Any]  # an object of Kubernetes
+POD_0 = "batch.kubernetes.io/job-completion-index=0"
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
 TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # a string for every YAML reader
@@ -103,10 +111,31 @@ class Kubernetes(BatchEngine):
         return submit_text(job, "kubectl get jobs")  # such as mpijob.kubeflow.org/ssdctl-3f2a1c
 
     def cancel(self, job_id: str, job: Job) -> str:
-        return _pods.cancel(job_id, job)
+        service = [f"service/{job_id.rpartition('/')[2]}"] if _is_indexed(job) else []
+        return " ".join(["kubectl", "delete", *service, job_id, *_namespace(job)])
 
     def follow(self, job_id: str, job: Job, write: Write) -> int:
-        return _pods.follow(job_id, job, write)
+        """Write the output of the first rank and what the pods wait for; return the exit code."""
+        namespace, (first, others) = _namespace(job), _labels(job_id, job)
+        followed, reported = set[str](), dict[str, str]()
+        while True:
+            for label in filter(None, (others, first)):
+                for pod in _pods(label, namespace):
+                    name, state = pod["metadata"]["name"], _wait(_status(pod))
+                    if state and reported.get(name) != state:
+                        log.info("%s: %s", name, state)
+                    reported[name] = state
+                    has_begun = _status(pod).get("phase") in ("Running", "Succeeded", "Failed")
+                    if has_begun and label == first and name not in followed:
+                        followed.add(name)
+                        _copy_log(name, namespace, write)
+            conditions = _status(_get(job_id, *namespace)).get("conditions") or []
+            ends = {c["type"] for c in conditions if c["status"] == "True"}
+            if ends & {"Succeeded", "Complete"}:
+                return 0
+            if "Failed" in ends:
+                return _exit_code(_pods(first, namespace))
+            time.sleep(POLL_S)
 
     def _missing(self, request: LaunchRequest) -> Iterator[UsageError]:
         """Yield an error for each setting without which pods cannot run or keep their results."""
@@ -228,6 +257,89 @@ def _patch(path: Path) -> dict[str, Any]:
             "spec: {hostNetwork: true}",
         )
     return dict(patch)
+
+
+def _is_indexed(job: Job) -> bool:
+    return job.manifest is not None and "items" in job.manifest
+
+
+def _namespace(job: Job) -> list[str]:
+    manifest = job.manifest or {"metadata": {}}
+    metadata = (manifest["items"][-1] if _is_indexed(job) else manifest)["metadata"]
+    return ["-n", metadata["namespace"]] if "namespace" in metadata else []
+
+
+def _labels(job_id: str, job: Job) -> tuple[str, str]:
+    """Return the labels of the pod whose output is followed, and of the pods it waits for."""
+    name = job_id.rpartition("/")[2]
+    if job_id.startswith("mpijob"):
+        role = "training.kubeflow.org/job-role=worker"
+        return f"job-name={name}-launcher", f"training.kubeflow.org/job-name={name},{role}"
+    if _is_indexed(job):
+        return f"job-name={name},{POD_0}", f"job-name={name}"
+    return f"job-name={name}", ""
+
+
+def _pods(label: str, namespace: list[str]) -> list[Json]:
+    pods = _get("pods", *namespace, "-l", label).get("items") or []
+    return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
+
+
+def _get(what: str, *words: str) -> Json:
+    answer = query("kubectl", "get", what, *words, "-o", "json")
+    try:
+        return msgspec.json.decode(answer, type=Json)
+    except (msgspec.DecodeError, RecursionError) as error:
+        start = answer[:200].strip() or "nothing"
+        raise DistributedError(
+            f"kubectl printed something else than {what} in JSON ({error}): {start}",
+            hint="run `kubectl get pods -o json`: only JSON must be on its standard output. "
+            "The job continues to run",
+        ) from None
+
+
+def _copy_log(pod: str, namespace: list[str], write: Write) -> None:
+    argv = ["kubectl", "logs", *namespace, "--follow", pod]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, encoding="utf-8", errors="replace") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            write(line)
+
+
+def _status(item: Json) -> Json:
+    return item.get("status") or {}
+
+
+def _wait(status: Json) -> str:
+    """Return why a pod does not run, such as no free node; empty if it runs."""
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"waits: {_reason(condition)}"
+    # Init containers first: the other containers wait for them.
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(kind) or []:
+            state, name = container.get("state", {}), container.get("name")
+            waiting = state.get("waiting") or {}
+            if waiting.get("reason") not in (None, "PodInitializing"):
+                return f"waits: {name}: {_reason(waiting)}"
+            code = (state.get("terminated") or {}).get("exitCode")
+            if code and kind == "initContainerStatuses":
+                return f"{name} failed with exit code {code} (kubectl logs POD -c {name})"
+    return ""
+
+
+def _reason(state: Json) -> str:
+    words = filter(None, (state.get("reason"), state.get("message")))
+    return " ".join(": ".join(words).split())
+
+
+def _exit_code(pods: list[Json]) -> int:
+    """Return the exit code of the newest pod."""
+    for container in (_status(pods[-1]).get("containerStatuses") or []) if pods else []:
+        if end := container.get("state", {}).get("terminated"):
+            return end["exitCode"] if end["exitCode"] in PASSED_ON else ExitCode.DISTRIBUTED
+    return ExitCode.DISTRIBUTED
 
 
 def to_yaml(document: Mapping[str, Any]) -> str:
