@@ -23,7 +23,7 @@ from launch.plans import IN_A_POD
 
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch.job import Job
+from ssdctl.launch.base import Job
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())

@@ -20,10 +20,10 @@ from launch.plans import IN_A_POD
 
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.launch import base
+from ssdctl.launch.base import Job
 from ssdctl.launch.engines import kubernetes, slurm
 from ssdctl.launch.engines.kubernetes import Kubernetes
 from ssdctl.launch.engines.slurm import Slurm
-from ssdctl.launch.job import Job
 
 # Prints, call by call, what `answers.json` lists as [exit code, stdout, stderr]; the last one again.
 CLIENT = """#!{python}

@@ -62,7 +62,7 @@ def test_a_run_folder_has_no_secrets_and_repeats_what_explains_the_result(run: R
 
 
 def test_the_logged_launch_command_has_no_secrets() -> None:
-    from ssdctl.launch.job import Job
+    from ssdctl.launch.base import Job
 
     plan = Job(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
     assert "S3CRET" in plan.to_line()

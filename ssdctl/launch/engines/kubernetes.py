@@ -26,6 +26,7 @@ from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.base import (
     POLL_S,
     BatchEngine,
+    Job,
     LaunchRequest,
     Node,
     Write,
@@ -37,7 +38,6 @@ from ssdctl.launch.base import (
     submit_text,
 )
 from ssdctl.launch.engines._manifest import ManifestBuilder, pairs, read_volumes
-from ssdctl.launch.job import Job
 from ssdctl.runtime.packages import OLDEST_TORCH
 
 if TYPE_CHECKING:
