@@ -10,8 +10,7 @@ import pytest
 from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot, snapshot_sources, to_snapshot_toml
 from ssdctl.config.resolve import Override, of_call, read_toml, resolve
 from ssdctl.config.settings import all_settings
-from ssdctl.runs.environment import find_environment, write_environment
-from ssdctl.runs.folder import RunDir
+from ssdctl.runs.folder import RunDir, find_environment, write_environment
 from ssdctl.runs.metrics import open_run
 from ssdctl.runs.run import Run
 

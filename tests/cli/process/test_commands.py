@@ -236,8 +236,7 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     metrics = benchmark_evaluate(split, config, 0.1, score_images=20)
     assert metrics["detect_images_per_second"] > 0
     assert 0 < metrics["score_s"] < 5
-    assert metrics["latency_p50_ms"] <= metrics["latency_p90_ms"] <= metrics["latency_p99_ms"]
-    assert metrics["forward_images_per_second"] > 0
+    assert metrics["images_per_second"] > 0
     assert metrics["score_detections"] == 2216
 
 
