@@ -65,10 +65,9 @@ FORMS = {
     "name": r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",  # pod names add a suffix, and have at most 63
     "namespace": LABEL,
     "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
-    **dict.fromkeys(("service_account", "pull_secret", "priority_class"), DOTTED),
+    **dict.fromkeys(("service_account", "pull_secret"), DOTTED),
     "volumes": DOTTED,  # a claim
     **dict.fromkeys(("labels", "node_selector"), f"{QUALIFIED}={WORD}"),
-    "annotations": f"{QUALIFIED}=.*",
     **dict.fromkeys(("resources", "launcher_resources"), f"{QUALIFIED}={AMOUNT}"),
     "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
 }
@@ -87,7 +86,6 @@ class ManifestBuilder:
         metadata: Manifest = {
             "name": name,
             "labels": {"app": "ssdctl", **pairs("labels", config)},
-            **_given(annotations=pairs("annotations", config)),
             **_given(namespace=checked("namespace", config.namespace)),
         }
         spec = (self._mpi_job if kind == "MPIJob" else self._job)(name)
@@ -221,11 +219,10 @@ class ManifestBuilder:
             nodeSelector=pairs("node_selector", config),
             # Clusters reserve their device nodes with a taint of that name.
             tolerations=device and [{"key": device, "operator": "Exists"}],
-            priorityClassName=checked("priority_class", config.priority_class),
         )
         labels = {"app": "ssdctl", **NO_SIDECAR, **pairs("labels", config)}
-        annotations = {**NO_SIDECAR, **pairs("annotations", config)}
-        template = {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+        metadata = {"labels": labels, "annotations": NO_SIDECAR}
+        template = {"metadata": metadata, "spec": spec}
         return dict(merge(template, {k: v for k, v in self.patch.items() if k != "job"}))
 
     def _container(self, name: str, command: list[str], *, has_devices: bool) -> Manifest:

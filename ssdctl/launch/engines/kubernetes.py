@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ssdctl.config.sections import KubernetesConfig
-from ssdctl.data.store_folder import DEFAULT_ROOTS
 from ssdctl.distributed.rank_process import PASSED_ON
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 from ssdctl.files import read_limited, unreadable
@@ -37,8 +36,7 @@ from ssdctl.launch.base import (
     resume_setting,
     submit_text,
 )
-from ssdctl.launch.engines._manifest import ManifestBuilder, pairs, read_volumes
-from ssdctl.runtime.packages import OLDEST_TORCH
+from ssdctl.launch.engines._manifest import ManifestBuilder, read_volumes
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
@@ -47,12 +45,9 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]  # an object of Kubernetes
 POD_0 = "batch.kubernetes.io/job-completion-index=0"
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
-TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # a string for every YAML reader
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
-FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
-NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a name of something
 
 
 @dataclass(frozen=True)
@@ -63,15 +58,13 @@ class Kubernetes(BatchEngine):
     settings: KubernetesConfig = field(default_factory=KubernetesConfig)
     patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
     job_name: str = "ssdctl"  # a unique one
-    paths: Mapping[str, str] = field(default_factory=dict)  # of a training, by option
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Kubernetes:
-        """Read the content of `kubernetes.patch` and the paths of a training."""
+        """Read the content of `kubernetes.patch`."""
         settings = config.kubernetes
         patch = {} if settings.patch is None else _patch(Path(settings.patch))
-        paths = {} if request.run_folder is None else _paths(config)
-        return cls(settings, patch, f"ssdctl-{uuid.uuid4().hex[:6]}", paths)
+        return cls(settings, patch, f"ssdctl-{uuid.uuid4().hex[:6]}")
 
     def require(self) -> None:
         hint = "install kubectl and log in to the cluster; --write FILE writes the manifest"
@@ -89,7 +82,11 @@ class Kubernetes(BatchEngine):
                 "runs the same command",
                 hint="leave one of them out",
             )
-        missing, warnings = list(self._missing(request)), list(self._warnings(request))
+        missing, warnings = list(self._missing(request)), list[str]()
+        is_bound = request.device == "hpu" and request.count > 1
+        if is_bound and request.config.cores_per_node is None:
+            text = "ranks are not bound to cores, whose number is unknown: give --cores-per-node"
+            warnings.append(text)
         if missing and not request.is_dry_run:
             raise missing[0]
         if missing:
@@ -140,7 +137,8 @@ class Kubernetes(BatchEngine):
     def _missing(self, request: LaunchRequest) -> Iterator[UsageError]:
         """Yield an error for each setting without which pods cannot run or keep their results."""
         config, command = self.settings, request.command
-        folders, writable = _mounted(config)
+        mounts, _ = read_volumes(config.volumes)
+        writable = [m["mountPath"] for m in mounts if "readOnly" not in m]
         if config.image is None:
             hint = "name the image of the pods, or give --cluster"
             yield UsageError("kubernetes.image is not set", hint=hint)
@@ -162,78 +160,8 @@ class Kubernetes(BatchEngine):
                 hint=f"for example {option} {example}{more}",
             )
 
-        paths = dict(self.paths)
-        if paths and config.install is not None:
-            paths["kubernetes.install"] = config.install
-        for option, path in paths.items():
-            is_name = option in NAMED and ("://" in path or not FILE.search(path))
-            # An image that has ssdctl may have the data too.
-            is_in_image = config.install == "image" and option != "--mllog"
-            needed = writable if option == "--mllog" else folders
-            if not is_name and not is_in_image and not _is_in(path, needed):
-                yield _not_mounted(option, path, needed)
-
-    def _warnings(self, request: LaunchRequest) -> Iterator[str]:
-        config = self.settings
-        torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
-        if torch and (int(torch[1]), int(torch[2])) < OLDEST_TORCH:
-            oldest = ".".join(map(str, OLDEST_TORCH))
-            yield (
-                f"the image has torch {torch[1]}.{torch[2]}, and ssdctl needs {oldest} or newer: "
-                "Intel Gaudi software 1.21 or newer"
-            )
-        is_bound = request.device == "hpu" and request.count > 1
-        if is_bound and request.config.cores_per_node is None:
-            yield "ranks are not bound to cores, whose number is unknown: give --cores-per-node"
-        missing = [label for label in TPU_LABELS if label not in pairs("node_selector", config)]
-        if request.device in ("tpu", "xla") and missing:
-            named = " and ".join(missing)
-            yield f"kubernetes.node_selector does not name {named}: GKE needs it to start TPU pods"
-        data, (folders, writable) = self.paths.get("--data", ""), _mounted(config)
-        is_read_only = _is_in(data, folders) and not _is_in(data, writable)
-        if is_read_only and "--store" not in self.paths:
-            yield (
-                f"{data} is on a read-only volume, and every job would index it again: prepare it "
-                "once on another volume (--store DIR)"
-            )
-
 
 ENGINE = Kubernetes
-
-
-def _paths(config: Config) -> dict[str, str]:
-    """Return the files and folders that a training names, by option."""
-    train, data = config.train, config.data
-    paths = {
-        "--mllog": train.mllog,
-        "--store": data.store,
-        "--data": None if train.fake_data else data.root or str(DEFAULT_ROOTS[-1]),
-        "--resume": None if train.resume in ("auto", "never") else train.resume,
-        "--init": train.init,
-        "--backbone-weights": config.model.weights,
-    }
-    return {option: path for option, path in paths.items() if path is not None}
-
-
-def _not_mounted(option: str, path: str, folders: list[str]) -> UsageError:
-    folder = path if option in ("--data", "--store") else posixpath.dirname(path)
-    folder, equals = posixpath.normpath(folder), "=" if option.startswith("kubernetes.") else " "
-    hints = []
-    if path.startswith("/") and folder.strip("/"):
-        hints.append(f"mount it by kubernetes.volumes=SOURCE:{folder}")
-    if folders:
-        hints.append(f"give its path in the pods: {option}{equals}{folders[0]}/...")
-    kind = "writable volume" if option == "--mllog" else "volume"
-    return UsageError(
-        f"{option}{equals}{path}: the pods have no {kind} there",
-        hint=", or ".join(hints) or "mount a volume: kubernetes.volumes=SOURCE:/work",
-    )
-
-
-def _mounted(config: KubernetesConfig) -> tuple[list[str], list[str]]:
-    """Return the folders at which volumes are mounted: all folders, and the writable ones."""
-    mounts, _ = read_volumes(config.volumes)
-    return [m["mountPath"] for m in mounts], [m["mountPath"] for m in mounts if "readOnly" not in m]
 
 
 def _is_in(path: str, folders: list[str]) -> bool:
