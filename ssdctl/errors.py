@@ -60,16 +60,13 @@ class SsdctlError(Exception):
     Args:
         message: What is wrong, and where.
         hint: What to do next.
-        command: A command line to run instead; it is printed as one line, ready to copy.
     """
 
     exit_code = ExitCode.BUG
 
-    def __init__(
-        self, message: str, *, hint: str | None = None, command: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
-        self.hint, self.command = hint, command
+        self.hint = hint
         self.is_from_all_ranks = False  # the same error was raised on every rank
         self._written: tuple[str, str | None] | None = None
 

@@ -43,7 +43,6 @@ Seconds = Annotated[
         "ssdctl doctor -v   # every check",
         "ssdctl doctor --network --self-test",
         "ssdctl doctor --data /data/coco --json",
-        "ssdctl launch --gpus 8 -- doctor --collectives",
     ],
 )
 def doctor(
@@ -52,30 +51,19 @@ def doctor(
         bool, Option("--network", help="Also connect to the download hosts")
     ] = False,
     self_test: Annotated[
-        bool, Option("--self-test", help="Also test the disk, two ranks and a step")
-    ] = False,
-    collectives: Annotated[
-        bool, Option("--collectives", help="Only test all ranks of a launch")
+        bool, Option("--self-test", help="Also test two ranks and a training step")
     ] = False,
 ) -> None:
     """Check this machine and suggest fixes.
 
-    Exits with 2 if a check fails. Nothing is changed; --self-test briefly writes a temporary file.
+    Exits with 2 if a check fails. Nothing is changed.
     Output contains no secrets; safe to paste into an issue.
     """
     from ssdctl.doctor import FAIL
     from ssdctl.doctor.run_checks import examine
 
-    checks: list[Check]
     with stoppable("nothing was changed"):
-        if collectives:
-            from ssdctl.doctor.probes import check_collectives
-
-            checks = [c._replace(group="Collectives") for c in check_collectives(call.config)]
-            if not checks:  # another rank, which prints nothing
-                return
-        else:
-            checks = examine(call.config, network=network, self_test=self_test)
+        checks = examine(call.config, network=network, self_test=self_test)
     text = _text(call, checks)
     if text or call.console.as_json:
         call.console.result([check._asdict() for check in checks], text, is_painted=True)

@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ssdctl.cli.corrections import Word, command_of, find_row, refuse, refused_options
-from ssdctl.cli.help import HelpCommand
+from ssdctl.cli.corrections import Row, Word, find_row, refuse, refused_options
+from ssdctl.cli.help import HelpCommand, click_root
 from ssdctl.config.settings import Setting, select
 from ssdctl.errors import UsageError
 
@@ -41,7 +41,7 @@ class AliasCommand(HelpCommand):
     def without_aliases(self, args: Sequence[str], name: str = "train") -> list[str]:
         """Return the command line with every alias replaced by ssdctl's option."""
         words, templates = self.read_words(args), self.templates
-        refuse(name, self, words)
+        refuse(name, words)
         checkpoints, rewritten = list[str](), list[str]()
         for word in words:
             template = templates.get(word.flag, "")
@@ -90,31 +90,30 @@ class AliasCommand(HelpCommand):
             flag, equals, value = _split(token, templates)
             following = value if equals else (rest or [""])[0]
             row = find_row(flag, following, is_own=flag in templates)
-            launchs = {} if row or flag in templates else self._options_of_launch(flag)
+            if row is None and flag not in templates:
+                row = self._row_of_launch(flag)
             if row is not None:
                 values = (value,) if equals else row.take_values(rest)
-                written = (token,) if equals else (token, *values)
-                words.append(Word(written, flag, values, row))
-            elif flag in (known := launchs or templates):
-                word = _read_option(token, flag, known[flag], (equals, value), rest)
-                words.append(word._replace(is_launchs=bool(launchs)))
+                words.append(Word((token,), flag, values, row))
+            elif flag in templates:
+                words.append(_read_option(token, flag, templates[flag], (equals, value), rest))
             else:
                 words.append(Word((token,), flag if token[:1] == "-" else ""))
                 if not token:
                     raise _empty("an argument")
         return words
 
-    def _options_of_launch(self, flag: str) -> Mapping[str, str]:
-        """Return the templates of `ssdctl launch` if `train` does not have the option."""
+    def _row_of_launch(self, flag: str) -> Row | None:
+        """Return what to write for an option that only `ssdctl launch` has."""
         if not flag.startswith("--") or self.name == "launch":
-            return {}
-        known = command_of("launch").templates
-        is_launchs = flag in known and flag not in command_of("train").templates
-        return known if is_launchs else {}
-
-    @property
-    def takes_arguments(self) -> bool:
-        return any(p.param_type_name == "argument" for p in self.params)
+            return None
+        commands: Any = click_root("launch").commands
+        templates = commands["launch"].templates
+        if flag not in templates or templates[flag].partition("=")[0] in self.templates:
+            return None
+        takes_value = templates[flag].endswith("=")
+        instead = f"ssdctl launch {flag}{' {}' * takes_value}"
+        return Row("VALUE" * takes_value, "", instead, "")
 
     @functools.cached_property
     def templates(self) -> dict[str, str]:

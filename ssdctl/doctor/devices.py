@@ -14,7 +14,6 @@ from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.system import read_table, read_text
 
 CPU_REMEDY = "--device cpu trains without it"
-NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)
 # The oldest driver for a torch of this CUDA, by NVIDIA's notes on minor-version compatibility.
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
@@ -22,12 +21,17 @@ IMAGE = "run in the vendor's PyTorch image for Gaudi: its torch and bridge match
 # Pages of 2 MiB. Voyager's pods get 95,000 MiB for eight cards; the 153,600 pages of Habana's
 # TensorFlow guide also hold that framework's dataset cache, which ssdctl does not have.
 HUGE_PAGES_PER_CARD = 5_937
-COUNT_TPUS = (
-    "import torch_xla.runtime as r; print(r.global_runtime_device_count(), 'x', r.device_type())"
+# Package, program that counts its devices, remedy.
+XLA = (
+    "torch_xla",
+    "import torch_xla.runtime as r; print(r.global_runtime_device_count(), 'x', r.device_type())",
+    "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'; one process at a time can hold a chip",
 )
-COUNT_TORCH_TPU = "import torch, torch_tpu; print(torch.accelerator.device_count(), 'x TPU')"
-TORCH_TPU = "pip install torch_tpu (Python 3.11 or newer, torch 2.11 to 2.15)"
-XLA = "pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*', which TPU v2 and v3 need"
+TORCH_TPU = (
+    "torch_tpu",
+    "import torch, torch_tpu; print(torch.accelerator.device_count(), 'x TPU')",
+    "pip install torch_tpu with torch 2.11 to 2.15; one process at a time can hold a chip",
+)
 
 
 def check_cpu(doctor: Doctor) -> Iterator[Check]:
@@ -35,11 +39,6 @@ def check_cpu(doctor: Doctor) -> Iterator[Check]:
         return
     native = "bf16 native" if cpu["has_native_bf16"] else "bf16 works but slowly: prefer --fp32"
     yield result("cpu", f"{cpu['label']}; fp32, {native}; no fp16")
-    if cpu["compile"]:
-        remedy = "apt-get install g++ python3-dev, for --execution compile"
-        yield result("cpu compile", cpu["compile"][0], remedy)
-    else:
-        yield result("cpu compile", "torch.compile has its C++ compiler and Python's headers")
 
 
 def check_gpus(doctor: Doctor) -> Iterator[Check]:
@@ -100,16 +99,6 @@ def _usable_gpus(facts: dict[str, Any], driver: str) -> Iterator[Check]:
         detail += "; this torch has no kernels for them"
         remedy = f"install a torch built for them (an older one for old cards); {CPU_REMEDY}"
         yield result("cuda", detail, remedy, is_wanted=True)
-    least = min(tuple(g["capability"]) for g in gpus)
-    precision = "fp32, fp16 and bf16 native"
-    if least < TENSOR_CORES:
-        precision = "fp32; fp16 only saves memory: no tensor cores below compute 7.0"
-    elif least < NATIVE_BF16:
-        precision = "fp32, fp16; no native bf16 below compute 8.0"
-    yield result("cuda precision", precision)
-    if not_compiled := facts.get("gpu_compile"):
-        remedy = "pip install triton; apt-get install g++ python3-dev"
-        yield result("cuda compile", not_compiled[0], remedy)
 
 
 def check_gaudi(doctor: Doctor) -> Iterator[Check]:
@@ -142,7 +131,6 @@ def check_gaudi(doctor: Doctor) -> Iterator[Check]:
         if imported.problem:
             detail = f"cannot be imported: {imported.problem}"
             yield result("hpu bridge", detail, IMAGE, is_wanted=is_wanted)
-        yield result("hpu precision", "fp32, bf16 native; no fp16")
     yield _huge_pages(num_cards)
 
 
@@ -176,51 +164,23 @@ def _huge_pages(num_cards: int) -> Check:
 
 
 def check_tpus(doctor: Doctor) -> Iterator[Check]:
-    """Check the chips, and that TorchTPU, or torch_xla for older chips, detects them."""
-    chips = doctor.hardware.tpus
+    """Check that TorchTPU, or torch_xla for older chips, detects the chips."""
+    chips, device = doctor.hardware.tpus, doctor.config.train.device
     counted = ", ".join(f"{n} x {chip.name}" for chip, n in Counter(chips).items())
-    has_two_cores = any(chip.has_two_cores for chip in chips)
-    found = f"{counted} on the PCI bus; " if chips else ""
-    if has_two_cores:
-        found = found.replace(";", " (two cores a chip);")
-    device, has_xla = doctor.config.train.device, importlib.util.find_spec("torch_xla") is not None
-    wanted = {"is_wanted": device in ("tpu", "xla")}
-    if device != "xla" and not has_two_cores and importlib.util.find_spec("torch_tpu") is not None:
-        yield _torch_tpu(doctor, found, **wanted)
-    elif has_xla:
-        yield _torch_xla(doctor, found, **wanted)
+    detail, is_wanted = f"{counted or 'no TPU'} on the PCI bus", device in ("tpu", "xla")
+    has_tpu, has_xla = (importlib.util.find_spec(n) is not None for n in ("torch_tpu", "torch_xla"))
+    needs_xla = device == "xla" or any(chip.has_two_cores for chip in chips)
+    uses_xla = needs_xla or (has_xla and not has_tpu)
+    package, program, remedy = XLA if uses_xla else TORCH_TPU
+    if not chips and not is_wanted:
+        yield absent("tpu", detail)
+    elif not (has_xla if uses_xla else has_tpu):
+        report = result if chips else absent
+        yield report("tpu", f"{detail}; no {package}", remedy, is_wanted=is_wanted)
     else:
-        package, remedy = ("torch_xla", XLA) if has_two_cores else ("torch_tpu", TORCH_TPU)
-        yield (result if chips else absent)("tpu", f"{found}no {package}", remedy, **wanted)
-
-
-def _torch_tpu(doctor: Doctor, found: str, *, is_wanted: bool) -> Check:
-    versions = [f"{name} {package_version(name) or 'unknown'}" for name in ("torch_tpu", "torch")]
-    detail = f"{found}{' with '.join(versions)}"
-    if not doctor.hardware.tpus:
-        return absent("tpu", f"{detail}; no TPU v4 or newer", is_wanted=is_wanted)
-    remedy = "torch_tpu needs torch 2.11 to 2.15; one process at a time can hold a chip"
-    return _count_tpus(doctor, COUNT_TORCH_TPU, detail, remedy, is_wanted=is_wanted)
-
-
-def _torch_xla(doctor: Doctor, found: str, *, is_wanted: bool) -> Check:
-    torch, xla = (
-        ".".join((package_version(name) or "unknown").split(".")[:2])
-        for name in ("torch", "torch_xla")
-    )
-    detail = f"{found}torch_xla {xla} with torch {torch}"
-    if torch != xla:
-        remedy = f"pip install 'torch=={xla}.*'"
-        return result("tpu", f"{detail}: no match", remedy, is_wanted=is_wanted)
-    remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
-    return _count_tpus(doctor, COUNT_TPUS, detail, remedy, is_wanted=is_wanted)
-
-
-def _count_tpus(
-    doctor: Doctor, program: str, detail: str, remedy: str, *, is_wanted: bool
-) -> Check:
-    counted = doctor.run_python("-c", program, timeout_s=IMPORT_S)
-    if counted.problem:
-        return result("tpu", f"{detail}: {counted.problem}", remedy, is_wanted=is_wanted)
-    devices = (counted.out.strip().splitlines() or ["?"])[-1]
-    return result("tpu", f"{devices}, {detail}; fp32, bf16 native", is_wanted=is_wanted)
+        detail += f"; {package} {package_version(package)} with torch {package_version('torch')}"
+        output = doctor.run_python("-c", program, timeout_s=IMPORT_S)
+        if output.problem:
+            yield result("tpu", f"{detail}: {output.problem}", remedy, is_wanted=is_wanted)
+        else:
+            yield result("tpu", f"{output.out.strip()}, {detail}; fp32, bf16 native")

@@ -1,13 +1,11 @@
-"""Check Python and its packages, cores, memory, open files, and the launchers' programs."""
+"""Check Python and its packages, cores, memory, and the launchers' programs."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import platform
 import re
-import resource
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,10 +19,8 @@ from ssdctl.config import Config
 from ssdctl.doctor import IMPORT_S, Check, Doctor, absent, result
 from ssdctl.runtime import hardware, plugins, system
 from ssdctl.runtime.packages import dali_extra, package_version
-from ssdctl.runtime.system import UNLIMITED
 from ssdctl.runtime.threads import run_in_daemon_thread
 
-NEWEST_PYTHON = (3, 13)  # that the tests run on
 OWN_LINE = ("torch", "torchvision")  # the others share one line
 PURPOSES = {
     dali_extra(): "--pipeline dali",
@@ -39,8 +35,6 @@ PURPOSES = {
     "video": "predict on videos and cameras",
 }
 LITTLE_MEMORY = 4 * 2**30
-FILES_WANTED = 4096  # shards, connections, logs; a connection or two per rank
-FILES_NEEDED = 1024
 VERSION_S = 15.0
 LOGIN = "log in to a node of the cluster, or write the script there: launch --write FILE"
 KUBECTL = "install kubectl and log in to the cluster; launch --write FILE needs neither"
@@ -48,7 +42,6 @@ KUBECTL = "install kubectl and log in to the cluster; launch --write FILE needs 
 TOOLS = (
     ("mpirun --version", "mpirun", "launch --hpus", "apt-get install openmpi-bin"),
     ("sbatch --version", "slurm", "launch --launcher slurm", LOGIN),
-    ("srun --version", "slurm", "jobs of Slurm", "it comes with sbatch"),
     ("kubectl version --client", "kubernetes", "launch --launcher kubernetes", KUBECTL),
 )
 
@@ -56,12 +49,7 @@ TOOLS = (
 def check_software(doctor: Doctor) -> Iterator[Check]:
     """Yield the results for Python, the packages and the import of torch."""
     yield result("ssdctl", f"{__version__} on {platform.platform()}")
-    python = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info[:2] > NEWEST_PYTHON:
-        remedy = f"use Python {'.'.join(map(str, NEWEST_PYTHON))}"
-        yield result("python", f"{python}: newer than tested", remedy)
-    else:
-        yield result("python", python)
+    yield result("python", f"{platform.python_version()} ({sys.executable})")
     try:
         requirements = [Requirement(text) for text in metadata.requires("ssdctl") or []]
     except metadata.PackageNotFoundError:
@@ -88,9 +76,7 @@ def _packages(config: Config, requirements: list[Requirement]) -> Iterator[Check
     yield from sorted(separate, key=lambda check: bool(check.remedy))
     if rest := ", ".join(f"{c.name} {c.detail}" for c in results if c not in separate):
         yield result("packages", rest)
-    yield from _torchvision()
-    optional = [r for r in requirements if r not in needed]
-    yield from _extras(config, optional, {r.name for r in needed})
+    yield from _extras(config, [r for r in requirements if r not in needed])
 
 
 def _requirement(requirement: Requirement) -> Check:
@@ -105,46 +91,21 @@ def _requirement(requirement: Requirement) -> Check:
     return result(name, detail, remedy, is_wanted=True)
 
 
-def _torchvision() -> Iterator[Check]:
-    """Check that torchvision was built for the installed torch; else its kernels are missing."""
-    version = package_version("torch")
-    if version is None or package_version("torchvision") is None:
-        return  # reported already
-    for requirement in map(Requirement, metadata.requires("torchvision") or []):
-        specifier = requirement.specifier
-        if requirement.name == "torch" and not specifier.contains(version, prereleases=True):
-            detail = f"built for torch {specifier}, installed is {version}"
-            remedy = "pip install --upgrade torch torchvision, both at once"
-            yield result("torchvision", detail, remedy)
-
-
-def _extras(
-    config: Config, requirements: list[Requirement], always_installed: set[str]
-) -> Iterator[Check]:
-    """Check the optional dependencies; absent ones are problems only if the config needs them.
-
-    An extra may also restrict a package that is always installed. That counts only if the extra's
-    other packages are installed.
-    """
+def _extras(config: Config, requirements: list[Requirement]) -> Iterator[Check]:
+    """Check the optional dependencies; absent ones are problems only if the config needs them."""
     wanted = {*config.train.tracker, *(["tensorboard"] if config.train.tensorboard else [])}
     wanted |= {dali_extra()} if config.train.pipeline == "dali" else set()
     installed, missing = [], []
     for extra, purpose in PURPOSES.items():
         members = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
-        checks = [_requirement(r) for r in members if r.name != "ssdctl"]
-        if not checks:  # unknown to the metadata
-            continue
-        wrong = [c for c in checks if c.remedy]
-        own = {c.name for c in checks} - always_installed
-        has_all = all(package_version(name) for name in own)
-        is_partly = any(package_version(c.name) and (has_all or c.name in own) for c in wrong)
+        wrong = [c for c in map(_requirement, members) if c.remedy and c.name != "ssdctl"]
         if not wrong:
             installed.append(extra)
-        elif extra in wanted or is_partly:
+        elif extra in wanted:
             detail = "; ".join(f"{c.name}: {c.detail}" for c in wrong)
             packages = " ".join(c.remedy.removeprefix("pip install ") for c in wrong)
             remedy = f"pip install {packages}, for {purpose}"
-            yield result(f"extra {extra}", detail, remedy, is_wanted=extra in wanted)
+            yield result(f"extra {extra}", detail, remedy, is_wanted=True)
         else:
             missing.append(f"{extra} ({purpose})")
     if installed:
@@ -169,7 +130,6 @@ def check_plugins(doctor: Doctor) -> Iterator[Check]:
 def check_machine(_: Doctor) -> Iterator[Check]:
     yield _cores()
     yield _memory()
-    yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def _cores() -> Check:
@@ -185,10 +145,6 @@ def _cores() -> Check:
     quota = system.cpu_quota(hardware.PROC, hardware.SYS)
     if quota is not None and quota < len(cpus):
         detail += f"; the cgroup grants {quota:g}"
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        if threads.isdigit() and int(threads) > math.ceil(quota):
-            remedy = "threads beyond it are throttled: unset it, or raise the container's limit"
-            return result("cores", f"{detail}, OMP_NUM_THREADS is {threads}", remedy)
     return result("cores", detail)
 
 
@@ -202,15 +158,6 @@ def _memory() -> Check:
         available = min(available, limit)
     remedy = "end other programs or raise the limit; a smaller --bs needs less"
     return result("memory", detail, remedy if available < LITTLE_MEMORY else None)
-
-
-def _open_files(soft: int, hard: int) -> Check:
-    if soft == UNLIMITED or soft >= FILES_NEEDED:
-        return result("open files", "unlimited" if soft == UNLIMITED else f"limit {soft:,}")
-    remedy = f"ulimit -n {FILES_WANTED if hard == UNLIMITED else min(hard, FILES_WANTED)}"
-    if hard != UNLIMITED and hard < FILES_NEEDED:
-        remedy = f"raise the hard limit of {hard:,} (nofile in /etc/security/limits.conf)"
-    return result("open files", f"limit {soft:,}", remedy)
 
 
 def check_launchers(doctor: Doctor) -> Iterator[Check]:
