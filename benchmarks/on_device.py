@@ -154,7 +154,7 @@ def training_speed(bench: Bench) -> str:
 def evaluation_speed(bench: Bench) -> str:
     options = [w for w in bench.options if w not in ("--backbone-weights", "none")]
     metrics = bench.ssdctl("benchmark", "evaluate", *options)
-    return _table([metrics], ("images_per_second", "latency_p50_ms", "latency_p99_ms", "score_s"))
+    return _table([metrics], ("images_per_second", "detect_images_per_second", "score_s"))
 
 
 def forms(bench: Bench) -> str:

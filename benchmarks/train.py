@@ -203,7 +203,7 @@ def other_step(
 
     from ssdctl.benchmark.train import DTYPES
     from ssdctl.boxes import default_boxes_cxcywh
-    from ssdctl.input.fake import random_batch
+    from ssdctl.input.open import random_batch
 
     place = device.torch_device
     # NVIDIA's program uses channels-last images, MLPerf's and Habana's do not.

@@ -26,8 +26,7 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.collectives import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.batch import Batch
-from ssdctl.input.fake import random_batch
-from ssdctl.input.open import copy_ahead
+from ssdctl.input.open import copy_ahead, random_batch
 from ssdctl.model.ssd300 import network_of
 from ssdctl.runtime.system import usable_cores
 from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device

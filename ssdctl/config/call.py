@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Override, of_call, resolve
@@ -92,8 +92,8 @@ def takes_settings(settings: type) -> Callable[[F], F]:
                 raise TypeError(f"{name_of}() got an unexpected keyword argument {name!r}")
             return function(*arguments, **keywords)
 
-        checked.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
+        vars(checked)["__signature__"] = signature.replace(parameters=parameters)
+        return cast("F", checked)
 
     return decorate
 

@@ -467,8 +467,6 @@ class KubernetesConfig(Section, frozen=True):
         setting("Kind of job (auto: MPIJob for HPUs on several nodes, else Job)"),
     ] = "auto"
     labels: Annotated[Words, _pairs("Labels of job and pods (Kueue's queue)")] = ()
-    annotations: Annotated[Words, _pairs("Annotations of job and pods")] = ()
-    priority_class: Annotated[str | None, _name("Priority class of the pods")] = None
     patch: Annotated[
         str | None, setting("YAML file merged into pods (spec, metadata) and job", metavar="FILE")
     ] = None

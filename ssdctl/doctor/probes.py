@@ -141,7 +141,7 @@ def probe_step() -> None:
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
-    from ssdctl.input.fake import random_batch
+    from ssdctl.input.open import random_batch
     from ssdctl.model.ssd300 import SSD300
     from ssdctl.training.optimizer import without_dynamo
     from ssdctl.training.plan import make_plan

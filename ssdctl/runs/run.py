@@ -26,9 +26,16 @@ from ssdctl.config.render import SNAPSHOT_SECTIONS
 from ssdctl.config.resolve import read_toml, resolve
 from ssdctl.config.settings import Config
 from ssdctl.errors import DataError, SsdctlError, UsageError
-from ssdctl.runs.environment import Environment, read_environment
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
-from ssdctl.runs.folder import RUNS, RunDir, find_checkpoint, run_dir, step_of
+from ssdctl.runs.folder import (
+    RUNS,
+    Environment,
+    RunDir,
+    find_checkpoint,
+    read_environment,
+    run_dir,
+    step_of,
+)
 from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.metrics import ClassAP, Ended, Record, Started, events_of, read_metrics
 from ssdctl.runtime.safe_text import html_table, listed, redact_urls

@@ -27,7 +27,7 @@ from ssdctl.device.cpu import Cpu
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
-from ssdctl.input.fake import random_batch
+from ssdctl.input.open import random_batch
 from ssdctl.model.ssd300 import network_of
 from ssdctl.training.plan import Network, Plan, make_plan
 from ssdctl.training.step import LossModule, build_step

@@ -61,13 +61,11 @@ from ssdctl.training.observers import (
 from ssdctl.training.observers.display import Display, log_display
 from ssdctl.training.observers.folder import FolderWriter
 from ssdctl.training.optimizer import without_dynamo
-from ssdctl.training.profile import StepProfiler
-from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.saver import Saver
+from ssdctl.training.resume import Saver, find_checkpoint
 from ssdctl.training.state import EMA, RankStatistics, restore
 from ssdctl.training.step import build_step
 from ssdctl.training.step_input import StepInput
-from ssdctl.training.throughput import EpochTimer, StepRecorder
+from ssdctl.training.throughput import EpochTimer, StepProfiler, StepRecorder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

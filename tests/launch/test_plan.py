@@ -16,8 +16,8 @@ from launch.plans import SMALL
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import Node, read_node
-from ssdctl.launch.engines._tpus import choose_device
 from ssdctl.launch.engines.mpirun import read_hosts
+from ssdctl.launch.engines.torchrun import choose_tpu_device
 from ssdctl.runtime import hardware
 from ssdctl.runtime.hardware import TPU_VERSIONS
 from ssdctl.runtime.system import physical_cores
@@ -247,7 +247,7 @@ def test_without_a_tpu_its_version_is_assumed_with_a_warning() -> None:
 def test_chips_and_packages_decide_what_drives_tpus(
     version: str | None, node: Node, packages: set[str], device: str
 ) -> None:
-    assert choose_device(version, node, packages) == device
+    assert choose_tpu_device(version, node, packages) == device
 
 
 @pytest.mark.parametrize(

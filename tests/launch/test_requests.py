@@ -66,7 +66,7 @@ class Launch(NamedTuple):
     words: tuple[str, ...]  # without the launched command after `--`
     rest: tuple[str, ...]
     wished: tuple[str, ...]  # what the ranks run; for `train` without the device
-    texts: dict[str, str]  # values of kubernetes.env and kubernetes.annotations
+    texts: dict[str, str]  # the value of kubernetes.env
     wrong: tuple[str, ...]  # of which an error has to name one; empty: it is accepted
 
     @property
@@ -104,7 +104,7 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
         words += ["--set=kubernetes.image=a:1", "--set=kubernetes.volumes=claim:/runs"]
         install = draw(st.sampled_from(["image", "ssdctl==1", "$(touch x) a.b"]))
         words.append(f"--set=kubernetes.install={install}")
-        texts = {key: draw(TEXT) for key in ("env", "annotations")}
+        texts = {"env": draw(TEXT)}
         words += [f"--set=kubernetes.{k}={json.dumps([f'NAME={v}'])}" for k, v in texts.items()]
     rest, wished = draw(launched())
     if launcher == "mpirun" and ":" in wished:
@@ -367,7 +367,6 @@ def check_kubernetes(plan: Any, launch: Launch) -> None:
     program = unescaped((pods.get("launcher") or pods["main"])["command"])
     environment = {e["name"]: unescaped([e["value"]])[0] for e in devices["env"]}
     assert environment["NAME"] == launch.texts["env"]
-    assert job["metadata"]["annotations"]["NAME"] == launch.texts["annotations"]
     check_pod_command(program[program.index("ssdctl") + 1 :], launch)
 
 

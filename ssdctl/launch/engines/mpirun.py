@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from ssdctl.distributed.ranks import free_port
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch.base import PLACEHOLDER, Engine, LaunchRequest, Node, require_program
-from ssdctl.launch.job import Job
+from ssdctl.launch.base import PLACEHOLDER, Engine, Job, LaunchRequest, Node, require_program
 from ssdctl.runtime.hardware import BINDING_VARIABLE
 
 if TYPE_CHECKING:

@@ -33,9 +33,8 @@ from ssdctl.data.store import Split
 from ssdctl.errors import missing_package
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.runs.environment import find_environment
 from ssdctl.runs.evaluation import SHOWN_SCORE
-from ssdctl.runs.folder import RunDir
+from ssdctl.runs.folder import RunDir, find_environment
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import TRACKERS

@@ -60,7 +60,7 @@ def test_resnet50_at_256_trains_within_80_gb() -> None:
 @pytest.mark.slow(in_ci=True)
 def test_activations_are_what_backward_really_keeps() -> None:
     """Against the storages that a real forward leaves alive."""
-    from ssdctl.input.fake import random_batch
+    from ssdctl.input.open import random_batch
     from ssdctl.training.step import LossModule
 
     held = []

@@ -12,7 +12,7 @@ from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.training.profile import StepProfiler, waits
+from ssdctl.training.throughput import StepProfiler, waits
 
 CPU = open_device("cpu")
 
