@@ -170,7 +170,6 @@ def _name_of(checkpoint: Path) -> str:
 
 
 def _dataset_name(config: Config) -> str:
-    """Return the name of the dataset's folder; `fake` if no image is read."""
     if config.train.fake_data:
         return "fake"
     root = Path(config.data.root or default_root()).absolute()
@@ -239,7 +238,6 @@ def _wait_for_lock(path: Path) -> int | None:
 
 
 def _owner(lock: Path) -> tuple[str, str]:
-    """Return the process id and the host in a lock file; empty if it cannot be read."""
     try:
         with lock.open(errors="replace") as file:
             process, _, host = file.read(MAX_OWNER).partition(" on ")
