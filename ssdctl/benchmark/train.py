@@ -22,9 +22,8 @@ from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
 from ssdctl.device import Device, open_device
-from ssdctl.distributed import collectives
+from ssdctl.distributed import SINGLE_PROCESS, Ranks, collectives, find_ranks
 from ssdctl.distributed.collectives import process_group
-from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.batch import Batch
 from ssdctl.input.open import copy_ahead, random_batch
 from ssdctl.model.ssd300 import network_of

@@ -51,6 +51,7 @@ FORMATS = PluginKind(
 AUGMENTATIONS = PluginKind(
     *("augmentation", "--augment", "ssdctl.input.augmentations", "ssdctl.augmentations"),
     reserved=tuple(AUGMENTATION_LISTS),
+    families=(("simple", ("flip", "color", "zoom")),),
 )
 LAUNCHERS = PluginKind(
     "launcher", "--launcher", "ssdctl.launch.engines", "ssdctl.launchers", (), ("auto",)

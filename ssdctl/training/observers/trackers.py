@@ -39,7 +39,7 @@ from ssdctl.runs.metrics import Record
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import TRACKERS
 from ssdctl.runtime.safe_text import redact_urls
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 from ssdctl.training.observers import (
     Detected,
     End,

@@ -22,7 +22,7 @@ from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.config.fields import PresetName
 from ssdctl.input import augmentations, sampler
-from ssdctl.input.augmentations import color
+from ssdctl.input.augmentations.simple import color
 from ssdctl.training import setup
 
 if TYPE_CHECKING:
