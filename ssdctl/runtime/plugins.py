@@ -58,7 +58,8 @@ LAUNCHERS = PluginKind(
 )
 TRACKERS = PluginKind(
     *("tracker", "--tracker", "ssdctl.training.observers", "ssdctl.trackers"),
-    built_in=("tensorboard", "wandb", "mlflow"),
+    built_in=("services",),
+    families=(("services", ("tensorboard", "wandb", "mlflow")),),
 )
 DEVICES = PluginKind(
     *("device", "--device", "ssdctl.device", "ssdctl.devices"),

@@ -13,7 +13,7 @@ from ssdctl.input.augmentations import Apply, Boxes, Draw, Floats, Keys, View
 MAX_ZOOM = 4.0  # sides of the canvas, in sides of the image
 
 
-class Step(NamedTuple):
+class Functions(NamedTuple):
     """The two functions of an augmentation."""
 
     draw: Draw
@@ -63,7 +63,7 @@ def zoom_out(view: View, canvases: tuple[Floats, Floats]) -> View:
     return view.part(np.concatenate([-offset, scale - offset], axis=1), boxes)
 
 
-flip = Step(draw_mirrored, mirror)
-color = Step(draw_colors, recolor)
+flip = Functions(draw_mirrored, mirror)
+color = Functions(draw_colors, recolor)
 # In a list it comes before the crop: the border around a crop would show the image again.
-zoom = Step(draw_canvases, zoom_out)
+zoom = Functions(draw_canvases, zoom_out)
