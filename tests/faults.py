@@ -22,7 +22,7 @@ IMPORTED = """
     PIL.PngImagePlugin PIL.PpmImagePlugin rich.table rich.jupyter typer._adapters safetensors.torch
     encodings.utf_8_sig ssdctl.cli.main ssdctl.training.setup ssdctl.evaluation.evaluate
     ssdctl.evaluation.analysis ssdctl.reporting.page ssdctl.inference.predict ssdctl.inference.save
-    ssdctl.exporting.deployed ssdctl.model.backbones.tiny ssdctl.cli.results
+    ssdctl.exporting.deployed ssdctl.model.backbones.resnet ssdctl.cli.results
 """
 CREATING = {"os.link", "os.mkdir", "os.truncate"}
 CHANGING = {"os.rename", "os.remove", "os.rmdir", *CREATING}

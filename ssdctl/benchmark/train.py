@@ -153,7 +153,6 @@ class _Bench:
         return step, spent
 
     def _rate(self, step: TrainStep, batches: Iterator[Batch], seconds: float) -> float:
-        """Time steps for that many seconds; return the images per second of all ranks."""
         ahead = copy_ahead(batches, self.device)
         for batch in itertools.islice(ahead, WARMUP_STEPS):
             step([batch], 1e-6)
@@ -219,6 +218,7 @@ def train_flops(architecture: Architecture) -> float:
     return counter.get_total_flops() / 2
 
 
+<<<<<<< HEAD
 def peak_flops(device: Device, precision: str) -> float:
     """Return the practical peak in FLOP/s: of a large matrix product or convolution, the faster."""
     place, dtype = device.torch_device, DTYPES[precision]
@@ -245,12 +245,19 @@ def fastest_s(
     """Return the seconds of the fastest of some repetitions, each after `before`."""
     fastest = float("inf")
     for _ in range(repeats):
+=======
+def matmul_flops(device: Device, precision: str) -> float:
+    """Return the FLOP/s of a large square matrix product on the device: the practical peak."""
+    size = MATMUL_SIZE.get(device.name, ACCELERATOR_MATMUL_SIZE)
+    a = torch.randn(size, size, device=device.torch_device).to(DTYPES[precision])
+    fastest_s = float("inf")
+    for _ in range(6):
+>>>>>>> main
         device.synchronize()
-        before()
         start = time.perf_counter()
-        result = work()  # kept: a lazy device computes what is still referenced
+        product = a @ a  # kept: a lazy device computes what is still referenced
         device.mark_step()
         device.synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-        del result
-    return fastest
+        fastest_s = min(fastest_s, time.perf_counter() - start)
+        del product
+    return 2 * size**3 / fastest_s

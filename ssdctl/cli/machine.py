@@ -176,7 +176,6 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 
 @contextlib.contextmanager
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
-    """Yield the splits of the config's dataset, else of a generated one."""
     from ssdctl.config import PrepareConfig
     from ssdctl.data import shapes
     from ssdctl.data.open_dataset import open_dataset

@@ -167,7 +167,6 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
 
 
 def _check_start(plan: Plan, size: DatasetSize) -> None:
-    """Refuse what the run would refuse before its first step."""
     from ssdctl.checkpoint.locate import check_weight_sources
     from ssdctl.training.observers.trackers import find_trackers
 

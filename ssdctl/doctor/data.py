@@ -156,7 +156,6 @@ def check_network(doctor: Doctor) -> Iterator[Check]:
 
 
 def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
-    """Check that a file is available with its pinned size, at the first URL that has it."""
     start = time.perf_counter()
     urls = file.urls(mirror)
     try:

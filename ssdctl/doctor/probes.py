@@ -48,7 +48,6 @@ def probe_torch() -> None:
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str]:
-    """Return the GPUs, and the reason if there are none."""
     import torch
 
     if torch.version.cuda is None:

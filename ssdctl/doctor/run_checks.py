@@ -21,8 +21,15 @@ import msgspec
 from ssdctl.config import Config
 from ssdctl.distributed.ranks import free_port
 from ssdctl.doctor import ABSENT, FAIL, IMPORT_S, OK, WARN, Check, Doctor, ProgramOutput, result
-from ssdctl.doctor.devices import check_cpu, check_gaudi, check_gpus, check_tpus
-from ssdctl.doctor.machine import check_launchers, check_machine, check_plugins, check_software
+from ssdctl.doctor.machine import (
+    check_cpu,
+    check_gaudi,
+    check_gpus,
+    check_machine,
+    check_plugins,
+    check_software,
+    check_tpus,
+)
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.safe_text import redact_urls
 from ssdctl.runtime.threads import run_in_daemon_thread
@@ -56,7 +63,6 @@ CHECKS: tuple[tuple[str, Checks], ...] = (
     ("Devices", check_gaudi),
     ("Devices", check_tpus),
     ("Machine", check_machine),
-    ("Launchers", check_launchers),
     ("Plugins", check_plugins),
     ("Data", lambda doctor: _data().check_data(doctor)),
 )

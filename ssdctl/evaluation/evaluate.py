@@ -206,7 +206,6 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
 
 @contextlib.contextmanager
 def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple[Device, Ranks]]:
-    """Open the device, and join the other ranks for the duration of the block."""
     from ssdctl.device import open_device
     from ssdctl.distributed.collectives import process_group
 
@@ -218,7 +217,6 @@ def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple
 
 
 def _detections_in(source: Source) -> Path | None:
-    """Return the file of detections, if it is one."""
     return source if isinstance(source, Path) and source.suffix == ".json" else None
 
 

@@ -111,7 +111,6 @@ def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape foreign text for one line of Markdown."""
     return re.sub(r"([\\`*_{}\[\]()#|<>!&~])", r"\\\1", one_line(text, 200))
 
 

@@ -142,7 +142,6 @@ class Dataset(torch.utils.data.Dataset[Item]):
         return pixels.permute(2, 0, 1) / 255, target
 
     def _drawn(self, row: int) -> Item:
-        """Return an image, augmented as in a random epoch."""
         split = self._split
         seed, epoch = torch.randint(MAX_EPOCH, (2,)).tolist()
         config = LoaderConfig(

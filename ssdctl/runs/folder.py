@@ -170,7 +170,6 @@ def _name_of(checkpoint: Path) -> str:
 
 
 def _dataset_name(config: Config) -> str:
-    """Return the name of the dataset's folder; `fake` if no image is read."""
     if config.train.fake_data:
         return "fake"
     root = Path(config.data.root or default_root()).absolute()
@@ -239,7 +238,6 @@ def _wait_for_lock(path: Path) -> int | None:
 
 
 def _owner(lock: Path) -> tuple[str, str]:
-    """Return the process id and the host in a lock file; empty if it cannot be read."""
     try:
         with lock.open(errors="replace") as file:
             process, _, host = file.read(MAX_OWNER).partition(" on ")
@@ -270,6 +268,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     packages: dict[str, str | None]  # version by name; None: not installed
     command: Annotated[list[str], msgspec.Meta(min_length=1)]
     sources: dict[str, str]  # of the settings that are neither a preset's nor a default, by path
+    folder: str = ""  # the working folder; empty if it had been deleted
     git_commit: str | None = None  # of the working folder
 
 
@@ -288,8 +287,16 @@ def find_environment(device: str, world_size: int, sources: Mapping[str, str]) -
         packages={name: package_version(name) for name in PACKAGES},
         command=[_utf8(word) for word in redact_arguments(sys.argv)],
         sources={path: _utf8(label) for path, label in sources.items()},
+        folder=_utf8(_working_folder()),
         git_commit=git_commit(),
     )
+
+
+def _working_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""
 
 
 def _utf8(text: str) -> str:

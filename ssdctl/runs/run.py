@@ -346,7 +346,6 @@ def written_at(path: Path) -> float:
 
 
 def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the run folders in a folder, and the folder itself if it is one."""
     if RunDir(folder).metrics.is_file():
         yield folder
     elif depth:

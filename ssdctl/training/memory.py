@@ -180,7 +180,6 @@ def _measure_largest_batch(
 def _peak(
     size: int, config: TrainConfig, architecture: Architecture, device: Device, precision: str
 ) -> int:
-    """Return the peak memory of a step on that many images, with a temporary network."""
     model = device.place(network_of(architecture)).train()
     step = build_step(model, config, device, precision)
     batch = random_batch(size, architecture.num_classes)

@@ -194,7 +194,6 @@ class ManifestBuilder:
         return [*start, *arguments, *(command[1:] if command[0] == "train" else ["--", *command])]
 
     def _pod(self, name: str, command: list[str], *, has_devices: bool) -> Manifest:
-        """Return a pod template of one container; an init container installs ssdctl."""
         config = self.settings
         mounts, volumes = read_volumes(config.volumes)
         container = self._container(name, command, has_devices=has_devices)

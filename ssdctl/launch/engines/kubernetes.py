@@ -198,7 +198,6 @@ def _namespace(job: Job) -> list[str]:
 
 
 def _labels(job_id: str, job: Job) -> tuple[str, str]:
-    """Return the labels of the pod whose output is followed, and of the pods it waits for."""
     name = job_id.rpartition("/")[2]
     if job_id.startswith("mpijob"):
         role = "training.kubeflow.org/job-role=worker"
@@ -263,7 +262,6 @@ def _reason(state: Json) -> str:
 
 
 def _exit_code(pods: list[Json]) -> int:
-    """Return the exit code of the newest pod."""
     for container in (_status(pods[-1]).get("containerStatuses") or []) if pods else []:
         if end := container.get("state", {}).get("terminated"):
             return end["exitCode"] if end["exitCode"] in PASSED_ON else ExitCode.DISTRIBUTED

@@ -53,7 +53,7 @@ from ssdctl.training.observers import (
 
 log = logging.getLogger(__name__)
 
-# By module, which has the name of the one that it imports: its class, and the package to install.
+# By the name of the module that it imports: its class in services.py, and the package to install.
 BUILT_IN = {
     "tensorboard": ("TensorBoard", "tensorboard"),
     "wandb": ("WeightsAndBiases", "wandb"),
@@ -155,14 +155,16 @@ def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
 
 def find_tracker(name: str) -> type[Tracker]:
     """Return a tracker; raise UsageError if it is not installed, or a plugin that is none."""
-    if name in BUILT_IN:
-        package = BUILT_IN[name][1]
+    if plugins.find(TRACKERS, name) is None:
+        class_name, package = BUILT_IN[name]
         if importlib.util.find_spec(name) is None:
             raise missing_package(package, package)
-    loaded, plugin = plugins.load(TRACKERS, name)
-    if plugin is None:
-        tracker: type[Tracker] = getattr(loaded, BUILT_IN[name][0])
+        from ssdctl.training.observers import services  # it imports this module
+
+        tracker: type[Tracker] = getattr(services, class_name)
         return tracker
+    loaded, plugin = plugins.load(TRACKERS, name)
+    assert plugin is not None
     is_tracker = isinstance(loaded, type) and issubclass(loaded, Tracker)
     plugin.require(is_tracker, f"a subclass of {Tracker.__module__}.Tracker")
     return loaded

@@ -185,6 +185,11 @@ def test_evaluate_begins_with_the_ap(cli: Cli, tiny_run: Path, monkeypatch: Any)
         assert re.search(rf"^{entry.get('name', '')}", text, re.MULTILINE)
     assert "0.02" in text  # the score threshold
     assert max(map(len, others)) <= 80
+    assert re.search(r"^class +AP +AP50 +AP[sml] .*objects$", text, re.MULTILINE)
+    monkeypatch.setenv("COLUMNS", "60")  # too few for the sizes
+    assert re.search(
+        r"^class +AP +AP50 +objects$", cli("evaluate", tiny_run, *low).out, re.MULTILINE
+    )
     assert "--report evaluation" in result.err
     quiet = cli("evaluate", tiny_run, "-q", *low)
     assert (quiet.out, quiet.err) == (first + "\n", "")

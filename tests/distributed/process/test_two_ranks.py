@@ -66,7 +66,7 @@ with process_group(ranks, device, 60):
 print(json.dumps({"steps": steps, "agreed": flags, "later": later}), flush=True)
 
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.model.backbones import tiny
+from ssdctl.model.backbones.resnet import tiny
 
 os.environ["MASTER_PORT"], name, url, digest = sys.argv[1:5]
 tiny.WEIGHTS["v1"] = PinnedFile(name, url, digest)

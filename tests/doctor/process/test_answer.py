@@ -37,7 +37,7 @@ def test_this_machine_for_real_with_the_self_test(shapes: Path) -> None:
     checks = json.loads(done.stdout)
     assert all(c.keys() == {"name", "state", "detail", "remedy", "group"} for c in checks)
     by_name = {c["name"]: c for c in checks}
-    assert {"python", "torch", "cores", "dataset", "mpirun"} <= by_name.keys()
+    assert {"python", "torch", "cores", "dataset"} <= by_name.keys()
     expect(by_name["all-reduce"], "ok", "4 MB in ")
     assert re.match(r"--device auto is \w+: .*(fp32|bf16)", by_name["train step"]["detail"])
     flags = Path("/proc/cpuinfo").read_text()
@@ -95,7 +95,7 @@ def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.Monkey
     wide = cli("doctor", "-v").out
     lines = wide.splitlines()
     headings = [line for line in lines[1:] if re.fullmatch(r"[A-Z]\S+", line)]
-    assert headings == ["Python", "Devices", "Machine", "Launchers", "Data"]
+    assert headings == ["Python", "Devices", "Machine", "Data"]
     starts = {len(m[0]) for line in lines if (m := re.match(rf"  {MARK} \S.*?  +", line))}
     assert len(starts) == 1, "the details stand in one column"
     (column,) = starts
@@ -115,8 +115,8 @@ def test_the_first_line_is_the_verdict_and_quiet_shows_only_problems(
     monkeypatch.setattr("ssdctl.doctor.data.COCO_BYTES", 0)  # whatever is free here
     usual, everything = cli("doctor").out, cli("doctor", "-v").out
     assert re.match(r"Ready to train on the CPU \(\d+ cores, bf16\).* ssdctl demo\n", usual)
-    assert not re.search(rf"^  {MARK} mpirun ", usual, re.MULTILINE)
-    assert re.search(r"^  \u2013 mpirun ", everything, re.MULTILINE)
+    assert not re.search(rf"^  {MARK} extras ", usual, re.MULTILINE)
+    assert re.search(r"^  \u2713 extras ", everything, re.MULTILINE)
     assert cli("doctor", "-q") == Result(0, "", "")
     options = ("--data", tmp_path / "none")
     assert "1 warning" in cli("doctor", *options).out.splitlines()[0]

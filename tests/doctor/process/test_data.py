@@ -18,7 +18,7 @@ from download.http_server import Reply, Route, Server
 
 from ssdctl.doctor import data as network
 from ssdctl.download.pinned_files import COCO2017, PinnedFile
-from ssdctl.model.backbones import resnet34
+from ssdctl.model.backbones.resnet import resnet34
 
 
 def test_the_states_of_a_dataset(cli: Cli, machine: Machine, dataset: Path) -> None:

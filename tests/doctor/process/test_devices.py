@@ -86,7 +86,6 @@ def test_gaudi(machine: Machine) -> None:
     checks = machine.doctor()
     expect(checks["hpu"], "ok", "2 x HL-225, driver 1.22.0-ab12, bridge 1.22.1.6")
     expect(checks["huge pages"], "ok", "11,874 of 2048 kB")
-    expect(checks["mpirun"], "warn")  # launch --hpus needs it
 
 
 def test_gaudi_releases_that_do_not_match(machine: Machine) -> None:

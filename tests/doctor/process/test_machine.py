@@ -16,6 +16,7 @@ from helpers import is_alive, wait_for
 
 import ssdctl.doctor
 from ssdctl.doctor import machine as doctor_machine
+from ssdctl.runtime import hardware
 
 
 def test_a_broken_torch_leaves_the_rest(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,28 +83,15 @@ def test_cores_that_sysfs_lists(machine: Machine) -> None:
     machine.expect("cores", "ok", "1 physical on 1 socket(s), 3 NUMA node(s)")
 
 
-def test_launchers(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    checks = machine.doctor()
-    for name in ("mpirun", "sbatch", "kubectl"):
-        expect(checks[name], "absent")
-    checks = machine.doctor("--set", "launch.launcher=kubernetes", code=2)
-    expect(checks["kubectl"], "fail")
-    machine.program("mpirun", "[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.3'")
-    machine.program("sbatch", "[ $1 = --version ] && printf 'slurm \\033[1m23.02.6\\007'")
-    machine.program("kubectl", "echo 'no config' >&2; echo >&2; exit 1")
-    checks = machine.doctor()
-    expect(checks["mpirun"], "ok", "mpirun (Open MPI) 5.0.3")
-    assert checks["sbatch"]["detail"] == "slurm  23.02.6", "no escapes of others"
-    expect(checks["kubectl"], "warn", "no config")
-    # One that hangs is killed with its children.
-    machine.program("mpirun", "echo 'HYDRA build details: 4.1'")
-    machine.program("sbatch", f"/bin/sleep 60 & echo $! > {tmp_path}/child; wait")
-    monkeypatch.setattr(doctor_machine, "VERSION_S", 0.5)
+def test_a_driver_that_hangs_is_killed_with_its_children(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine.card(hardware.NVIDIA, kind="0x030200")
+    machine.program("nvidia-smi", f"/bin/sleep 60 & echo $! > {tmp_path}/child; wait")
+    monkeypatch.setattr(doctor_machine, "DRIVER_S", 0.5)
     start = time.monotonic()
-    checks = machine.doctor()
+    machine.expect("cuda", "warn", "within 0.5 s")
     assert time.monotonic() - start < 20
-    expect(checks["mpirun"], "warn", "HYDRA", "Open MPI")
-    expect(checks["sbatch"], "warn", "within 0.5 s")
     child = int((tmp_path / "child").read_text())
     wait_for(lambda: not is_alive(child), timeout_s=5)
 
@@ -119,7 +107,7 @@ def test_a_signal_ends_running_programs(
         machine.probe_prints("ranks", "", f"import time; {write}; time.sleep(60)")
         command.append("--self-test")
     else:
-        machine.program("sbatch", f"echo $$ > {child}; exec /bin/sleep 60")
+        machine.program("nvidia-smi", f"echo $$ > {child}; exec /bin/sleep 60")
     doctor = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: child.is_file() and child.read_text().strip(), timeout_s=30)
     time.sleep(0.2)
