@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.data import Measurements, endless_batches
@@ -218,7 +218,6 @@ def train_flops(architecture: Architecture) -> float:
     return counter.get_total_flops() / 2
 
 
-<<<<<<< HEAD
 def peak_flops(device: Device, precision: str) -> float:
     """Return the practical peak in FLOP/s: of a large matrix product or convolution, the faster."""
     place, dtype = device.torch_device, DTYPES[precision]
@@ -229,35 +228,21 @@ def peak_flops(device: Device, precision: str) -> float:
         torch.randn(shape, device=place).to(dtype).contiguous(memory_format=layout)
         for shape in ((batch, CHANNELS, SIDE, SIDE), (CHANNELS, CHANNELS, 3, 3))
     )
-    product_s = fastest_s(lambda: a @ a, device, repeats=6)
-    convolution_s = fastest_s(lambda: nn.functional.conv2d(x, w, padding=1), device, repeats=6)
-    flops = 2 * batch * SIDE**2 * CHANNELS**2 * 9
-    return max(2 * size**3 / product_s, flops / convolution_s)
+    convolution = 2 * batch * SIDE**2 * CHANNELS**2 * 9
+    return max(
+        2 * size**3 / _fastest_s(lambda: a @ a, device),
+        convolution / _fastest_s(lambda: nn.functional.conv2d(x, w, padding=1), device),
+    )
 
 
-def fastest_s(
-    work: Callable[[], object],
-    device: Device,
-    repeats: int,
-    *,
-    before: Callable[[], object] = lambda: None,
-) -> float:
-    """Return the seconds of the fastest of some repetitions, each after `before`."""
+def _fastest_s(work: Callable[[], Tensor], device: Device) -> float:
     fastest = float("inf")
-    for _ in range(repeats):
-=======
-def matmul_flops(device: Device, precision: str) -> float:
-    """Return the FLOP/s of a large square matrix product on the device: the practical peak."""
-    size = MATMUL_SIZE.get(device.name, ACCELERATOR_MATMUL_SIZE)
-    a = torch.randn(size, size, device=device.torch_device).to(DTYPES[precision])
-    fastest_s = float("inf")
     for _ in range(6):
->>>>>>> main
         device.synchronize()
         start = time.perf_counter()
-        product = a @ a  # kept: a lazy device computes what is still referenced
+        result = work()  # kept: a lazy device computes what is still referenced
         device.mark_step()
         device.synchronize()
-        fastest_s = min(fastest_s, time.perf_counter() - start)
-        del product
-    return 2 * size**3 / fastest_s
+        fastest = min(fastest, time.perf_counter() - start)
+        del result
+    return fastest

@@ -147,11 +147,7 @@ def example(deployment: Deployment) -> Tensor:
 
 def dynamic_shapes(deployment: Deployment) -> dict[str, Any] | None:
     """Return a batch of any size; torch 2.6 and 2.7 refuse one without a limit."""
-    return (
-        None
-        if deployment.batch
-        else {"images": {0: torch.export.Dim("batch", max=MAX_BATCH)}}
-    )
+    return None if deployment.batch else {"images": {0: torch.export.Dim("batch", max=MAX_BATCH)}}
 
 
 def pt2_program(deployment: Deployment, images: Images) -> tuple[bytes, Differences]:

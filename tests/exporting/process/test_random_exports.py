@@ -266,11 +266,7 @@ def run_exports(
 ) -> None:
     needed = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "pt2": ()}
     needed["openvino"] = (*needed["onnx"], "openvino")
-    runnable = tuple(
-        kind
-        for kind in formats
-        if all(map(importlib.util.find_spec, needed[kind]))
-    )
+    runnable = tuple(kind for kind in formats if all(map(importlib.util.find_spec, needed[kind])))
     if not runnable:
         pytest.skip(f"no packages for {', '.join(formats)}")
 
