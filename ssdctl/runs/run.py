@@ -21,10 +21,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ssdctl.config.call import hints_in_messages
 from ssdctl.config.render import SNAPSHOT_SECTIONS
 from ssdctl.config.resolve import read_toml, resolve
 from ssdctl.config.settings import Config
-from ssdctl.errors import DataError, SsdctlError, UsageError, hints_in_messages
+from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
 from ssdctl.runs.folder import (
     RUNS,

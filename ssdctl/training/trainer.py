@@ -27,6 +27,7 @@ from ssdctl.config.call import (
     ConfigLike,
     PathLike,
     TrainSettings,
+    hints_in_messages,
     overrides_of,
     resolve_call,
     takes_settings,
@@ -36,7 +37,7 @@ from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.device import open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import DataError, DiskError, Stopped, UsageError, hints_in_messages
+from ssdctl.errors import DataError, DiskError, Stopped, UsageError
 from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
 from ssdctl.runs.run import Run
 from ssdctl.runtime import signals

@@ -25,7 +25,6 @@ from ssdctl.runtime.system import physical_cores
 GAUDI = Node(cores=48, sockets=2)
 TPU_V3 = Node(cores=48, sockets=2, tpus=4, tpu=TPU_VERSIONS["v3"])
 TPU_V4 = Node(cores=48, sockets=2, tpus=4, tpu=TPU_VERSIONS["v4"])
-HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
 TWO_HOSTS = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
 plan_for = functools.partial(plans.plan_for, node=GAUDI, python="python", open_mpi=4)
 
