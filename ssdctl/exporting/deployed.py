@@ -127,6 +127,9 @@ class FixedBatchNorm(nn.Module):
     torch 2.6 cannot export the operator itself to ONNX.
     """
 
+    scale: Tensor
+    shift: Tensor
+
     def __init__(self, norm: nn.BatchNorm2d) -> None:
         super().__init__()
         assert norm.running_mean is not None
