@@ -16,13 +16,15 @@ from ssdctl.config.call import (
     EvaluateSettings,
     PathLike,
     TrainSettings,
+    hints_in_messages,
     override_of,
     overrides_of,
     resolve_call,
     takes_settings,
 )
 from ssdctl.config.settings import Config
-from ssdctl.errors import UsageError, hints_in_messages
+from ssdctl.errors import UsageError
+from ssdctl.exporting import FORMATS, NMS
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
@@ -275,7 +277,7 @@ def evaluate(
     """
     config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
     from ssdctl.checkpoint.locate import locate_checkpoint
-    from ssdctl.distributed.ranks import find_ranks
+    from ssdctl.distributed import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
     (evaluation,) = evaluate_files(
@@ -292,7 +294,7 @@ def evaluate(
     return evaluation
 
 
-@hints_in_messages()
+@hints_in_messages(format=FORMATS, nms=NMS)
 def export(
     checkpoint: CheckpointLike,
     out: PathLike,

@@ -18,13 +18,14 @@ from PIL import Image
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
+from ssdctl.config.call import hints_in_messages
 from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import DataConfig, PredictConfig
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.tiles import tiling_of
 from ssdctl.device import Device, open_device
-from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
+from ssdctl.distributed import find_ranks
+from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, DetectorConfig
 from ssdctl.inference.image_detector import (
     ImageDetector,

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE
-from ssdctl.config.call import overrides_of, resolve_call
+from ssdctl.config.call import hints_in_messages, overrides_of, resolve_call
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.index import read_areas
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders, require_dataset
-from ssdctl.errors import DataError, UsageError, hints_in_messages
+from ssdctl.errors import DataError, UsageError
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import as_batch, decode_sample
 from ssdctl.input.normalize import Normalize
@@ -142,7 +142,6 @@ class Dataset(torch.utils.data.Dataset[Item]):
         return pixels.permute(2, 0, 1) / 255, target
 
     def _drawn(self, row: int) -> Item:
-        """Return an image, augmented as in a random epoch."""
         split = self._split
         seed, epoch = torch.randint(MAX_EPOCH, (2,)).tolist()
         config = LoaderConfig(
