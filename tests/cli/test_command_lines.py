@@ -334,7 +334,7 @@ def problem_of(result: Result) -> str:
     return lines[0] if lines else ""
 
 
-@budgets(25, 1200)
+@budgets(15, 1200)
 def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int) -> None:
     names = {"DATA": shapes, "RUN": "old", "CKPT": "old/checkpoints/last.pt"}
 
@@ -479,7 +479,7 @@ CLOSING = [
 ]
 
 
-@budgets(15, 1200)
+@budgets(8, 1200)
 def test_the_next_commands_are_accepted_by_a_shell(
     shapes: Path, tiny_run: Path, image_file: Path, examples: int
 ) -> None:
