@@ -277,7 +277,7 @@ def evaluate(
     """
     config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
     from ssdctl.checkpoint.locate import locate_checkpoint
-    from ssdctl.distributed.ranks import find_ranks
+    from ssdctl.distributed import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
     (evaluation,) = evaluate_files(

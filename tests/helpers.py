@@ -28,7 +28,7 @@ from hypothesis import seed as with_seed
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.cli.main import main
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 
 
 class ForkedProcess:

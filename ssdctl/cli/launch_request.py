@@ -23,7 +23,7 @@ from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiling_of
-from ssdctl.distributed.ranks import Ranks, own_names
+from ssdctl.distributed import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
 from ssdctl.launch.engines.mpirun import read_hosts

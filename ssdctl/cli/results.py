@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, rich_console, table
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import make_dir
 from ssdctl.runs.folder import RUNS, RunDir, running_on

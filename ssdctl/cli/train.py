@@ -9,8 +9,8 @@ from typer import Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, aligned
+from ssdctl.distributed import Ranks, find_ranks
 from ssdctl.distributed.rank_process import start_rank_log
-from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
 from ssdctl.runs.folder import RunDir, run_dir
 from ssdctl.runtime import signals

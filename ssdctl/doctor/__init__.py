@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.runtime.hardware import find_hardware
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 if TYPE_CHECKING:
     from ssdctl.config import Config

@@ -113,8 +113,8 @@ def probe_ranks() -> None:
     import torch
 
     from ssdctl.device.cpu import Cpu
+    from ssdctl.distributed import find_ranks
     from ssdctl.distributed.collectives import average, barrier, process_group
-    from ssdctl.distributed.ranks import find_ranks
 
     ranks = find_ranks()
     with process_group(ranks, Cpu(), TIMEOUT_S):
@@ -139,7 +139,7 @@ def probe_step() -> None:
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.device import open_device
-    from ssdctl.distributed.ranks import SINGLE_PROCESS
+    from ssdctl.distributed import SINGLE_PROCESS
     from ssdctl.input.open import random_batch
     from ssdctl.model.ssd300 import SSD300
     from ssdctl.training.optimizer import without_dynamo

@@ -19,7 +19,7 @@ from types import ModuleType
 import msgspec
 
 from ssdctl.config import Config
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 from ssdctl.doctor import ABSENT, FAIL, IMPORT_S, OK, WARN, Check, Doctor, ProgramOutput, result
 from ssdctl.doctor.machine import (
     check_cpu,
@@ -32,7 +32,7 @@ from ssdctl.doctor.machine import (
 )
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.safe_text import redact_urls
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 2 * IMPORT_S + 30  # for one heading; longer than the timeouts of the probes

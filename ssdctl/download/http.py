@@ -23,7 +23,7 @@ from requests.adapters import HTTPAdapter
 from ssdctl._version import __version__
 from ssdctl.errors import IntegrityError, NetworkError, SsdctlError
 from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 MAX_REDIRECTS = 10
 TEMPORARY = (408, 429, 500, 502, 503, 504)

@@ -41,7 +41,7 @@ from ssdctl.download.http import (
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, sync_dir
 from ssdctl.runtime.safe_text import redact_url
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 CHUNK_BYTES = 64 * 1024
 MIN_PIECE_BYTES = 256 * 1024

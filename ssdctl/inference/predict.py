@@ -24,7 +24,7 @@ from ssdctl.config.sections import DataConfig, PredictConfig
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.tiles import tiling_of
 from ssdctl.device import Device, open_device
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, DetectorConfig
 from ssdctl.inference.image_detector import (

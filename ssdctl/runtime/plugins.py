@@ -51,13 +51,15 @@ FORMATS = PluginKind(
 AUGMENTATIONS = PluginKind(
     *("augmentation", "--augment", "ssdctl.input.augmentations", "ssdctl.augmentations"),
     reserved=tuple(AUGMENTATION_LISTS),
+    families=(("simple", ("flip", "color", "zoom")),),
 )
 LAUNCHERS = PluginKind(
     "launcher", "--launcher", "ssdctl.launch.engines", "ssdctl.launchers", (), ("auto",)
 )
 TRACKERS = PluginKind(
     *("tracker", "--tracker", "ssdctl.training.observers", "ssdctl.trackers"),
-    built_in=("tensorboard", "wandb", "mlflow"),
+    built_in=("services",),
+    families=(("services", ("tensorboard", "wandb", "mlflow")),),
 )
 DEVICES = PluginKind(
     *("device", "--device", "ssdctl.device", "ssdctl.devices"),

@@ -24,8 +24,7 @@ from ssdctl.config import Config, TrainConfig
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.device import Device
 from ssdctl.device.cpu import Cpu
-from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import UsageError
 from ssdctl.input.open import random_batch
 from ssdctl.model.ssd300 import network_of

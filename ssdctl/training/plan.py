@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.device import Device
-    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.distributed import Ranks
 
     DeviceFacts = Device | DeviceType  # opened, or only planned
     from ssdctl.config import TrainConfig

@@ -15,15 +15,14 @@ from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.config.render import values
 from ssdctl.config.settings import Kind, all_settings
 from ssdctl.data.annotations import ClassName, class_differences
-from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.going_back import has_continued_from
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.format import Checkpoint
-    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.distributed import Ranks
     from ssdctl.training.plan import Plan
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ssdctl.device import Device
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks
 from ssdctl.files import atomic_write, write_text
 from ssdctl.training.observers import Epoch, Step, StepMetrics
 from ssdctl.training.step import NonFiniteGuard, StepResult
@@ -25,7 +25,7 @@ from ssdctl.training.step_input import BadImages
 if TYPE_CHECKING:
     from ssdctl.data.store import Split
     from ssdctl.device import Device
-    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.distributed import Ranks
     from ssdctl.input.batch import Batch
     from ssdctl.training.plan import Plan
 

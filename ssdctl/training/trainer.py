@@ -35,8 +35,7 @@ from ssdctl.config.call import (
 from ssdctl.config.render import snapshot
 from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.device import open_device
-from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed import collectives, find_ranks
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError
 from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
 from ssdctl.runs.run import Run

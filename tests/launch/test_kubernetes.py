@@ -229,7 +229,7 @@ def test_the_pods_of_several_nodes_meet_at_pod_0() -> None:
 
     # Gaudi cards of one node are started by mpirun in the pod.
     command = containers(manifest_for("hpu", 8))["main"]["command"]
-    assert {"--hpus=8", "--launcher=mpirun", "--rank-by=slot"} <= set(command)
+    assert {"--hpus=8", "--launcher=mpirun"} <= set(command)
     assert not any(word.startswith("--hostfile") for word in command)
 
 

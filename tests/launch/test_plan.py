@@ -142,15 +142,6 @@ def test_torchrun_on_several_nodes(settings: dict[str, Any], words: set[str]) ->
     assert any("local-addr" in word for word in plan.argv) == ("local_address" in settings)
 
 
-@pytest.mark.parametrize(("version", "order"), [(4, "core"), (5, "slot"), (None, "slot")])
-def test_ranks_by_core_only_with_open_mpi_4(version: int | None, order: str) -> None:
-    """Version 5 rejects it; an unknown version gets what both accept."""
-    plan = plan_for("hpu", 8, open_mpi=version, rank_by="core")
-    assert plan.argv[plan.argv.index("--rank-by") + 1] == order
-    assert any("--rank-by" in warning for warning in plan.warnings) == (order == "slot")
-    assert "--rank-by slot" in plan_for("hpu", 8, open_mpi=version).to_line()
-
-
 NUMA = {"node": Node(48, 2, has_numactl=True), "torch_version": (2, 9)}
 
 

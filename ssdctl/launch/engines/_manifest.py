@@ -81,7 +81,9 @@ class ManifestBuilder:
 
     def build(self, job_name: str) -> Manifest:
         """Return the manifest; for an Indexed Job, a list with its Service."""
-        config, kind = self.settings, self._kind()
+        config, nodes = self.settings, self.request.config.nodes
+        # Only HPUs on several nodes need the MPI operator.
+        kind = "MPIJob" if self.request.device == "hpu" and nodes > 1 else "Job"
         name = checked("name", config.name or job_name)
         metadata: Manifest = {
             "name": name,
@@ -93,7 +95,7 @@ class ManifestBuilder:
         patched = spec["runPolicy"] if kind == "MPIJob" else spec
         patched.update(merge(patched, self.patch.get("job", {})))
         job = {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec}
-        if kind != "Job" or self.request.config.nodes == 1:
+        if kind != "Job" or nodes == 1:
             return job
         headless: Manifest = {
             "clusterIP": "None",
@@ -103,18 +105,6 @@ class ManifestBuilder:
         }
         service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
         return {"apiVersion": "v1", "kind": "List", "items": [service, job]}
-
-    def _kind(self) -> str:
-        """Return the kind of job: only HPUs on several nodes need the MPI operator."""
-        config, is_hpu = self.settings, self.request.device == "hpu"
-        kind, needs_mpi = str(config.kind), is_hpu and self.request.config.nodes > 1
-        if kind == "auto":
-            return "MPIJob" if needs_mpi else "Job"
-        if needs_mpi and kind != "MPIJob":
-            raise UsageError(f"kubernetes.kind {kind}: HPUs on several nodes need an MPIJob")
-        if self.request.device in ("tpu", "xla") and kind == "MPIJob":
-            raise UsageError("kubernetes.kind MPIJob: TPU processes take their chips from torchrun")
-        return kind
 
     def _job(self, name: str) -> Manifest:
         restarts, nodes = self.request.config.restarts, self.request.config.nodes
@@ -183,7 +173,7 @@ class ManifestBuilder:
         if launcher == "mpirun":
             # The launcher and the workers have different numbers of cores.
             bind_to = config.bind_to if config.cores_per_node else "none"
-            arguments += [f"--rank-by={config.rank_by}", f"--bind-to={bind_to}"]
+            arguments += [f"--bind-to={bind_to}"]
         if config.nodes > 1:
             arguments += [f"--nodes={config.nodes}"]
         arguments += options

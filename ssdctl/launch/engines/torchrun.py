@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from ssdctl.distributed.ranks import address_for_peers
+from ssdctl.distributed import address_for_peers
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import PLACEHOLDER, Engine, Job, LaunchRequest, Node
 from ssdctl.runtime.hardware import TPU_VERSIONS

@@ -200,3 +200,7 @@ class TensorBoard(Tracker):
 
     def close(self, *, is_success: bool) -> None:
         self._writer.close()
+
+
+# By the names of the packages, which are the values of `--tracker`.
+tensorboard, wandb, mlflow = TensorBoard, WeightsAndBiases, MLflow

@@ -39,7 +39,7 @@ from ssdctl.runs.metrics import Record
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import TRACKERS
 from ssdctl.runtime.safe_text import redact_urls
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 from ssdctl.training.observers import (
     Detected,
     End,
@@ -53,12 +53,8 @@ from ssdctl.training.observers import (
 
 log = logging.getLogger(__name__)
 
-# By the name of the module that it imports: its class in services.py, and the package to install.
-BUILT_IN = {
-    "tensorboard": ("TensorBoard", "tensorboard"),
-    "wandb": ("WeightsAndBiases", "wandb"),
-    "mlflow": ("MLflow", "mlflow-skinny"),
-}
+# The trackers of services.py: the module that each imports, and the package to install.
+BUILT_IN = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 GROUPS = ("train", "eval", "epoch", "class_AP")  # groups of metrics
 POSITION = ("kind", "step", "epoch")  # fields of a record that are not metrics
 MAX_WAITING = 1000  # calls in the queue of a tracker
@@ -155,19 +151,14 @@ def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
 
 def find_tracker(name: str) -> type[Tracker]:
     """Return a tracker; raise UsageError if it is not installed, or a plugin that is none."""
-    if plugins.find(TRACKERS, name) is None:
-        class_name, package = BUILT_IN[name]
-        if importlib.util.find_spec(name) is None:
-            raise missing_package(package, package)
-        from ssdctl.training.observers import services  # it imports this module
-
-        tracker: type[Tracker] = getattr(services, class_name)
-        return tracker
+    if name in BUILT_IN and importlib.util.find_spec(name) is None:
+        raise missing_package(BUILT_IN[name], BUILT_IN[name])
     loaded, plugin = plugins.load(TRACKERS, name)
-    assert plugin is not None
-    is_tracker = isinstance(loaded, type) and issubclass(loaded, Tracker)
-    plugin.require(is_tracker, f"a subclass of {Tracker.__module__}.Tracker")
-    return loaded
+    if plugin is not None:
+        is_tracker = isinstance(loaded, type) and issubclass(loaded, Tracker)
+        plugin.require(is_tracker, f"a subclass of {Tracker.__module__}.Tracker")
+    tracker: type[Tracker] = loaded
+    return tracker
 
 
 Create = Callable[[TrackedRun], Tracker]

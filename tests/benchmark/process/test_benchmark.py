@@ -17,7 +17,7 @@ from helpers import run_ranks, start_script
 
 from ssdctl.benchmark import train
 from ssdctl.benchmark.train import timed
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks
 
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
 OPTIONS = LINE.split()

@@ -22,7 +22,7 @@ from ssdctl.config.resolve import Override, of_call
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.device import Module
 from ssdctl.device.cpu import Cpu
-from ssdctl.distributed.ranks import SINGLE_PROCESS
+from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.errors import UsageError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import network_of

@@ -17,7 +17,7 @@ from conftest import Cli, Result
 from doctor.machines import Machine, expect
 
 from ssdctl.cli.main import main
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 from ssdctl.doctor import data as network
 
 

@@ -281,12 +281,7 @@ def run_exports(
 ) -> None:
     needed = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "pt2": ()}
     needed["openvino"] = (*needed["onnx"], "openvino")
-    is_old = torch.__version__.startswith("2.6")  # it cannot export the network to ONNX
-    runnable = tuple(
-        kind
-        for kind in formats
-        if all(map(importlib.util.find_spec, needed[kind])) and not (is_old and needed[kind])
-    )
+    runnable = tuple(kind for kind in formats if all(map(importlib.util.find_spec, needed[kind])))
     if not runnable:
         pytest.skip(f"no packages for {', '.join(formats)}")
 
