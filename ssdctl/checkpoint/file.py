@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
 from ssdctl.runs.evaluation import read_evaluation
 from ssdctl.runs.folder import RunDir, evaluation_of
+from ssdctl.runtime.packages import torch_warnings_ignored
 
 Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
@@ -267,8 +267,7 @@ def read_payload(path: Path) -> Any:
             )
         if magic == b"PK":
             check_zip(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about formats that are checked by the result
+        with torch_warnings_ignored():  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except SsdctlError:
         raise

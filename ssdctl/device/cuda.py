@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.device import Decoder, Device, Module, inductor
 from ssdctl.errors import UsageError
-from ssdctl.runtime.packages import without_tf32_warnings
+from ssdctl.runtime.packages import torch_warnings_ignored
 
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)  # compute capabilities
 STEPS_IN_FLIGHT = 2
@@ -57,7 +57,8 @@ class Cuda(Device):
 
     def set_tf32(self, wanted: bool) -> None:
         # PyTorch's own default is TF32 for convolutions, which is less precise than fp32.
-        with without_tf32_warnings():
+        # Some versions warn about these names, but their compiler still reads them.
+        with torch_warnings_ignored():
             torch.set_float32_matmul_precision("high" if wanted else "highest")
             torch.backends.cudnn.allow_tf32 = wanted
 

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 from ssdctl.errors import UsageError
 from ssdctl.runtime.system import UNLIMITED
@@ -82,14 +83,22 @@ def no_buffer_sync(ddp: type) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def without_tf32_warnings() -> Iterator[None]:
-    """Suppress the warnings that some versions issue about the older names of the TF32 switches.
+def torch_warnings_ignored() -> Iterator[None]:
+    """Ignore the warnings of torch and of its exporter, in all threads.
 
-    Their compiler still reads those names, so they are the ones to set.
+    `warnings.catch_warnings` of two threads may restore each other's filters, and undoes what other
+    threads changed meanwhile. This only adds one filter, and removes it.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    ours = ("ignore", None, Warning, re.compile(r"(ssdctl|torch|torch_tpu|onnx\w*|importlib)\b"), 0)
+    before: Any = warnings.filters
+    before.insert(0, ours)
+    try:
         yield
+    finally:
+        now: Any = warnings.filters  # another list inside or after somebody's catch_warnings
+        for filters in (before,) if now is before else (before, now):
+            with contextlib.suppress(ValueError):  # reset meanwhile
+                filters.remove(ours)
 
 
 def library_error(error: BaseException | None) -> UsageError | None:

@@ -222,7 +222,6 @@ def test_calls_one_after_the_other(world: World) -> None:
     check(world, [*((text,) for text in QUICK), (QUICK[0], QUICK[0])])
 
 
-@pytest.mark.slow
 def test_programs(world: World) -> None:
     run_programs(world, None, 4)
 
