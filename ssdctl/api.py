@@ -25,6 +25,8 @@ from ssdctl.config.settings import Config
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run
+from ssdctl.runtime.hardware import cores_kept
+from ssdctl.runtime.packages import public_call
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
     return resolve_call(config, given)
 
 
-@hints_in_messages()
+@public_call()
 def load(
     checkpoint: CheckpointLike,
     *,
@@ -120,7 +122,8 @@ def load(
     config = resolve_call(None, [*overrides_of("predict", given), *overrides_of("data", tiles)])
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
-    return Predictor(*load_detector(checkpoint, config.predict, config.data))
+    with cores_kept():
+        return Predictor(*load_detector(checkpoint, config.predict, config.data))
 
 
 @hints_in_messages()
@@ -175,7 +178,7 @@ def prepare(
 
 
 @takes_settings(TrainSettings)
-@hints_in_messages()
+@public_call()
 def train(
     data: PathLike | None = None,
     *,
@@ -229,7 +232,7 @@ def train(
 
 
 @takes_settings(EvaluateSettings)
-@hints_in_messages()
+@public_call()
 def evaluate(
     checkpoint: CheckpointLike,
     data: PathLike | None = None,
@@ -292,7 +295,7 @@ def evaluate(
     return evaluation
 
 
-@hints_in_messages()
+@public_call()
 def export(
     checkpoint: CheckpointLike,
     out: PathLike,
@@ -355,7 +358,7 @@ def export(
     )
 
 
-@hints_in_messages()
+@public_call()
 def report(*runs: PathLike, out: PathLike | None = None) -> Path:
     """Write one self-contained HTML page about runs, side by side; return its path.
 

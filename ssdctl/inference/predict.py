@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, overload
 
 from PIL import Image
@@ -24,7 +24,7 @@ from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.tiles import tiling_of
 from ssdctl.device import Device, open_device
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
+from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, DetectorConfig
 from ssdctl.inference.image_detector import (
     ImageDetector,
@@ -38,6 +38,7 @@ from ssdctl.inference.sources import is_video, source_of
 from ssdctl.inference.video import open_video
 from ssdctl.model.results import Result
 from ssdctl.model.ssd300 import SSD300, load_network
+from ssdctl.runtime.packages import public_call, public_iterator
 from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Predictor:
         self._source = source
 
     @property
-    @hints_in_messages()
+    @public_call()
     def model(self) -> SSD300:
         """The network, on its device, in evaluation mode.
 
@@ -80,7 +81,7 @@ class Predictor:
     @overload
     def predict(self, image: list[Any] | tuple[Any, ...]) -> list[Result]: ...
 
-    @hints_in_messages()
+    @public_call()
     def predict(self, image: OneImage | list[Any] | tuple[Any, ...]) -> Result | list[Result]:
         """Return the objects on an image, the highest score first; of a list, one result each.
 
@@ -105,9 +106,10 @@ class Predictor:
 
     __call__ = predict
 
+    @public_iterator
     def predict_iter(
         self, images: Iterable[OneImage] | str | os.PathLike[str], *, batch_size: int = 8
-    ) -> Iterator[Result]:
+    ) -> Generator[Result, None, None]:
         """Yield the objects on each of many images, in their order.
 
         Threads open the images of the next batches; results of earlier ones are not kept.
@@ -123,7 +125,6 @@ class Predictor:
                 reads videos, is not installed.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(hints_in_messages())
             items: Any = images
             if isinstance(images, str | os.PathLike) and is_video(os.fspath(images)):
                 video = stack.enter_context(open_video(os.fspath(images)))

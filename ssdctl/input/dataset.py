@@ -19,11 +19,12 @@ from ssdctl.data.image_decode import ImageError
 from ssdctl.data.index import read_areas
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders, require_dataset
-from ssdctl.errors import DataError, UsageError, hints_in_messages
+from ssdctl.errors import DataError, UsageError
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import as_batch, decode_sample
 from ssdctl.input.normalize import Normalize
 from ssdctl.input.sampler import draw_samples
+from ssdctl.runtime.packages import public_call
 
 Item = tuple[Tensor, dict[str, Tensor]]
 MAX_EPOCH = 2**31  # the random numbers are drawn per epoch
@@ -59,7 +60,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         ssdctl.errors.DataError: The dataset cannot be used.
     """
 
-    @hints_in_messages()
+    @public_call()
     def __init__(
         self,
         data: str | os.PathLike[str],
@@ -105,7 +106,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))
 
-    @hints_in_messages()
+    @public_call()
     def __getitem__(self, index: int) -> Item:
         """Return an image and its target.
 

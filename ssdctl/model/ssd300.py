@@ -39,6 +39,7 @@ from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.postprocess import ImageDetections, detect, evaluating, refuse_non_finite
 from ssdctl.model.results import Result
 from ssdctl.runtime import plugins
+from ssdctl.runtime.packages import public_call
 from ssdctl.runtime.plugins import BACKBONES
 
 OVERSHOOT = 1e-3  # beyond 0 to 1, by rounding
@@ -133,7 +134,7 @@ class SSD300(nn.Module):
         self.classes = [ClassName(None, str(name)) for name in names]
 
     @classmethod
-    @hints_in_messages()
+    @public_call()
     def from_checkpoint(cls, checkpoint: str | os.PathLike[str] | SSD300) -> SSD300:
         """Return the network of a checkpoint with its weights, on the CPU, in evaluation mode.
 
@@ -435,9 +436,8 @@ def _padded_targets(
         if not isinstance(target, Mapping):
             raise UsageError(f"target {number}: a {type(target).__name__}, not a dictionary")
         height, width = image.shape[-2:]
-        box = _as_ltrb(target.get("boxes", torch.empty(0, 4)), (height, width), number)
-        box, label = box.to(device), torch.as_tensor(target.get("labels", torch.empty(0)))
-        label = label.to(device)
+        box = _as_ltrb(target.get("boxes", ()), (height, width), number, device)
+        label = torch.as_tensor(target.get("labels", ()), device=device)
         is_empty = not (box.numel() or label.numel())
         if not is_empty and (label.dim() != 1 or box.shape != (len(label), 4)):
             raise UsageError(
@@ -458,9 +458,9 @@ def _padded_targets(
     return boxes_BG4, labels_BG
 
 
-def _as_ltrb(boxes: Any, size: tuple[int, int], number: int) -> Tensor:
+def _as_ltrb(boxes: Any, size: tuple[int, int], number: int, device: torch.device) -> Tensor:
     """Return boxes as left, top, right, bottom; torchvision's `BoundingBoxes` know their format."""
-    plain = torch.as_tensor(boxes)
+    plain = torch.as_tensor(boxes, device=device)
     plain = plain if plain.dtype == torch.float64 else plain.float()
     if (kind := getattr(boxes, "format", None)) is None:
         return plain

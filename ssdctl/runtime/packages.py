@@ -4,17 +4,20 @@ PyTorch (2.6 to the newest), and what keeps a package from loading."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import inspect
 import os
 import re
 import resource
+import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from ssdctl.errors import UsageError
+from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.runtime.system import UNLIMITED
 
 OLDEST_TORCH = (2, 6)  # the last release for first-generation Gaudi cards
@@ -25,6 +28,9 @@ OUT_OF_MEMORY = re.compile(
     r"Resource temporarily unavailable|could not create a primitive",
     re.IGNORECASE,
 )
+AUTOCAST_DEVICES = ("cpu", "cuda", "hpu", "xla")
+P = ParamSpec("P")
+T = TypeVar("T")
 NATIVE_PACKAGES = ("numpy", "torch", "pyarrow", "PIL", "torchvision", "matplotlib", "hotcoco")
 
 
@@ -99,6 +105,56 @@ def torch_warnings_ignored() -> Iterator[None]:
         for filters in (before,) if now is before else (before, now):
             with contextlib.suppress(ValueError):  # reset meanwhile
                 filters.remove(ours)
+
+
+@contextlib.contextmanager
+def public_call() -> Iterator[None]:
+    """Around functions of the Python API: torch is as in a fresh process, and errors have hints.
+
+    Default device, gradients, inference mode and autocast belong to the calling thread. All threads
+    share the default type, so another one is refused.
+
+    Raises:
+        UsageError: The default type is not float32.
+    """
+    with hints_in_messages(), contextlib.ExitStack() as stack:
+        if "torch" in sys.modules:
+            torch: Any = importlib.import_module("torch")  # waits for another thread's import
+            if (dtype := torch.get_default_dtype()) != torch.float32:
+                hint = "call torch.set_default_dtype(torch.float32) before"
+                raise UsageError(f"torch's default type is {dtype}: expected float32", hint=hint)
+            if torch.empty(0).device.type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            if not torch.is_grad_enabled():
+                stack.enter_context(torch.enable_grad())
+            for name in filter(torch.is_autocast_enabled, AUTOCAST_DEVICES):
+                stack.enter_context(torch.autocast(name, enabled=False))
+        yield
+
+
+def public_iterator(
+    function: Callable[P, Generator[T, None, None]],
+) -> Callable[P, Generator[T, None, None]]:
+    """Decorate a generator function of the Python API: each step is a `public_call`."""
+
+    @functools.wraps(function)
+    def decorated(*args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        generator = function(*args, **kwargs)
+        try:
+            while True:
+                with public_call():
+                    try:
+                        item = next(generator)
+                    except StopIteration:
+                        return
+                yield item
+        finally:
+            with public_call():
+                generator.close()
+
+    return decorated
 
 
 def library_error(error: BaseException | None) -> UsageError | None:
