@@ -117,7 +117,7 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
         model: An SSD300; in its place a wrapper, such as of DistributedDataParallel.
 
     Raises:
-        UsageError: It is another module.
+        UsageError: It is another module, or a subclass that computes something else.
     """
     network: Any = model
     while isinstance(inner := _wrapped(network), nn.Module):
@@ -127,6 +127,12 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
             f"a {type(network).__name__} is not an SSD300",
             hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
         )
+    for name in ("forward", "predict"):
+        if not getattr(type(network), name).__module__.startswith("ssdctl."):
+            raise UsageError(
+                f"{type(network).__name__} has a `{name}` of its own, which a checkpoint lacks",
+                hint="call `detect` of the network, or load its weights into an ssdctl.SSD300",
+            )
     state = {
         name: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
         for name, tensor in network.state_dict().items()
@@ -136,6 +142,8 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
         model=state,
         architecture=network.architecture,
         classes=network.classes,
+        thresholds=network.thresholds,
+        tiling=network.tiling,
     )
 
 

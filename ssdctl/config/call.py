@@ -100,6 +100,9 @@ def overrides_of(section: str, arguments: Mapping[str, Any]) -> list[Override]:
 
 def override_of(path: str, value: Any, label: str) -> Override:
     """Return a setting's value, which errors name by `label`."""
+    if hasattr(value, "state_dict"):
+        hint = f'write model.save("model.pt", class_names=[...]) and give {label}="model.pt"'
+        raise UsageError(f"{label}: a network in memory, not a file", hint=hint)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor

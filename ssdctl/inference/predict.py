@@ -36,15 +36,13 @@ from ssdctl.inference.image_detector import (
 from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.sources import is_video, source_of
 from ssdctl.inference.video import open_video
+from ssdctl.model.postprocess import DEFAULT_SCORE, TILES_PER_PASS
 from ssdctl.model.results import Result
 from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.runtime.packages import public_call, public_iterator
 from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)
-
-TILES_PER_PASS = 8
-DEFAULT_SCORE = 0.3  # where no evaluation has found a better threshold
 
 
 class Predictor:
