@@ -71,7 +71,7 @@ from ssdctl.model.ssd300 import network_of
 from ssdctl.config.resolve import resolve
 from ssdctl.device import open_device
 from ssdctl.runtime.system import tune_process
-from ssdctl.input.fake import random_batch
+from ssdctl.input.open import random_batch
 from ssdctl.training.step import build_step
 tune_process()
 device, config, precision = open_device("cpu"), resolve(environment={}).train, sys.argv[3]

@@ -21,8 +21,7 @@ from typing import Annotated, NamedTuple
 import typer
 from torch import distributed as dist
 
-from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks, collectives
 
 TIMEOUT = datetime.timedelta(seconds=600)
 FLAGS = (False, False, False)

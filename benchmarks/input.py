@@ -33,8 +33,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageEnhance
 
-from ssdctl.benchmark.data import full_chain, stage_times
+from ssdctl.benchmark.data import full_chain
 from ssdctl.boxes import (
+    IMAGE_SIZE,
     Matcher,
     box_cxcywh_to_ltrb,
     box_ltrb_to_cxcywh,
@@ -48,6 +49,7 @@ from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.input.batch import LoaderConfig
+from ssdctl.input.loader import TrainLoader, crop_edges, decode_sample
 from ssdctl.input.open import open_input
 from ssdctl.model.backbones import RESNET
 from ssdctl.runtime.system import tune_process
@@ -55,6 +57,36 @@ from ssdctl.runtime.system import tune_process
 BATCH, WIDTH, HEIGHT = 32, 640, 480
 MIN_IOUS = (None, 0.1, 0.3, 0.5, 0.7, 0.9, 0.0)
 Count = Iterator[int]  # images of each batch that came out
+
+
+def stage_times(split: Split, loader_config: LoaderConfig, num_images: int) -> dict[str, float]:
+    """Return the median milliseconds per image of each stage of the loader, in one thread.
+
+    `draw` is the image's share of drawing a batch's samples, crops and colors. The loader decodes
+    what it reads and resizes what it decodes, so two stages are differences of its own calls.
+    """
+    loader = TrainLoader(split, loader_config)
+    out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+    spent: dict[str, list[float]] = {"draw": [], "read": [], "decode": [], "crop_resize": []}
+    for start in range(0, num_images, loader_config.batch_size):
+        begin = time.perf_counter()
+        samples = loader.draw(start)
+        spent["draw"].append((time.perf_counter() - begin) / loader_config.batch_size)
+        for slot, row in enumerate(samples.rows.tolist()):
+            _, rows = crop_edges(split, samples, slot)
+            spent["read"].append(_seconds(split.images.read, row))
+            read_again = _seconds(split.images.read, row)  # from memory, as in the next two
+            decode = _seconds(split.decode, row, rows)
+            whole = _seconds(decode_sample, split, samples, slot, out)
+            spent["decode"].append(max(decode - read_again, 0.0))
+            spent["crop_resize"].append(max(whole - decode, 0.0))
+    return {name: 1000 * statistics.median(values) for name, values in spent.items()}
+
+
+def _seconds(work: Callable[..., object], *arguments: object) -> float:
+    start = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - start
 
 
 def make_dataset(root: Path, num_images: int) -> None:

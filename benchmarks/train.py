@@ -2,6 +2,7 @@
 
     python benchmarks/train.py                    # a CUDA GPU, under ten minutes, no network
     python benchmarks/train.py --device cpu       # two CPU cores: ResNet-34 at batch 8
+    python benchmarks/train.py --layers           # each layer's time on the CPU: layers.py
 
 Each row runs in a separate process: `ssdctl benchmark train`, with images of the shapes generator
 or with fake ones, or (`third-party`) a re-implementation of the replaced systems' training step:
@@ -88,7 +89,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.5, help="of the whole table")
     parser.add_argument("--only", default="", help="only rows with this word")
     parser.add_argument("--third-party", nargs=3, metavar=("BACKBONE", "PRECISION", "BATCH"))
+    parser.add_argument("--layers", action="store_true", help="the time of each layer on the CPU")
+    parser.add_argument("--backbone", default="resnet34", help="of --layers")
+    parser.add_argument("--precision", default="fp32", help="of --layers")
+    parser.add_argument("--batch", type=int, default=8, help="of --layers")
     options = parser.parse_args()
+    if options.layers:
+        import layers
+
+        layers.main(options.backbone, options.precision, options.batch)
+        return
     if options.third_party:
         backbone, precision, batch = options.third_party
         measured = measure_other(options.device, backbone, precision, int(batch), options.seconds)
@@ -107,7 +117,9 @@ def main() -> None:
         metrics = measured_row(row, options.device, options.seconds, min(left, row.most_s))
         device = metrics.get("device", device)
         print(line(row, metrics), flush=True)
-    print(f"device: {device}; peak: a measured matrix product; epoch: 117,266 images")
+    print(
+        f"device: {device}; peak: a measured matrix product or convolution; epoch: 117,266 images"
+    )
 
 
 def measured_row(row: Row, device: str, seconds: float, limit_s: float) -> dict[str, Any]:
@@ -154,7 +166,7 @@ def measure_other(
     device_name: str, backbone: str, precision: str, batch_size: int, seconds: float
 ) -> dict[str, Any]:
     """Measure the third-party training step."""
-    from ssdctl.benchmark.train import matmul_flops, train_flops
+    from ssdctl.benchmark.train import peak_flops, train_flops
     from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.coco_json import COCO_NUM_IMAGES
     from ssdctl.device import open_device
@@ -179,7 +191,7 @@ def measure_other(
     spent = time.perf_counter() - begin
     memory = device.peak_memory_bytes()
     rate = batch_size * steps / spent
-    achieved, peak = rate * train_flops(architecture), matmul_flops(device, arithmetic)
+    achieved, peak = rate * train_flops(architecture), peak_flops(device, arithmetic)
     return {
         "images_per_second": rate,
         "step_ms": 1000 * spent / steps,
@@ -203,7 +215,7 @@ def other_step(
 
     from ssdctl.benchmark.train import DTYPES
     from ssdctl.boxes import default_boxes_cxcywh
-    from ssdctl.input.fake import random_batch
+    from ssdctl.input.open import random_batch
 
     place = device.torch_device
     # NVIDIA's program uses channels-last images, MLPerf's and Habana's do not.

@@ -41,8 +41,8 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     from ssdctl.checkpoint.format import Architecture
     from ssdctl.config import resolve
     from ssdctl.device import open_device
-    from ssdctl.distributed.ranks import Ranks
-    from ssdctl.input.fake import random_batch
+    from ssdctl.distributed import Ranks
+    from ssdctl.input.open import random_batch
     from ssdctl.model.ssd300 import network_of
     from ssdctl.training.step import build_step
 

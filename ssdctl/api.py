@@ -16,17 +16,19 @@ from ssdctl.config.call import (
     EvaluateSettings,
     PathLike,
     TrainSettings,
+    hints_in_messages,
     override_of,
     overrides_of,
+    public_call,
     resolve_call,
     takes_settings,
 )
 from ssdctl.config.settings import Config
-from ssdctl.errors import UsageError, hints_in_messages
+from ssdctl.errors import UsageError
+from ssdctl.exporting import FORMATS, NMS
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run
 from ssdctl.runtime.hardware import cores_kept
-from ssdctl.runtime.packages import public_call
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
 if TYPE_CHECKING:
@@ -278,7 +280,7 @@ def evaluate(
     """
     config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
     from ssdctl.checkpoint.locate import locate_checkpoint
-    from ssdctl.distributed.ranks import find_ranks
+    from ssdctl.distributed import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
     (evaluation,) = evaluate_files(
@@ -295,7 +297,7 @@ def evaluate(
     return evaluation
 
 
-@public_call()
+@public_call(format=FORMATS, nms=NMS)
 def export(
     checkpoint: CheckpointLike,
     out: PathLike,

@@ -6,24 +6,10 @@ prints it without a traceback and exits with the error's code. Any other excepti
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import importlib
-import re
+from collections.abc import Callable
 from typing import Any
-
-# Messages name settings as options. Commands in them stay commands, for Python, too.
-_COMMAND = r"\b(?:ssdctl|pip|datum) [a-z][^,;`)]*|--set "
-_VALUE = (
-    r"[A-Z]+\b|[\w~'\"-]*[\d./][^\s,;)]*(?<![.:])|(?:none|auto|never|native|cpu|xla|batch|onnx|"
-    r"efficientnms|safetensors|mlperf|nvidia|raw|dali)\b"
-)
-_OPTION = re.compile(
-    rf"(?P<kept>{_COMMAND})|"
-    rf"(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)\b(?![=-])(?: (?P<value>{_VALUE}))?"
-)
-_KEYWORDS = {"bs": "batch_size", "from": "source"}
-_PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 class ExitCode(enum.IntEnum):
@@ -60,16 +46,13 @@ class SsdctlError(Exception):
     Args:
         message: What is wrong, and where.
         hint: What to do next.
-        command: A command line to run instead; it is printed as one line, ready to copy.
     """
 
     exit_code = ExitCode.BUG
 
-    def __init__(
-        self, message: str, *, hint: str | None = None, command: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
-        self.hint, self.command = hint, command
+        self.hint = hint
         self.is_from_all_ranks = False  # the same error was raised on every rank
         self._written: tuple[str, str | None] | None = None
 
@@ -89,7 +72,7 @@ class SsdctlError(Exception):
             self.args = (f"{words}: {self}",)
             self._written = self._written and (f"{words}: {message}", hint)
 
-    def tell_python(self) -> None:
+    def tell_python(self, keywords_of: Callable[[str], str]) -> None:
         """Name keywords in place of options, and let the message end with the hint."""
         if self._written is not None:
             return
@@ -97,39 +80,6 @@ class SsdctlError(Exception):
         self.hint = self.hint and keywords_of(self.hint)
         text = keywords_of(str(self))
         self.args = (text if self.hint is None else f"{text}\nhint: {self.hint}",)
-
-
-def keywords_of(text: str) -> str:
-    """Return a message with the keywords of Python in place of options: `--bs 4` is `batch_size=4`.
-
-    A keyword is a function's, or a key of the config.
-    """
-
-    def keyword(match: re.Match[str]) -> str:
-        if (kept := match["kept"]) is not None:
-            return "" if kept == "--set " else kept
-        name, value = match["name"], match["value"]
-        if name in _PRECISIONS:
-            return f'precision="{name}"'
-        if name.startswith("no-"):
-            name, value = name.removeprefix("no-"), "False"
-        name = _KEYWORDS.get(name, name.replace("-", "_"))
-        if value is None:
-            return f"`{name}`"
-        is_plain = value in ("False", "True") or re.fullmatch(r"[A-Z]+|[\d.]+|['\"].*", value)
-        return f"{name}={value}" if is_plain else f'{name}="{value}"'
-
-    return _OPTION.sub(keyword, text)
-
-
-class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as contextlib's own
-    """Around functions of the Python API: their expected errors print with their hints."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, SsdctlError):
-            error.tell_python()
 
 
 class UsageError(SsdctlError):

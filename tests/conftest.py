@@ -36,9 +36,11 @@ if sys.version_info < (3, 12):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The duration of an example depends on the machine's load; the first one builds Unicode tables.
-# A change is judged by the same examples everywhere; `--hypothesis-profile random` draws new ones.
+# A change is judged by the same examples everywhere; `--hypothesis-profile random` draws new ones,
+# `few` takes a few of them, for further versions of Python and torch.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ssdctl", settings.get_profile("random"), derandomize=True)
+settings.register_profile("few", settings.get_profile("ssdctl"), max_examples=5)
 settings.load_profile("ssdctl")
 PHASES = [Phase.reuse, Phase.generate, Phase.shrink]  # not `explain`, which takes long
 
@@ -89,7 +91,8 @@ def budgets(small: int, large: int) -> pytest.MarkDecorator:
 def check_all(check: Callable[..., None], examples: int, **strategies: Any) -> None:
     """Call a function with examples of its arguments; over a thousand are new each time."""
     is_large = examples > 1000
-    settings(max_examples=examples, phases=PHASES, derandomize=not is_large)(
+    count = examples if is_large else min(examples, settings.default.max_examples)
+    settings(max_examples=count, phases=PHASES, derandomize=not is_large)(
         given(**strategies)(check)
     )()
 

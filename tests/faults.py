@@ -1,11 +1,12 @@
 """Commands in forks of a process that has everything imported, with a fault at a file operation.
 
-A run folder changes only at file operations: a process that is killed at each of them has been
-killed at every moment that leaves another folder.
+A run folder changes only at file operations: a process that is killed at each of them that finds
+another folder than the one before has been killed at every moment that makes a difference.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ IMPORTED = """
     PIL.PngImagePlugin PIL.PpmImagePlugin rich.table rich.jupyter typer._adapters safetensors.torch
     encodings.utf_8_sig ssdctl.cli.main ssdctl.training.setup ssdctl.evaluation.evaluate
     ssdctl.evaluation.analysis ssdctl.reporting.page ssdctl.inference.predict ssdctl.inference.save
-    ssdctl.exporting.deployed ssdctl.model.backbones.tiny ssdctl.cli.results
+    ssdctl.exporting.deployed ssdctl.model.backbones.resnet ssdctl.cli.results
 """
 CREATING = {"os.link", "os.mkdir", "os.truncate"}
 CHANGING = {"os.rename", "os.remove", "os.rmdir", *CREATING}
@@ -37,7 +38,7 @@ class Fault(NamedTuple):
     A signal comes at the operation. An error is raised by it and by all later ones that need space.
     """
 
-    at: int  # counted from 1
+    at: int  # counted from 1; for SIGKILL only operations that find another folder
     name: str  # of a signal or an error
 
     @property
@@ -89,6 +90,8 @@ class _Hook:
     def __init__(self, folder: str, fault: Fault | None, has_links: bool) -> None:
         self._folder, self._fault, self._has_links = folder, fault, has_links
         self._count = 0
+        self._found: list[tuple[str, int, int]] | None = None
+        self._counts_changes = fault is not None and fault.name == "SIGKILL"
 
     def install(self) -> None:
         lock = threading.Lock()
@@ -99,8 +102,7 @@ class _Hook:
             if not any(str(path).startswith(self._folder) for path in given[:2]):
                 return
             with lock:
-                self._count += 1
-                count = self._count
+                count = self._count = self._count + self._is_counted()
             if event == "os.link" and not self._has_links:
                 raise OSError(errno.EPERM, os.strerror(errno.EPERM))
             if self._fault is not None:
@@ -108,6 +110,18 @@ class _Hook:
                 self._fail(self._fault, count, bool(needs_space), str(given[0]))
 
         sys.addaudithook(hook)
+
+    def _is_counted(self) -> bool:
+        if not self._counts_changes:
+            return True
+        found = []
+        for folder, _, names in os.walk(self._folder):
+            for name in names if not folder.endswith("/logs") else ():
+                with contextlib.suppress(OSError):
+                    status = os.lstat(f"{folder}/{name}")
+                    found.append((f"{folder}/{name}", status.st_ino, status.st_size))
+        is_changed, self._found = found != self._found, found
+        return is_changed
 
     @staticmethod
     def _fail(fault: Fault, count: int, needs_space: bool, path: str) -> None:

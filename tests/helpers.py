@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -14,18 +15,20 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY_RUN, Result
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as with_seed
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.cli.main import main
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 
 
 class ForkedProcess:
@@ -220,6 +223,36 @@ def assert_same_state(actual: Checkpoint, expected: Checkpoint) -> None:
             assert torch.equal(
                 torch.as_tensor(value), torch.as_tensor(expected.optimizer["state"][key][name])
             )
+
+
+SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
+
+
+def seeds() -> Iterator[int]:
+    """Yield the variable SEED, or a new seed, and those after it, for half an hour."""
+    end = time.monotonic() + 30 * 60
+    for number in itertools.count(SEED):
+        yield number
+        if time.monotonic() > end:
+            break
+
+
+def seeded(test: Any, number: int | None) -> Any:
+    return test if number is None else with_seed(number)(test)
+
+
+def examples(count: int, number: int | None, *phases: Phase, **options: Any) -> settings:
+    """Return the settings of random examples; without a seed the profile decides if they vary."""
+    return settings(
+        max_examples=count,
+        database=None,
+        derandomize=number is None and bool(settings.default and settings.default.derandomize),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, *phases],
+        report_multiple_bugs=False,
+        **options,
+    )
 
 
 def is_mountable(tmp_path: Path) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from ssdctl.config import resolve
 from ssdctl.config.resolve import Override, of_call
-from ssdctl.input.fake import fake_split
+from ssdctl.input.open import fake_split
 from ssdctl.model.loss import Losses
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.training.observers import Epoch, Scored, Start, Step, StepMetrics

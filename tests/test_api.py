@@ -20,13 +20,12 @@ import pytest
 from conftest import Cli
 
 import ssdctl
+from ssdctl.config.call import hints_in_messages, keywords_of
 from ssdctl.config.settings import all_settings
 from ssdctl.errors import (
     DataError,
     NetworkError,
     UsageError,
-    hints_in_messages,
-    keywords_of,
 )
 from ssdctl.runtime.progress import progress_bar
 
@@ -127,6 +126,7 @@ def test_data_errors_are_those_of_the_commands_with_their_hints(tmp_path: Path) 
     [
         ("name it: --data DIR, or try --mirror", "name it: data=DIR, or try `mirror`"),
         ("--bs 4 or --bs auto: full", 'batch_size=4 or batch_size="auto": full'),
+        ("use --lr-decay cosine: --lr is low", 'use lr_decay="cosine": `lr` is low'),
         ("use --device cpu, --bf16, --no-pack", 'use device="cpu", precision="bf16", pack=False'),
         ("--score 0.3: low; --warmup 300st", 'score=0.3: low; warmup="300st"'),
         ("data --data a/b c", 'data data="a/b" c'),
@@ -171,7 +171,7 @@ def test_options_in_errors_are_keywords_or_settings() -> None:
         for node in itertools.chain.from_iterable(map(ast.walk, raised if is_shown else [])):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 named |= set(re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]+)", node.value))
-    shown = {keywords_of(f"--{name}").strip("`") for name in named - COMMANDS_ONLY}
+    shown = {keywords_of(f"--{name}", {}).strip("`") for name in named - COMMANDS_ONLY}
     assert len(shown) > 30
     assert shown - known == set()
 

@@ -113,7 +113,7 @@ def test_packages_that_messages_name_are_declared() -> None:
     for path in PATHS.values():
         for call in re.findall(r"(?:missing|import)_package\(([^)]*)\)", path.read_text("utf-8")):
             named |= set(re.findall(r'"([\w-]+)[".]', call))
-    named |= {package for _, package in BUILT_IN.values()}
+    named |= {*BUILT_IN.values()}
     assert {"onnx", "safetensors", "av"} <= named
     assert named <= declared
 

@@ -19,8 +19,6 @@ from pages import PAGES, ROOT, every_page, prose, spans, words_of
 import ssdctl
 from ssdctl.cli.main import click_root
 from ssdctl.config.fields import DEVICE_TYPES
-from ssdctl.config.render import plain_value
-from ssdctl.config.resolve import preset_overrides
 from ssdctl.config.sections import SaveFormat
 from ssdctl.config.settings import all_settings
 from ssdctl.data import index
@@ -112,36 +110,6 @@ def test_columns_of_the_store() -> None:
             kind_in_file = re.sub(r"(?:fixed_size_|large_)?list<\w+: ", "list<", kind_in_file)
             kind_in_file = re.sub(r"(list<)+(\w+).*", r"list<\2>", kind_in_file)
             assert words == re.sub(r"\bfloat\b", "float32", kind_in_file), name
-
-
-# The row of a preset's value in the table of recipes, and the number or word that stands in it.
-RECIPE = {
-    "base learning rate (x global batch / 32)": "train.lr",
-    "warm-up (linear from 0)": "train.warmup",
-    "decay": "train.decay_epochs",
-    "epochs": "train.epochs",
-    "augmentation": "train.augment",
-    "hue jitter": "train.hue_degrees",
-    "precision": "train.precision",
-    "checkpoints, number kept": "train.keep",
-}
-
-
-def test_recipes_of_the_presets() -> None:
-    text = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    head = next(line for line in text.splitlines() if line.startswith("|  | `mlperf-r34`"))
-    rows = {row[0]: row[1:] for row in table("recipes.md", "")}
-    defaults = {path: s.default for path, s in all_settings().items()}
-    for number, name in enumerate(spans(head)):
-        values = defaults | {o.path: o.value for o in preset_overrides(name)}
-        for title, path in RECIPE.items():
-            cell, value = rows[title][number], values[path]
-            words = re.findall(r"[\w.-]+", cell)
-            parts = value if isinstance(value, tuple) else [value]
-            for part in parts:
-                text = re.sub(r"(st|ep)$", "", plain_value(part))
-                same = [w for w in words if w == text or _number(w) == _number(text) is not None]
-                assert same, (name, path, cell, value)
 
 
 def _number(text: str) -> float | None:

@@ -12,7 +12,7 @@ from ssdctl.boxes import NUM_BOXES
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override, of_call
 from ssdctl.device import Device
-from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
+from ssdctl.distributed import SINGLE_PROCESS, Ranks
 from ssdctl.input.batch import Batch
 from ssdctl.training.step import TrainStep, build_step
 

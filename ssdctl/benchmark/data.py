@@ -9,22 +9,17 @@ colors, normalization and targets, which the device computes in training.
 from __future__ import annotations
 
 import logging
-import math
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdctl.boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.store import Split
 from ssdctl.device import Device, inductor, open_device
 from ssdctl.input.batch import Batch, LoaderConfig, trim_padding
-from ssdctl.input.loader import TrainLoader, crop_edges, decode_sample
 from ssdctl.input.normalize import Normalize
 from ssdctl.input.open import open_input
 from ssdctl.model import fused
@@ -36,17 +31,15 @@ log = logging.getLogger(__name__)
 Measurements = dict[str, float | int | str]
 BATCH_SIZE = 32
 WARMUP_BATCHES = 4
-TIMED_IMAGES = 200
 CHUNK = 8  # images per task of the full chain's last stages
 
 
 def benchmark_data(split: Split, config: Config, seconds: float) -> Measurements:
-    """Return images per second of the host stage and the full chain, and ms of each stage."""
+    """Return images per second of the host stage and the full chain."""
     device = open_device("cpu", execution=config.train.execution)
     for notice in device.notices:
         log.info(notice)
     threads = config.train.workers or usable_cores()
-    loader_config = LoaderConfig.of(config.train, split, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
         return endless_batches(split, config, BATCH_SIZE, threads, device)
@@ -56,7 +49,6 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Measurements
     try:
         host = _rate((len(batch.rows) for batch in batches()), seconds)
         full = _rate(full_chain(batches(), threads, device), seconds)
-        stages = stage_times(split, loader_config, TIMED_IMAGES)
     finally:
         torch.set_num_threads(torch_threads)
     cores = min(threads, usable_cores())
@@ -67,7 +59,6 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Measurements
         "workers": threads,
         "execution": device.execution,
         "pipeline": config.train.pipeline,
-        **{f"{name}_ms": round(value, 4) for name, value in stages.items()},
     }
 
 
@@ -79,21 +70,6 @@ def endless_batches(
     decoder, buffer = device.decoder, device.host_buffer
     source = open_input(config.train.pipeline, split, loader_config, decoder=decoder, buffer=buffer)
     return source.batches(0, 1 << 40)
-
-
-def required_cores(metrics: Measurements, gpu_rate: float, gpus: int) -> Measurements:
-    """Return how many cores the host stage of some GPUs needs, by this machine's rate per core.
-
-    Args:
-        gpu_rate: Images per second that one GPU trains, without waiting for input.
-    """
-    required = gpu_rate * gpus
-    cores = math.ceil(required / float(metrics["images_per_second_per_core"]))
-    return {
-        "required_images_per_second": round(required, 1),
-        "required_cores": cores,
-        "is_sufficient": float(metrics["images_per_second"]) >= required,
-    }
 
 
 def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterator[int]:
@@ -133,36 +109,6 @@ class _LastStages(nn.Module):
         self, images: Tensor, jitter: Tensor | None, boxes: Tensor, labels: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return self.normalize(images, jitter), self.targets(boxes, labels)
-
-
-def stage_times(split: Split, loader_config: LoaderConfig, num_images: int) -> dict[str, float]:
-    """Return the median milliseconds per image of each stage of the loader, in one thread.
-
-    `draw` is the image's share of drawing a batch's samples, crops and colors. The loader decodes
-    what it reads and resizes what it decodes, so two stages are differences of its own calls.
-    """
-    loader = TrainLoader(split, loader_config)
-    out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
-    spent: dict[str, list[float]] = {"draw": [], "read": [], "decode": [], "crop_resize": []}
-    for start in range(0, num_images, loader_config.batch_size):
-        begin = time.perf_counter()
-        samples = loader.draw(start)
-        spent["draw"].append((time.perf_counter() - begin) / loader_config.batch_size)
-        for slot, row in enumerate(samples.rows.tolist()):
-            _, rows = crop_edges(split, samples, slot)
-            spent["read"].append(_seconds(split.images.read, row))
-            read_again = _seconds(split.images.read, row)  # from memory, as in the next two
-            decode = _seconds(split.decode, row, rows)
-            whole = _seconds(decode_sample, split, samples, slot, out)
-            spent["decode"].append(max(decode - read_again, 0.0))
-            spent["crop_resize"].append(max(whole - decode, 0.0))
-    return {name: 1000 * statistics.median(values) for name, values in spent.items()}
-
-
-def _seconds(work: Callable[..., object], *arguments: object) -> float:
-    start = time.perf_counter()
-    work(*arguments)
-    return time.perf_counter() - start
 
 
 def _rate(counts: Iterator[int], seconds: float) -> float:

@@ -1,9 +1,8 @@
-"""Measure evaluation: network, detection, latency of one image, scoring at COCO's size."""
+"""Measure evaluation: images per second, detection alone, scoring at COCO's size."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from ssdctl.config import Config
 from ssdctl.data.annotations import Annotations, ClassName
 from ssdctl.data.store import Split
 from ssdctl.device import Device, opened_device
-from ssdctl.distributed.ranks import SINGLE_PROCESS
+from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.evaluation.coco_ap import Detections, run_scoring
 from ssdctl.evaluation.detect import detect as detect_split
 from ssdctl.inference.detector import Detector, DetectorConfig
@@ -35,9 +34,7 @@ WIDTH, HEIGHT = 640, 480
 NUM_IMAGES, NUM_BOXES, NUM_CLASSES, NUM_DETECTIONS = 5000, 36_781, 80, 554_000
 DETECT_BATCH = 8
 MIN_BATCHES = 3
-MIN_REQUESTS = 10  # to measure the latency at batch 1
 MAX_CANDIDATES = 300  # per image
-PERCENTILES = (50, 90, 99)
 
 
 def benchmark_evaluate(
@@ -49,8 +46,8 @@ def benchmark_evaluate(
         score_images: Images of the split that is scored; its detections are in proportion.
 
     Returns:
-        Rates in images per second, latencies in ms, times in s: `forward_` is only the network, on
-        pixels in memory; `images_per_second` is all from encoded images to detections.
+        `images_per_second` from encoded images to detections, `detect_images_per_second` of
+        softmax, decoding and NMS, and `score_s`, the seconds of scoring.
     """
     with opened_device(config.evaluate.device, SINGLE_PROCESS) as device:
         return _measure(split, config, seconds, score_images, device)
@@ -79,8 +76,6 @@ def _measure(
     return {
         "detect_images_per_second": round(detect_rate(device, len(split.classes) + 1, seconds), 1),
         "images_per_second": round(num_batches * size / total_s, 2),
-        "forward_images_per_second": round(size / forward_s, 2),
-        **_latencies(split, detector, seconds, device),
         **_scoring(score_images),
         "device": device.label,
         "precision": precision,
@@ -115,27 +110,6 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
     defaults = default_boxes_cxcywh().to(device.torch_device)
     work = functools.partial(detect, offsets, logits, defaults)
     return DETECT_BATCH / _seconds_each(work, seconds, device)
-
-
-def _latencies(split: Split, detector: Detector, seconds: float, device: Device) -> Measurements:
-    """Measure from one encoded image to its detections, without decoding ahead."""
-    requests = (
-        next(iter(evaluation_batches(split, np.array([row]), 1, 1))).images
-        for row in itertools.cycle(np.nonzero(split.usable)[0])
-    )
-    spent: list[float] = []
-    detector(next(requests))  # the first one initializes the kernels
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(spent) < MIN_REQUESTS:
-        start = time.perf_counter()
-        detector(next(requests))
-        device.synchronize()
-        spent.append(1000 * (time.perf_counter() - start))
-    latencies = zip(PERCENTILES, np.percentile(spent, PERCENTILES).tolist(), strict=True)
-    return {
-        "latency_requests": len(spent),
-        **{f"latency_p{percent}_ms": round(ms, 2) for percent, ms in latencies},
-    }
 
 
 def _scoring(num_images: int) -> Measurements:
@@ -184,7 +158,19 @@ def make_split(
         areas=objects[:, 2] * objects[:, 3],
         is_crowd=np.arange(1, num_boxes + 1) % 100 == 0,
     )
-    return truth, _detections_near(rng, truth, num_detections)
+    source = rng.integers(0, num_boxes, num_detections)
+    is_near = rng.random(num_detections) < 1 / 3
+    noise = rng.normal(0, rng.choice([0.05, 0.15, 0.4], (num_detections, 1)), (num_detections, 4))
+    near = objects[source] + noise * objects[source][:, [2, 3, 2, 3]]
+    boxes = np.where(is_near[:, None], near.round(2), _random_boxes(rng, num_detections))
+    boxes[:, 2:] = np.maximum(boxes[:, 2:], 1)
+    ids = np.where(is_near, rows[source], rng.integers(0, num_images, num_detections))
+    is_right = is_near & (rng.random(num_detections) < 0.7)
+    others = rng.integers(1, NUM_CLASSES + 1, num_detections)
+    classes = np.where(is_right, labels[source], others)
+    scores = 0.05 + 0.95 * rng.beta(np.where(is_near, 1, 0.5), np.where(is_near, 2, 8))
+    order = np.argsort(ids, kind="stable")
+    return truth, Detections(ids[order], boxes[order], scores[order], classes[order])
 
 
 def _random_boxes(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
@@ -192,26 +178,3 @@ def _random_boxes(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
     size = np.minimum(size, [WIDTH, HEIGHT])
     corner = rng.uniform(0, 1, (count, 2)) * ([WIDTH, HEIGHT] - size)
     return np.concatenate([corner, size], axis=1).round(2)
-
-
-def _detections_near(rng: np.random.Generator, truth: Annotations, count: int) -> Detections:
-    objects, num_boxes, num_images = truth.boxes, len(truth.ids), len(truth.image_ids)
-    num_near = count // 3
-    num_far = count - num_near
-    source = rng.integers(0, num_boxes, num_near)
-    spread = rng.choice([0.05, 0.15, 0.4], num_near)
-    noise = rng.normal(0, 1, (num_near, 4)) * (objects[source][:, [2, 3, 2, 3]] * spread[:, None])
-    near = objects[source] + noise
-    near[:, 2:] = np.maximum(near[:, 2:], 1)
-    is_right = rng.random(num_near) < 0.7
-    wrong = rng.integers(1, NUM_CLASSES + 1, num_near)
-    ids = np.concatenate(
-        [truth.rows[source].astype(np.int64), rng.integers(0, num_images, num_far)]
-    )
-    order = np.argsort(ids, kind="stable")
-    everything = np.concatenate([near.round(2), _random_boxes(rng, num_far)])
-    scores = np.concatenate([rng.beta(1, 2, num_near), rng.beta(0.5, 8, num_far)])
-    classes = np.where(is_right, truth.labels[source], wrong)
-    classes = np.concatenate([classes, rng.integers(1, NUM_CLASSES + 1, num_far)])
-    scores = scores * 0.95 + 0.05
-    return Detections(ids[order], everything[order], scores[order], classes[order])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.data import Measurements, endless_batches
@@ -22,12 +23,10 @@ from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
 from ssdctl.device import Device, opened_device
-from ssdctl.distributed import collectives
+from ssdctl.distributed import SINGLE_PROCESS, Ranks, collectives, find_ranks
 from ssdctl.distributed.collectives import process_group
-from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.batch import Batch
-from ssdctl.input.fake import random_batch
-from ssdctl.input.open import copy_ahead
+from ssdctl.input.open import copy_ahead, random_batch
 from ssdctl.model.ssd300 import network_of
 from ssdctl.runtime.system import usable_cores
 from ssdctl.training.memory import architecture_of, out_of_memory_hints, plan_on_device
@@ -37,8 +36,9 @@ from ssdctl.training.step import TrainStep, build_step
 
 log = logging.getLogger(__name__)
 COCO_OUTPUTS = COCO_NUM_CLASSES + 1
-MATMUL_SIZE = {"cpu": 2048}
-ACCELERATOR_MATMUL_SIZE = 8192
+CHANNELS, SIDE = 256, 38  # of SSD300's largest map: the convolution that shows the peak
+SIZES = {"cpu": (2048, 8)}  # sides of the matrices, and images of the convolution
+ACCELERATOR_SIZES = (8192, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARMUP_STEPS = 3
 CHECK_EVERY = 10  # steps
@@ -114,7 +114,7 @@ class _Bench:
             extra["scaling_efficiency"] = round(fake_rate / single / self.ranks.world_size, 4)
         flops = train_flops(self.architecture)
         achieved = flops * rate / self.ranks.world_size
-        peak = matmul_flops(self.device, self.precision)
+        peak = peak_flops(self.device, self.precision)
         hours = COCO_NUM_IMAGES / rate / 3600
         return {
             "images_per_second": round(rate, 3),
@@ -156,7 +156,6 @@ class _Bench:
         return step, spent
 
     def _rate(self, step: TrainStep, batches: Iterator[Batch], seconds: float) -> float:
-        """Time steps for that many seconds; return the images per second of all ranks."""
         ahead = copy_ahead(batches, self.device)
         for batch in itertools.islice(ahead, WARMUP_STEPS):
             step([batch], 1e-6)
@@ -222,25 +221,27 @@ def train_flops(architecture: Architecture) -> float:
     return counter.get_total_flops() / 2
 
 
-def matmul_flops(device: Device, precision: str) -> float:
-    """Return the FLOP/s of a large square matrix product on the device: the practical peak."""
-    size = MATMUL_SIZE.get(device.name, ACCELERATOR_MATMUL_SIZE)
-    a = torch.randn(size, size, device=device.torch_device).to(DTYPES[precision])
-    return 2 * size**3 / fastest_s(lambda: a @ a, device, repeats=6)
+def peak_flops(device: Device, precision: str) -> float:
+    """Return the practical peak in FLOP/s: of a large matrix product or convolution, the faster."""
+    place, dtype = device.torch_device, DTYPES[precision]
+    size, batch = SIZES.get(device.name, ACCELERATOR_SIZES)
+    a = torch.randn(size, size, device=place).to(dtype)
+    layout = torch.channels_last
+    x, w = (
+        torch.randn(shape, device=place).to(dtype).contiguous(memory_format=layout)
+        for shape in ((batch, CHANNELS, SIDE, SIDE), (CHANNELS, CHANNELS, 3, 3))
+    )
+    convolution = 2 * batch * SIDE**2 * CHANNELS**2 * 9
+    return max(
+        2 * size**3 / _fastest_s(lambda: a @ a, device),
+        convolution / _fastest_s(lambda: nn.functional.conv2d(x, w, padding=1), device),
+    )
 
 
-def fastest_s(
-    work: Callable[[], object],
-    device: Device,
-    repeats: int,
-    *,
-    before: Callable[[], object] = lambda: None,
-) -> float:
-    """Return the seconds of the fastest of some repetitions, each after `before`."""
+def _fastest_s(work: Callable[[], Tensor], device: Device) -> float:
     fastest = float("inf")
-    for _ in range(repeats):
+    for _ in range(6):
         device.synchronize()
-        before()
         start = time.perf_counter()
         result = work()  # kept: a lazy device computes what is still referenced
         device.mark_step()

@@ -128,9 +128,6 @@ class Console(logging.Handler):
         self._message(message, label=label, style=style)
         if hint:
             self._message(hint, label="hint", style="cyan")
-        if error.command:  # in one line: a terminal's own wrapping can be copied
-            label = painted("corrected:", "cyan", sys.stderr)
-            self._write(f"{label}\n  {printable_line(redact_urls(error.command))}", sys.stderr)
 
     def result(
         self, data: Any, human: Callable[[], Any] | str | None = None, *, is_painted: bool = False

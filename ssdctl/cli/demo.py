@@ -138,7 +138,7 @@ def seconds_per_step(config: Config) -> float:
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
-    from ssdctl.distributed.ranks import SINGLE_PROCESS
+    from ssdctl.distributed import SINGLE_PROCESS
     from ssdctl.training.plan import make_plan
 
     settings = msgspec.structs.replace(config.train, optimizer="adamw", clip_grad=10.0)

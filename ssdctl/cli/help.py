@@ -11,6 +11,7 @@ command on the line: about 0.15 s, without torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -110,6 +111,11 @@ def click_root(command: str | None = None) -> typer.core.TyperGroup:
         if command in (None, entry[0]):
             entry[1]()
             without_options.remove(entry)
+    return _click_root(len(without_options))
+
+
+@functools.lru_cache(maxsize=1)
+def _click_root(_number_without_options: int) -> typer.core.TyperGroup:
     root = typer.main.get_command(app)
     assert isinstance(root, typer.core.TyperGroup)
     return root

@@ -16,8 +16,7 @@ from ssdctl.errors import DistributedError, ExitCode, UsageError
 from ssdctl.runtime import signals
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
-    from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest
-    from ssdctl.launch.job import Job
+    from ssdctl.launch.base import BatchEngine, Engine, Job, LaunchRequest
 
 CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
 OUTCOMES: dict[int, str] = {

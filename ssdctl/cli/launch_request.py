@@ -23,11 +23,11 @@ from ssdctl.data.open_dataset import DatasetSize, count_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiling_of
-from ssdctl.distributed.ranks import Ranks, own_names
+from ssdctl.distributed import Ranks, own_names
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch.base import BatchEngine, Engine, LaunchRequest, load_engine, read_node
-from ssdctl.launch.engines import _tpus
 from ssdctl.launch.engines.mpirun import read_hosts
+from ssdctl.launch.engines.torchrun import choose_tpu_device
 from ssdctl.runs.folder import run_dir
 from ssdctl.runs.run import continued_config
 from ssdctl.training.plan import check_settings, make_plan
@@ -80,7 +80,7 @@ def _tpu_device(call: Call) -> str:
     if (named := call.config.train.device) in ("tpu", "xla"):
         return named
     packages = {n for n in ("torch_tpu", "torch_xla") if importlib.util.find_spec(n) is not None}
-    return _tpus.choose_device(call.config.launch.tpu_version, read_node(), packages)
+    return choose_tpu_device(call.config.launch.tpu_version, read_node(), packages)
 
 
 def check_train(config: Config, device_name: str, count: int, *, has_data: bool) -> tuple[str, ...]:

@@ -43,7 +43,6 @@ Seconds = Annotated[
         "ssdctl doctor -v   # every check",
         "ssdctl doctor --network --self-test",
         "ssdctl doctor --data /data/coco --json",
-        "ssdctl launch --gpus 8 -- doctor --collectives",
     ],
 )
 def doctor(
@@ -52,30 +51,19 @@ def doctor(
         bool, Option("--network", help="Also connect to the download hosts")
     ] = False,
     self_test: Annotated[
-        bool, Option("--self-test", help="Also test the disk, two ranks and a step")
-    ] = False,
-    collectives: Annotated[
-        bool, Option("--collectives", help="Only test all ranks of a launch")
+        bool, Option("--self-test", help="Also test two ranks and a training step")
     ] = False,
 ) -> None:
     """Check this machine and suggest fixes.
 
-    Exits with 2 if a check fails. Nothing is changed; --self-test briefly writes a temporary file.
+    Exits with 2 if a check fails. Nothing is changed.
     Output contains no secrets; safe to paste into an issue.
     """
     from ssdctl.doctor import FAIL
     from ssdctl.doctor.run_checks import examine
 
-    checks: list[Check]
     with stoppable("nothing was changed"):
-        if collectives:
-            from ssdctl.doctor.probes import check_collectives
-
-            checks = [c._replace(group="Collectives") for c in check_collectives(call.config)]
-            if not checks:  # another rank, which prints nothing
-                return
-        else:
-            checks = examine(call.config, network=network, self_test=self_test)
+        checks = examine(call.config, network=network, self_test=self_test)
     text = _text(call, checks)
     if text or call.console.as_json:
         call.console.result([check._asdict() for check in checks], text, is_painted=True)
@@ -104,33 +92,21 @@ def _text(call: Call, checks: list[Check]) -> str:
     examples=[
         "ssdctl benchmark data",
         "ssdctl benchmark data --data /data/coco --workers 8",
-        "ssdctl benchmark data --data /data/coco --gpu-rate 3000 --gpus 8   # how many cores",
         "ssdctl benchmark data --execution compile   # the full pipeline, compiled as in training",
     ],
 )
 def data(
     call: Call,
     seconds: Seconds = 5.0,
-    gpu_rate: Annotated[
-        float | None,
-        Option(
-            help="Training speed of one GPU (img/s), to compute the cores it needs",
-            metavar="R",
-            min=0.1,
-            max=1e9,
-        ),
-    ] = None,
-    gpus: Annotated[int, Option(help="Number of GPUs, for --gpu-rate", metavar="N", min=1)] = 1,
 ) -> None:
     """Benchmark data loading on the CPU.
 
     The host stage reads, crops, decodes and resizes images: all that the CPU does in training. The
-    full pipeline adds colors, normalization and targets. The time of each step for one image in
-    one thread is also printed.
+    full pipeline adds colors, normalization and targets.
     """
     if call.config.train.pipeline != "dali":  # as in training
         tune_process()
-    from ssdctl.benchmark.data import benchmark_data, required_cores
+    from ssdctl.benchmark.data import benchmark_data
 
     with _splits(call) as splits:
         metrics = benchmark_data(splits["train"], call.config, seconds)
@@ -138,13 +114,6 @@ def data(
         f"{metrics['workers']} threads load {metrics['images_per_second']:,} img/s: enough if the "
         "GPUs of this machine train at most that many in total"
     )
-    if gpu_rate is not None:
-        metrics |= required_cores(metrics, gpu_rate, gpus)
-        remedy = "; or a smaller or decoded store: ssdctl prepare --shrink 512 --encoding raw"
-        call.console.info(
-            f"{gpus} x {gpu_rate:,} img/s need {metrics['required_cores']} such cores"
-            f"{'' if metrics['is_sufficient'] else remedy}"
-        )
     _print_metrics(call, metrics)
 
 
@@ -193,7 +162,7 @@ def train(
     examples=["ssdctl benchmark evaluate", "ssdctl benchmark evaluate --data /data/coco"],
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
-    """Benchmark evaluation: network, detection, latency, and COCO scoring."""
+    """Benchmark evaluation: images per second, detection, and COCO scoring."""
     tune_process()
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.data.dataset import require_split
@@ -207,7 +176,6 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 
 @contextlib.contextmanager
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
-    """Yield the splits of the config's dataset, else of a generated one."""
     from ssdctl.config import PrepareConfig
     from ssdctl.data import shapes
     from ssdctl.data.open_dataset import open_dataset

@@ -48,7 +48,7 @@ def _print_versions(ctx: typer.Context, is_requested: bool) -> None:
     from pathlib import Path
 
     from ssdctl._version import __version__
-    from ssdctl.runs.environment import git_commit
+    from ssdctl.runs.folder import git_commit
     from ssdctl.runtime.hardware import device_names
     from ssdctl.runtime.packages import package_version
     from ssdctl.runtime.system import usable_cores

@@ -2,7 +2,7 @@
 
 `AliasCommand` replaces them by ssdctl's own options before typer parses the line, so help and
 completion list each option once. Options of other programs that mean something else are refused
-(corrections.py).
+in one message; ssdctl/config/other_programs.toml names each of them and its replacement.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ssdctl.cli.corrections import Word, command_of, find_row, refuse, refused_options
-from ssdctl.cli.help import HelpCommand
-from ssdctl.config.settings import Setting, select
+from ssdctl.cli.help import HelpCommand, click_root
+from ssdctl.config.settings import Setting, other_programs, select
 from ssdctl.errors import UsageError
 
 # Aliases of options that are not settings: the first target that the command has.
@@ -41,7 +40,7 @@ class AliasCommand(HelpCommand):
     def without_aliases(self, args: Sequence[str], name: str = "train") -> list[str]:
         """Return the command line with every alias replaced by ssdctl's option."""
         words, templates = self.read_words(args), self.templates
-        refuse(name, self, words)
+        refuse(name, words)
         checkpoints, rewritten = list[str](), list[str]()
         for word in words:
             template = templates.get(word.flag, "")
@@ -90,31 +89,30 @@ class AliasCommand(HelpCommand):
             flag, equals, value = _split(token, templates)
             following = value if equals else (rest or [""])[0]
             row = find_row(flag, following, is_own=flag in templates)
-            launchs = {} if row or flag in templates else self._options_of_launch(flag)
+            if row is None and flag not in templates:
+                row = self._row_of_launch(flag)
             if row is not None:
                 values = (value,) if equals else row.take_values(rest)
-                written = (token,) if equals else (token, *values)
-                words.append(Word(written, flag, values, row))
-            elif flag in (known := launchs or templates):
-                word = _read_option(token, flag, known[flag], (equals, value), rest)
-                words.append(word._replace(is_launchs=bool(launchs)))
+                words.append(Word((token,), flag, values, row))
+            elif flag in templates:
+                words.append(_read_option(token, flag, templates[flag], (equals, value), rest))
             else:
                 words.append(Word((token,), flag if token[:1] == "-" else ""))
                 if not token:
                     raise _empty("an argument")
         return words
 
-    def _options_of_launch(self, flag: str) -> Mapping[str, str]:
-        """Return the templates of `ssdctl launch` if `train` does not have the option."""
+    def _row_of_launch(self, flag: str) -> Row | None:
+        """Return what to write for an option that only `ssdctl launch` has."""
         if not flag.startswith("--") or self.name == "launch":
-            return {}
-        known = command_of("launch").templates
-        is_launchs = flag in known and flag not in command_of("train").templates
-        return known if is_launchs else {}
-
-    @property
-    def takes_arguments(self) -> bool:
-        return any(p.param_type_name == "argument" for p in self.params)
+            return None
+        commands: Any = click_root("launch").commands
+        templates = commands["launch"].templates
+        if flag not in templates or templates[flag].partition("=")[0] in self.templates:
+            return None
+        takes_value = templates[flag].endswith("=")
+        instead = f"ssdctl launch {flag}{' {}' * takes_value}"
+        return Row("VALUE" * takes_value, "", instead, "")
 
     @functools.cached_property
     def templates(self) -> dict[str, str]:
@@ -199,3 +197,75 @@ def _read_option(
 def _empty(what: str) -> UsageError:
     hint = "give a value, or leave it out; in a script, a variable may not be set"
     return UsageError(f"{what} is empty", hint=hint)
+
+
+class Row(NamedTuple):
+    """A row of the table: an option, or one value of it, and its replacement."""
+
+    metavar: str  # empty: takes no value; `E...`: takes any number of values
+    constant: str  # the only value that the row applies to; empty: all values
+    instead: str
+    remark: str
+
+    def applies_to(self, value: str, *, is_own: bool) -> bool:
+        """Return whether the row refuses this value; of ssdctl's own options, only numbers."""
+        if self.constant:
+            return value == self.constant
+        return not is_own or (self.metavar == "N" and value.isdecimal())
+
+    def take_values(self, rest: list[str]) -> tuple[str, ...]:
+        """Remove the values of the option from the words after it."""
+        most = len(rest) if self.metavar.endswith("...") else bool(self.metavar or self.constant)
+        number = 0
+        while number < min(most, len(rest)) and not rest[number].startswith("-"):
+            number += 1
+        values = tuple(rest[:number])
+        del rest[:number]
+        return values
+
+
+@functools.cache
+def refused_options() -> dict[str, list[Row]]:
+    """Return the rows of each refused option; rows for a single value come first."""
+    rows: dict[str, list[Row]] = {}
+    for usage, (instead, remark) in other_programs()["refused"].items():
+        name, _, metavar = usage.partition(" ")
+        flag, _, constant = name.partition("=")
+        rows.setdefault(flag, []).append(Row(metavar, constant, instead, remark))
+    return rows
+
+
+def find_row(flag: str, value: str, *, is_own: bool) -> Row | None:
+    rows = refused_options().get(flag, ())
+    return next((row for row in rows if row.applies_to(value, is_own=is_own)), None)
+
+
+class Word(NamedTuple):
+    """An argument, or an option with its values."""
+
+    typed: tuple[str, ...]
+    flag: str = ""  # with dashes instead of underscores; empty: an argument
+    values: tuple[str, ...] = ()
+    row: Row | None = None  # why it is refused
+
+    @property
+    def name(self) -> str:
+        """The option as typed, without its value."""
+        is_short = len(self.flag) == 2  # `-b128`
+        return self.flag if is_short else self.typed[0].partition("=")[0]
+
+    def refusal(self, row: Row) -> str:
+        """Return what to write instead, and why."""
+        instead = row.instead.replace("{}", ",".join(self.values) or row.metavar.rstrip("."))
+        use = f"use {instead}" if instead else "leave it out"
+        return f"{self.name}: {use}{f' ({row.remark})' if row.remark else ''}"
+
+
+def refuse(command: str, words: Sequence[Word]) -> None:
+    """Raise UsageError if a command, such as `benchmark train`, does not have some options."""
+    texts = list(dict.fromkeys(word.refusal(word.row) for word in words if word.row))
+    if len(texts) > 1:
+        problem = f"{len(texts)} options are not those of ssdctl {command}:"
+        raise UsageError("\n  ".join([problem, *texts]))
+    if texts:
+        raise UsageError(texts[0])

@@ -195,7 +195,6 @@ def _warn_of_failure(call: Call, error: SsdctlError) -> None:
 
 
 def _record(call: Call, found: Prediction, result: Result) -> list[dict[str, Any]]:
-    """Print the detections of an image; with --json return them for the result."""
     from ssdctl.inference.save import image_record
     from ssdctl.model.results import count_text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.console import Console, table
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.cli.console import Console, rich_console, table
+from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import make_dir
 from ssdctl.runs.folder import RUNS, RunDir, running_on
@@ -21,6 +22,7 @@ from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
     from ssdctl.evaluation.evaluate import DetectedSplit
     from ssdctl.runs.evaluation import ClassAnalysis, Comparison, Evaluation
@@ -369,16 +371,6 @@ def tables(evaluation: Evaluation) -> Group:
     from ssdctl.evaluation.analysis import ERROR_NAMES, diagnosis
 
     about, metrics = evaluation.about, evaluation.metrics
-    rows = [
-        [
-            entry.name,
-            _score(entry.AP, entry, "AP"),
-            _score(entry.AP50, entry, "AP50"),
-            f"{entry.objects:,}",
-        ]
-        for entry in evaluation.per_class
-    ]
-    classes = table("class", "AP", "AP50", "objects", rows=rows)
     others = [(SIZES, "AP by size"), (RECALLS, "AR")]
     lines = [
         f"{title:<10}  " + "  ".join(f"{n} {_score(metrics[n], evaluation, n)}" for n in names)
@@ -393,7 +385,29 @@ def tables(evaluation: Evaluation) -> Group:
     counted = f"{INTERVALS} Errors are counted at IoU 0.5"
     if about.score_threshold is not None:
         counted += f", among detections with a score above {about.score_threshold:g}"
-    return Group("", classes, "", *lines, "", errors, "", diagnosis(evaluation), f"{counted}.")
+    return Group(
+        "", _classes(evaluation), "", *lines, "", errors, "", diagnosis(evaluation), f"{counted}."
+    )
+
+
+def _classes(evaluation: Evaluation) -> Table:
+    """Return the table of the classes, with their AP by size if the terminal has the width."""
+    console = rich_console(sys.stdout)
+    unlimited = console.options.update_width(1000)  # columns: by itself, it fits every table
+    for sizes in (_present(evaluation, SIZES), []):
+        rows = [
+            [
+                entry.name,
+                *(_score(getattr(entry, name), entry, name) for name in ("AP", "AP50")),
+                *(format_score(getattr(entry, name)) for name in sizes),
+                f"{entry.objects:,}",
+            ]
+            for entry in evaluation.per_class
+        ]
+        classes = table("class", "AP", "AP50", *sizes, "objects", rows=rows)
+        if console.measure(classes, options=unlimited).maximum <= console.width:
+            break
+    return classes
 
 
 def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:

@@ -9,8 +9,8 @@ from typer import Option
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.console import Console, aligned
+from ssdctl.distributed import Ranks, find_ranks
 from ssdctl.distributed.rank_process import start_rank_log
-from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import DataError, SsdctlError, Stopped
 from ssdctl.runs.folder import RunDir, run_dir
 from ssdctl.runtime import signals
@@ -167,7 +167,6 @@ def _plan(call: Call, device: DeviceType, size: DatasetSize) -> Plan:
 
 
 def _check_start(plan: Plan, size: DatasetSize) -> None:
-    """Refuse what the run would refuse before its first step."""
     from ssdctl.checkpoint.locate import check_weight_sources
     from ssdctl.training.observers.trackers import find_trackers
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Override, of_call, resolve
-from ssdctl.config.settings import Config, Kind
-from ssdctl.errors import UsageError
+from ssdctl.config.settings import Config, Kind, Setting, all_settings
+from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.runtime.packages import torch_as_imported
 
 if TYPE_CHECKING:
     from ssdctl.config.fields import Precision
 
+P = ParamSpec("P")
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | os.PathLike[str]
 ConfigLike = Config | PathLike  # a config, or a config file
@@ -26,6 +31,13 @@ KEYWORDS = {
     "backbone": "model.backbone",
     "backbone_weights": "model.weights",
 }
+# Messages name settings as options. Commands in them stay commands, for Python, too.
+_COMMAND = r"\b(?:ssdctl|pip|datum) [a-z][^,;`)]*|--set "
+_OPTION = re.compile(
+    rf"(?P<kept>{_COMMAND})|(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)\b(?![=-])"
+    r"(?: (?P<word>[A-Z]+\b|[^\s,;)`]*[^\s,;)`.:]))?"
+)
+_VALUE = re.compile(r"[A-Z]+|['\"].*|.*[\d./].*")  # besides the choices of an option
 
 
 class TrainSettings(TypedDict, total=False):
@@ -83,10 +95,96 @@ def takes_settings(settings: type) -> Callable[[F], F]:
                 raise TypeError(f"{name_of}() got an unexpected keyword argument {name!r}")
             return function(*arguments, **keywords)
 
-        checked.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
+        vars(checked)["__signature__"] = signature.replace(parameters=parameters)
+        return cast("F", checked)
 
     return decorate
+
+
+class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as contextlib's own
+    """Around functions of the Python API: their expected errors print with their hints.
+
+    Args:
+        choices: The values of keywords that are no settings.
+    """
+
+    def __init__(self, **choices: Sequence[str]) -> None:
+        self._choices = choices
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if isinstance(error, SsdctlError):
+            error.tell_python(functools.partial(keywords_of, choices=self._choices))
+
+
+@contextlib.contextmanager
+def public_call(**choices: Sequence[str]) -> Iterator[None]:
+    """Around functions of the Python API that use torch; `choices`: see `hints_in_messages`."""
+    with hints_in_messages(**choices), torch_as_imported():
+        yield
+
+
+def public_iterator(
+    function: Callable[P, Generator[T, None, None]],
+) -> Callable[P, Generator[T, None, None]]:
+    """Decorate a generator function of the Python API: each step is a `public_call`."""
+
+    @functools.wraps(function)
+    def decorated(*args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        generator = function(*args, **kwargs)
+        try:
+            while True:
+                with public_call():
+                    try:
+                        item = next(generator)
+                    except StopIteration:
+                        return
+                yield item
+        finally:
+            with public_call():
+                generator.close()
+
+    return decorated
+
+
+def keywords_of(text: str, choices: Mapping[str, Sequence[str]]) -> str:
+    """Return a message with the keywords of Python in place of options: `--bs 4` is `batch_size=4`.
+
+    A keyword is a function's, or a key of the config. A word after an option is its value if it is
+    one of its choices, a number, a path or a placeholder.
+    """
+
+    def keyword(match: re.Match[str]) -> str:
+        if (kept := match["kept"]) is not None:
+            return "" if kept == "--set " else kept
+        option, word = match["name"], match["word"]
+        name, setting = _settings_by_flag().get(f"--{option}", (option.replace("-", "_"), None))
+        known = [*choices.get(name, ()), *(setting.words if setting else ())]
+        value, rest = None, "" if word is None else f" {word}"
+        if setting is not None and setting.choice_flags:
+            value = option
+        elif option.startswith("no-"):
+            name, value = name.removeprefix("no_"), "False"
+        elif word is not None and (word in known or _VALUE.fullmatch(word)):
+            value, rest = word, ""
+        if value is None:
+            return f"`{name}`{rest}"
+        is_plain = value == "False" or re.fullmatch(r"[A-Z]+|[\d.]+|['\"].*", value)
+        return f"{name}={value}{rest}" if is_plain else f'{name}="{value}"{rest}'
+
+    return _OPTION.sub(keyword, text)
+
+
+@functools.cache
+def _settings_by_flag() -> dict[str, tuple[str, Setting]]:
+    """Return the keyword and the setting of each option."""
+    names = {path: name for name, path in KEYWORDS.items()}
+    found: dict[str, tuple[str, Setting]] = {}
+    for path, setting in all_settings().items():
+        for flag in setting.flags:
+            found.setdefault(flag, (names.get(path, setting.name), setting))
+    return found
 
 
 def overrides_of(section: str, arguments: Mapping[str, Any]) -> list[Override]:

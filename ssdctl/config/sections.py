@@ -437,9 +437,6 @@ class LaunchConfig(Section, frozen=True):
     tpu_version: Annotated[
         TpuVersion | None, _launch("TPU version, if this machine has no TPU")
     ] = None
-    rank_by: Annotated[
-        Literal["core", "slot"], _launch("mpirun's placement of ranks (core: Open MPI 4)")
-    ] = "slot"
     bind_to: Annotated[
         Literal["core", "none"], _launch("Bind mpirun's ranks to their own cores")
     ] = "core"
@@ -462,13 +459,7 @@ class LaunchConfig(Section, frozen=True):
 class KubernetesConfig(Section, frozen=True):
     """The job and the pods of `launch --launcher kubernetes`."""
 
-    kind: Annotated[
-        Literal["auto", "Job", "MPIJob"],
-        setting("Kind of job (auto: MPIJob for HPUs on several nodes, else Job)"),
-    ] = "auto"
     labels: Annotated[Words, _pairs("Labels of job and pods (Kueue's queue)")] = ()
-    annotations: Annotated[Words, _pairs("Annotations of job and pods")] = ()
-    priority_class: Annotated[str | None, _name("Priority class of the pods")] = None
     patch: Annotated[
         str | None, setting("YAML file merged into pods (spec, metadata) and job", metavar="FILE")
     ] = None

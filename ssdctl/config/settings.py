@@ -186,6 +186,14 @@ class Setting(NamedTuple):
         return self.own_choices if self.kind is None else plugins.choices(self.kind)
 
     @property
+    def words(self) -> set[str]:
+        """Return the words that are always possible: choices, and those that the help names."""
+        return {
+            *self.choices,
+            *(word for word in (self.metavar or "").split("|") if word.islower()),
+        }
+
+    @property
     def is_recipe(self) -> bool:
         """Return whether the presets set it instead of a default."""
         return self.default is msgspec.NODEFAULT

@@ -22,8 +22,7 @@ from ssdctl.data.image_decode import ImageError
 from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.errors import DataError
 from ssdctl.runtime.progress import Progress
-from ssdctl.runtime.system import usable_cores
-from ssdctl.runtime.threads import map_ahead
+from ssdctl.runtime.system import map_ahead, usable_cores
 
 THUMBNAIL = 32  # pixels
 FREQUENCIES = 10  # along each axis: 99 bits without the mean

@@ -55,8 +55,7 @@ from ssdctl.data.image_files import (
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes, read_errors
 from ssdctl.runtime.progress import Progress
-from ssdctl.runtime.system import usable_cores
-from ssdctl.runtime.threads import map_ahead
+from ssdctl.runtime.system import map_ahead, usable_cores
 
 log = logging.getLogger(__name__)
 # Formats that are packed as they are, and the bytes that a complete file ends with.

@@ -25,7 +25,7 @@ from ssdctl.runtime.plugins import DEVICES, Plugin, guarded
 
 if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
-    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.distributed import Ranks
 
 Module = TypeVar("Module", bound=nn.Module)
 ParameterGroups = list[dict[str, Any]]

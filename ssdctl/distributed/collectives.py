@@ -23,12 +23,11 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ssdctl.device import Device
-from ssdctl.distributed.ranks import Ranks, interface_for_peers
+from ssdctl.distributed import Ranks, interface_for_peers
 from ssdctl.errors import DistributedError, SsdctlError, Stopped, UsageError
 from ssdctl.runtime import signals
 from ssdctl.runtime.packages import no_buffer_sync
-from ssdctl.runtime.system import with_variables
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread, with_variables
 
 if TYPE_CHECKING:
     from ssdctl.data.store import Split

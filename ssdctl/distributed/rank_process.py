@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ssdctl.distributed.ranks import RANK_NUMBERS
+from ssdctl.distributed import RANK_NUMBERS
 from ssdctl.errors import ExitCode
 from ssdctl.files import no_follow
 

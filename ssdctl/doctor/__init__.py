@@ -1,8 +1,8 @@
 """Check whether this machine can run ssdctl; each problem comes with a remedy. Read-only.
 
 run_checks.py runs all checks in parallel and formats their results. The checks are generators in
-machine.py, devices.py and data.py. What may hang or crash (torch, drivers, third-party programs)
-runs in a subprocess, torch in probes.py. Torch is never imported into this process.
+machine.py and data.py. What may hang or crash (torch, drivers, third-party programs) runs in a
+subprocess, torch in probes.py. Torch is never imported into this process.
 
 Device names are literals here because the results are about them: a device that cannot be opened
 has no object of ssdctl.device.
@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.runtime.hardware import find_hardware
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 if TYPE_CHECKING:
     from ssdctl.config import Config

@@ -28,7 +28,7 @@ from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
 from ssdctl.model.pretrained import find_weights, weights_named
 from ssdctl.runtime.safe_text import quoted
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
 SPARE_BYTES = 5_000_000_000  # for checkpoints and reports, if the dataset is complete
@@ -156,7 +156,6 @@ def check_network(doctor: Doctor) -> Iterator[Check]:
 
 
 def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
-    """Check that a file is available with its pinned size, at the first URL that has it."""
     start = time.perf_counter()
     urls = file.urls(mirror)
     try:

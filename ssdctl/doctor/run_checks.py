@@ -19,14 +19,20 @@ from types import ModuleType
 import msgspec
 
 from ssdctl.config import Config
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 from ssdctl.doctor import ABSENT, FAIL, IMPORT_S, OK, WARN, Check, Doctor, ProgramOutput, result
-from ssdctl.doctor.devices import check_cpu, check_gaudi, check_gpus, check_tpus
-from ssdctl.doctor.machine import check_launchers, check_machine, check_plugins, check_software
-from ssdctl.files import free_bytes
+from ssdctl.doctor.machine import (
+    check_cpu,
+    check_gaudi,
+    check_gpus,
+    check_machine,
+    check_plugins,
+    check_software,
+    check_tpus,
+)
 from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.safe_text import redact_urls
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 2 * IMPORT_S + 30  # for one heading; longer than the timeouts of the probes
@@ -36,11 +42,8 @@ STYLES = {OK: "green", WARN: "yellow", FAIL: "red", ABSENT: "dim"}
 ACCELERATORS = ("hpu", "cuda", "tpu")  # in the order in which `--device auto` chooses them
 # Shown without -v even if they are fine.
 BASIC = ("python", "torch", "cpu", *ACCELERATORS, "cores", "memory", "dataset", "disk", "weights")
-REQUESTED = ("Network", "Self-test", "Collectives")  # groups of options
-DISK_S, RANKS_S, STEP_S = 40.0, 120.0, 400.0  # a first step may have to be compiled
-DISK_NEEDS = 256 * 2**20
-IMAGE_BYTES = 163_000  # the average in COCO
-SLOW_DISK = 50e6  # bytes/s: a slower disk cannot supply two cores
+REQUESTED = ("Network", "Self-test")  # groups of options
+RANKS_S, STEP_S = 120.0, 400.0  # a first step may have to be compiled
 JOB_PREFIXES = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
 JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 Paint = Callable[[str, str], str]
@@ -60,7 +63,6 @@ CHECKS: tuple[tuple[str, Checks], ...] = (
     ("Devices", check_gaudi),
     ("Devices", check_tpus),
     ("Machine", check_machine),
-    ("Launchers", check_launchers),
     ("Plugins", check_plugins),
     ("Data", lambda doctor: _data().check_data(doctor)),
 )
@@ -72,7 +74,7 @@ def examine(config: Config, *, network: bool = False, self_test: bool = False) -
 
     Args:
         network: Also check the download hosts.
-        self_test: Also write to the disk, join two ranks and train a step.
+        self_test: Also join two ranks and train a step.
     """
     doctor = Doctor(config)
     try:
@@ -131,28 +133,6 @@ def _run(group: str, check: Checks, doctor: Doctor) -> list[Check]:
     return results
 
 
-def _disk(doctor: Doctor) -> Check:
-    from ssdctl.data.store_folder import dataset_folders
-    from ssdctl.doctor.data import nearest_folder
-
-    _, store = dataset_folders(doctor.config.data)
-    folder = nearest_folder(store)
-    if free_bytes(folder) < DISK_NEEDS:
-        return result("disk rate", f"{folder}: too full to write 64 MB", "free some space")
-    answer = doctor.run_probe("disk", str(folder), timeout_s=DISK_S)
-    rates = answer.facts()
-    if "write" not in rates:
-        remedy = "--data only needs to be readable; put --store DIR and --out RUN on another disk"
-        return result("disk rate", f"{folder}: {answer.problem}", remedy)
-    detail = f"{folder}: write {rates['write'] / 1e6:,.0f} MB/s"
-    if answer.problem or "read" not in rates:
-        return result("disk rate", f"{detail}, read: {answer.problem}", "check the disk's log")
-    images = rates["read"] / IMAGE_BYTES
-    detail += f", read {rates['read'] / 1e6:,.0f} MB/s (about {images:,.0f} images/s)"
-    remedy = "copy the data to a local disk, or shrink the store: ssdctl prepare --shrink 512"
-    return result("disk rate", detail, remedy if rates["read"] < SLOW_DISK else None)
-
-
 def _ranks(doctor: Doctor) -> Check:
     """Start two ranks, without the variables of a job that this process belongs to."""
     start, common = time.perf_counter(), _without_job()
@@ -201,7 +181,6 @@ def _without_job() -> dict[str, str]:
 
 
 SELF_TESTS = (
-    ("the disk's rate at the data folder", _disk),
     ("two ranks average a tensor", _ranks),
     ("a training step on --device {}", _step),
 )
@@ -251,8 +230,6 @@ def _verdict(checks: Sequence[Check], next_command: str) -> str:
     counted = f"{warnings} warning{'s' * (warnings != 1)}"
     if failures:
         return f"Not ready: {', '.join(failures)}" + (f" ({counted})" if warnings else "")
-    if all(check.group == "Collectives" for check in checks):
-        return "All ranks answer" + (f", {counted}" if warnings else "")
     by_name = {check.name: check for check in checks}
     usable = [by_name[n] for n in ACCELERATORS if n in by_name and by_name[n].state == OK]
     cores = by_name["cores"].detail.partition(" ")[0] if "cores" in by_name else "?"

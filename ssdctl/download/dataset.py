@@ -237,7 +237,6 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
 
 
 def _read_record(dest: Path, file: PinnedFile) -> Record | None:
-    """Return the record of an unpacked archive; None if another one is pinned."""
     try:
         content = read_limited(_record_path(dest, file), MAX_RECORD_BYTES)
         record = msgspec.json.decode(content, type=Record)

@@ -209,7 +209,7 @@ def _fetch_from(
 ) -> None:
     num_bytes = file.bytes or length_of(url, policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
-    partial = PartialFile(target, num_bytes, connections, url)
+    partial = PartialFile(target, num_bytes, connections)
     try:
         while True:
             transfer(url, partial, file.name, connections, policy, progress)
@@ -219,7 +219,7 @@ def _fetch_from(
                 return
             if not partial.inherited:
                 break
-            partial.reset("")  # bytes of another server, or lost in a power cut: try again
+            partial.reset()  # bytes of another version, or lost in a power cut: try again
         corrupt = target.with_name(target.name + ".corrupt")
         partial.publish(corrupt)
     finally:

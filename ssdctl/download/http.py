@@ -23,7 +23,7 @@ from requests.adapters import HTTPAdapter
 from ssdctl._version import __version__
 from ssdctl.errors import IntegrityError, NetworkError, SsdctlError
 from ssdctl.runtime.safe_text import HIDDEN, redact_url, redact_urls
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 MAX_REDIRECTS = 10
 TEMPORARY = (408, 429, 500, 502, 503, 504)
@@ -42,7 +42,7 @@ class RetryPolicy(NamedTuple):
     connect_retries: int = 2  # after a refused connection (no network, wrong name)
     backoff_s: float = 0.5  # delay after the first failure; doubles with each
     longest_wait_s: float = 60.0  # also for Retry-After
-    restarts: int = 3  # from zero: the file changed, or there are no ranges
+    restarts: int = 3  # from zero, if there are no ranges
 
 
 class NotFound(NetworkError):  # noqa: N818 - not an error for the user
@@ -128,16 +128,16 @@ def retry(
 
 
 def get(
-    session: requests.Session, url: str, wanted: range | None, validator: str, policy: RetryPolicy
+    session: requests.Session, url: str, wanted: range | None, policy: RetryPolicy
 ) -> requests.Response:
-    """Request `wanted` bytes (None: all) of a known version; the body is not read yet.
+    """Request `wanted` bytes (None: all); the body is not read yet.
 
     NetworkError: the server refuses, or cannot be reached. IntegrityError: it sends a web page.
     """
     try:
         reply = session.get(
             url,
-            headers=request_headers(wanted, validator),
+            headers=request_headers(wanted),
             stream=True,
             timeout=(policy.connect_s, policy.read_s),
         )
@@ -159,7 +159,7 @@ def length_of(url: str, policy: RetryPolicy) -> int:
         time.sleep(seconds)
 
     def request() -> int | None:
-        with open_session(1) as session, get(session, url, range(1), "", policy) as reply:
+        with open_session(1) as session, get(session, url, range(1), policy) as reply:
             return length_and_range(reply)[0]
 
     result = run_in_daemon_thread(lambda: retry(request, policy, pause))
@@ -173,13 +173,11 @@ def length_of(url: str, policy: RetryPolicy) -> int:
     return total
 
 
-def request_headers(wanted: range | None, validator: str = "") -> dict[str, str]:
-    """Return the headers that request `wanted` bytes (None: all) of the known version."""
+def request_headers(wanted: range | None) -> dict[str, str]:
+    """Return the headers that request `wanted` bytes (None: all)."""
     headers = {"Accept-Encoding": "identity", "User-Agent": f"ssdctl/{__version__}"}
     if wanted is not None:
         headers["Range"] = f"bytes={wanted.start}-{wanted.stop - 1}"
-        if validator.startswith('"'):  # a strong ETag; If-Range accepts no weak one
-            headers["If-Range"] = validator
     return headers
 
 

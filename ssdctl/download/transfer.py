@@ -7,14 +7,14 @@ them, so that even a name look-up that never returns ends at the deadline.
 `NAME.part` survives kill -9. It has all bytes of the file from the start (sparse), and after them
 one line of JSON that lists the missing ranges. The line is written after their bytes, so it never
 claims bytes that were not written, whenever the process dies. A machine that dies may lose bytes
-that it claims: then the hash differs, and the file is fetched again.
+that it claims, and a server may have another version of the file by then: the hash differs, and
+the file is fetched again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import threading
 import time
@@ -41,7 +41,7 @@ from ssdctl.download.http import (
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, sync_dir
 from ssdctl.runtime.safe_text import redact_url
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 CHUNK_BYTES = 64 * 1024
 MIN_PIECE_BYTES = 256 * 1024
@@ -64,53 +64,36 @@ class Piece(msgspec.Struct, array_like=True, eq=False):
         return range(self.start, self.stop)
 
 
-class State(msgspec.Struct):
-    """The line of JSON after the bytes of a partial file."""
-
-    validator: str  # the server's name of this version of the file
-    source: str  # a hash of the URL
-    missing: list[Piece]
-
-
 class PartialFile:
     """The file `NAME.part` of a download. Not thread-safe: the caller holds a lock.
 
-    Each of the `connections` fetches about four pieces. Bytes of another
-    `source`, the URL, count (the hash decides at the end); its validator does not.
+    Each of the `connections` fetches about four pieces.
     """
 
-    def __init__(self, target: Path, num_bytes: int, connections: int, source: str) -> None:
+    def __init__(self, target: Path, num_bytes: int, connections: int) -> None:
         self.path, self.num_bytes = partial_path(target), num_bytes
         size = -(-num_bytes // (4 * connections))
         self.piece_bytes = min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
         self._taken: set[Piece] = set()  # by a connection
-        digest = hashlib.sha256(source.encode()).hexdigest()[:16]
         with disk_errors(self.path, "writing"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = no_follow(self.path, os.O_RDWR | os.O_CREAT)
         try:
-            state = self._read_state()
-            validator = state.validator if state.source == digest else ""
-            self.state = State(validator, digest, state.missing)
+            self.missing = self._read_missing()
             self._record()
         except BaseException:
             os.close(self._file)
             raise
         self.inherited = self.arrived_bytes
 
-    def reset(self, validator: str) -> None:
-        """Discard the received bytes: the server has another file now, called `validator`."""
+    def reset(self) -> None:
+        """Discard the received bytes."""
         self.inherited = 0
-        self.widen(Piece(0, 0), validator)
-
-    def adopt(self, validator: str) -> None:
-        """Store the server's name of the file version, to detect a later change."""
-        self.state.validator = validator
-        self._record()
+        self.widen(Piece(0, 0))
 
     def take(self) -> Piece | None:
         """Return the first missing bytes that no connection fetches, or None."""
-        pieces = self.state.missing
+        pieces = self.missing
         for index, piece in enumerate(pieces):
             if piece not in self._taken:
                 if len(piece.missing) > self.piece_bytes:
@@ -120,22 +103,22 @@ class PartialFile:
                 return piece
         return None
 
-    def widen(self, piece: Piece, validator: str) -> None:
+    def widen(self, piece: Piece) -> None:
         """Make the piece the whole file: the server sends all of it."""
         piece.start, piece.stop = 0, self.num_bytes
-        self.state.missing = [piece]
-        self.adopt(validator)
+        self.missing = [piece]
+        self._record()
 
     @property
     def arrived_bytes(self) -> int:
-        return self.num_bytes - sum(len(piece.missing) for piece in self.state.missing)
+        return self.num_bytes - sum(len(piece.missing) for piece in self.missing)
 
     def write(self, piece: Piece, data: bytes) -> None:
         """Store the next bytes of a piece."""
         self._write(data, piece.start)
         piece.start += len(data)
         if not piece.missing:
-            self.state.missing.remove(piece)
+            self.missing.remove(piece)
         if time.monotonic() - self._recorded_s > RECORD_S:
             self._record()
 
@@ -157,7 +140,7 @@ class PartialFile:
             os.close(self._file)
 
     def _record(self) -> None:
-        line = msgspec.json.encode(self.state) + b"\n"
+        line = msgspec.json.encode(self.missing) + b"\n"
         self._write(line, self.num_bytes)  # a longer earlier line may stay behind it
         self._recorded_s = time.monotonic()
 
@@ -167,18 +150,18 @@ class PartialFile:
                 count = os.pwrite(self._file, data, position)
                 data, position = data[count:], position + count
 
-    def _read_state(self) -> State:
-        """Return the state of an earlier download; a file without a state may be complete."""
-        nothing = State("", "", [Piece(0, self.num_bytes)])
+    def _read_missing(self) -> list[Piece]:
+        """Return the ranges that an earlier download left; a file without them may be complete."""
+        everything = [Piece(0, self.num_bytes)]
         if os.fstat(self._file).st_size < self.num_bytes:
-            return nothing
+            return everything
         line = os.pread(self._file, MAX_STATE_BYTES, self.num_bytes).partition(b"\n")[0]
         try:
-            state = msgspec.json.decode(line, type=State)
+            missing = msgspec.json.decode(line, type=list[Piece])
         except DECODE_ERRORS:
-            return State("", "", [])  # the hash decides
-        edges = [0, *(edge for p in state.missing for edge in (p.start, p.stop)), self.num_bytes]
-        return state if edges == sorted(edges) else nothing
+            return []  # the hash decides
+        edges = [0, *(edge for p in missing for edge in (p.start, p.stop)), self.num_bytes]
+        return missing if edges == sorted(edges) else everything
 
 
 def partial_path(target: Path) -> Path:
@@ -190,11 +173,7 @@ class _Halted(Exception):  # noqa: N818 - not an error for the user
 
 
 class _Restart(Exception):  # noqa: N818 - not an error for the user
-    """The received bytes belong to another file, or ranges do not work on this server."""
-
-    def __init__(self, validator: str, *, ranges: bool = True) -> None:
-        super().__init__(validator)
-        self.validator, self.ranges = validator, ranges
+    """Ranges do not work on this server: the file must be fetched from its start."""
 
 
 def transfer(
@@ -210,19 +189,17 @@ def transfer(
     Received bytes are kept after a NetworkError.
     """
     ranges = True
-    for left in range(policy.restarts, -1, -1):
-        # Servers behind one name may give the same file different validators. So the last attempt
-        # ignores them: the hash decides.
-        attempt = _Attempt(url, partial, policy, connections if ranges else 1, ranges, left > 0)
+    for _ in range(policy.restarts + 1):
+        attempt = _Attempt(url, partial, policy, connections if ranges else 1, ranges)
         try:
             attempt.run(lambda done: progress(label, done, partial.num_bytes))
             return
-        except _Restart as change:
-            ranges = ranges and change.ranges
-            partial.reset(change.validator)
+        except _Restart:
+            ranges = False
+            partial.reset()
     raise NetworkError(
-        f"{redact_url(url)}: started from zero {policy.restarts} times: the file keeps changing, "
-        "or the server ignores ranges and its connections keep breaking",
+        f"{redact_url(url)}: started from zero {policy.restarts} times: the server ignores "
+        "ranges, and its connections keep breaking",
         hint="try --mirror, or fetch the file by other means",
     )
 
@@ -236,7 +213,6 @@ class _Attempt:
     policy: RetryPolicy
     connections: int
     ranges: bool  # whether to request ranges
-    watch_version: bool  # whether another validator means another file
 
     def __post_init__(self) -> None:
         self.session = open_session(self.connections)
@@ -297,8 +273,7 @@ class _Attempt:
 
     def _request(self, piece: Piece) -> None:
         wanted, problem = piece.missing, "the server closed the connection without a byte"
-        known = self.partial.state.validator if self.watch_version else ""
-        reply = get(self.session, self.url, wanted if self.ranges else None, known, self.policy)
+        reply = get(self.session, self.url, wanted if self.ranges else None, self.policy)
         with reply:
             span = self._accepted(reply, piece, wanted)
             before = piece.start
@@ -314,7 +289,6 @@ class _Attempt:
     def _accepted(self, reply: requests.Response, piece: Piece, wanted: range) -> range:
         """Return the range of bytes in a response, by its headers."""
         total, span = length_and_range(reply)
-        version = reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
         if total is not None and total != self.partial.num_bytes:
             raise IntegrityError(
                 f"{redact_url(self.url)}: the server's file has {total:,} bytes, the pinned one "
@@ -325,11 +299,11 @@ class _Attempt:
             if self.over.is_set():
                 raise _Halted
             if reply.status_code == 416:
-                raise _Restart(version, ranges=False)
+                raise _Restart
             if reply.status_code == 200:  # the whole file, regardless of the requested range
                 if self.partial.arrived_bytes or len(self.workers) > 1:
-                    raise _Restart(version, ranges=self.ranges)
-                self.partial.widen(piece, version)
+                    raise _Restart
+                self.partial.widen(piece)
                 return piece.missing
             if not span or span.start != wanted.start or span.stop > wanted.stop:
                 raise IntegrityError(
@@ -338,11 +312,6 @@ class _Attempt:
                     f"{reply.headers.get('Content-Range')!r}",
                     hint="the server is unreliable: try --mirror",
                 )
-            known = self.partial.state.validator
-            if known and version and version != known and self.watch_version:
-                raise _Restart(version)
-            if version and not known:
-                self.partial.adopt(version)
             while len(self.workers) < self.connections:
                 self.workers.append(run_in_daemon_thread(self._work))
             return span

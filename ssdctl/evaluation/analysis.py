@@ -49,7 +49,7 @@ from ssdctl.runs.evaluation import (
     SampleImage,
 )
 from ssdctl.runtime.signals import STOP_SIGNALS
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 

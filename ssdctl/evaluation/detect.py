@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from ssdctl.data.store import Split
 from ssdctl.device import Device
+from ssdctl.distributed import SINGLE_PROCESS, Ranks
 from ssdctl.distributed.collectives import run_and_gather
-from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import DetectorBackend, detect_batches
 from ssdctl.input.batch import Batch

@@ -30,7 +30,7 @@ from ssdctl.data.open_dataset import annotations_of, fold_rows
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
-from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
+from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import compare, score_and_resample
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
@@ -206,7 +206,6 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
 
 @contextlib.contextmanager
 def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple[Device, Ranks]]:
-    """Open the device, and join the other ranks for the duration of the block."""
     from ssdctl.device import opened_device
     from ssdctl.distributed.collectives import process_group
 
@@ -218,7 +217,6 @@ def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple
 
 
 def _detections_in(source: Source) -> Path | None:
-    """Return the file of detections, if it is one."""
     return source if isinstance(source, Path) and source.suffix == ".json" else None
 
 

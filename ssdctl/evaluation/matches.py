@@ -32,8 +32,6 @@ class Matches(NamedTuple):
 
 
 class _Boxes(NamedTuple):
-    """Detections or objects, by class and image."""
-
     key: Ints  # class * number of images + image
     boxes: Floats  # left, top, width, height
     areas: Floats

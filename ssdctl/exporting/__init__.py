@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -10,13 +12,14 @@ import msgspec
 
 from ssdctl.config import Config
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.errors import UsageError
-from ssdctl.files import remove_stale_temporaries
+from ssdctl.errors import UsageError, import_package
+from ssdctl.files import atomic_write, remove_stale_temporaries, write_bytes
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+    from ssdctl.checkpoint.format import NetworkWeights
     from ssdctl.checkpoint.locate import Named
     from ssdctl.exporting.deployed import Outputs
 
@@ -31,6 +34,8 @@ ALLOWED_NMS = {"openvino": ("onnx", "none"), "pt2": ("none",)}  # other formats:
 MAX_BATCH = 4096
 CALIBRATION_IMAGES = 128
 MAX_AP_LOSS = 0.01
+EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
+NVIDIA_CLASSES = 81  # fixed in NVIDIA's network
 
 
 class ExportRequest(NamedTuple):
@@ -61,7 +66,7 @@ def export_checkpoint(
     source = _find_source(checkpoint, request.out, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
     from ssdctl.evaluation.evaluate import choose_data
-    from ssdctl.exporting import graphs, int8, weights
+    from ssdctl.exporting import graphs, int8
     from ssdctl.exporting.deployed import Deployment
 
     names = request.out.name, request.out.with_suffix(".bin").name
@@ -70,7 +75,7 @@ def export_checkpoint(
     result: dict[str, Any] = {"file": str(request.out), "format": request.format}
     result["source"] = str(content.path)
     if request.format not in GRAPH_FORMATS:
-        weights.export_weights(content, request.format, request.out)
+        export_weights(content, request.format, request.out)
         return result
     thresholds = config.evaluate.score_threshold, config.evaluate.nms_iou
     deployment = Deployment(content, outputs, request.batch, request.fp16, *thresholds)
@@ -135,3 +140,48 @@ def _check(request: ExportRequest) -> Outputs:
     if nms is not None and nms not in allowed:
         raise UsageError(f"nms {nms}: for {kind}, choose {' or '.join(allowed)}")
     return cast("Outputs", "raw" if request.raw else nms or allowed[0])
+
+
+def export_weights(checkpoint: NetworkWeights, kind: str, target: Path) -> None:
+    """Write `safetensors` (our weights and class names), or a file for `mlperf` or `nvidia`.
+
+    Raises:
+        UsageError: The third-party program has no such network, or a package is absent.
+    """
+    import torch
+
+    from ssdctl.checkpoint.exported import describe_network
+    from ssdctl.checkpoint.third_party import label_map, to_third_party
+
+    architecture = checkpoint.architecture
+    if kind == "safetensors":
+        facts = describe_network(checkpoint).items()
+        # `format` means the writer's framework here.
+        metadata = {name: json.dumps(value) for name, value in facts if name != "format"}
+        write_bytes(target, safetensors_bytes(checkpoint.model, metadata))
+        return
+    if architecture.backbone == "vgg16":
+        raise UsageError(
+            f"{checkpoint.path}: {kind}'s network is a ResNet, this one is a VGG16",
+            hint="--format onnx and --format safetensors write any network",
+        )
+    if architecture.extra_norm != EXTRA_NORM[kind]:
+        fitting = next(k for k, norm in EXTRA_NORM.items() if norm == architecture.extra_norm)
+        raise UsageError(
+            f"{checkpoint.path}: {kind}'s network has extra blocks with "
+            f"extra_norm={EXTRA_NORM[kind]}, this one has {architecture.extra_norm}",
+            hint=f"--format {fitting} fits this network; for {kind} train one with "
+            f"--extra-norm {EXTRA_NORM[kind]}",
+        )
+    if kind == "nvidia" and architecture.num_classes != NVIDIA_CLASSES:
+        text = "NVIDIA's program builds a network of %d outputs (COCO's), this file has %d: "
+        log.warning(text + "only ssdctl reads it", NVIDIA_CLASSES, architecture.num_classes)
+    weights = to_third_party(checkpoint.model, kind)
+    with atomic_write(target) as file:
+        torch.save({"model": weights, "label_map": label_map(checkpoint.classes)}, file)
+
+
+def safetensors_bytes(state: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    save = import_package("safetensors.torch", "safetensors").save
+    content: bytes = save({k: v.contiguous() for k, v in state.items()}, metadata)
+    return content

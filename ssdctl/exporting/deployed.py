@@ -101,6 +101,10 @@ class Deployed(nn.Module):
                 if isinstance(module, nn.Conv2d):
                     module.weight.data = module.weight.data.half()
                     module.__class__ = HalfConv2d
+        for module in list(self.network.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.BatchNorm2d):
+                    setattr(module, name, FixedBatchNorm(child))
         self.is_decoded = deployment.outputs != "raw"
         self.normalize = Normalize(self.network.constants.mean, self.network.constants.std)
         self.register_buffer("defaults", default_boxes_cxcywh())
@@ -115,6 +119,28 @@ class Deployed(nn.Module):
             return offsets, logits
         clips_boxes = self.network.constants.clips_boxes
         return boxes_and_scores(offsets, logits, self.defaults, clips_boxes=clips_boxes)
+
+
+class FixedBatchNorm(nn.Module):
+    """Batch norm with fixed statistics: one scale and shift, which runtimes fold into convolutions.
+
+    torch 2.6 cannot export the operator itself to ONNX.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        scale = norm.weight.double() * (norm.running_var.double() + norm.eps).rsqrt()
+        shift = norm.bias.double() - norm.running_mean.double() * scale
+        self.register_buffer("scale", scale.float()[:, None, None])
+        self.register_buffer("shift", shift.float()[:, None, None])
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.scale + self.shift
 
 
 class HalfConv2d(nn.Conv2d):

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 RUNTIMES = {"onnx": "onnxruntime", "openvino": "OpenVINO", "pt2": "the loaded program"}
 OPENVINO_METADATA = "ssdctl"  # key of the runtime information in the file
 PT2_METADATA = "ssdctl.json"
-PT2_MAX_BATCH = 65_536
+MAX_BATCH = 65_536
 OPSET = 18
 
 # The 200 best of each class, NMS within each class, the 200 best of the image: as
@@ -145,18 +145,21 @@ def example(deployment: Deployment) -> Tensor:
     return torch.zeros(deployment.batch or 2, IMAGE_SIZE, IMAGE_SIZE, 3, dtype=torch.uint8)
 
 
+def dynamic_shapes(deployment: Deployment) -> dict[str, Any] | None:
+    """Return a batch of any size; torch 2.6 and 2.7 refuse one without a limit."""
+    return None if deployment.batch else {"images": {0: torch.export.Dim("batch", max=MAX_BATCH)}}
+
+
 def pt2_program(deployment: Deployment, images: Images) -> tuple[bytes, Differences]:
     """Return the network as a `.pt2` file; compared with PyTorch after it is loaded again.
 
     The description of the detector is the extra file `ssdctl.json`.
     """
-    # torch 2.6 refuses a batch without a limit.
-    batch = None if deployment.batch else torch.export.Dim("batch", max=PT2_MAX_BATCH)
     with torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(
             Deployed(deployment),
             (example(deployment),),
-            dynamic_shapes=batch and {"images": {0: batch}},
+            dynamic_shapes=dynamic_shapes(deployment),
         )
     file = io.BytesIO()
     metadata = msgspec.json.encode(description(deployment)).decode()
@@ -188,13 +191,12 @@ def require_onnx() -> None:
 
 
 def network_graph(deployment: Deployment) -> Any:
-    dynamic = None if deployment.batch else {"images": {0: torch.export.Dim("batch")}}
     with torch_warnings_ignored(), torch.inference_mode(False):
         program = torch.onnx.export(
             Deployed(deployment),
             (example(deployment),),
             dynamo=True,
-            dynamic_shapes=dynamic,
+            dynamic_shapes=dynamic_shapes(deployment),
             input_names=["images"],
             output_names=list(deployment.output_names),
             opset_version=OPSET,

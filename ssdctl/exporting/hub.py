@@ -37,9 +37,9 @@ from ssdctl.download.hub import (
 from ssdctl.errors import NetworkError
 from ssdctl.evaluation.coco_ap import COCO_METRICS
 from ssdctl.evaluation.evaluate import trained_on
+from ssdctl.exporting import safetensors_bytes
 from ssdctl.exporting.deployed import Deployment, dataset_images, images_of
 from ssdctl.exporting.graphs import onnx_model, require_onnx
-from ssdctl.exporting.weights import safetensors_bytes
 from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.image_detector import ImageDetector
@@ -111,7 +111,6 @@ def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape foreign text for one line of Markdown."""
     return re.sub(r"([\\`*_{}\[\]()#|<>!&~])", r"\\\1", one_line(text, 200))
 
 

@@ -29,7 +29,7 @@ from ssdctl.model.postprocess import (
     evaluating,
     refuse_non_finite,
 )
-from ssdctl.runtime.threads import map_ahead
+from ssdctl.runtime.system import map_ahead
 
 T = TypeVar("T")
 

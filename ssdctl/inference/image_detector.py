@@ -35,7 +35,7 @@ from ssdctl.inference.sources import source_of
 from ssdctl.model.postprocess import ImageDetections, merge_views
 from ssdctl.model.results import Result
 from ssdctl.runtime.safe_text import listed
-from ssdctl.runtime.threads import map_ahead
+from ssdctl.runtime.system import map_ahead
 
 MAX_NAMED = 20  # class names listed in a message
 OneImage: TypeAlias = (

@@ -18,12 +18,13 @@ from PIL import Image
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
+from ssdctl.config.call import public_call, public_iterator
 from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import DataConfig, PredictConfig
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.tiles import tiling_of
 from ssdctl.device import Device, open_device
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, DetectorConfig
 from ssdctl.inference.image_detector import (
@@ -39,7 +40,6 @@ from ssdctl.inference.video import open_video
 from ssdctl.model.postprocess import DEFAULT_SCORE, TILES_PER_PASS
 from ssdctl.model.results import Result
 from ssdctl.model.ssd300 import SSD300, load_network
-from ssdctl.runtime.packages import public_call, public_iterator
 from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)

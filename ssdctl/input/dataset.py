@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE
-from ssdctl.config.call import overrides_of, resolve_call
+from ssdctl.config.call import overrides_of, public_call, resolve_call
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.index import read_areas
@@ -24,7 +24,6 @@ from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import as_batch, decode_sample
 from ssdctl.input.normalize import Normalize
 from ssdctl.input.sampler import draw_samples
-from ssdctl.runtime.packages import public_call
 
 Item = tuple[Tensor, dict[str, Tensor]]
 MAX_EPOCH = 2**31  # the random numbers are drawn per epoch
@@ -143,7 +142,6 @@ class Dataset(torch.utils.data.Dataset[Item]):
         return pixels.permute(2, 0, 1) / 255, target
 
     def _drawn(self, row: int) -> Item:
-        """Return an image, augmented as in a random epoch."""
         split = self._split
         seed, epoch = torch.randint(MAX_EPOCH, (2,)).tolist()
         config = LoaderConfig(

@@ -29,7 +29,7 @@ from ssdctl.device import pageable_buffer
 from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import BadImage, Batch, LoaderConfig
 from ssdctl.input.sampler import Samples, SampleStream, draw_samples, whole_samples
-from ssdctl.runtime.threads import take_ahead
+from ssdctl.runtime.system import take_ahead
 
 BATCHES_AHEAD = 2
 MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us

@@ -4,7 +4,6 @@
     job = make_job(engine, request, read_node())
     job.argv, job.environment
 
-base.py has the request and the abstract launchers, job.py what to run, engines/ a file for each
-launcher. processes.py runs a job on this machine, exit_codes.py derives a job's exit code and the
-rank that failed first.
+base.py has the request, the job and the abstract launchers, engines/ a file for each launcher.
+processes.py runs a job on this machine, and derives its exit code and the rank that failed first.
 """

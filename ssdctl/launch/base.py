@@ -1,4 +1,4 @@
-"""The request of a launch, the node that it is planned on, and the abstract launchers.
+"""The request of a launch, its job, the node that it is planned on, and the abstract launchers.
 
 A file in `engines/`, or the module of an entry point in the group `ssdctl.launchers`, names its
 subclass of `Engine` as `ENGINE`.
@@ -7,7 +7,9 @@ subclass of `Engine` as `ENGINE`.
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -17,10 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ssdctl.config.sections import LaunchConfig
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch.job import Job
 from ssdctl.runtime import plugins
 from ssdctl.runtime.hardware import TpuType, find_hardware
 from ssdctl.runtime.plugins import LAUNCHERS
+from ssdctl.runtime.safe_text import redact_arguments
 from ssdctl.runtime.system import physical_cores, quota_cores, usable_cpus
 
 if TYPE_CHECKING:
@@ -60,6 +62,40 @@ class LaunchRequest:
     def is_planned(self) -> bool:
         """Return whether the job may run on another machine: it is not run now."""
         return self.is_dry_run or self.is_written
+
+
+@dataclass(frozen=True)
+class Job:
+    """A planned launch. Each argument of the user is one element of `argv`: no shell parses it."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]  # added to the caller's
+    launcher: str
+    num_ranks: int  # ranks that run on this machine, or report to it
+    nodes: int = 1  # if it is 1, all ranks record their exit codes on this machine
+    # The signal that the launcher forwards to all ranks. It is repeated, because mpirun forwards it
+    # only to the ranks that have started. None: signal the ranks on this machine directly.
+    stop_signal: signal.Signals | None = None
+    missing: str | None = None  # what the user must still specify
+    text: str | None = None  # the script or manifest for a batch engine
+    manifest: Mapping[str, Any] | None = None  # the same as data, for Kubernetes
+    warnings: tuple[str, ...] = ()
+
+    def to_line(self, *, with_secrets: bool = True) -> str:
+        """Return the command as one line for a shell."""
+        pairs, argv = [f"{n}={value}" for n, value in self.environment.items()], list(self.argv)
+        if not with_secrets:
+            pairs, argv = redact_arguments(pairs), redact_arguments(argv)
+        words = [pair.partition("=") for pair in pairs]
+        return " ".join([*(f"{n}={shlex.quote(value)}" for n, _, value in words), shlex.join(argv)])
+
+    def to_script(self) -> str:
+        """Return the text for `--write`: a bash script, or the input of the batch engine."""
+        if self.text is not None:
+            return self.text
+        exports = [f"export {n}={shlex.quote(value)}" for n, value in self.environment.items()]
+        lines = ["#!/usr/bin/env bash", "# Written by ssdctl launch.", *exports]
+        return "\n".join([*lines, f"exec {shlex.join(self.argv)}", ""])
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ssdctl.config.call import hints_in_messages
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.drawing import Rectangle, draw, save_image
-from ssdctl.errors import SsdctlError, hints_in_messages, import_package
+from ssdctl.errors import SsdctlError, import_package
 from ssdctl.runtime.safe_text import html_table
 
 if TYPE_CHECKING:

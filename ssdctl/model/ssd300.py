@@ -31,10 +31,11 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shapes, is_state
+from ssdctl.config.call import hints_in_messages, public_call
 from ssdctl.config.fields import Tiling
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb, resized
-from ssdctl.errors import IntegrityError, UsageError, hints_in_messages
+from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
 from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
@@ -50,7 +51,6 @@ from ssdctl.model.postprocess import (
 )
 from ssdctl.model.results import Result
 from ssdctl.runtime import plugins
-from ssdctl.runtime.packages import public_call
 from ssdctl.runtime.plugins import BACKBONES
 
 OVERSHOOT = 1e-3  # beyond 0 to 1, by rounding

@@ -58,8 +58,8 @@ SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
 
 def write_report(runs: Sequence[Run], target: Path) -> None:
     remove_stale_temporaries(target.parent, target.name)
-    limit = max(MAX_IMAGES // len(runs), MIN_IMAGES)
-    analyses = [_analysis(run, limit) for run in runs]
+    limit, folder = max(MAX_IMAGES // len(runs), MIN_IMAGES), target.absolute().parent
+    analyses = [_analysis(run, limit, folder) for run in runs]
     curves = charts.training_charts(runs)
     if len(runs) > 1 and (compared := charts.runs_precision_recall(runs)):
         curves.append(compared)
@@ -90,19 +90,19 @@ def write_report(runs: Sequence[Run], target: Path) -> None:
         sizes=SIZES,
         version=__version__,
     )
-    page = _with_relative_paths(page, target.absolute().parent)
+    page = _with_relative_paths(page, folder)
     # File names that are not UTF-8 contain surrogates, which a page cannot.
     write_text(target, page.encode("utf-8", "backslashreplace").decode())
 
 
-def _with_relative_paths(page: str, folder: Path) -> str:
-    """Make the absolute paths near the page relative to it: a shared page names no home folder."""
+def _with_relative_paths(text: str, folder: Path) -> str:
+    """Make absolute paths near a folder relative to it: a shared page names no home folder."""
     for ups, above in enumerate((folder, *folder.parents)):
         if len(above.parts) > 2:  # not /home, not /tmp
             relative = "/".join([".."] * ups) or "."
-            page = re.sub(rf"(?<![\w./-]){re.escape(str(above))}(?![\w.-])", relative, page)
+            text = re.sub(rf"(?<![\w./-]){re.escape(str(above))}(?![\w.-])", relative, text)
     home = str(Path.home())
-    return re.sub(rf"(?<![\w./-]){re.escape(home)}(?![\w.-])", "~", page) if home != "/" else page
+    return re.sub(rf"(?<![\w./-]){re.escape(home)}(?![\w.-])", "~", text) if home != "/" else text
 
 
 def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:
@@ -152,17 +152,25 @@ def _facts(run: Run) -> dict[str, str]:
     return facts
 
 
-def _command(run: Run) -> str | None:
-    """Return the command that trained a run, to be copied."""
+def _command(run: Run, page_folder: Path) -> str | None:
+    """Return the command that trained a run, to be copied into a shell in the page's folder."""
     if run.environment is None:
         return None
-    words = run.environment.command
-    name = Path(words[0]).name
-    start = "python -m ssdctl" if name == "__main__.py" else shlex.quote(name)
-    return shlex.join(["", *words[1:]]).replace("''", start, 1)
+    name, *words = run.environment.command
+    name = Path(name).name
+    start = ["python", "-m", "ssdctl"] if name == "__main__.py" else [name]
+    folder = Path(run.environment.folder or page_folder)
+    command = " ".join(_quoted(_with_relative_paths(word, folder)) for word in [*start, *words])
+    relative = _with_relative_paths(str(folder), page_folder)
+    return command if relative == "." else f"cd {_quoted(relative)} && {command}"
 
 
-def _analysis(run: Run, limit: int) -> dict[str, Any]:
+def _quoted(word: str) -> str:
+    """Quote a word for a shell, but for a tilde at its start."""
+    return "~/" + shlex.quote(word[2:]) if word.startswith("~/") else shlex.quote(word)
+
+
+def _analysis(run: Run, limit: int, page_folder: Path) -> dict[str, Any]:
     evaluation = run.evaluation
     images, reason = embed_samples(evaluation, limit)
     kinds = (charts.precision_recall, charts.f1_over_score, charts.calibration)
@@ -172,7 +180,7 @@ def _analysis(run: Run, limit: int) -> dict[str, Any]:
     measured = sorted((c for c in classes if c.AP >= 0), key=lambda c: -c.AP)
     return {
         "name": run.name,
-        "command": _command(run),
+        "command": _command(run, page_folder),
         "chosen_settings": _chosen_settings(run),
         "all_settings": RunDir(run.path).config.read_text("utf-8") if run.is_trained else "",
         "events": _shown_events(run),

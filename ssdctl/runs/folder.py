@@ -1,4 +1,4 @@
-"""A run folder: its file names, its default place, and its lock.
+"""A run folder: its file names, its default place, its lock, and environment.json.
 
 The first rank locks `RUN/.lock`, which contains its process id and host, so that no second process
 trains in the folder. The kernel releases a lock when the process ends, so a dead run never blocks a
@@ -10,17 +10,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import re
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from ssdctl.config import Config
 from ssdctl.config.sections import DEFAULT_PRESET
 from ssdctl.data.store_folder import default_root
-from ssdctl.errors import UsageError
-from ssdctl.files import make_dir, try_lock
+from ssdctl.errors import DataError, UsageError
+from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, reason_of, try_lock, write_bytes
+from ssdctl.runtime.packages import package_version
+from ssdctl.runtime.safe_text import redact_arguments
 from ssdctl.runtime.system import is_process_running
 
 RUNS = Path("runs")  # the folder of runs without --out
@@ -31,6 +39,9 @@ POLL_S = 0.2
 MAX_OWNER = 300  # characters of process id and host name
 
 log = logging.getLogger(__name__)
+MAX_ENVIRONMENT_BYTES = 1 << 20
+GIT_S = 10.0  # seconds that git may take
+PACKAGES = ("ssdctl", "torch", "torchvision", "numpy", "pillow", "pyarrow", "hotcoco")
 
 
 class RunDir:
@@ -159,7 +170,6 @@ def _name_of(checkpoint: Path) -> str:
 
 
 def _dataset_name(config: Config) -> str:
-    """Return the name of the dataset's folder; `fake` if no image is read."""
     if config.train.fake_data:
         return "fake"
     root = Path(config.data.root or default_root()).absolute()
@@ -228,7 +238,6 @@ def _wait_for_lock(path: Path) -> int | None:
 
 
 def _owner(lock: Path) -> tuple[str, str]:
-    """Return the process id and the host in a lock file; empty if it cannot be read."""
     try:
         with lock.open(errors="replace") as file:
             process, _, host = file.read(MAX_OWNER).partition(" on ")
@@ -247,3 +256,74 @@ def running_on(out: Path) -> str | None:
         return None
     is_here = host == socket.gethostname()
     return None if is_here and not is_process_running(int(process)) else host
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a start of training ran on."""
+
+    python: str
+    platform: str
+    device: str
+    world_size: int
+    packages: dict[str, str | None]  # version by name; None: not installed
+    command: Annotated[list[str], msgspec.Meta(min_length=1)]
+    sources: dict[str, str]  # of the settings that are neither a preset's nor a default, by path
+    folder: str = ""  # the working folder; empty if it had been deleted
+    git_commit: str | None = None  # of the working folder
+
+
+def find_environment(device: str, world_size: int, sources: Mapping[str, str]) -> Environment:
+    """Return the environment of this process, without secrets.
+
+    Args:
+        device: Its label.
+        sources: See `Environment`.
+    """
+    return Environment(
+        python=sys.version.split()[0],
+        platform=platform.platform(),
+        device=device,
+        world_size=world_size,
+        packages={name: package_version(name) for name in PACKAGES},
+        command=[_utf8(word) for word in redact_arguments(sys.argv)],
+        sources={path: _utf8(label) for path, label in sources.items()},
+        folder=_utf8(_working_folder()),
+        git_commit=git_commit(),
+    )
+
+
+def _working_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""
+
+
+def _utf8(text: str) -> str:
+    """Replace the stand-ins for bytes of names that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def git_commit(folder: Path = Path()) -> str | None:
+    """Return the git commit of a folder; None if it is not in a repository."""
+    words = ["git", "-C", str(folder), "-c", "core.fsmonitor="]
+    words += ["rev-parse", "--verify", "--quiet", "HEAD"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_S, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def write_environment(path: Path, environment: Environment) -> None:
+    write_bytes(path, msgspec.json.format(msgspec.json.encode(environment), indent=2) + b"\n")
+
+
+def read_environment(path: Path) -> Environment:
+    try:
+        return msgspec.json.decode(read_limited(path, MAX_ENVIRONMENT_BYTES), type=Environment)
+    except (OSError, *DECODE_ERRORS) as error:
+        raise DataError(
+            f"{path}: not the environment of a run: {reason_of(error)}".replace("`", ""),
+            hint="the next start of its training writes it again",
+        ) from None

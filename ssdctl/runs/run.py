@@ -21,13 +21,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ssdctl.config.call import hints_in_messages
 from ssdctl.config.render import SNAPSHOT_SECTIONS
 from ssdctl.config.resolve import read_toml, resolve
 from ssdctl.config.settings import Config
-from ssdctl.errors import DataError, SsdctlError, UsageError, hints_in_messages
-from ssdctl.runs.environment import Environment, read_environment
+from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
-from ssdctl.runs.folder import RUNS, RunDir, find_checkpoint, run_dir, step_of
+from ssdctl.runs.folder import (
+    RUNS,
+    Environment,
+    RunDir,
+    find_checkpoint,
+    read_environment,
+    run_dir,
+    step_of,
+)
 from ssdctl.runs.going_back import has_continued_from
 from ssdctl.runs.metrics import ClassAP, Ended, Record, Started, events_of, read_metrics
 from ssdctl.runtime.safe_text import html_table, listed, redact_urls
@@ -339,7 +347,6 @@ def written_at(path: Path) -> float:
 
 
 def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the run folders in a folder, and the folder itself if it is one."""
     if RunDir(folder).metrics.is_file():
         yield folder
     elif depth:

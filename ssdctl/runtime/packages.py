@@ -4,7 +4,6 @@ PyTorch (2.6 to the newest), and what keeps a package from loading."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import os
@@ -13,11 +12,11 @@ import resource
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from importlib import metadata
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from ssdctl.errors import UsageError, hints_in_messages
+from ssdctl.errors import UsageError
 from ssdctl.runtime.system import UNLIMITED
 
 OLDEST_TORCH = (2, 6)  # the last release for first-generation Gaudi cards
@@ -29,8 +28,6 @@ OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 AUTOCAST_DEVICES = ("cpu", "cuda", "hpu", "xla")
-P = ParamSpec("P")
-T = TypeVar("T")
 NATIVE_PACKAGES = ("numpy", "torch", "pyarrow", "PIL", "torchvision", "matplotlib", "hotcoco")
 
 
@@ -108,16 +105,16 @@ def torch_warnings_ignored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def public_call() -> Iterator[None]:
-    """Around functions of the Python API: torch is as in a fresh process, and errors have hints.
+def torch_as_imported() -> Iterator[None]:
+    """Let torch compute as in a fresh process, whatever its modes are in this thread.
 
-    Default device, gradients, inference mode and autocast belong to the calling thread. All threads
-    share the default type, so another one is refused.
+    Those are the default device, gradients, inference mode and autocast. All threads share the
+    default type, so another one is refused.
 
     Raises:
         UsageError: The default type is not float32.
     """
-    with hints_in_messages(), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if "torch" in sys.modules:
             torch: Any = importlib.import_module("torch")  # waits for another thread's import
             if (dtype := torch.get_default_dtype()) != torch.float32:
@@ -132,29 +129,6 @@ def public_call() -> Iterator[None]:
             for name in filter(torch.is_autocast_enabled, AUTOCAST_DEVICES):
                 stack.enter_context(torch.autocast(name, enabled=False))
         yield
-
-
-def public_iterator(
-    function: Callable[P, Generator[T, None, None]],
-) -> Callable[P, Generator[T, None, None]]:
-    """Decorate a generator function of the Python API: each step is a `public_call`."""
-
-    @functools.wraps(function)
-    def decorated(*args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
-        generator = function(*args, **kwargs)
-        try:
-            while True:
-                with public_call():
-                    try:
-                        item = next(generator)
-                    except StopIteration:
-                        return
-                yield item
-        finally:
-            with public_call():
-                generator.close()
-
-    return decorated
 
 
 def library_error(error: BaseException | None) -> UsageError | None:

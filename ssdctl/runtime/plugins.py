@@ -38,22 +38,28 @@ class PluginKind(NamedTuple):
     group: str  # of entry points
     built_in: tuple[str, ...] = ()  # if other modules are in the package, too
     reserved: tuple[str, ...] = ()  # values of the option that are not names
+    families: tuple[tuple[str, tuple[str, ...]], ...] = ()  # modules with several, by name
 
 
-BACKBONES = PluginKind("backbone", "--backbone", "ssdctl.model.backbones", "ssdctl.backbones")
+BACKBONES = PluginKind(
+    *("backbone", "--backbone", "ssdctl.model.backbones", "ssdctl.backbones"),
+    families=(("resnet", ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "tiny")),),
+)
 FORMATS = PluginKind(
     "dataset format", "--from", "ssdctl.data.formats", "ssdctl.datasets", (), ("auto",)
 )
 AUGMENTATIONS = PluginKind(
     *("augmentation", "--augment", "ssdctl.input.augmentations", "ssdctl.augmentations"),
     reserved=tuple(AUGMENTATION_LISTS),
+    families=(("simple", ("flip", "color", "zoom")),),
 )
 LAUNCHERS = PluginKind(
     "launcher", "--launcher", "ssdctl.launch.engines", "ssdctl.launchers", (), ("auto",)
 )
 TRACKERS = PluginKind(
     *("tracker", "--tracker", "ssdctl.training.observers", "ssdctl.trackers"),
-    built_in=("tensorboard", "wandb", "mlflow"),
+    built_in=("services",),
+    families=(("services", ("tensorboard", "wandb", "mlflow")),),
 )
 DEVICES = PluginKind(
     *("device", "--device", "ssdctl.device", "ssdctl.devices"),
@@ -111,7 +117,9 @@ def built_in(kind: PluginKind) -> list[str]:
     """Return the names of the built-in modules of a kind, in any order; import nothing."""
     folder = Path(__file__).parents[1].joinpath(*kind.package.split(".")[1:])
     names = kind.built_in or [path.stem for path in folder.glob("[!_]*.py")]
-    return [name.replace("_", "-") for name in names]
+    families = dict(kind.families)
+    members = [name for family in families.values() for name in family]
+    return [name.replace("_", "-") for name in names if name not in families] + members
 
 
 def plugins(kind: PluginKind) -> list[Plugin]:
@@ -211,6 +219,10 @@ def guard_instance(value: Any, base: type, made: type) -> Any:
 
 
 def built_in_module(kind: PluginKind, name: str) -> Any:
+    """Import a built-in; return its module, or what its family's module has of that name."""
+    for family, members in kind.families:
+        if name in members:
+            return getattr(importlib.import_module(f"{kind.package}.{family}"), name)
     return importlib.import_module(f"{kind.package}.{name.replace('-', '_')}")
 
 

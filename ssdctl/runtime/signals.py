@@ -159,8 +159,9 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _write_and_exit(exit_early: Callable[[], object]) -> None:
+    message, hint = _stopped_before_the_first_step().for_command_line()
     with contextlib.suppress(OSError):
-        os.write(2, f"error: {_stopped_before_the_first_step()}\n".encode())
+        os.write(2, f"{message}\nhint: {hint}\n".encode())
     exit_early()
 
 

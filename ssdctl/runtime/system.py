@@ -1,5 +1,5 @@
-"""What the operating system grants (CPUs, limits, memory, cache folders), and the settings that the
-commands make for their process.
+"""What the operating system grants (CPUs, limits, memory, cache folders), threads, and the settings
+that the commands make for their process.
 
 Only Linux is tested. CPU affinity and /proc are absent on macOS: there the functions return that
 the answer is unknown. `ssdctl.load` makes no settings: they are the user's program's.
@@ -16,11 +16,14 @@ import resource
 import stat
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SYS = Path("/sys")
 PROC = Path("/proc")
@@ -44,10 +47,8 @@ SWITCH_INTERVAL_S = 5e-5
 # If the user sets one of these, the number or the waiting of torch's threads is not changed.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPINS, FEW_SPINS = (
-    10_000,
-    1_000,
-)  # before a waiting thread sleeps; libgomp's default is 300,000
+# Before a waiting thread sleeps; libgomp's default is 300,000.
+SPINS, FEW_SPINS = 10_000, 1_000
 BUSY = 2.0  # runnable processes per core of the machine
 
 
@@ -338,3 +339,42 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
         return False
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, NEVER), (M_TOP_PAD, STEP_BYTES))
     return all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in settings)
+
+
+def run_in_daemon_thread(work: Callable[[], T]) -> Future[T]:
+    """Run a function in a daemon thread and return its future.
+
+    The thread does not block interpreter exit, even if it hangs (a dead file system).
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def map_ahead(
+    pool: Executor, function: Callable[[T], R], items: Iterable[T], ahead: int
+) -> Iterator[R]:
+    """Yield `function(item)` for each item in order; up to `ahead` more calls are under way.
+
+    If a call fails, its exception is raised when its result is yielded. Items are taken only as far
+    as needed, so they may be endless.
+    """
+    futures = (pool.submit(function, item) for item in items)
+    return (future.result() for future in take_ahead(futures, ahead))
+
+
+def take_ahead(items: Iterable[T], ahead: int) -> Iterator[T]:
+    """Yield items in order; `ahead` more items are taken before each is yielded."""
+    taken: deque[T] = deque()
+    for item in items:
+        taken.append(item)
+        if len(taken) > ahead:
+            yield taken.popleft()
+    yield from taken

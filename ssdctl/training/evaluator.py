@@ -24,7 +24,7 @@ from ssdctl.runtime import signals
 
 if TYPE_CHECKING:
     from ssdctl.device import Device
-    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.distributed import Ranks
     from ssdctl.model.ssd300 import SSD300
     from ssdctl.training.plan import Plan
     from ssdctl.training.setup import Splits

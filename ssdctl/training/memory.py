@@ -24,10 +24,9 @@ from ssdctl.config import Config, TrainConfig
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.device import Device
 from ssdctl.device.cpu import Cpu
-from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import UsageError
-from ssdctl.input.fake import random_batch
+from ssdctl.input.open import random_batch
 from ssdctl.model.ssd300 import network_of
 from ssdctl.training.plan import Network, Plan, make_plan
 from ssdctl.training.step import LossModule, build_step
@@ -180,7 +179,6 @@ def _measure_largest_batch(
 def _peak(
     size: int, config: TrainConfig, architecture: Architecture, device: Device, precision: str
 ) -> int:
-    """Return the peak memory of a step on that many images, with a temporary network."""
     model = device.place(network_of(architecture)).train()
     step = build_step(model, config, device, precision)
     batch = random_batch(size, architecture.num_classes)

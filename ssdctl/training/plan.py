@@ -24,7 +24,6 @@ from ssdctl.input import augmentations
 from ssdctl.input.batch import num_background
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runs.folder import run_dir
-from ssdctl.training.schedule import Every, check_warmup, split_duration
 from ssdctl.training.small_data import adapt_to_data
 
 if TYPE_CHECKING:
@@ -32,9 +31,10 @@ if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.device import Device
-    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.distributed import Ranks
 
     DeviceFacts = Device | DeviceType  # opened, or only planned
+    from ssdctl.config import TrainConfig
 
 COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end
 DECAY_FACTOR = 0.1
@@ -363,4 +363,53 @@ def _check_batch_norm(plan: Plan) -> None:
         raise UsageError(
             "--bs 1: batch norm in the extra blocks (--extra-norm batch) needs several images",
             hint="--bs 2, or --extra-norm none",
+        )
+
+
+class Every(NamedTuple):
+    """An interval between two actions: optimizer steps, or seconds.
+
+    Steps are fractional, so that the n-th action is at the end of the n-th epoch without drift:
+    95 images in batches of 4 end their epochs at steps 23, 47, 71.
+    """
+
+    steps: Fraction | None
+    seconds: float | None
+
+    def after(self, step: int) -> int | None:
+        """Return the first later step with which a period ends, rounded down; None for seconds."""
+        if self.steps is None:
+            return None
+        return math.floor(math.ceil((step + 1) / self.steps) * self.steps)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a period ends with this step; never for seconds."""
+        return self.after(step - 1) == step
+
+
+def split_duration(text: str) -> tuple[float, str]:
+    """Parse a duration: `3` -> (3.0, "ep"); `300st` -> (300.0, "st"); `10min` -> (10.0, "min")."""
+    for unit in ("ep", "st", "min"):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)), unit
+    return float(text), "ep"
+
+
+def check_warmup(config: TrainConfig) -> None:
+    """Check a warm-up that the user chose, whatever the dataset is.
+
+    Raises:
+        UsageError: It is longer than the recipe; or it has no unit and, as epochs, ends after a
+            decay: other programs count iterations.
+    """
+    value, unit = split_duration(config.warmup)
+    steps = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
+    if unit == "ep" and value > config.epochs:
+        hint = steps if value.is_integer() else "give it in steps, as in --warmup 300st"
+        raise UsageError(f"a warm-up of {value:g} epochs: the run has {config.epochs}", hint=hint)
+    decay = min(config.decay_epochs, default=value)
+    if config.warmup.isdecimal() and value > decay:
+        raise UsageError(
+            f"a warm-up of {value:g} epochs ends after the decay at epoch {decay:g}",
+            hint=f"{steps}; --warmup {value:.0f}ep if they are epochs",
         )

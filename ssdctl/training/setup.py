@@ -35,13 +35,11 @@ from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.tiles import tiled, tiling_of
 from ssdctl.device import Device
-from ssdctl.distributed import collectives
+from ssdctl.distributed import Ranks, collectives
 from ssdctl.distributed.collectives import open_on_all_ranks, wait_for_main
-from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
-from ssdctl.input.fake import fake_split
-from ssdctl.input.open import check_pipeline
+from ssdctl.input.open import check_pipeline, fake_split
 from ssdctl.model.pretrained import check_file, fetch_weights
 from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
 from ssdctl.runs.folder import run_dir

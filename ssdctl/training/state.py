@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ssdctl.checkpoint.file import check_shapes, load_state
 from ssdctl.checkpoint.format import Checkpoint, compare_shapes
-from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks, collectives
 from ssdctl.errors import IntegrityError
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.device import Device
-from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
+from ssdctl.distributed import SINGLE_PROCESS, Ranks, collectives
 from ssdctl.errors import NonFiniteError
 from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones import constants_of_model

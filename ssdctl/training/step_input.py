@@ -14,7 +14,7 @@ from ssdctl.input.open import copy_ahead, open_input
 if TYPE_CHECKING:
     from ssdctl.data.store import Split
     from ssdctl.device import Device
-    from ssdctl.distributed.ranks import Ranks
+    from ssdctl.distributed import Ranks
     from ssdctl.runs.metrics import Record
     from ssdctl.training.plan import Plan
 

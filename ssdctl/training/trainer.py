@@ -28,19 +28,19 @@ from ssdctl.config.call import (
     PathLike,
     TrainSettings,
     overrides_of,
+    public_call,
+    public_iterator,
     resolve_call,
     takes_settings,
 )
 from ssdctl.config.render import snapshot
 from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.device import opened_device
-from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed import collectives, find_ranks
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError
 from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
 from ssdctl.runs.run import Run
 from ssdctl.runtime import signals
-from ssdctl.runtime.packages import public_call, public_iterator
 from ssdctl.runtime.progress import without_progress
 from ssdctl.runtime.system import usable_cores
 from ssdctl.training.evaluator import Evaluator
@@ -61,13 +61,11 @@ from ssdctl.training.observers import (
 from ssdctl.training.observers.display import Display, log_display
 from ssdctl.training.observers.folder import FolderWriter
 from ssdctl.training.optimizer import without_dynamo
-from ssdctl.training.profile import StepProfiler
-from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.saver import Saver
+from ssdctl.training.resume import Saver, find_checkpoint
 from ssdctl.training.state import EMA, RankStatistics, restore
 from ssdctl.training.step import build_step
 from ssdctl.training.step_input import StepInput
-from ssdctl.training.throughput import EpochTimer, StepRecorder
+from ssdctl.training.throughput import EpochTimer, StepProfiler, StepRecorder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -35,7 +35,7 @@ from ssdctl.training.small_data import adapt_to_data
         (["report", "."], 2, "metrics.jsonl"),
         (["export", "text.pt", "--format", "mlperf", "--out", "x"], 5, "text.pt"),
         (["config", "validate", "none.toml"], 2, "none.toml"),
-        (["benchmark", "data", "--gpu-rate", "inf"], 2, "--gpu-rate"),
+        (["benchmark", "data", "--seconds", "0"], 2, "--seconds"),
         (["prepare", "--split", "80"], 2, "80% is 0.8"),
         (["prepare", "--split", "87.5%"], 2, "87.5% is 0.875"),
     ],
@@ -222,15 +222,9 @@ def test_what_cannot_be_scored_is_a_warning(cli: Cli, dataset: Path) -> None:
 def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssdctl.cli.machine.TRAIN_IMAGES", 8)
     monkeypatch.setattr("ssdctl.cli.machine.VAL_IMAGES", 1)
-    monkeypatch.setattr("ssdctl.benchmark.data.TIMED_IMAGES", 4)
     monkeypatch.setattr("ssdctl.benchmark.data.BATCH_SIZE", 4)
-    options = ("--gpu-rate", 1e6, "--gpus", 8)
-    metrics = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json", *options).out)
-    assert metrics["required_images_per_second"] == 8e6
-    assert metrics["required_cores"] > 1000
-    assert metrics["is_sufficient"] is False
-    stages = ("draw_ms", "read_ms", "decode_ms", "crop_resize_ms")
-    for name in ("images_per_second", "images_per_second_full", *stages):
+    metrics = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
+    for name in ("images_per_second", "images_per_second_full"):
         assert 0 < metrics[name] < 1e5
 
 

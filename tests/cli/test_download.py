@@ -29,7 +29,7 @@ from ssdctl.cli import download
 from ssdctl.cli.console import Console
 from ssdctl.cli.download import fetching
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.model.backbones import resnet34, tiny
+from ssdctl.model.backbones.resnet import resnet34, tiny
 
 CONTENT = {f"val2017/{i:06d}.jpg": random.Random(i).randbytes(500) for i in range(30)}
 ARCHIVE = zipped(CONTENT)

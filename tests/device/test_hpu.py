@@ -12,9 +12,9 @@ from conftest import TINY_RUN, Cli
 from tiny_network import batch, build_training, losses
 
 from ssdctl.device import hpu, open_device
+from ssdctl.distributed import Ranks
 from ssdctl.distributed import collectives as joining
 from ssdctl.distributed.collectives import process_group
-from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runtime import system
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ssdctl.device import open_device
 from ssdctl.device.cpu import Cpu
 from ssdctl.device.inductor import resolve_execution
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.open import copy_ahead
 from ssdctl.model.distributed_norm import DistributedBatchNorm2d

@@ -14,7 +14,7 @@ import torch
 from tiny_network import Tiny, batch, build_training
 
 from ssdctl.device import Device, open_device
-from ssdctl.distributed.ranks import SINGLE_PROCESS
+from ssdctl.distributed import SINGLE_PROCESS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,
@@ -119,7 +119,7 @@ import tiny_network as tiny
 import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 from ssdctl.device.xla import Xla
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks
 from ssdctl.training.step import build_step
 import torch
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ssdctl.distributed.ranks import (
+from ssdctl.distributed import (
     Ranks,
     find_ranks,
     interface_for_peers,

@@ -14,7 +14,7 @@ from conftest import run_cli
 from ssdctl.runtime import hardware
 
 STANDIN = Path(__file__).parent.parent / "standin"
-CPU = {"label": "Test CPU", "has_native_bf16": True, "compile": []}
+CPU = {"label": "Test CPU", "has_native_bf16": True}
 RECORDED = {
     "torch": "2.9.0", "import_s": 1.5, "has_gloo": True, "cpu": CPU, "cuda_build": "12.8",
     "gpus": [], "gpu_problem": "no driver",

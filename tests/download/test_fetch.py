@@ -56,8 +56,7 @@ class Site:
         """Serve a route; a killed download left the first `arrived` bytes of it."""
         pin = pinned(self.server.route("/a.bin", route), content)
         if arrived:
-            partial = PartialFile(self.folder / pin.name, len(content), 4, pin.url)
-            partial.adopt('"1"')
+            partial = PartialFile(self.folder / pin.name, len(content), 4)
             append(partial, content[:arrived])
             partial.close()
         return pin
@@ -297,23 +296,13 @@ def test_4_a_complete_part_that_is_right_or_wrong(site: Site) -> None:
         assert site.files() == ["a.bin"]
 
 
-@pytest.mark.parametrize("honors_if_range", [True, False])
-def test_5_etag_changed(site: Site, honors_if_range: bool) -> None:
-    def other(request: Request) -> Reply:
-        if not honors_if_range:
-            request.headers.pop("if-range", None)
-        return file(CONTENT, etag='"2"')(request)
-
-    pin = site.pin(other, arrived=100)
-    partial = PartialFile(site.folder / "a.bin", len(CONTENT), 4, pin.url)
+def test_5_another_version_between_resumes(site: Site) -> None:
+    pin = site.pin(arrived=100)
+    partial = PartialFile(site.folder / "a.bin", len(CONTENT), 4)
     append(partial, bytes(1000))  # another version's bytes
     partial.close()
     assert site.fetch(pin) == CONTENT
     assert site.server.body_bytes >= len(CONTENT)
-    if honors_if_range:
-        assert site.requests[0].headers["if-range"] == '"1"'
-    else:  # detected by the ETag, not by the wrong hash of a mixture
-        assert site.server.body_bytes < 1.3 * len(CONTENT)
 
 
 def test_6_flipped_bits(site: Site) -> None:

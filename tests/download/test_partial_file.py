@@ -17,7 +17,6 @@ from ssdctl.download.transfer import MIN_PIECE_BYTES, PartialFile, partial_path
 from ssdctl.errors import DiskError, UsageError
 
 CONTENT = random.Random(1).randbytes(3 * MIN_PIECE_BYTES)
-URL = "http://host/a.bin"
 
 
 @pytest.fixture
@@ -25,27 +24,22 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "a.bin"
 
 
-def opened(target: Path, url: str = URL) -> PartialFile:
-    return PartialFile(target, len(CONTENT), 4, url)
+def opened(target: Path) -> PartialFile:
+    return PartialFile(target, len(CONTENT), 4)
 
 
 def leave(target: Path, arrived: int) -> None:
     """Leave what a killed download does: the first bytes."""
     partial = opened(target)
-    partial.adopt('"1"')
     append(partial, CONTENT[:arrived])
     partial.close()
 
 
-@pytest.mark.parametrize(("url", "validator"), [(URL, '"1"'), ("http://mirror/a.bin", "")])
-def test_a_part_is_continued_and_published(
-    target: Path, url: str, validator: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bytes of another URL count, its version does not; published once they are on the disk."""
+def test_a_part_is_continued_and_published(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published once its bytes are on the disk."""
     leave(target, 400_000)
-    partial = opened(target, url)
+    partial = opened(target)
     assert (partial.inherited, partial.arrived_bytes) == (400_000, 400_000)
-    assert partial.state.validator == validator
     append(partial, CONTENT[400_000:])
     assert partial.take() is None
     calls: list[str] = []
@@ -85,9 +79,7 @@ def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatc
             append(partial, CONTENT[:1000])
     assert partial.path.read_bytes() == before
     monkeypatch.setattr(transfer, "RECORD_S", 1e9)
-    partial.write(
-        partial.state.missing[0], CONTENT[:2000]
-    )  # no record follows: a kill loses these bytes
+    partial.write(partial.missing[0], CONTENT[:2000])  # no record follows: a kill loses these bytes
     again = opened(target)
     assert again.inherited == 0
     again.close()
@@ -104,7 +96,7 @@ def test_pieces_are_taken_by_one_connection_each(target: Path) -> None:
     partial.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
     partial.close()
     again = opened(target)
-    spans = [(piece.start, piece.stop) for piece in again.state.missing]
+    spans = [(piece.start, piece.stop) for piece in again.missing]
     middle = MIN_PIECE_BYTES + 1000
     assert spans == [(0, MIN_PIECE_BYTES), (middle, 2 * MIN_PIECE_BYTES)]
     again.close()
@@ -122,8 +114,8 @@ def test_an_invalid_record_is_ignored(missing: object, expected: int, target: Pa
     leave(target, 1000)
     path = partial_path(target)
     content, line = path.read_bytes()[: len(CONTENT)], path.read_bytes()[len(CONTENT) :]
-    state = json.loads(line.partition(b"\n")[0])
-    changed = b"" if missing is None else json.dumps({**state, "missing": missing}).encode()
+    assert json.loads(line.partition(b"\n")[0]) == [[1000, len(CONTENT)]]
+    changed = b"" if missing is None else json.dumps(missing).encode()
     path.write_bytes(content + changed)
     partial = opened(target)
     assert partial.arrived_bytes == expected

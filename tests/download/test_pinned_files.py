@@ -15,7 +15,7 @@ from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import COCO2017, PinnedFile, read_manifest
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
-from ssdctl.model.backbones import tiny as tiny_backbone
+from ssdctl.model.backbones.resnet import tiny as tiny_backbone
 from ssdctl.model.pretrained import all_weights, fetch_weights, find_weights, weights_named
 
 HASH = "ab" * 32

@@ -12,7 +12,7 @@ from tiny_network import Tiny
 from ssdctl.device.cpu import Cpu
 from ssdctl.evaluation.detect import ValidationLoss
 from ssdctl.input.batch import Batch
-from ssdctl.input.fake import random_batch
+from ssdctl.input.open import random_batch
 from ssdctl.model.backbones import find_backbone
 
 SIZES = ([7], [3, 4], [1] * 7)

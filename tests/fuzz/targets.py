@@ -52,7 +52,7 @@ from ssdctl.download.fetch import fetch, no_progress
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile, read_manifest
 from ssdctl.evaluation.evaluate import read_detections
-from ssdctl.exporting.weights import export_weights
+from ssdctl.exporting import export_weights
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.runs.metrics import MetricsFile, read_metrics

@@ -21,10 +21,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hypothesis
 import pytest
 from fuzz.targets import TARGETS, Target
-from hypothesis import HealthCheck, Phase, given, settings
+from helpers import examples, seeded
+from hypothesis import given
 
 from ssdctl.errors import ExitCode
 
@@ -48,14 +48,7 @@ def fuzz(
 ) -> None:
     """Run a target on `count` inputs, or until the time `limit`. Without a seed: always the same."""
 
-    @settings(
-        max_examples=count,
-        database=None,
-        derandomize=seed is None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
+    @examples(count, seed)
     @given(target.inputs)
     def check(content: Any) -> None:
         if time.monotonic() > limit:
@@ -66,13 +59,7 @@ def fuzz(
             place = "\n".join(re.findall(r"^ +File .*|^\w.*", result.err, re.MULTILINE)[-4:])
             outcome.bugs.setdefault(place or result.err, content)
 
-    if seed is not None:
-        check = hypothesis.seed(seed)(check)
-    check()
-
-
-def report_bugs(bugs: dict[str, Any]) -> str:
-    return "\n".join(f"{place}\n  input: {content!r:.1000}" for place, content in bugs.items())
+    seeded(check, seed)()
 
 
 @pytest.mark.parametrize(

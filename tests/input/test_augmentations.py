@@ -28,11 +28,11 @@ from ssdctl.input.augmentations import (
     Keys,
     View,
     crop,
-    flip,
     hashed,
     uniform,
     whole,
 )
+from ssdctl.input.augmentations.simple import flip
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import FILL_RGB, TrainLoader, resize, resize_crop
 
@@ -263,8 +263,11 @@ def test_half_of_the_samples_are_zoomed_out_and_filled(split: Split) -> None:
 def test_another_package_adds_an_augmentation(
     split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of flip.py under another name has random numbers of its own."""
-    content = Path(flip.__file__).read_text()
+    """The flip under another name has random numbers of its own."""
+    content = (
+        "from ssdctl.input.augmentations import View\n"
+        "from ssdctl.input.augmentations.simple import draw_mirrored as draw, mirror as apply\n"
+    )
     entries = "[ssdctl.augmentations]\nother = elsewhere\nempty = elsewhere:View\n"
     install_package(tmp_path, monkeypatch, "elsewhere", content, entries)
     resolve(overrides=[Override("train.augment", "crop,other", ASSIGNMENT)])

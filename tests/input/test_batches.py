@@ -26,9 +26,8 @@ from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import Batch, LoaderConfig
-from ssdctl.input.fake import fake_split
 from ssdctl.input.loader import TrainLoader, evaluation_batches
-from ssdctl.input.open import open_input
+from ssdctl.input.open import fake_split, open_input
 from ssdctl.input.sampler import SampleStream
 
 PLAN = LoaderConfig(seed=4, batch_size=5, threads=2, max_boxes=12)

@@ -8,12 +8,11 @@ from typing import Any
 
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.config.sections import LaunchConfig
-from ssdctl.launch.base import LaunchRequest, Node, load_engine, make_job
+from ssdctl.launch.base import Job, LaunchRequest, Node, load_engine, make_job
 from ssdctl.launch.engines.kubernetes import Kubernetes
 from ssdctl.launch.engines.mpirun import Mpirun
 from ssdctl.launch.engines.slurm import Slurm
 from ssdctl.launch.engines.torchrun import Torchrun
-from ssdctl.launch.job import Job
 
 SMALL = Node(2, 1)
 # Options of `launch` for a training in a pod.

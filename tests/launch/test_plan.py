@@ -16,8 +16,8 @@ from launch.plans import SMALL
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import Node, read_node
-from ssdctl.launch.engines._tpus import choose_device
 from ssdctl.launch.engines.mpirun import read_hosts
+from ssdctl.launch.engines.torchrun import choose_tpu_device
 from ssdctl.runtime import hardware
 from ssdctl.runtime.hardware import TPU_VERSIONS
 from ssdctl.runtime.system import physical_cores
@@ -25,7 +25,6 @@ from ssdctl.runtime.system import physical_cores
 GAUDI = Node(cores=48, sockets=2)
 TPU_V3 = Node(cores=48, sockets=2, tpus=4, tpu=TPU_VERSIONS["v3"])
 TPU_V4 = Node(cores=48, sockets=2, tpus=4, tpu=TPU_VERSIONS["v4"])
-HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
 TWO_HOSTS = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
 plan_for = functools.partial(plans.plan_for, node=GAUDI, python="python", open_mpi=4)
 
@@ -143,15 +142,6 @@ def test_torchrun_on_several_nodes(settings: dict[str, Any], words: set[str]) ->
     assert any("local-addr" in word for word in plan.argv) == ("local_address" in settings)
 
 
-@pytest.mark.parametrize(("version", "order"), [(4, "core"), (5, "slot"), (None, "slot")])
-def test_ranks_by_core_only_with_open_mpi_4(version: int | None, order: str) -> None:
-    """Version 5 rejects it; an unknown version gets what both accept."""
-    plan = plan_for("hpu", 8, open_mpi=version, rank_by="core")
-    assert plan.argv[plan.argv.index("--rank-by") + 1] == order
-    assert any("--rank-by" in warning for warning in plan.warnings) == (order == "slot")
-    assert "--rank-by slot" in plan_for("hpu", 8, open_mpi=version).to_line()
-
-
 NUMA = {"node": Node(48, 2, has_numactl=True), "torch_version": (2, 9)}
 
 
@@ -248,7 +238,7 @@ def test_without_a_tpu_its_version_is_assumed_with_a_warning() -> None:
 def test_chips_and_packages_decide_what_drives_tpus(
     version: str | None, node: Node, packages: set[str], device: str
 ) -> None:
-    assert choose_device(version, node, packages) == device
+    assert choose_tpu_device(version, node, packages) == device
 
 
 @pytest.mark.parametrize(

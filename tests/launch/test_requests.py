@@ -66,7 +66,7 @@ class Launch(NamedTuple):
     words: tuple[str, ...]  # without the launched command after `--`
     rest: tuple[str, ...]
     wished: tuple[str, ...]  # what the ranks run; for `train` without the device
-    texts: dict[str, str]  # values of kubernetes.env and kubernetes.annotations
+    texts: dict[str, str]  # the value of kubernetes.env
     wrong: tuple[str, ...]  # of which an error has to name one; empty: it is accepted
 
     @property
@@ -91,7 +91,7 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
     if (devices := draw(st.sampled_from([None, None, 2, 8]))) is not None:
         words.append(f"--devices-per-node={devices}")
         wrong += ["--devices-per-node"] * (devices < count // nodes)
-    words += draw(st.sampled_from([[], ["--bind-to=none"], ["--rank-by=core"], ["--restarts=1"]]))
+    words += draw(st.sampled_from([[], ["--bind-to=none"], ["--restarts=1"]]))
     keys = [key for key in FORMED if key.startswith(launcher)]
     for key in draw(st.lists(st.sampled_from(keys), max_size=3, unique=True)) if keys else ():
         good, bad = FORMED[key]
@@ -104,7 +104,7 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
         words += ["--set=kubernetes.image=a:1", "--set=kubernetes.volumes=claim:/runs"]
         install = draw(st.sampled_from(["image", "ssdctl==1", "$(touch x) a.b"]))
         words.append(f"--set=kubernetes.install={install}")
-        texts = {key: draw(TEXT) for key in ("env", "annotations")}
+        texts = {"env": draw(TEXT)}
         words += [f"--set=kubernetes.{k}={json.dumps([f'NAME={v}'])}" for k, v in texts.items()]
     rest, wished = draw(launched())
     if launcher == "mpirun" and ":" in wished:
@@ -231,8 +231,6 @@ def test_open_mpi_takes_its_command(launcher: str) -> None:
         plan, _ = planned(launch)
         if plan is None or launch.nodes > 1 or launch.cores != 48:
             return
-        if launcher.endswith("5") and "--rank-by=core" in launch.words:
-            return  # Open MPI 4's
         argv = [plan["argv"][0], "--do-not-launch", *plan["argv"][1:]]
         environment = {**os.environ, **variables, **topology}
         done = subprocess.run(argv, env=environment, capture_output=True, timeout=60)
@@ -367,7 +365,6 @@ def check_kubernetes(plan: Any, launch: Launch) -> None:
     program = unescaped((pods.get("launcher") or pods["main"])["command"])
     environment = {e["name"]: unescaped([e["value"]])[0] for e in devices["env"]}
     assert environment["NAME"] == launch.texts["env"]
-    assert job["metadata"]["annotations"]["NAME"] == launch.texts["annotations"]
     check_pod_command(program[program.index("ssdctl") + 1 :], launch)
 
 

@@ -11,8 +11,8 @@ import pytest
 from ssdctl.distributed.rank_process import read_exits, start_rank_log
 from ssdctl.errors import DiskError, UsageError
 from ssdctl.launch import processes
-from ssdctl.launch.exit_codes import first_failure, job_exit_code
-from ssdctl.launch.job import Job
+from ssdctl.launch.base import Job
+from ssdctl.launch.processes import first_failure, job_exit_code
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from launch import plans
 
 from ssdctl.config.sections import SlurmConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch.job import Job
+from ssdctl.launch.base import Job
 
 
 def plan_for(*arguments: Any, slurm: dict[str, Any] | None = None, **more: Any) -> Job:

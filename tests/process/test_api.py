@@ -279,7 +279,7 @@ run = ssdctl.train(data, out=f"{folder}/run", steps=2, config=config, batch_size
                    backbone="resnet18", backbone_weights="none", device="cpu", workers=1, progress=False)
 evaluation = ssdctl.evaluate(run, device="cpu", workers=1, progress=False)
 found = ssdctl.load(run, device="cpu", score=0.02)(f"{data}/val2017/000000000001.jpg")
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed import find_ranks
 with open(f"{folder}/{find_ranks().rank}.json", "w") as file:
     json.dump([evaluation.metrics, found.to_coco(), repr(run)], file)
 """

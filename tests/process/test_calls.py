@@ -12,10 +12,8 @@ fresh process. A failure prints the shortest program.
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +22,12 @@ import msgspec
 import pytest
 from faults import CONTEXT
 from global_state import SETUP, Line, Lived, live
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as with_seed
+from helpers import examples, seeded, seeds
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from ssdctl.data.shapes import generate
 
-SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
-SLOW_S = 30 * 60
 DEADLINE_S = 600.0
 
 # Each call has a name of its own for what it writes: OUT.
@@ -206,17 +202,8 @@ def run_programs(world: World, number: int | None, count: int, size: int = 0) ->
 
     single = st.lists(st.tuples(usual), min_size=2, max_size=4)
     test = given(lines=single if size else programs)(test)
-    if number is not None:
-        test = with_seed(number)(test)
-    settings(
-        max_examples=count,
-        database=None,
-        **({} if number is None else {"derandomize": False}),
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate] if number is None else [Phase.generate, Phase.shrink],
-        report_multiple_bugs=False,
-    )(test)()
+    phases = [] if number is None else [Phase.shrink]
+    examples(count, number, *phases)(seeded(test, number))()
 
 
 def test_calls_one_after_the_other(world: World) -> None:
@@ -229,9 +216,6 @@ def test_programs(world: World) -> None:
 
 @pytest.mark.slow
 def test_many_programs(world: World) -> None:
-    end = time.monotonic() + SLOW_S
-    for number in itertools.count(SEED):
+    for number in seeds():
         run_programs(world, number, 20)
         run_programs(world, number, 3, size=2)
-        if time.monotonic() > end:
-            break

@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 
 from ssdctl.runtime import signals
-from ssdctl.runtime.threads import map_ahead, take_ahead
+from ssdctl.runtime.system import map_ahead, take_ahead
 
 
 @pytest.fixture

@@ -21,10 +21,9 @@ from ssdctl.config.fields import DEVICE_TYPES, PresetName
 from ssdctl.config.resolve import Override, of_call
 from ssdctl.config.settings import Kind
 from ssdctl.data.open_dataset import DatasetSize
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks
 from ssdctl.errors import UsageError
-from ssdctl.training.plan import Network, Plan, make_plan
-from ssdctl.training.schedule import Every, split_duration
+from ssdctl.training.plan import Every, Network, Plan, make_plan, split_duration
 
 FEW, COCO = 100, 117_266
 

@@ -11,7 +11,7 @@ from observed import plan_of, start_of, step_of
 from tiny_network import batch, config, everything
 
 from ssdctl.device import open_device
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks
 from ssdctl.errors import NonFiniteError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300

@@ -24,7 +24,7 @@ from ssdctl.errors import UsageError
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
 from ssdctl.training.observers import End, Saved, Summary
-from ssdctl.training.observers.mlflow import _key
+from ssdctl.training.observers.services import _key
 from ssdctl.training.observers.trackers import (
     BackgroundTracker,
     Metrics,

@@ -1,4 +1,4 @@
-"""Augmentations, one file each. `--augment` names them: `ssd`, `crop,flip`, `ssd,FILE`.
+"""Augmentations, one file each but the simple ones. `--augment` names them: `ssd`, `crop,flip`.
 
 A file has two functions. `draw(keys, boxes, sizes)` returns random parameters of a batch of images,
 `apply(view, params)` what the network sees of these images then. Neither sees pixels: the loader
@@ -102,10 +102,14 @@ def whole(boxes: Boxes, sizes: NDArray[np.int32]) -> View:
     return View(rect, boxes, sizes, np.zeros(len(sizes), np.bool_))
 
 
+Draw = Callable[[Keys, Boxes, NDArray[np.int32]], Any]
+Apply = Callable[[View, Any], View]
+
+
 class Augmentation(NamedTuple):
     stream: int
-    draw: Callable[[Keys, Boxes, NDArray[np.int32]], Any]
-    apply: Callable[[View, Any], View]
+    draw: Draw
+    apply: Apply
     pixels: Callable[[Image, np.random.Generator], Image] | None = None
 
 

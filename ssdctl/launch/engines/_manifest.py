@@ -6,7 +6,7 @@ and torchrun's ranks meet at pod 0, which a headless Service names.
 An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
 volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
 the operator writes, so a cluster runs the same command as one machine.
-ssdctl is installed by an init container (_pod_install.py), which keeps the image's torch. Workers
+ssdctl is installed by an init container, which keeps the image's torch. Workers
 count as ready when their sshd answers, and the launcher waits for that: no `sleep`.
 """
 
@@ -16,7 +16,6 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ssdctl.config.fields import device_type
@@ -33,6 +32,15 @@ API_VERSIONS = {
 }
 HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
 INSTALLED = "/opt/ssdctl"
+# A virtual environment with the image's packages. pip fails if it would have to replace its torch.
+INSTALL = """\
+"$0" -m venv --system-site-packages --without-pip "$1"
+for folder in "$1"/lib/python3*/site-packages; do  # this Python may have its own environment
+  "$0" -c 'import site; print(*site.getsitepackages(), sep="\\n")' > "$folder/image.pth"
+done
+"$0" -m pip list --format=freeze | grep -iE '^(torch|numpy|triton|habana|nvidia)' > "$1/kept.txt"
+exec "$1/bin/python" -m pip install --no-cache-dir --constraint "$1/kept.txt" -- "$2"
+"""
 # Host keys are generated if the image has none; sshd requires the folder. The mounted key is a link
 # into a secret, which sshd's StrictModes refuses.
 # sshd does not pass on the container's environment, so set HABANA_VISIBLE_MODULES explicitly.
@@ -57,10 +65,9 @@ FORMS = {
     "name": r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",  # pod names add a suffix, and have at most 63
     "namespace": LABEL,
     "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
-    **dict.fromkeys(("service_account", "pull_secret", "priority_class"), DOTTED),
+    **dict.fromkeys(("service_account", "pull_secret"), DOTTED),
     "volumes": DOTTED,  # a claim
     **dict.fromkeys(("labels", "node_selector"), f"{QUALIFIED}={WORD}"),
-    "annotations": f"{QUALIFIED}=.*",
     **dict.fromkeys(("resources", "launcher_resources"), f"{QUALIFIED}={AMOUNT}"),
     "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
 }
@@ -74,12 +81,13 @@ class ManifestBuilder:
 
     def build(self, job_name: str) -> Manifest:
         """Return the manifest; for an Indexed Job, a list with its Service."""
-        config, kind = self.settings, self._kind()
+        config, nodes = self.settings, self.request.config.nodes
+        # Only HPUs on several nodes need the MPI operator.
+        kind = "MPIJob" if self.request.device == "hpu" and nodes > 1 else "Job"
         name = checked("name", config.name or job_name)
         metadata: Manifest = {
             "name": name,
             "labels": {"app": "ssdctl", **pairs("labels", config)},
-            **_given(annotations=pairs("annotations", config)),
             **_given(namespace=checked("namespace", config.namespace)),
         }
         spec = (self._mpi_job if kind == "MPIJob" else self._job)(name)
@@ -87,7 +95,7 @@ class ManifestBuilder:
         patched = spec["runPolicy"] if kind == "MPIJob" else spec
         patched.update(merge(patched, self.patch.get("job", {})))
         job = {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec}
-        if kind != "Job" or self.request.config.nodes == 1:
+        if kind != "Job" or nodes == 1:
             return job
         headless: Manifest = {
             "clusterIP": "None",
@@ -97,18 +105,6 @@ class ManifestBuilder:
         }
         service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
         return {"apiVersion": "v1", "kind": "List", "items": [service, job]}
-
-    def _kind(self) -> str:
-        """Return the kind of job: only HPUs on several nodes need the MPI operator."""
-        config, is_hpu = self.settings, self.request.device == "hpu"
-        kind, needs_mpi = str(config.kind), is_hpu and self.request.config.nodes > 1
-        if kind == "auto":
-            return "MPIJob" if needs_mpi else "Job"
-        if needs_mpi and kind != "MPIJob":
-            raise UsageError(f"kubernetes.kind {kind}: HPUs on several nodes need an MPIJob")
-        if self.request.device in ("tpu", "xla") and kind == "MPIJob":
-            raise UsageError("kubernetes.kind MPIJob: TPU processes take their chips from torchrun")
-        return kind
 
     def _job(self, name: str) -> Manifest:
         restarts, nodes = self.request.config.restarts, self.request.config.nodes
@@ -177,7 +173,7 @@ class ManifestBuilder:
         if launcher == "mpirun":
             # The launcher and the workers have different numbers of cores.
             bind_to = config.bind_to if config.cores_per_node else "none"
-            arguments += [f"--rank-by={config.rank_by}", f"--bind-to={bind_to}"]
+            arguments += [f"--bind-to={bind_to}"]
         if config.nodes > 1:
             arguments += [f"--nodes={config.nodes}"]
         arguments += options
@@ -188,7 +184,6 @@ class ManifestBuilder:
         return [*start, *arguments, *(command[1:] if command[0] == "train" else ["--", *command])]
 
     def _pod(self, name: str, command: list[str], *, has_devices: bool) -> Manifest:
-        """Return a pod template of one container; an init container installs ssdctl."""
         config = self.settings
         mounts, volumes = read_volumes(config.volumes)
         container = self._container(name, command, has_devices=has_devices)
@@ -213,11 +208,10 @@ class ManifestBuilder:
             nodeSelector=pairs("node_selector", config),
             # Clusters reserve their device nodes with a taint of that name.
             tolerations=device and [{"key": device, "operator": "Exists"}],
-            priorityClassName=checked("priority_class", config.priority_class),
         )
         labels = {"app": "ssdctl", **NO_SIDECAR, **pairs("labels", config)}
-        annotations = {**NO_SIDECAR, **pairs("annotations", config)}
-        template = {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+        metadata = {"labels": labels, "annotations": NO_SIDECAR}
+        template = {"metadata": metadata, "spec": spec}
         return dict(merge(template, {k: v for k, v in self.patch.items() if k != "job"}))
 
     def _container(self, name: str, command: list[str], *, has_devices: bool) -> Manifest:
@@ -242,9 +236,8 @@ class ManifestBuilder:
             for bound, amounts in container["resources"].items()
             if (general := {n: v for n, v in amounts.items() if n in ("cpu", "memory")})
         }
-        program = Path(__file__).with_name("_pod_install.py").read_text(encoding="utf-8")
-        words = map(escape_k8s, (program, INSTALLED, config.install or ""))
-        command = [config.python, "-c", *words]
+        words = map(escape_k8s, (INSTALL, config.python, INSTALLED, config.install or ""))
+        command = ["/bin/sh", "-c", *words]
         return {"name": "install-ssdctl", "command": command, "resources": kept}
 
     def _resources(self, container: str, *, has_devices: bool) -> Resources:

@@ -1,12 +1,15 @@
 """Kubernetes: the settings of a job and its pods, its missing settings, and kubectl.
 
-_manifest.py builds the manifest, _pods.py cancels and follows the job.
+_manifest.py builds the manifest.
 """
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
+import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,35 +19,35 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ssdctl.config.sections import KubernetesConfig
-from ssdctl.data.store_folder import DEFAULT_ROOTS
-from ssdctl.errors import UsageError
+from ssdctl.distributed.rank_process import PASSED_ON
+from ssdctl.errors import DistributedError, ExitCode, UsageError
 from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.base import (
+    POLL_S,
     BatchEngine,
+    Job,
     LaunchRequest,
     Node,
     Write,
     check_text,
     last_value,
+    query,
     require_program,
     resume_setting,
     submit_text,
 )
-from ssdctl.launch.engines import _pods
-from ssdctl.launch.engines._manifest import ManifestBuilder, pairs, read_volumes
-from ssdctl.launch.job import Job
-from ssdctl.runtime.packages import OLDEST_TORCH
+from ssdctl.launch.engines._manifest import ManifestBuilder, read_volumes
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
 
+log = logging.getLogger(__name__)
+Json = dict[str, Any]  # an object of Kubernetes
+POD_0 = "batch.kubernetes.io/job-completion-index=0"
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
-TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")  # a string for every YAML reader
 PATCHED = ("metadata", "spec", "job")
 MAX_PATCH_BYTES = 1 << 20
-FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
-NAMED = ("--init", "--backbone-weights", "kubernetes.install")  # a file, or a name of something
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,13 @@ class Kubernetes(BatchEngine):
     settings: KubernetesConfig = field(default_factory=KubernetesConfig)
     patch: Mapping[str, Any] = field(default_factory=dict)  # the content of kubernetes.patch
     job_name: str = "ssdctl"  # a unique one
-    paths: Mapping[str, str] = field(default_factory=dict)  # of a training, by option
 
     @classmethod
     def configure(cls, config: Config, request: LaunchRequest) -> Kubernetes:
-        """Read the content of `kubernetes.patch` and the paths of a training."""
+        """Read the content of `kubernetes.patch`."""
         settings = config.kubernetes
         patch = {} if settings.patch is None else _patch(Path(settings.patch))
-        paths = {} if request.run_folder is None else _paths(config)
-        return cls(settings, patch, f"ssdctl-{uuid.uuid4().hex[:6]}", paths)
+        return cls(settings, patch, f"ssdctl-{uuid.uuid4().hex[:6]}")
 
     def require(self) -> None:
         hint = "install kubectl and log in to the cluster; --write FILE writes the manifest"
@@ -81,7 +82,11 @@ class Kubernetes(BatchEngine):
                 "runs the same command",
                 hint="leave one of them out",
             )
-        missing, warnings = list(self._missing(request)), list(self._warnings(request))
+        missing, warnings = list(self._missing(request)), list[str]()
+        is_bound = request.device == "hpu" and request.count > 1
+        if is_bound and request.config.cores_per_node is None:
+            text = "ranks are not bound to cores, whose number is unknown: give --cores-per-node"
+            warnings.append(text)
         if missing and not request.is_dry_run:
             raise missing[0]
         if missing:
@@ -103,15 +108,37 @@ class Kubernetes(BatchEngine):
         return submit_text(job, "kubectl get jobs")  # such as mpijob.kubeflow.org/ssdctl-3f2a1c
 
     def cancel(self, job_id: str, job: Job) -> str:
-        return _pods.cancel(job_id, job)
+        service = [f"service/{job_id.rpartition('/')[2]}"] if _is_indexed(job) else []
+        return " ".join(["kubectl", "delete", *service, job_id, *_namespace(job)])
 
     def follow(self, job_id: str, job: Job, write: Write) -> int:
-        return _pods.follow(job_id, job, write)
+        """Write the output of the first rank and what the pods wait for; return the exit code."""
+        namespace, (first, others) = _namespace(job), _labels(job_id, job)
+        followed, reported = set[str](), dict[str, str]()
+        while True:
+            for label in filter(None, (others, first)):
+                for pod in _pods(label, namespace):
+                    name, state = pod["metadata"]["name"], _wait(_status(pod))
+                    if state and reported.get(name) != state:
+                        log.info("%s: %s", name, state)
+                    reported[name] = state
+                    has_begun = _status(pod).get("phase") in ("Running", "Succeeded", "Failed")
+                    if has_begun and label == first and name not in followed:
+                        followed.add(name)
+                        _copy_log(name, namespace, write)
+            conditions = _status(_get(job_id, *namespace)).get("conditions") or []
+            ends = {c["type"] for c in conditions if c["status"] == "True"}
+            if ends & {"Succeeded", "Complete"}:
+                return 0
+            if "Failed" in ends:
+                return _exit_code(_pods(first, namespace))
+            time.sleep(POLL_S)
 
     def _missing(self, request: LaunchRequest) -> Iterator[UsageError]:
         """Yield an error for each setting without which pods cannot run or keep their results."""
         config, command = self.settings, request.command
-        folders, writable = _mounted(config)
+        mounts, _ = read_volumes(config.volumes)
+        writable = [m["mountPath"] for m in mounts if "readOnly" not in m]
         if config.image is None:
             hint = "name the image of the pods, or give --cluster"
             yield UsageError("kubernetes.image is not set", hint=hint)
@@ -133,78 +160,8 @@ class Kubernetes(BatchEngine):
                 hint=f"for example {option} {example}{more}",
             )
 
-        paths = dict(self.paths)
-        if paths and config.install is not None:
-            paths["kubernetes.install"] = config.install
-        for option, path in paths.items():
-            is_name = option in NAMED and ("://" in path or not FILE.search(path))
-            # An image that has ssdctl may have the data too.
-            is_in_image = config.install == "image" and option != "--mllog"
-            needed = writable if option == "--mllog" else folders
-            if not is_name and not is_in_image and not _is_in(path, needed):
-                yield _not_mounted(option, path, needed)
-
-    def _warnings(self, request: LaunchRequest) -> Iterator[str]:
-        config = self.settings
-        torch = re.search(r"pytorch-installer-(\d+)\.(\d+)", config.image or "")
-        if torch and (int(torch[1]), int(torch[2])) < OLDEST_TORCH:
-            oldest = ".".join(map(str, OLDEST_TORCH))
-            yield (
-                f"the image has torch {torch[1]}.{torch[2]}, and ssdctl needs {oldest} or newer: "
-                "Intel Gaudi software 1.21 or newer"
-            )
-        is_bound = request.device == "hpu" and request.count > 1
-        if is_bound and request.config.cores_per_node is None:
-            yield "ranks are not bound to cores, whose number is unknown: give --cores-per-node"
-        missing = [label for label in TPU_LABELS if label not in pairs("node_selector", config)]
-        if request.device in ("tpu", "xla") and missing:
-            named = " and ".join(missing)
-            yield f"kubernetes.node_selector does not name {named}: GKE needs it to start TPU pods"
-        data, (folders, writable) = self.paths.get("--data", ""), _mounted(config)
-        is_read_only = _is_in(data, folders) and not _is_in(data, writable)
-        if is_read_only and "--store" not in self.paths:
-            yield (
-                f"{data} is on a read-only volume, and every job would index it again: prepare it "
-                "once on another volume (--store DIR)"
-            )
-
 
 ENGINE = Kubernetes
-
-
-def _paths(config: Config) -> dict[str, str]:
-    """Return the files and folders that a training names, by option."""
-    train, data = config.train, config.data
-    paths = {
-        "--mllog": train.mllog,
-        "--store": data.store,
-        "--data": None if train.fake_data else data.root or str(DEFAULT_ROOTS[-1]),
-        "--resume": None if train.resume in ("auto", "never") else train.resume,
-        "--init": train.init,
-        "--backbone-weights": config.model.weights,
-    }
-    return {option: path for option, path in paths.items() if path is not None}
-
-
-def _not_mounted(option: str, path: str, folders: list[str]) -> UsageError:
-    folder = path if option in ("--data", "--store") else posixpath.dirname(path)
-    folder, equals = posixpath.normpath(folder), "=" if option.startswith("kubernetes.") else " "
-    hints = []
-    if path.startswith("/") and folder.strip("/"):
-        hints.append(f"mount it by kubernetes.volumes=SOURCE:{folder}")
-    if folders:
-        hints.append(f"give its path in the pods: {option}{equals}{folders[0]}/...")
-    kind = "writable volume" if option == "--mllog" else "volume"
-    return UsageError(
-        f"{option}{equals}{path}: the pods have no {kind} there",
-        hint=", or ".join(hints) or "mount a volume: kubernetes.volumes=SOURCE:/work",
-    )
-
-
-def _mounted(config: KubernetesConfig) -> tuple[list[str], list[str]]:
-    """Return the folders at which volumes are mounted: all folders, and the writable ones."""
-    mounts, _ = read_volumes(config.volumes)
-    return [m["mountPath"] for m in mounts], [m["mountPath"] for m in mounts if "readOnly" not in m]
 
 
 def _is_in(path: str, folders: list[str]) -> bool:
@@ -228,6 +185,87 @@ def _patch(path: Path) -> dict[str, Any]:
             "spec: {hostNetwork: true}",
         )
     return dict(patch)
+
+
+def _is_indexed(job: Job) -> bool:
+    return job.manifest is not None and "items" in job.manifest
+
+
+def _namespace(job: Job) -> list[str]:
+    manifest = job.manifest or {"metadata": {}}
+    metadata = (manifest["items"][-1] if _is_indexed(job) else manifest)["metadata"]
+    return ["-n", metadata["namespace"]] if "namespace" in metadata else []
+
+
+def _labels(job_id: str, job: Job) -> tuple[str, str]:
+    name = job_id.rpartition("/")[2]
+    if job_id.startswith("mpijob"):
+        role = "training.kubeflow.org/job-role=worker"
+        return f"job-name={name}-launcher", f"training.kubeflow.org/job-name={name},{role}"
+    if _is_indexed(job):
+        return f"job-name={name},{POD_0}", f"job-name={name}"
+    return f"job-name={name}", ""
+
+
+def _pods(label: str, namespace: list[str]) -> list[Json]:
+    pods = _get("pods", *namespace, "-l", label).get("items") or []
+    return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
+
+
+def _get(what: str, *words: str) -> Json:
+    answer = query("kubectl", "get", what, *words, "-o", "json")
+    try:
+        return msgspec.json.decode(answer, type=Json)
+    except (msgspec.DecodeError, RecursionError) as error:
+        start = answer[:200].strip() or "nothing"
+        raise DistributedError(
+            f"kubectl printed something else than {what} in JSON ({error}): {start}",
+            hint="run `kubectl get pods -o json`: only JSON must be on its standard output. "
+            "The job continues to run",
+        ) from None
+
+
+def _copy_log(pod: str, namespace: list[str], write: Write) -> None:
+    argv = ["kubectl", "logs", *namespace, "--follow", pod]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, encoding="utf-8", errors="replace") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            write(line)
+
+
+def _status(item: Json) -> Json:
+    return item.get("status") or {}
+
+
+def _wait(status: Json) -> str:
+    """Return why a pod does not run, such as no free node; empty if it runs."""
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"waits: {_reason(condition)}"
+    # Init containers first: the other containers wait for them.
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(kind) or []:
+            state, name = container.get("state", {}), container.get("name")
+            waiting = state.get("waiting") or {}
+            if waiting.get("reason") not in (None, "PodInitializing"):
+                return f"waits: {name}: {_reason(waiting)}"
+            code = (state.get("terminated") or {}).get("exitCode")
+            if code and kind == "initContainerStatuses":
+                return f"{name} failed with exit code {code} (kubectl logs POD -c {name})"
+    return ""
+
+
+def _reason(state: Json) -> str:
+    words = filter(None, (state.get("reason"), state.get("message")))
+    return " ".join(": ".join(words).split())
+
+
+def _exit_code(pods: list[Json]) -> int:
+    for container in (_status(pods[-1]).get("containerStatuses") or []) if pods else []:
+        if end := container.get("state", {}).get("terminated"):
+            return end["exitCode"] if end["exitCode"] in PASSED_ON else ExitCode.DISTRIBUTED
+    return ExitCode.DISTRIBUTED
 
 
 def to_yaml(document: Mapping[str, Any]) -> str:

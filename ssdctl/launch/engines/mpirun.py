@@ -2,8 +2,8 @@
 
 Gaudi images up to release 1.22 have Open MPI 4.1, later ones 5.0. Both accept every option that is
 used here (the tests run both), so a script written on a machine without mpirun runs with either.
-The differences: version 5 rejects `--rank-by core`, has another option for the arguments of ssh,
-and starts rank 0 on the first host of the host file; version 4 starts it on the launching host.
+The differences: version 5 has another option for the arguments of ssh, and starts rank 0 on the
+first host of the host file; version 4 starts it on the launching host.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
-from ssdctl.launch.base import PLACEHOLDER, Engine, LaunchRequest, Node, require_program
-from ssdctl.launch.job import Job
+from ssdctl.launch.base import PLACEHOLDER, Engine, Job, LaunchRequest, Node, require_program
 from ssdctl.runtime.hardware import BINDING_VARIABLE
 
 if TYPE_CHECKING:
@@ -127,9 +126,6 @@ class Mpirun(Engine):
 
     def _warnings(self, request: LaunchRequest) -> Iterator[str]:
         config, version = request.config, self.open_mpi
-        if config.rank_by == "core" and version != 4:
-            which = "an unknown version of Open MPI" if version is None else f"Open MPI {version}"
-            yield f"--rank-by core is not an option of {which}: ranks are ordered by slot"
         if version is None and len(request.hosts) > 1:
             yield (
                 f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI "
@@ -169,18 +165,18 @@ class Mpirun(Engine):
         # A rank's cores are in one socket, or Open MPI 5 refuses them: 3 ranks on 2 x 24 cores can
         # have 12 each, not 16.
         share = min(share, cores // sockets // -(-ranks // sockets)) if sockets > 1 else share
-        rank_by = ["--rank-by", config.rank_by if self.open_mpi == 4 else "slot"]
         has_cores = node.has_topology or config.cores_per_node is not None
         if config.bind_to == "none" or not has_cores or share < 1:  # there is nothing to bind to
             unit = "slot" if config.nodes == 1 else f"ppr:{ranks}:node"
             unbound = ["--bind-to", "none", "--map-by", f"{unit}:OVERSUBSCRIBE"]
             if config.bind_to == "none":
                 unbound += ["-x", f"{BINDING_VARIABLE}=none"]
-            unbound += [*rank_by, "-x", f"LOCAL_WORLD_SIZE={ranks}"]
+            unbound += ["--rank-by", "slot", "-x", f"LOCAL_WORLD_SIZE={ranks}"]
             if "OMP_NUM_THREADS" not in request.environment:  # each would use all cores
                 unbound += ["-x", f"OMP_NUM_THREADS={max(1, cores // ranks)}"]
             return unbound
-        return ["--bind-to", "core", "--map-by", f"ppr:{ranks}:node:PE={share}", *rank_by]
+        unit = f"ppr:{ranks}:node:PE={share}"
+        return ["--bind-to", "core", "--map-by", unit, "--rank-by", "slot"]
 
 
 ENGINE = Mpirun

@@ -22,6 +22,7 @@ from ssdctl.errors import ExitCode, UsageError
 from ssdctl.launch.base import (
     POLL_S,
     BatchEngine,
+    Job,
     LaunchRequest,
     Node,
     Write,
@@ -31,7 +32,6 @@ from ssdctl.launch.base import (
     resume_setting,
     submit_text,
 )
-from ssdctl.launch.job import Job
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
@@ -75,7 +75,7 @@ while :; do
   MASTER_PORT=$({python} -c "{free_port}")
   export MASTER_PORT
   srun {options}--export=ALL --wait=0 --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
-  {python} -m ssdctl.launch.exit_codes "$exits" $? {count}
+  {python} -m ssdctl.launch.processes "$exits" $? {count}
   code=$?
   rm -rf -- "$exits"
   case $code in 1 | 8) ;; *) break ;; esac

@@ -1,7 +1,8 @@
-"""One file per backbone; its name is the file's. Other packages add theirs by entry points.
+"""One file per backbone, whose name is the file's; the ResNets share one.
 
-A file, or the module of an entry point in the group `ssdctl.backbones`, has what `BackboneFile`
-lists. Importing it does not import torch: only `build` does, so that plans stay quick.
+Other packages add theirs by entry points. A file, or the module of an entry point in the group
+`ssdctl.backbones`, has what `BackboneFile` lists. Importing it does not import torch: only `build`
+does, so that plans stay quick.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def constants_of_model(model: Any) -> ModelConstants:
 
 
 class BackboneFile(Protocol):
-    """A module of this folder, or a plugin."""
+    """A module of this folder, a ResNet, or a plugin."""
 
     CONSTANTS: ModelConstants
     PARAMETERS: tuple[int, int]  # of SSD300: shared, and per class with background

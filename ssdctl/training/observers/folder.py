@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ssdctl.config.render import snapshot_sources, to_snapshot_toml
 from ssdctl.files import write_text
-from ssdctl.runs.environment import find_environment, write_environment
 from ssdctl.runs.evaluation import write_evaluation
-from ssdctl.runs.folder import RunDir, evaluation_of
+from ssdctl.runs.folder import RunDir, evaluation_of, find_environment, write_environment
 from ssdctl.runs.metrics import Record, open_run
 from ssdctl.training.observers import End, Epoch, Observer, Rewind, Scored, Start, Step
 

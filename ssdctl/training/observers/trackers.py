@@ -33,14 +33,13 @@ from ssdctl.data.store import Split
 from ssdctl.errors import missing_package
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.runs.environment import find_environment
 from ssdctl.runs.evaluation import SHOWN_SCORE
-from ssdctl.runs.folder import RunDir
+from ssdctl.runs.folder import RunDir, find_environment
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import TRACKERS
 from ssdctl.runtime.safe_text import redact_urls
-from ssdctl.runtime.threads import run_in_daemon_thread
+from ssdctl.runtime.system import run_in_daemon_thread
 from ssdctl.training.observers import (
     Detected,
     End,
@@ -54,12 +53,8 @@ from ssdctl.training.observers import (
 
 log = logging.getLogger(__name__)
 
-# By module, which has the name of the one that it imports: its class, and the package to install.
-BUILT_IN = {
-    "tensorboard": ("TensorBoard", "tensorboard"),
-    "wandb": ("WeightsAndBiases", "wandb"),
-    "mlflow": ("MLflow", "mlflow-skinny"),
-}
+# The trackers of services.py: the module that each imports, and the package to install.
+BUILT_IN = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 GROUPS = ("train", "eval", "epoch", "class_AP")  # groups of metrics
 POSITION = ("kind", "step", "epoch")  # fields of a record that are not metrics
 MAX_WAITING = 1000  # calls in the queue of a tracker
@@ -156,17 +151,14 @@ def find_trackers(config: TrainConfig) -> dict[str, type[Tracker]]:
 
 def find_tracker(name: str) -> type[Tracker]:
     """Return a tracker; raise UsageError if it is not installed, or a plugin that is none."""
-    if name in BUILT_IN:
-        package = BUILT_IN[name][1]
-        if importlib.util.find_spec(name) is None:
-            raise missing_package(package, package)
+    if name in BUILT_IN and importlib.util.find_spec(name) is None:
+        raise missing_package(BUILT_IN[name], BUILT_IN[name])
     loaded, plugin = plugins.load(TRACKERS, name)
-    if plugin is None:
-        tracker: type[Tracker] = getattr(loaded, BUILT_IN[name][0])
-        return tracker
-    is_tracker = isinstance(loaded, type) and issubclass(loaded, Tracker)
-    plugin.require(is_tracker, f"a subclass of {Tracker.__module__}.Tracker")
-    return loaded
+    if plugin is not None:
+        is_tracker = isinstance(loaded, type) and issubclass(loaded, Tracker)
+        plugin.require(is_tracker, f"a subclass of {Tracker.__module__}.Tracker")
+    tracker: type[Tracker] = loaded
+    return tracker
 
 
 Create = Callable[[TrackedRun], Tracker]

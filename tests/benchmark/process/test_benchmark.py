@@ -16,26 +16,11 @@ from conftest import Cli
 from helpers import run_ranks, start_script
 
 from ssdctl.benchmark import train
-from ssdctl.benchmark.data import required_cores
 from ssdctl.benchmark.train import timed
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks
 
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
 OPTIONS = LINE.split()
-
-
-def test_the_cores_that_gpus_need_follow_from_the_rate_of_one_core() -> None:
-    for gpu_rate, gpus, cores, is_sufficient in (
-        (1000.0, 1, 2, True),
-        (1000.1, 1, 3, False),  # a part of a core is a core
-        (500.0, 2, 2, True),
-    ):
-        measured = {"images_per_second": 1000.0, "images_per_second_per_core": 500.0}
-        assert required_cores({**measured}, gpu_rate, gpus) == {
-            "required_images_per_second": gpu_rate * gpus,
-            "required_cores": cores,
-            "is_sufficient": is_sufficient,
-        }
 
 
 def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:

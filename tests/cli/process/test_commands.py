@@ -185,6 +185,11 @@ def test_evaluate_begins_with_the_ap(cli: Cli, tiny_run: Path, monkeypatch: Any)
         assert re.search(rf"^{entry.get('name', '')}", text, re.MULTILINE)
     assert "0.02" in text  # the score threshold
     assert max(map(len, others)) <= 80
+    assert re.search(r"^class +AP +AP50 +AP[sml] .*objects$", text, re.MULTILINE)
+    monkeypatch.setenv("COLUMNS", "60")  # too few for the sizes
+    assert re.search(
+        r"^class +AP +AP50 +objects$", cli("evaluate", tiny_run, *low).out, re.MULTILINE
+    )
     assert "--report evaluation" in result.err
     quiet = cli("evaluate", tiny_run, "-q", *low)
     assert (quiet.out, quiet.err) == (first + "\n", "")
@@ -236,8 +241,7 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     metrics = benchmark_evaluate(split, config, 0.1, score_images=20)
     assert metrics["detect_images_per_second"] > 0
     assert 0 < metrics["score_s"] < 5
-    assert metrics["latency_p50_ms"] <= metrics["latency_p90_ms"] <= metrics["latency_p99_ms"]
-    assert metrics["forward_images_per_second"] > 0
+    assert metrics["images_per_second"] > 0
     assert metrics["score_detections"] == 2216
 
 

@@ -22,7 +22,7 @@ from ssdctl.config.resolve import Override, of_call
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.device import Module
 from ssdctl.device.cpu import Cpu
-from ssdctl.distributed.ranks import SINGLE_PROCESS
+from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.errors import UsageError
 from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import network_of
@@ -60,7 +60,7 @@ def test_resnet50_at_256_trains_within_80_gb() -> None:
 @pytest.mark.slow(in_ci=True)
 def test_activations_are_what_backward_really_keeps() -> None:
     """Against the storages that a real forward leaves alive."""
-    from ssdctl.input.fake import random_batch
+    from ssdctl.input.open import random_batch
     from ssdctl.training.step import LossModule
 
     held = []

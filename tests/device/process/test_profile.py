@@ -11,8 +11,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 
 from ssdctl.device import open_device
-from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.training.profile import StepProfiler, waits
+from ssdctl.distributed import SINGLE_PROCESS
+from ssdctl.training.throughput import StepProfiler, waits
 
 CPU = open_device("cpu")
 

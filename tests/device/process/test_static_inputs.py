@@ -15,14 +15,14 @@ from tiny_network import batch, build_training
 
 from ssdctl.device import inductor
 from ssdctl.device.cpu import Cpu
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed import Ranks
 
 SCRIPT = """
 import json, sys
 sys.path[:0] = [sys.argv[1]]
 import test_static_inputs as test
 from ssdctl.distributed.collectives import process_group
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed import find_ranks
 
 device, ranks = test.TracedCpu(), find_ranks()
 with process_group(ranks, device, 60):

@@ -27,8 +27,8 @@ from helpers import (
     wait_for,
 )
 
+from ssdctl.distributed import Ranks, free_port
 from ssdctl.distributed.collectives import average_buffers
-from ssdctl.distributed.ranks import Ranks, free_port
 from ssdctl.model.backbones import find_backbone
 
 COMMAND = "from ssdctl.cli.main import main; import sys; main(sys.argv[1:])\n"
@@ -39,7 +39,7 @@ import tiny_network, torch
 from ssdctl.device import open_device
 from ssdctl.distributed.collectives import FlagExchange, any_rank
 from ssdctl.distributed.collectives import process_group
-from ssdctl.distributed.ranks import find_ranks
+from ssdctl.distributed import find_ranks
 from ssdctl.training.step import build_step
 
 ranks, device, settings = find_ranks(), open_device("cpu"), tiny_network.config()
@@ -66,7 +66,7 @@ with process_group(ranks, device, 60):
 print(json.dumps({"steps": steps, "agreed": flags, "later": later}), flush=True)
 
 from ssdctl.download.pinned_files import PinnedFile
-from ssdctl.model.backbones import tiny
+from ssdctl.model.backbones.resnet import tiny
 
 os.environ["MASTER_PORT"], name, url, digest = sys.argv[1:5]
 tiny.WEIGHTS["v1"] = PinnedFile(name, url, digest)

@@ -18,7 +18,7 @@ from download.http_server import Reply, Route, Server
 
 from ssdctl.doctor import data as network
 from ssdctl.download.pinned_files import COCO2017, PinnedFile
-from ssdctl.model.backbones import resnet34
+from ssdctl.model.backbones.resnet import resnet34
 
 
 def test_the_states_of_a_dataset(cli: Cli, machine: Machine, dataset: Path) -> None:
@@ -51,7 +51,6 @@ def test_a_read_only_data_folder(machine: Machine, dataset: Path) -> None:
     # A store inside it; without --store the index would go to the user's cache folder.
     doctor = [sys.executable, "-m", "ssdctl", "doctor", "--json", "--data", str(dataset)]
     doctor += ["--store", str(dataset / "prepared")]
-    write = [sys.executable, "-m", "ssdctl.doctor.probes", "disk", str(dataset)]
     prefix: list[str] = []
     if os.geteuid() == 0:  # whom permissions do not stop: a mount does
         mount = f"mount --bind {dataset} {dataset} && mount -o remount,ro,bind {dataset}"
@@ -62,9 +61,6 @@ def test_a_read_only_data_folder(machine: Machine, dataset: Path) -> None:
     done = subprocess.run([*prefix, *doctor], capture_output=True, text=True, timeout=60)
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     expect(checks["disk"], "warn", f"{dataset} is read-only", "--store DIR")
-    tried = subprocess.run([*prefix, *write], capture_output=True, text=True, timeout=60)
-    assert tried.returncode == 1
-    assert tried.stderr.strip() in ("Read-only file system", "Permission denied")
     dataset.chmod(0o755)
 
 

@@ -36,23 +36,13 @@ def test_gpus_as_torch_sees_them(machine: Machine) -> None:
     checks = machine.doctor()
     expected = "2 x Test GPU (80 GiB, compute 8.6); torch's CUDA 13.0, driver 580.65.06"
     expect(checks["cuda"], "ok", expected)
-    expect(checks["cuda precision"], "ok", "fp32, fp16 and bf16")
 
 
-def test_old_gpus_and_a_cpu_without_compiler_or_bf16(machine: Machine) -> None:
-    cpu = CPU | {"has_native_bf16": False, "compile": ["no C++ compiler"]}
-    for capability, has_kernels, precision in (
-        ([7, 5], True, "no native bf16"),
-        ([6, 1], False, "no tensor cores"),
-    ):
-        gpu = GPU | {"capability": capability, "has_kernels": has_kernels}
-        machine.torch_says(gpus=[gpu], gpu_compile=["no triton"], cpu=cpu)
-        checks = machine.doctor(code=0 if has_kernels else 2)
-        expect(checks["cuda"], "ok" if has_kernels else "fail")
-        expect(checks["cuda precision"], "ok", precision)
-        expect(checks["cuda compile"], "warn", "no triton")
-        expect(checks["cpu"], "ok", "prefer --fp32")
-        expect(checks["cpu compile"], "warn", "no C++ compiler", "g++")
+def test_an_old_gpu_and_a_cpu_without_bf16(machine: Machine) -> None:
+    machine.torch_says(gpus=[GPU | {"has_kernels": False}], cpu=CPU | {"has_native_bf16": False})
+    checks = machine.doctor(code=2)
+    expect(checks["cuda"], "fail", "no kernels")
+    expect(checks["cpu"], "ok", "prefer --fp32")
 
 
 def test_an_old_driver(machine: Machine) -> None:
@@ -96,8 +86,6 @@ def test_gaudi(machine: Machine) -> None:
     checks = machine.doctor()
     expect(checks["hpu"], "ok", "2 x HL-225, driver 1.22.0-ab12, bridge 1.22.1.6")
     expect(checks["huge pages"], "ok", "11,874 of 2048 kB")
-    expect(checks["hpu precision"], "ok", "bf16 native")
-    expect(checks["mpirun"], "warn")  # launch --hpus needs it
 
 
 def test_gaudi_releases_that_do_not_match(machine: Machine) -> None:
@@ -142,7 +130,6 @@ def test_tpus(machine: Machine) -> None:
     for code, version, state, text in (
         (runtime, "2.9.0", "ok", "4 x TPU, 4 x TPU v5e"),
         ("raise RuntimeError('chip is in use')", "2.9.0", "warn", "chip is in use"),
-        (runtime, "2.8.0", "warn", "torch==2.8"),
     ):
         shutil.rmtree(machine.packages, ignore_errors=True)
         machine.put(machine.packages / "torch_xla" / "__init__.py", "")

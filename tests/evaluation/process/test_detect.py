@@ -21,7 +21,7 @@ from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 from ssdctl.evaluation import detect
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import Detector, DetectorConfig

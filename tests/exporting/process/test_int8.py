@@ -8,14 +8,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import Cli
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.6"), reason="torch 2.6 cannot export the network to ONNX"
-)
 
 OBJECTS = 8  # per image
 

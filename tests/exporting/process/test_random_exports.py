@@ -11,18 +11,15 @@ metadata has classes and thresholds. A failure prints the program that makes the
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, settings
-from hypothesis import seed as with_seed
+from helpers import examples, seeded, seeds
+from hypothesis import given, note
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
@@ -30,8 +27,6 @@ from torch import nn
 import ssdctl
 from ssdctl.data.shapes import generate
 
-SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
-SLOW_S = 30 * 60
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 NMS = {"onnx": ("onnx", "none"), "openvino": ("onnx", "none"), "pt2": ("none",)}
 NAMES = {"onnx": ("boxes", "scores", "labels", "count"), "none": ("all_boxes", "all_scores"),
@@ -266,12 +261,7 @@ def run_exports(
 ) -> None:
     needed = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "pt2": ()}
     needed["openvino"] = (*needed["onnx"], "openvino")
-    is_old = torch.__version__.startswith("2.6")  # it cannot export the network to ONNX
-    runnable = tuple(
-        kind
-        for kind in formats
-        if all(map(importlib.util.find_spec, needed[kind])) and not (is_old and needed[kind])
-    )
+    runnable = tuple(kind for kind in formats if all(map(importlib.util.find_spec, needed[kind])))
     if not runnable:
         pytest.skip(f"no packages for {', '.join(formats)}")
 
@@ -279,16 +269,7 @@ def run_exports(
     def test(export: Export) -> None:
         check(export, images)
 
-    test = test if number is None else with_seed(number)(test)
-    settings(
-        max_examples=count,
-        database=None,
-        derandomize=number is None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-    )(test)()
+    examples(count, number)(seeded(test, number))()
 
 
 def test_an_export(images: np.ndarray) -> None:
@@ -303,9 +284,6 @@ def test_exports_for_other_runtimes(images: np.ndarray) -> None:
 
 @pytest.mark.slow
 def test_many_exports(images: np.ndarray) -> None:
-    end = time.monotonic() + SLOW_S
     backbones = ("tiny", "tiny", "tiny", "resnet18", "resnet50", "vgg16")
-    for number in itertools.count(SEED):
+    for number in seeds():
         run_exports(images, number, 5, backbones, tuple(SUFFIXES))
-        if time.monotonic() > end:
-            break

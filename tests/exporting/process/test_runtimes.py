@@ -26,10 +26,6 @@ from ssdctl.exporting.deployed import Deployed, Deployment, Reference, images_of
 
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
 DOCS = Path(__file__).parents[3] / "docs"
-is_old_torch = torch.__version__.startswith("2.6")
-needs_onnx_export = pytest.mark.skipif(
-    is_old_torch, reason="torch 2.6 cannot export the network to ONNX"
-)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +52,7 @@ def run(path: Path, images: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow(in_ci=True)
-@pytest.mark.parametrize("name", ["x.pt2", pytest.param("x.xml", marks=needs_onnx_export)])
+@pytest.mark.parametrize("name", ["x.pt2", "x.xml"])
 def test_the_printed_command_runs_the_file(cli: Cli, checkpoint: Path, name: str) -> None:
     """ssdctl does not run these files: another program does."""
     if name == "x.xml":
@@ -71,7 +67,6 @@ def test_the_printed_command_runs_the_file(cli: Cli, checkpoint: Path, name: str
 
 
 @pytest.mark.slow(in_ci=True)
-@needs_onnx_export
 def test_the_default_file(cli: Cli, checkpoint: Path, images: np.ndarray) -> None:
     """ONNX with NMS; onnxruntime's quantization takes it: every operator set is listed once."""
     onnx = pytest.importorskip("onnx")
@@ -86,7 +81,6 @@ def test_the_default_file(cli: Cli, checkpoint: Path, images: np.ndarray) -> Non
 
 
 @pytest.mark.slow(in_ci=True)
-@needs_onnx_export
 def test_the_documented_program_for_opencv(cli: Cli, checkpoint: Path, images: np.ndarray) -> None:
     """OpenCV 4 opens a file without NMS, and its own NMS leaves the detections of `predict`."""
     pytest.importorskip("cv2")
@@ -110,7 +104,6 @@ def test_the_documented_program_for_opencv(cli: Cli, checkpoint: Path, images: n
 
 
 @pytest.mark.slow(in_ci=True)
-@needs_onnx_export
 def test_the_agreement_of_openvino_with_and_without_a_hint(cli: Cli, checkpoint: Path) -> None:
     pytest.importorskip("openvino")
     out = ("--format", "openvino", "--out", "x.xml", "--score-threshold", THRESHOLD)
@@ -172,7 +165,6 @@ def test_the_plugins_node(checkpoint: Path, batch: int | None) -> None:
 
 
 @pytest.mark.slow
-@needs_onnx_export
 def test_a_file_for_tensorrt_is_not_for_predict(cli: Cli, checkpoint: Path) -> None:
     path = exported(cli, checkpoint, "x.onnx", "--nms", "efficientnms", "--batch", 4)
     result = cli("predict", path, "photo.jpg")
@@ -218,7 +210,6 @@ def test_without_the_extra(
 
 
 @pytest.mark.slow
-@needs_onnx_export
 def test_the_same_scores(cli: Cli, checkpoint: Path, shapes: Path) -> None:
     """`evaluate` scores the ONNX files and safetensors as it scores the checkpoint."""
     files = [checkpoint, Path("ssd.onnx"), Path("ssd.safetensors"), Path("raw.onnx")]

@@ -288,7 +288,7 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
             subprocess.run(["ip", "netns", "del", prefix + number], capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(in_ci=True)
 @pytest.mark.parametrize("launcher", MPIRUNS)
 def test_open_mpi_on_two_hosts(
     launcher: str, two_hosts: tuple[str, Path, Path], shapes: Path, tmp_path: Path

@@ -1,12 +1,10 @@
-"""The program that installs ssdctl in a pod: this interpreter replaces the image's."""
+"""The script that installs ssdctl in a pod: this interpreter replaces the image's."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import zipfile
@@ -14,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.launch.engines import _pod_install
+from ssdctl.launch.engines._manifest import INSTALL
 
-PROGRAM = str(_pod_install.__file__)
 ENVIRONMENT = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}  # nothing is fetched
 needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 INFO = "probe_package-1.0.dist-info"
@@ -36,7 +33,7 @@ def install(
         file.writestr(f"{INFO}/METADATA", METADATA + needs)
         file.writestr(f"{INFO}/WHEEL", WHEEL)
         file.writestr(f"{INFO}/RECORD", "")
-    argv = [python, PROGRAM, str(folder / "made"), str(path)]
+    argv = ["/bin/sh", "-c", INSTALL, python, str(folder / "made"), str(path)]
     return subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True)
 
 
@@ -82,18 +79,3 @@ def test_the_pods_installation_on_python_3_10(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     _, package = origins(tmp_path, "pip", "probe_package")
     assert package.startswith(str(tmp_path / "made"))
-
-
-@needs_pip
-def test_the_pods_installation_ends_on_sigterm(tmp_path: Path) -> None:
-    """It has its own handler: 143; without one a signal gives -15."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(60)
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/probe_package-1.0-py3-none-any.whl"
-        argv = [sys.executable, PROGRAM, str(tmp_path / "made"), url]
-        environment = {**os.environ, "no_proxy": "*", "PYTHONPATH": ""}
-        with subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL) as process:
-            connection, _ = silent.accept()  # pip waits for an answer now
-            with connection:
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(timeout=60) == 143

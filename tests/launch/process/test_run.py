@@ -24,7 +24,7 @@ from ssdctl.distributed.rank_process import EXITS_VARIABLE, last_lines, read_exi
 DRIVER = """
 import os, sys
 import ssdctl.launch.processes as module
-from ssdctl.launch.job import Job
+from ssdctl.launch.base import Job
 module.HANG_S = float(os.environ.get("HANG_S", module.HANG_S))
 argv = (sys.executable, "-c", sys.argv[1])
 plan = Job(argv, {}, "torchrun", num_ranks=2)
@@ -221,7 +221,7 @@ def test_torchrun_does_not_log_the_signal_that_ends_it(tmp_path: Path) -> None:
 PLUGIN = """
 import sys
 from ssdctl.launch.base import Engine
-from ssdctl.launch.job import Job
+from ssdctl.launch.base import Job
 
 class Mine(Engine):
     name = "mine"

@@ -25,7 +25,7 @@ from conftest import TINY_RUN
 from helpers import records, wait_for
 from launch.plans import plan_for
 
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 from ssdctl.launch.engines.slurm import Slurm
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -224,7 +224,7 @@ def test_a_dead_task_ends_the_job_and_is_named(
 @pytest.mark.usefixtures("slurm_daemons")
 def test_the_shell_of_a_batch_script_is_no_rank(tmp_path: Path) -> None:
     """Slurm calls it process 0 of all tasks; it would wait for the others for ever."""
-    code = "from ssdctl.distributed.ranks import find_ranks; print(*find_ranks())"
+    code = "from ssdctl.distributed import find_ranks; print(*find_ranks())"
     python = f"{sys.executable} -c {shlex.quote(code)}"
     script = f"#!/bin/bash\n{python}\nsrun --label {python}\n"
     argv = ["sbatch", "--wait", "-n", "2", "-o", "out"]

@@ -84,7 +84,7 @@ print(run("unused"))
 def test_a_copy_of_a_file_is_a_backbone(shapes: Path, tmp_path: Path) -> None:
     copy = tmp_path / "installed/ssdctl"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(copy / "model/backbones/resnet18.py", copy / "model/backbones/mynet7.py")
+    shutil.copy(copy / "model/backbones/vgg16.py", copy / "model/backbones/mynet7.py")
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, shapes],
         env={**os.environ, "PYTHONPATH": str(copy.parent)},
@@ -98,7 +98,7 @@ def test_a_copy_of_a_file_is_a_backbone(shapes: Path, tmp_path: Path) -> None:
 
 def test_third_party_files_are_of_our_backbones(tmp_path: Path) -> None:
     """Whatever is installed; a new process, since the names are read once."""
-    source = (PACKAGE / "model/backbones/resnet18.py").read_text()
+    source = (PACKAGE / "model/backbones/vgg16.py").read_text()
     with pytest.MonkeyPatch.context() as patch:
         entries = "[ssdctl.backbones]\nanother = my_backbone\n"
         install_package(tmp_path, patch, "my_backbone", source, entries)
@@ -109,7 +109,7 @@ def test_third_party_files_are_of_our_backbones(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     found = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-    assert found.split() == ["resnet18"]
+    assert found.split() == ["vgg16"]
 
 
 def test_an_unknown_backbone_is_refused() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import html
+import importlib.resources
 import json
 import re
 import shutil
@@ -31,14 +32,26 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this mac
 FRAME = """<!doctype html><body style="margin:0">
 <iframe id="page" src="{page}" style="width:{width}px;height:900px;border:0"></iframe>
 <script>
-document.getElementById("page").onload = event => {{
+document.getElementById("page").onload = async event => {{
   const page = event.target.contentDocument, window_ = event.target.contentWindow;
-  document.title = JSON.stringify((() => {{ {script} }})());
+  document.title = JSON.stringify(await (async () => {{ {script} }})());
 }};
 </script>"""
 MEASURE = """
 const broken = [...page.images].filter(i => !i.naturalWidth).length;
 return [page.documentElement.scrollWidth, page.images.length, broken];
+"""
+CHECK = """
+const tag = page.createElement("script"), found = [];
+tag.textContent = AXE;
+page.head.append(tag);
+for (const theme of ["light", "dark"]) {
+  page.documentElement.dataset.theme = theme;
+  const {violations} = await window_.axe.run(page);
+  const serious = violations.filter(v => ["serious", "critical"].includes(v.impact));
+  found.push(...serious.map(v => [theme, v.id, v.nodes[0].html]));
+}
+return [found, window_.axe.version];
 """
 ENVIRONMENT = (
     b'{"python": "3.11", "platform": "Linux", "device": "cpu", "world_size": 1, '
@@ -204,6 +217,19 @@ def test_nothing_is_cut_off(page: Path, tmp_path: Path, width: int) -> None:
     scroll_width, images, broken = in_frame(page, tmp_path / "profile", MEASURE, width)
     assert scroll_width <= width
     assert (images, broken) == (11, 2)  # those of the dialog are empty until it opens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_finds_nothing_serious(page: Path, tmp_path: Path, width: int) -> None:
+    """Contrast, names and the keyboard, in light and dark. The page's own policy forbids axe."""
+    axe = importlib.resources.files(pytest.importorskip("axe_core_python")) / "axe.min.js"
+    code = json.dumps(axe.read_text(encoding="utf-8")).replace("</", "<\\/")
+    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+    copy = page.with_name("open.html")
+    copy.write_text(policy.sub("", page.read_text()))
+    found, version = in_frame(copy, tmp_path / "profile", f"const AXE = {code};" + CHECK, width)
+    assert (found, version[:2]) == ([], "4.")
 
 
 @pytest.mark.slow(in_ci=True)

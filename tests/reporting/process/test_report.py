@@ -6,9 +6,12 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -101,6 +104,36 @@ def test_page_shows_the_run(page: str, tiny_run: Path) -> None:
     assert run.evaluation is not None
     assert diagnosis(run.evaluation) in header
     assert shlex.join(run.environment.command[1:]) in header
+
+
+def test_the_copied_command_works_in_the_folder_of_the_page(
+    run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names no home folder, and its relative and absolute paths mean what they did."""
+    home, work, photos = (tmp_path / name for name in ("home", "home/my work", "home/my photos"))
+    weights = Path(tempfile.gettempdir()) / "a.pt"  # not near the page
+    monkeypatch.setenv("HOME", str(home))
+    placed = work / "runs/a"
+    placed.parent.mkdir(parents=True)
+    run.rename(placed)
+    words = ["train", "--data", str(photos), "--out", "runs/a", "--init", str(weights)]
+    content = json.loads((placed / "environment.json").read_text())
+    content |= {"folder": str(work), "command": ["/opt/bin/ssdctl", *words]}
+    (placed / "environment.json").write_text(json.dumps(content))
+    page = html.unescape(report(cli, placed))
+    assert str(home) not in page
+    (command,) = re.findall(r'class="command"><code tabindex="0">(.*?)</code>', page)
+    program = tmp_path / "bin/ssdctl"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    path = {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    shell = ["bash", "-c", command]
+    done = subprocess.run(shell, cwd=placed, env=path, capture_output=True, text=True, check=True)
+    folder, *arguments = done.stdout.splitlines()
+    assert folder == str(work)
+    assert (work / arguments[2]).resolve() == photos
+    assert (arguments[4], arguments[6]) == ("runs/a", str(weights))
 
 
 def test_the_configuration_shows_what_differs(page: str, tiny_run: Path) -> None:

@@ -30,7 +30,7 @@ from helpers import (
 
 from ssdctl import files
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.distributed.ranks import free_port
+from ssdctl.distributed import free_port
 from ssdctl.errors import DiskError
 from ssdctl.evaluation import analysis
 from ssdctl.runs import metrics

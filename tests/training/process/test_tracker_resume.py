@@ -19,7 +19,7 @@ import pytest
 from conftest import TINY_RUN
 from helpers import start, wait_for
 
-from ssdctl.training.observers.mlflow import _key
+from ssdctl.training.observers.services import _key
 from ssdctl.training.observers.trackers import metrics_of
 
 pytestmark = pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_wandb_server_that_does_not_answer_does_not_delay_the_exit(tmp_path: P
         from pathlib import Path
         from ssdctl.training.observers.trackers import BackgroundTracker
         from ssdctl.training.observers.trackers import TrackedRun
-        from ssdctl.training.observers.wandb import WeightsAndBiases
+        from ssdctl.training.observers.services import WeightsAndBiases
         run = TrackedRun("0" * 32, "run", Path(sys.argv[1]), 0, {}, {}, [])
         tracker = BackgroundTracker("wandb", WeightsAndBiases, run)
         import time; time.sleep(20)  # until it is connected to its own process

@@ -1,7 +1,12 @@
-"""MLflow. Its variables apply: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, its credentials."""
+"""The trackers TensorBoard, Weights & Biases and MLflow.
+
+The variables of W&B (WANDB_MODE=offline, WANDB_PROJECT, WANDB_ENTITY) and of MLflow
+(MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, its credentials) apply.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -15,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.training.observers.trackers import Metrics, Tracker
+from ssdctl.runs.folder import RunDir
+from ssdctl.training.observers.trackers import GROUPS, Metrics, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -109,3 +115,92 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
         name = f"{prefix}.{key}"
         flat |= _flat(name, value) if isinstance(value, dict) else {name: value}
     return flat
+
+
+class WeightsAndBiases(Tracker):
+    """Logs to W&B, offline to RUN/wandb.
+
+    Each group of metrics has its own step axis (`train/step`), because an evaluation is scored
+    while training continues and W&B's own steps cannot go back.
+    """
+
+    def open(self) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        # Command lines may contain secrets (x_disable_meta); `silent` also prevents the prompt for
+        # an API key.
+        settings = wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, x_disable_meta=True
+        )
+        wandb.setup(settings)
+        run = self.run
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "ssdctl",
+            name=os.environ.get("WANDB_NAME") or run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            config={**run.config, "environment": run.environment},
+            allow_val_change=True,
+        )
+        for group in (*GROUPS, "images"):
+            self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+        if self._run.url:
+            log.info("tracker wandb: %s", self._run.url)
+        # Offline nothing is known of earlier starts: every folder in RUN/wandb is complete.
+        summary: Any = self._run.summary
+        sent = {group: summary.get(f"{group}/step", -1) for group in GROUPS}
+        for metrics in run.past_metrics():
+            if metrics.step > sent[metrics.group]:
+                self.metrics(metrics)
+
+    def metrics(self, metrics: Metrics) -> None:
+        values = {f"{metrics.group}/{name}": value for name, value in metrics.values.items()}
+        self._run.log({f"{metrics.group}/step": metrics.step, **values})
+
+    def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
+        shown = {f"images/{n}": self._wandb.Image(pixels) for n, pixels in images.items()}
+        self._run.log({"images/step": step, **shown})
+
+    def checkpoint(self, name: str, step: int, path: Path) -> None:
+        artifact = self._wandb.Artifact(f"checkpoint-{self.run.id}", type="model")
+        artifact.add_file(str(path), name=path.name)
+        self._run.log_artifact(artifact, aliases=[name, f"step-{step}"])
+
+    def close(self, *, is_success: bool) -> None:
+        self._run.finish(exit_code=0 if is_success else 1)
+
+    def abandon(self) -> None:
+        """Kill W&B's own process, for which its exit hook would wait without limit."""
+        with contextlib.suppress(Exception):  # private attributes: no public ones exist
+            connection = self._wandb.setup()._connection
+            connection._cleanup()
+            connection._proc._process.kill()
+
+
+class TensorBoard(Tracker):
+    """Writes RUN/tensorboard. Later steps of a killed run are hidden: they are trained again."""
+
+    def open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = RunDir(self.run.folder).tensorboard
+        self._writer: Any = SummaryWriter(str(folder), purge_step=self.run.start_step + 1)
+
+    def metrics(self, metrics: Metrics) -> None:
+        for name, value in metrics.values.items():
+            self._writer.add_scalar(f"{metrics.group}/{name}", value, metrics.step)
+        if metrics.group != "train":
+            self._writer.flush()
+
+    def images(self, step: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
+        for name, pixels in images.items():
+            self._writer.add_image(f"images/{name}", pixels, step, dataformats="HWC")
+
+    def close(self, *, is_success: bool) -> None:
+        self._writer.close()
+
+
+# By the names of the packages, which are the values of `--tracker`.
+tensorboard, wandb, mlflow = TensorBoard, WeightsAndBiases, MLflow
