@@ -380,6 +380,7 @@ def lock(path: Path, message: str = "", *, is_temporary: bool = False) -> Iterat
         log.info(message)
     while descriptor is None:
         time.sleep(LOCK_POLL_S)
+        make_dir(path.parent)  # its owner may have deleted it
         descriptor = try_lock(path)
     try:
         yield

@@ -229,8 +229,8 @@ SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
 
 
 def seeds() -> Iterator[int]:
-    """Yield the variable SEED, or a new seed, and those after it, for half an hour."""
-    end = time.monotonic() + 30 * 60
+    """Yield the variable SEED, or a new seed, and those after it, for MINUTES (30)."""
+    end = time.monotonic() + 60 * float(os.environ.get("MINUTES", "30"))
     for number in itertools.count(SEED):
         yield number
         if time.monotonic() > end:

@@ -293,10 +293,14 @@ def without_copies(
             copies.append(str(file))
     hint = "remove one of them, or give the folder of the right ones: --data DIR"
     refuse(origin, "different label files of one image", different, hint)
-    if copies:
-        number = f"{len(copies):,}, such as {copies[0]}"
-        notes.append(f"label files of images that have another one, left out: {number}")
+    note_copies(copies, notes)
     return [*rows.values()]
+
+
+def note_copies(files: Sequence[object], notes: list[str]) -> None:
+    if files:
+        number = f"{len(files):,}, such as {files[0]}"
+        notes.append(f"label files of images that have another one, left out: {number}")
 
 
 def one_image_per_file(annotations: Annotations) -> Annotations:

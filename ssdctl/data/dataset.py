@@ -13,7 +13,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +41,7 @@ WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the stor
 MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
 MAX_FILES = 20_000  # inspected when listing what a folder contains
 MAX_READ = 50  # files of a kind whose content is looked at
+LABEL_SUFFIXES = {".xml", ".json", ".txt"}
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
 # As in train.record-00000-of-00010 and train-00000-of-00256; not a checkpoint's .data-*.
 TFRECORD = re.compile(r"\.(tf_?)?records?(-\d+-of-\d+)?$|(?<!\.data)-\d{5}-of-\d{5}$")
@@ -248,6 +249,15 @@ def _has_labels(folder: Path) -> bool:
     return False
 
 
+def _has_labels_of(path: Path, above: Path, files: Sequence[Path]) -> bool:
+    """Return whether the folder above has labels, beside `path`, of images among these files."""
+    stems = {file.stem for file in files if is_image(file)}
+    names = itertools.islice(files_below(above, 2), MAX_FILES)
+    others = (above.absolute() / name for name in names)
+    labels = (o for o in others if o.suffix.lower() in LABEL_SUFFIXES and o.stem in stems)
+    return any(not label.is_relative_to(path.absolute()) for label in labels)
+
+
 def _no_dataset(path: Path) -> DataError:
     looked_for = [TOML]
     for name in built_in():
@@ -258,7 +268,7 @@ def _no_dataset(path: Path) -> DataError:
     counts = Counter(kinds).most_common(MAX_NAMED)
     found = [f"{counted(count, f'{kind} file')} such as {first[kind]}" for kind, count in counts]
     above = path.parent if path.name else path.resolve().parent
-    if _has_labels(above):
+    if _has_labels(above) or _has_labels_of(path, above, files):
         hint = f"did you mean the folder above, --data {quoted(above)}?"
     elif below := datasets_in(path):
         hint = f"a folder in it is a dataset: --data {quoted(below[0])}; or write a dataset.toml"

@@ -17,6 +17,7 @@ from ssdctl.data.image_files import FingerprintColumns, in_threads
 from ssdctl.runtime.safe_text import counted, listed
 
 PART_BYTES = 1 << 20
+NEAR = 0.05  # of the image's width or height
 
 
 class Duplicates(msgspec.Struct, frozen=True):
@@ -67,6 +68,34 @@ def contradictions(
             pairs.append(f"{names[row]} ({names[other]})")
     what = f"{counted(len(pairs), 'image')} with the content of another one, but other boxes"
     return [f"{what}: {listed(pairs, MAX_NAMED)}"] * bool(pairs)
+
+
+def copies(
+    images: ImageVersions,
+    sizes: NDArray[np.int64],
+    objects: Objects,
+    is_trained: NDArray[np.bool_],
+) -> list[str]:
+    """Return a warning if images of a split are others drawn on, or encoded again.
+
+    They have the base name, the size and nearly the boxes of another image, and other content.
+    `sizes` is N x 2.
+    """
+    base_names = [name.rpartition("/")[2] for name in images.names]
+    if len({*base_names}) == len(base_names):
+        return []
+    keys, first = images.keys(), dict[tuple[object, ...], int]()
+    pairs: list[str] = []
+    for row in np.flatnonzero(is_trained).tolist():
+        other = first.setdefault((base_names[row], *sizes[row].tolist()), row)
+        own, others = (slice(*objects.starts[n : n + 2]) for n in (row, other))
+        is_same = keys[row] != keys[other]
+        is_same = is_same and np.array_equal(objects.labels[own], objects.labels[others])
+        fractions = objects.fractions
+        if is_same and np.allclose(fractions[own], fractions[others], rtol=0, atol=NEAR):
+            pairs.append(f"{images.names[row]} ({images.names[other]})")
+    what = f"{counted(len(pairs), 'image')} with the name, size and boxes of another one, such as"
+    return [f"{what} copies with drawn boxes: {listed(pairs, MAX_NAMED)}"] * bool(pairs)
 
 
 def _pairs(images: ImageVersions, other: ImageVersions) -> list[tuple[str, str]]:

@@ -2,21 +2,32 @@
 
     ImageFinder(root).find([Wanted("a.jpg", labels="annotations", split="val")], root / "val.csv")
 
-Labels name an image by a path, with folders of another machine or without any, or by its stem. An
-exact path decides: the name below the dataset folder, the folder of the labels, or usual folders
-such as `images` and `train`. Else it is the file with which most names at the end of the path
-agree, if no exact path names that file and the paths of the same labels are not exact otherwise.
+Labels name an image by a path, with folders of another machine or without any, or by its stem. A
+file may be meant if its name is equal (in Unicode's form NFC) and its folder is not that of another
+split. It is an exact path if the name follows the folder of the labels or usual folders, such as
+`images` and `train`. Exact paths come first. Of several files, in this order, the one:
 
-A file in the folder of another split does not count. A file serves one entry: the boxes of a
-missing image never go to another listed image. Files that remain ambiguous are an error.
+1. whose path ends with most of the names in the label's path
+2. in a folder with the name of the split
+3. in a folder that has most images of the same labels
+4. with the suffix that the labels give
+5. in the folder that the labels name
+6. in the most usual folder
+7. in the same folder as the folder of the labels
+8. with the size that the labels give
+
+An exact path is that of one entry; other entries get only files that no exact path names, so the
+boxes of a missing image never go to another listed image. If the paths of the same labels have a
+beginning of another machine, an image that would need a different one is missing. What remains
+ambiguous is an error, as is a file that two splits have with different boxes.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
+import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -71,10 +82,10 @@ class _Option(NamedTuple):
     """A file that may be the wanted image."""
 
     file: str
-    prefix: str | None  # the folder to which the name is an exact path
-    is_in_split: bool  # whether its folder has the name of the wanted split
+    is_exact: bool  # the name is a path to it from a usual folder
     tail: int  # number of folders at the end of the path that agree
-    lead: tuple[str, ...]  # the beginning of the name, which is another one than the file's
+    lead: tuple[str, ...]  # the beginning of the name, which is not that of the file's path
+    prefix: str  # what its path has instead
     evidence: tuple[int, ...]
 
 
@@ -111,7 +122,7 @@ class ImageFinder:
         self.root, self.standard = root, [name.lower() for name in standard]
         self.image_dir = parts_of(image_dir or "")
         found = files_below(root) if files is None else files
-        paths = ((file, file.split("/")) for file in found)
+        paths = ((file, nfc(file).split("/")) for file in found)
         self.files = {
             file: parts
             for file, parts in paths
@@ -127,14 +138,12 @@ class ImageFinder:
         self,
         wanted: Sequence[Wanted],
         labels: Path,
-        claimed: Collection[str] = (),
         *,
         may_share: bool = False,
     ) -> list[Found | None]:
         """Return the file of each image, None if it is missing.
 
-        Entries with the same exact path get the same file, others only if they `may_share` it. No
-        entry gets a `claimed` file unless by an exact path.
+        Entries with the same exact path get the same file, others only if they `may_share` it.
 
         Raises:
             DataError: An image fits several files; the message begins with `labels`.
@@ -142,49 +151,32 @@ class ImageFinder:
         named = ((entry, self._name(entry.name)) for entry in wanted)
         rows = [_Row(entry, name, self._options(entry, name)) for entry, name in named]
         ambiguous: list[str] = []
-        found = self._exact(rows, claimed, ambiguous)
-        taken = {item.file for item in found if item}.union(claimed)
-        self._by_tail(rows, found, taken, ambiguous, may_share=may_share)
+        found = self._exact(rows, ambiguous)
+        self._by_tail(rows, found, ambiguous, may_share=may_share)
         refuse(labels, "images that fit several files", ambiguous, WHICH)
         return found
 
-    def _exact(
-        self, rows: Sequence[_Row], claimed: Collection[str], ambiguous: list[str]
-    ) -> list[Found | None]:
+    def _exact(self, rows: Sequence[_Row], ambiguous: list[str]) -> list[Found | None]:
         """Find the images whose names are exact paths below one of the usual folders.
 
-        Of several such folders, the one that has most images of the same labels is right. A file
-        that a longer path names is that of a shorter one only if no other is, and if they differ in
-        a standard folder: `images/a.jpg` and `a.jpg`. If splits have folders of their own, a file
-        is of one split.
+        A file that a longer path names is that of a shorter one only if they differ in a standard
+        folder: `images/a.jpg` and `a.jpg`.
         """
-        is_divided = any(option.is_in_split for row in rows for option in row.options)
-        counts = Counter(
-            (row.entry.labels, row.entry.split, prefix)
-            for row in rows
-            for prefix in {option.prefix for option in row.options} - {None}
-        )
-        # By file: the longest name, and its split.
-        owners: dict[str, tuple[str, str | None]] = dict.fromkeys(
-            claimed if is_divided else (), ("", "")
-        )
+        counts, owners = _counts(rows), dict[str, str]()  # by file: the longest name
         found: list[Found | None] = [None] * len(rows)
         for n in sorted(range(len(rows)), key=lambda n: -rows[n].name.count("/")):
-            own = rows[n].name, rows[n].entry.split
-            exact = (o for o in rows[n].options if o.prefix is not None)
-            possible = [o for o in exact if not is_divided or owners.get(o.file, own)[1] == own[1]]
-            free = [o for o in possible if owners.get(o.file, own)[0] == own[0]]
-            free = free or [o for o in possible if self._is_same(owners[o.file][0], own[0])]
+            name, options = rows[n].name, [option for option in rows[n].options if option.is_exact]
+            free = [o for o in options if owners.get(o.file, name) == name]
+            free = free or [o for o in options if self._is_same(owners[o.file], name)]
             if free and (best := self._best(rows[n].entry, free, counts, ambiguous)):
                 found[n] = Found(best.file, is_exact=True)
-                owners.setdefault(best.file, own)
+                owners.setdefault(best.file, name)
         return found
 
     def _by_tail(
         self,
         rows: Sequence[_Row],
         found: list[Found | None],
-        taken: Collection[str],
         ambiguous: list[str],
         *,
         may_share: bool,
@@ -197,27 +189,26 @@ class ImageFinder:
         right = {
             (row.key, EXACT) for row, item in zip(rows, found, strict=True) if item and row.is_path
         }
-        chosen: dict[int, _Option] = {}
+        taken = {item.file for item in found if item}
+        counts, chosen = _counts(rows), dict[int, _Option]()
         for n, row in enumerate(rows):
             free = [option for option in row.options if option.file not in taken]
-            if found[n] or not free or any(o.prefix is not None for o in row.options):
+            if found[n] or not free or any(option.is_exact for option in row.options):
                 continue
-            if best := self._best(row.entry, free, Counter(), ambiguous):
+            if best := self._best(row.entry, free, counts, ambiguous):
                 chosen[n] = best
                 right |= {(row.key, best.lead)} if row.is_path else set()
-        rivals: dict[str, list[tuple[int, int]]] = {}  # by file: tail and row
+        rivals: dict[str, list[int]] = {}  # rows by file
         for n, option in chosen.items():
             shorter = ((rows[n].key, option.lead[:end]) for end in range(1, len(option.lead)))
-            if not (rows[n].is_path and any(lead in right for lead in shorter)):
-                rivals.setdefault(option.file, []).append((option.tail, n))
-        for file, pairs in rivals.items():
-            best_rows = [rows[n] for tail, n in pairs if may_share or tail == max(pairs)[0]]
-            if not may_share and len({(row.name, row.entry.split) for row in best_rows}) > 1:
-                entries = " and ".join(row.entry.name for row in best_rows[:MAX_NAMED])
+            if not any(lead in right for lead in shorter):
+                rivals.setdefault(option.file, []).append(n)
+        for file, several in rivals.items():
+            if not may_share and len({(rows[n].name, rows[n].entry.split) for n in several}) > 1:
+                entries = " and ".join(rows[n].entry.name for n in several[:MAX_NAMED])
                 ambiguous.append(f"{entries} ({file} fits each)")
-            for tail, n in pairs:
-                if may_share or tail == max(pairs)[0]:
-                    found[n] = Found(file, is_exact=False)
+            for n in several:
+                found[n] = Found(file, is_exact=False)
 
     def _is_same(self, longer: str, name: str) -> bool:
         lead = longer.removesuffix(name).split("/")
@@ -225,7 +216,7 @@ class ImageFinder:
 
     def _name(self, name: str) -> str:
         """Return a name as labeling tools write it as a relative path."""
-        name = name.replace("\\", "/")
+        name = nfc(name.replace("\\", "/"))
         if "/local-files/?d=" in name:  # a URL of Label Studio's server
             name = unquote(name.partition("?d=")[2])
         parts = parts_of(name)
@@ -246,32 +237,35 @@ class ImageFinder:
     def _option(self, entry: Wanted, names: list[str], file: str) -> _Option | None:
         """Return a file with the evidence for it; None if it is in the folder of another split."""
         *folders, base_name = self.files[file]
-        labels = _folders(entry.labels)
+        labels = _folders(nfc(entry.labels))
         tail = _num_equal(reversed(names[:-1]), reversed(folders))
         before = folders[: len(folders) - tail]
-        start = max(_num_equal(before, labels), len(self.image_dir))
-        split = split_of("/".join(before[start:]))
+        split = split_of("/".join(before[len(self.image_dir) :]))
         if entry.split and split not in (None, entry.split):
             return None
         own = [name for name in before if name.lower() not in self.standard]
-        is_mirrored = own == self._own(labels) or before == labels
+        is_theirs = own == self._own(labels) or before == labels
         foreign = own if entry.is_label_file else [name for name in own if not split_of(name)]
         is_usual = not foreign and (before != [] or not entry.is_label_file)
-        is_exact = tail == len(names) - 1 and (is_mirrored or is_usual)
-        usual = before or [""] * is_exact
-        standard = [self.standard.index(n.lower()) for n in usual if n.lower() in self.standard]
+        usual = [self.standard.index(n.lower()) for n in before if n.lower() in self.standard]
         evidence = (
-            is_exact and is_mirrored,
+            tail,
+            entry.split is not None and split == entry.split,
             base_name == names[-1],
             folders[-1:] == [entry.folder],
-            -min(standard, default=len(self.standard)),
-            _num_equal(folders, labels[:-1]),
+            -min(usual, default=len(self.standard)),
+            bool(labels[:-1]) and folders[:-1] == labels[:-1],
         )
-        in_split = entry.split is not None and split_of("/".join(before)) == entry.split
         is_relative = is_plain_name(entry.name.replace("\\", "/"))
         lead = [*([*EXACT, "*"] if is_relative else ["/"]), *names[: len(names) - tail - 1]]
-        prefix = "/".join(before) if is_exact else None
-        return _Option(file, prefix, in_split, tail, tuple(lead), evidence)
+        return _Option(
+            file=file,
+            is_exact=tail == len(names) - 1 and (is_theirs or is_usual),
+            tail=tail,
+            lead=tuple(lead),
+            prefix="/".join(before),
+            evidence=evidence,
+        )
 
     def _own(self, folders: Sequence[str]) -> list[str]:
         """Return the names of a path without those of usual folders of images and labels."""
@@ -282,14 +276,15 @@ class ImageFinder:
         self,
         entry: Wanted,
         options: list[_Option],
-        counts: Counter[tuple[str, str | None, str | None]],
+        counts: Counter[tuple[object, ...]],
         ambiguous: list[str],
     ) -> _Option | None:
         """Return the option with the best evidence; None if several are left, which are noted."""
 
         def rank(option: _Option) -> tuple[int, ...]:
-            count = counts[entry.labels, entry.split, option.prefix]
-            return (option.tail, option.is_in_split, count, *option.evidence)
+            tail, is_in_split, *rest = option.evidence
+            count = counts[entry.labels, entry.split, option.lead, option.prefix]
+            return (tail, is_in_split, count, *rest)
 
         if len(options) > 1:
             best = max(map(rank, options))
@@ -308,6 +303,10 @@ class ImageFinder:
         path = self.root / file
         return tuple(size) in (size_or_none(path), size_or_none(path, upright=True))
 
+    def with_stem(self, name: str) -> list[str]:
+        """Return the images with this name without its suffix, in any folder."""
+        return self.by_stem.get(nfc(name), [])
+
     def of_label_files(self, labels: Sequence[PurePosixPath]) -> list[Wanted]:
         """Return the image that each label file means by its own path.
 
@@ -324,6 +323,15 @@ class ImageFinder:
             return Wanted(name, folder, split_of("/".join(folders)), is_label_file=True)
 
         return [wanted(path) for path in labels]
+
+
+def _counts(rows: Iterable[_Row]) -> Counter[tuple[object, ...]]:
+    """Return how many names of the same labels each other beginning makes a path of a file."""
+    return Counter(
+        (row.entry.labels, row.entry.split, *beginning)
+        for row in rows
+        for beginning in {(option.lead, option.prefix) for option in row.options}
+    )
 
 
 def stem_of(name: str) -> str:
@@ -368,7 +376,6 @@ def located(
 def _searched(
     finder: ImageFinder,
     splits: Mapping[str, tuple[Path, Sequence[tuple[str, tuple[int, int]]]]],
-    claimed: Collection[str] = (),
 ) -> dict[str, list[Found | None]]:
     """Return the file of each image, given by name and size, of the label file of each split."""
     wanted = []
@@ -377,7 +384,7 @@ def _searched(
         word = split if len(splits) > 1 else split_of(f"{folder}/{file.name}")
         wanted += [Wanted(name, folder, word, size) for name, size in images]
     labels = finder.root if len(splits) > 1 else next(iter(splits.values()))[0]
-    found = iter(finder.find(wanted, labels, claimed))
+    found = iter(finder.find(wanted, labels))
     return {split: [next(found) for _ in images] for split, (_, images) in splits.items()}
 
 
@@ -389,6 +396,11 @@ def _notes_on_names(names: Sequence[str], found: Sequence[Found | None]) -> list
     ]
     what = "file names that are not paths below the image folder, matched to the files there"
     return [f"{what}: {len(other):,}, such as {pair}" for pair in other[:1]]
+
+
+def nfc(name: str) -> str:
+    """Return a name with umlauts as one character; macOS writes file names with two."""
+    return unicodedata.normalize("NFC", name)
 
 
 def label_folder(labels: Path, root: Path) -> str:
@@ -419,19 +431,52 @@ def resolve_images(splits: Mapping[str, Annotations]) -> dict[str, Resolved]:
     """
     found = {split: _in_one_folder(annotations) for split, annotations in splits.items()}
     for root in {splits[split].folder for split, resolved in found.items() if resolved is None}:
-        rest = {s: a for s, a in splits.items() if found[s] is None and a.folder == root}
-        claimed = {
-            os.path.relpath(images.folder / name, root)
-            for images, _ in filter(None, found.values())
-            for name in images.file_names
-        }
+        rest = {split: a for split, a in splits.items() if a.folder == root}
         entries = {
             split: (a.origin, list(zip(a.file_names, map(tuple, a.sizes.tolist()), strict=True)))
             for split, a in rest.items()
         }
-        for split, items in _searched(ImageFinder(root), entries, claimed).items():
+        for split, items in _searched(ImageFinder(root), entries).items():
             found[split] = _renamed(rest[split], items), []
-    return {split: _complete(*resolved) for split, resolved in found.items() if resolved}
+    result = {split: _complete(*resolved) for split, resolved in found.items() if resolved}
+    for pair in itertools.combinations(result, 2):
+        _refuse_other_boxes(pair, *(result[split] for split in pair))
+    return result
+
+
+def _refuse_other_boxes(names: tuple[str, str], first: Resolved, second: Resolved) -> None:
+    """Refuse a file that two splits have with different boxes: in one of them it is another image.
+
+    With equal boxes, the images of the splits are not distinct, and `prepare` says so.
+    """
+    paths, others = (
+        {
+            f"{images.folder}/{name}": row
+            for row, (name, size) in enumerate(zip(images.file_names, num_bytes, strict=True))
+            if size is not None
+        }
+        for images, num_bytes in (first, second)
+    )
+    if shared := sorted(paths.keys() & others.keys()):
+        objects, other_objects = (
+            _objects(images, [rows[path] for path in shared])
+            for (images, _), rows in ((first, paths), (second, others))
+        )
+        pairs = zip(shared, objects, other_objects, strict=True)
+        different = [path for path, own, other in pairs if own != other]
+        what = f"images of {' and '.join(names)}, with different boxes"
+        hint = "an image belongs to one split; if a split has an image of this name, copy it there"
+        refuse(first[0].origin, what, different, hint)
+
+
+def _objects(images: Annotations, rows: Sequence[int]) -> list[list[tuple[object, ...]]]:
+    """Return the labels and boxes of some of the images."""
+    by_row: dict[int, list[tuple[object, ...]]] = {row: [] for row in rows}
+    columns = (images.rows.tolist(), images.labels.tolist(), images.boxes.tolist())
+    for row, label, box in zip(*columns, strict=True):
+        if row in by_row:
+            by_row[row].append((label, *box))
+    return [sorted(by_row[row], key=repr) for row in rows]
 
 
 def _in_one_folder(annotations: Annotations) -> Resolved | None:

@@ -50,6 +50,7 @@ from ssdctl.data.divide import series_warning
 from ssdctl.data.duplicates import (
     ImageVersions,
     contradictions,
+    copies,
     duplicate_warnings,
     find_duplicates,
 )
@@ -69,7 +70,7 @@ from ssdctl.data.sources import (
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store, usual_store
 from ssdctl.data.summary import count_classes, object_sizes, summary_warnings
-from ssdctl.errors import DataError, DiskError
+from ssdctl.errors import DataError, DiskError, SsdctlError
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
@@ -127,13 +128,20 @@ def prepare(
     if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
         return outcome  # without the lock: the folder may be read-only
     dataset = _read(root, folder, conversion, is_remembered=is_remembered)
+    is_new = not folder.exists()
     _make_store_dir(folder)  # not earlier: nothing may be wrong
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if keep_images:
             config = _config_of(folder) or config
         if not force and (outcome := _unchanged_outcome(root, folder, config, conversion)):
             return outcome
-        return _write(_Store(root, folder, config, force, keep_images, progress), dataset)
+        try:
+            return _write(_Store(root, folder, config, force, keep_images, progress), dataset)
+        except SsdctlError:
+            if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()
+                folder.rmdir()
+            raise
 
 
 class _Dataset(NamedTuple):
@@ -335,6 +343,7 @@ def _prepare_split(
             *images.warnings(),
             *duplicate_warnings(split, len(counts), duplicates),
             *contradictions(versions, objects, background | (is_usable & (counts > 0))),
+            *copies(versions, annotations.sizes, objects, is_usable & (counts > 0)),
             *summary_warnings(split, int(is_usable.sum()), int(background.sum()), per_class, sizes),
         ],
         notes=[*annotations.notes],

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import os
 import re
-import resource
 import sys
 import traceback
 import warnings
@@ -17,16 +16,10 @@ from importlib import metadata
 from typing import Any
 
 from ssdctl.errors import UsageError
-from ssdctl.runtime.system import UNLIMITED
 
 OLDEST_TORCH = (2, 6)  # the last release for first-generation Gaudi cards
 NEWEST_CUDA = 13
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
-OUT_OF_MEMORY = re.compile(
-    r"allocate memory|allocation|failed to map|MemoryError|start new thread|"
-    r"Resource temporarily unavailable|could not create a primitive",
-    re.IGNORECASE,
-)
 AUTOCAST_DEVICES = ("cpu", "cuda", "hpu", "xla")
 NATIVE_PACKAGES = ("numpy", "torch", "pyarrow", "PIL", "torchvision", "matplotlib", "hotcoco")
 
@@ -149,24 +142,6 @@ def library_error(error: BaseException | None) -> UsageError | None:
         hint = f"{values} makes the system load other libraries: unset it, or {hint}"
     return UsageError(
         f"{package or 'a package'} cannot be loaded: {match[1]}: {match[2]}", hint=hint
-    )
-
-
-def memory_limit_error(error: BaseException) -> UsageError | None:
-    """Return the error for an allocation that `ulimit -v` refused, else None."""
-    is_refused = isinstance(error, MemoryError) or (
-        isinstance(error, (RuntimeError, OSError, ImportError)) and OUT_OF_MEMORY.search(str(error))
-    )
-    return _memory_limit() if is_refused else None
-
-
-def _memory_limit() -> UsageError | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == UNLIMITED:
-        return None
-    return UsageError(
-        f"the limit of virtual memory (ulimit -v), {limit / 2**30:.1f} GiB, is too small for torch",
-        hint="raise it (ulimit -v unlimited); limit the memory of a job by its cgroup instead",
     )
 
 

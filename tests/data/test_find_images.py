@@ -236,6 +236,11 @@ REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
         {"v1/a.xml": voc(), "v2/a.xml": voc().replace("9", "8")},
         ("v1/a.xml", "v2/a.xml"),
     ),
+    "two spellings of one name": (
+        "images/u\u0308.jpg images/\u00fc.jpg",
+        {"classes.txt": "x", "labels/\u00fc.txt": YOLO},
+        ("images/u\u0308.jpg", "images/\u00fc.jpg"),
+    ),
     "two folders, COCO": (
         "cam1/a.jpg cam2/a.jpg",
         {"a.json": coco("a.jpg")},
@@ -349,11 +354,32 @@ def test_a_dataset_toml_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
     assert json.loads(result.out)["root"] == str(tmp_path / "data")
 
 
-def test_the_folder_of_labels_names_the_dataset(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("folder", ["annots", "images"])
+def test_the_hint_names_the_folder_above(tmp_path: Path, cli: Cli, folder: str) -> None:
     dataset(tmp_path / "kangaroo", "images/a.jpg", {"annots/a.xml": voc("a.jpg")})
-    result = cli("prepare", "--data", tmp_path / "kangaroo/annots")
+    result = cli("prepare", "--data", tmp_path / "kangaroo" / folder)
     assert result.code == 3
     assert f"--data {tmp_path / 'kangaroo'}?" in result.err
+
+
+def test_a_refused_dataset_gets_no_store(tmp_path: Path, cli: Cli) -> None:
+    data = dataset(tmp_path, "a.jpg", {"a.json": coco("a.jpg b.jpg")})
+    assert cli("prepare", "--data", data).code == 3
+    assert not (data / "prepared").exists()
+    tree(data, {"a.json": coco("a.jpg")})
+    assert cli("prepare", "--data", data).code == 0
+    tree(data, {"a.json": coco("a.jpg b.jpg")})
+    assert cli("prepare", "--data", data).code == 3
+    assert (data / "prepared/report.json").exists()
+
+
+def test_copies_with_drawn_boxes_are_named(tmp_path: Path, cli: Cli) -> None:
+    rows = [csv("a/1.jpg"), *(f"b/{n}.jpg,100,50,x,2,1,7,6" for n in (1, 2))]
+    data = dataset(tmp_path, "a/1.jpg b/1.jpg b/2.jpg", {"train.csv": "\n".join(rows)})
+    with (data / "b/1.jpg").open("ab") as file:
+        file.write(b"drawn")
+    found = cli("prepare", "--data", data).err
+    assert "1 image with the name, size and boxes of another one" in found
 
 
 def test_a_class_with_a_comma_can_be_kept(tmp_path: Path, cli: Cli) -> None:

@@ -104,8 +104,8 @@ def _image_files(
 
 def _others(finder: ImageFinder, file: PurePosixPath, image: PurePosixPath) -> list[str]:
     """Return the images beside a label file or its image that have the label file's name."""
-    named = finder.by_stem.get(file.stem, []) if image.stem != file.stem else []
-    return [n for n in named if PurePosixPath(n).parent in (file.parent, image.parent)]
+    named, folders = finder.with_stem(file.stem), (file.parent, image.parent)
+    return [n for n in named if str(image) not in named and PurePosixPath(n).parent in folders]
 
 
 def _labeled(path: Path, content: _File, image: str, counts: Counter[str]) -> LabeledImage:

@@ -26,7 +26,7 @@ from ssdctl.data.annotations import (
     split_of,
     without_copies,
 )
-from ssdctl.data.find_images import WHICH, ImageFinder, Wanted
+from ssdctl.data.find_images import WHICH, ImageFinder, Wanted, nfc
 from ssdctl.data.formats import numbers, read_lines, read_xml, root_element, whole_number
 from ssdctl.data.image_files import (
     files_below,
@@ -134,19 +134,23 @@ def _xml_files(root: Path, by_folder: _Xmls, finder: ImageFinder, notes: list[st
     """
     xmls: list[_Xml] = []
     rest = list(by_folder)
-    paths = {path.with_suffix(""): path for found in by_folder.values() for path in found}
     bases = {base for folder in by_folder for base in (folder, *folder.parents)}
     for base in sorted(base for base in bases if (root / base / "ImageSets").is_dir()):
         below = [folder for folder in by_folder if folder.is_relative_to(base)]
         tops = {base.joinpath(*folder.relative_to(base).parts[:1]) for folder in below}
         top = min(tops, key=lambda top: (not top.name.endswith("Annotations"), top))
-        names = {path.relative_to(top).as_posix() for path in paths if path.is_relative_to(top)}
-        splits = _splits(root / base / "ImageSets", names, finder, notes)
+        paths = {
+            nfc(path.relative_to(top).with_suffix("").as_posix()): path
+            for found in by_folder.values()
+            for path in found
+            if path.is_relative_to(top)
+        }
+        splits = _splits(root / base / "ImageSets", {*paths}, finder, notes)
         if splits:
             rest = [folder for folder in rest if folder not in below]
         for split, stems in splits.items():
             for stem in stems:
-                path = paths.get(top / stem)
+                path = paths.get(stem)
                 xmls.append(_Xml(path or top / f"{stem}.xml", top, split, path is not None))
     if empty := [xml for xml in xmls if not xml.exists]:
         number = f"{len(empty):,}, such as {empty[0].path.stem}"
@@ -193,8 +197,8 @@ def _stems(path: Path, names: set[str], finder: ImageFinder) -> list[str]:
     """Return the name in each line: lists of one class have a flag after it."""
     words = []
     for _, line in read_lines(path, MAX_LIST_BYTES):
-        line = line.strip()
-        if line in names or line.rpartition("/")[2] in finder.by_stem:
+        line = nfc(line.strip())
+        if line in names or finder.with_stem(line.rpartition("/")[2]):
             words.append(line)
         elif line.startswith("#"):
             continue
@@ -213,7 +217,7 @@ def _find_images(
     """Return the image of each XML file: the one with its stem, else the one that it names."""
     wanted, others = list[Wanted](), list[Wanted]()
     named = Counter(content.image.file_name for content in contents)
-    stems = {xml.path.stem for xml in xmls}
+    stems = {nfc(xml.path.stem) for xml in xmls}
     by_file = iter(finder.of_label_files([xml.path for xml in xmls if xml.top is None]))
     for xml, (folder, image) in zip(xmls, contents, strict=True):
         name = PurePosixPath(image.file_name)
@@ -224,13 +228,12 @@ def _find_images(
             entry = Wanted(path.as_posix(), xml.top.as_posix())
         size = (image.width, image.height)
         entry = entry._replace(size=size, is_label_file=True, folder=folder)
-        own = entry.name + name.suffix if name.stem == xml.path.stem else entry.name
+        own = entry.name + name.suffix if name.stem == nfc(xml.path.stem) else entry.name
         wanted.append(entry._replace(name=own))
         is_own = named[image.file_name] == 1 and name.stem not in stems
         others.append(entry._replace(name=image.file_name if is_own else ""))
     found = finder.find(wanted, finder.root, may_share=True)
-    claimed = {item.file for item in found if item}
-    second = finder.find(others, finder.root, claimed, may_share=True)
+    second = finder.find(others, finder.root, may_share=True)
     both = [
         f"{xml.path} ({item.file}, and {other.file} by the name in it)"
         for xml, item, other in zip(xmls, found, second, strict=True)
@@ -264,7 +267,7 @@ def _read(root: Path, xml: _Xml) -> _Content:
     )
     boxes = [_box(item, path, n) for n, item in enumerate(tree.findall("object"), 1)]
     folder, named = (
-        tree.findtext(tag, "").strip().replace("\\", "/").rstrip("/").rpartition("/")[2]
+        nfc(tree.findtext(tag, "").strip()).replace("\\", "/").rstrip("/").rpartition("/")[2]
         for tag in ("folder", "filename")
     )
     return _Content(folder, LabeledImage(named, width, height, boxes))

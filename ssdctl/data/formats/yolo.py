@@ -24,11 +24,12 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     from_images,
+    note_copies,
     place,
     refuse,
     split_of,
 )
-from ssdctl.data.find_images import ImageFinder, Wanted, parts_of
+from ssdctl.data.find_images import ImageFinder, Wanted, nfc, parts_of
 from ssdctl.data.formats import in_pixels, read_lines
 from ssdctl.data.image_files import (
     dataset_folder,
@@ -110,10 +111,11 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         finder = ImageFinder(root, FOLDERS, image_dir, files=files)
     texts = [PurePosixPath(name) for name in everything if name.endswith(".txt")]
     texts = [text for text in texts if not _is_list(root, text)]
-    labels = _label_files(finder, [text for text in texts if text.stem in finder.by_stem])
-    _require_same_names(root, set(labels.values()), origin, names)
+    own = [text for text in texts if finder.with_stem(text.stem)]
+    labels, used = _label_files(finder, sorted(own), notes)
+    _require_same_names(root, used, origin, names)
     by_split = _with_unnamed(finder, labels, named, notes)
-    notes += _unused_labels(root, texts, set(labels.values()), elsewhere)
+    notes += _unused_labels(root, texts, used, elsewhere)
     splits = {
         split: _read_split(root, files, labels, names, "kpt_shape" in content)
         for split, files in by_split.items()
@@ -262,7 +264,7 @@ def _named_images(
         if is_image(PurePosixPath(text)):
             listed.append(_Listed(split, origin, "", text))
             continue
-        parts = parts_of(text)
+        parts = parts_of(nfc(text))
         found = _below(finder, before, parts)
         if found is None:
             problem = f"{split}: {text} is not below {finder.root}, or has no images"
@@ -359,26 +361,31 @@ def _listed_images(
     return files
 
 
-def _label_files(finder: ImageFinder, texts: list[PurePosixPath]) -> dict[str, PurePosixPath]:
-    """Return the label file of each image that has one."""
-    labels: dict[str, PurePosixPath] = {}
-    conflicts = []
+def _label_files(
+    finder: ImageFinder, texts: list[PurePosixPath], notes: list[str]
+) -> tuple[dict[str, PurePosixPath], set[PurePosixPath]]:
+    """Return the label file of each image that has one, and all label files of images."""
+    several: dict[str, list[PurePosixPath]] = {}
     found = finder.find(finder.of_label_files(texts), finder.root, may_share=True)
     for text, item in zip(texts, found, strict=True):
-        if item is None:
-            continue
-        first = labels.setdefault(item.file, text)
-        if first == text or not has_boxes(finder.root / text):
-            continue
-        if has_boxes(finder.root / first) and not _is_same(finder.root, first, text):
-            conflicts.append(f"{first} and {text} ({item.file})")
-        labels[item.file] = text
-    refuse(finder.root, "different label files of one image", conflicts, "keep one of them")
-    return labels
+        if item:
+            several.setdefault(item.file, []).append(text)
+    copies, different = list[PurePosixPath](), list[str]()
+    for image, files in several.items():
+        if len(files) > 1:  # beside labels there may be descriptions in words
+            labels = [file for file in files if _is_label(finder.root / file)] or files
+            contents = {(finder.root / file).read_bytes() for file in labels}
+            different += [f"{' and '.join(map(str, labels))} ({image})"] * (len(contents) > 1)
+            copies += [file for file in files if file != labels[0]]
+            several[image] = labels
+    refuse(finder.root, "different label files of one image", different, "keep one of them")
+    note_copies(copies, notes)
+    used = {text for text, item in zip(texts, found, strict=True) if item}
+    return {image: files[0] for image, files in several.items()}, used
 
 
-def _is_same(root: Path, *texts: PurePosixPath) -> bool:
-    return len({(root / text).read_bytes() for text in texts}) == 1
+def _is_label(path: Path) -> bool:
+    return has_boxes(path) or not path.stat().st_size
 
 
 def _with_unnamed(

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 from hypothesis import strategies as st
@@ -162,6 +163,7 @@ class World(NamedTuple):
     decoys: tuple[str, ...]  # folders with other images of the same names
     small_decoys: bool  # of half the size
     packed: bool
+    form: str  # in which Unicode's characters are in file names; macOS writes NFD
     edit: str  # what becomes of it once it is prepared
     options: frozenset[str]  # of `prepare`, and what else happens to it
 
@@ -214,21 +216,21 @@ def blank(width: int, height: int) -> bytes:
 class Tree:
     """A dataset folder as it is written, and the image of every file that its labels mean."""
 
-    def __init__(self, root: Path, *, is_blank: bool = False) -> None:
-        self.root, self.is_blank = root, is_blank
+    def __init__(self, root: Path, *, is_blank: bool = False, form: str = "NFC") -> None:
+        self.root, self.is_blank, self.form = root, is_blank, form
         self.images: dict[str, Picture] = {}
         self.data = root  # what --data is given
         self.files: set[Path] = set()
 
     def image(self, path: str, picture: Picture) -> str:
         assert path not in self.images
-        self.images[path] = picture
+        self.images[normalize(self.form, path)] = picture
         if not picture.is_missing:
             self.write(path, blank(*picture[4:6]) if self.is_blank else paint(picture))
         return path
 
     def write(self, path: str, content: str | bytes) -> None:
-        file = self.root / path
+        file = self.root / normalize(self.form, path)
         file.parent.mkdir(parents=True, exist_ok=True)
         content = content.encode() if isinstance(content, str) else content
         self.files.add(file)
@@ -323,6 +325,8 @@ def worlds(draw: st.DrawFn, layouts: dict[str, Layout]) -> World:
     else:
         copies = draw(st.integers(0, 2)) if layout.missing else 0
         _copy(pictures, copies)
+    if draw(st.booleans()):  # as of one camera: sizes tell nothing
+        pictures = _of_one_size(pictures, layout)
     rng.shuffle(pictures)
     # A decoy could be the moved file of an image that is missing.
     may_have_decoys = layout.decoys and not any(picture.is_missing for picture in pictures)
@@ -336,9 +340,19 @@ def worlds(draw: st.DrawFn, layouts: dict[str, Layout]) -> World:
         decoys=tuple(sorted(decoys)),
         small_decoys=draw(st.booleans()),
         packed=draw(st.booleans()),
+        form=draw(st.sampled_from(("NFC", "NFC", "NFD"))),
         edit=draw(st.sampled_from(EDITS)),
         options=frozenset(option for option in OPTIONS if draw(st.booleans())),
     )
+
+
+def _of_one_size(pictures: list[Picture], layout: Layout) -> list[Picture]:
+    """Return the images with borders that make them as large as the largest."""
+    width, height = (max(p[side] for p in pictures) for side in (4, 5))
+    fixed = {"width": width, "height": height}
+    if layout.views == "either":
+        fixed["is_upright"] = False
+    return [p._replace(**fixed) for p in pictures]
 
 
 def _copy(pictures: list[Picture], count: int) -> None:

@@ -14,6 +14,7 @@ import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import PurePosixPath
+from unicodedata import normalize
 from xml.sax.saxutils import escape, quoteattr
 
 import yaml
@@ -78,7 +79,9 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
             entries.append({"id": n, "file_name": name, **size})
             # A merged dataset has an entry for each object of an image.
             if "listed twice" in world.flags and len(picture.things) > 1:
-                entries.append({"id": n + 500, "file_name": dot + name, **size})
+                is_path = folder == "images" and "other machine" not in world.flags
+                again = path if is_path else dot + name
+                entries.append({"id": n + 500, "file_name": again, **size})
             for k, thing in enumerate(picture.things):
                 boxes.append(
                     {
@@ -349,7 +352,7 @@ def via_json(world: World, tree: Tree) -> None:
     for split in world.splits:
         entries = {}
         for picture in world.of(split):
-            file = tree.root / tree.image(f"{split}/{picture.name}", picture)
+            file = tree.root / normalize(tree.form, tree.image(f"{split}/{picture.name}", picture))
             regions: list[object] = []
             for thing in picture.things:
                 left, top, right, bottom = corners(thing)
@@ -434,7 +437,8 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         _COCO, partial(coco, images="images/{split}", labels="annotations/instances_{split}.json")
     ),
     "coco: below": (
-        _COCO._replace(named=False), partial(coco, images="images/{below}", labels="{split}.json")
+        _COCO._replace(named=False, empties=False),
+        partial(coco, images="images/{below}", labels="{split}.json")
     ),
     "coco: elsewhere": (
         _COCO._replace(splits=("train",), decoys=False),
@@ -470,6 +474,10 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     "yolo: labelImg": (
         _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
         partial(yolo, images="images", labels="images", names="classes.txt"),
+    ),
+    "yolo: beside": (
+        _YOLO._replace(flags=("polygons",), named=False, splits=("train",)),
+        partial(yolo, images="annotations", labels="annotations", names="classes.txt"),
     ),
     "yolo: img": (
         _YOLO._replace(flags=("polygons",), named=False, decoys=False, splits=("train",)),
@@ -510,7 +518,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     ),
     "voc: videos": (
         _VOC._replace(named=False, splits=("train",), decoys=False),
-        partial(voc, images="{folder}/frames", labels="{folder}/annots"),
+        partial(voc, images="videos/{folder}/frames", labels="videos/{folder}/annots"),
     ),
     "voc: beside": (_VOC._replace(named=False, folders=False), partial(voc, images="{word}", labels="{word}")),
     "voc: demo": (
