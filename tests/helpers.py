@@ -229,8 +229,8 @@ SEED = int(os.environ.get("SEED", time.time_ns() % 2**32))
 
 
 def seeds() -> Iterator[int]:
-    """Yield the variable SEED, or a new seed, and those after it, for half an hour."""
-    end = time.monotonic() + 30 * 60
+    """Yield the variable SEED, or a new seed, and those after it, for MINUTES (30)."""
+    end = time.monotonic() + 60 * float(os.environ.get("MINUTES", "30"))
     for number in itertools.count(SEED):
         yield number
         if time.monotonic() > end:
@@ -242,11 +242,11 @@ def seeded(test: Any, number: int | None) -> Any:
 
 
 def examples(count: int, number: int | None, *phases: Phase, **options: Any) -> settings:
-    """Return the settings of random examples; without a seed they are always the same."""
+    """Return the settings of random examples; without a seed the profile decides if they vary."""
     return settings(
         max_examples=count,
         database=None,
-        derandomize=number is None,
+        derandomize=number is None and bool(settings.default and settings.default.derandomize),
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, *phases],

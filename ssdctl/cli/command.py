@@ -48,7 +48,7 @@ from ssdctl.config.resolve import (
 from ssdctl.config.settings import Config, Setting, all_settings, select
 from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
-from ssdctl.runtime.packages import library_error, memory_limit_error
+from ssdctl.runtime.packages import library_error
 from ssdctl.runtime.plugins import plugin_error
 from ssdctl.runtime.safe_text import printable, redact_urls
 
@@ -249,7 +249,7 @@ def _expected_error(error: Any, written: object) -> SsdctlError | None:
         if written and not error.filename:
             return disk_error(error, written, "writing")
         return disk_error(error, error.filename or "a file", "reading or writing")
-    return memory_limit_error(error) or library_error(error)
+    return library_error(error)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

@@ -334,7 +334,7 @@ def problem_of(result: Result) -> str:
     return lines[0] if lines else ""
 
 
-@budgets(25, 1200)
+@budgets(15, 1200)
 def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int) -> None:
     names = {"DATA": shapes, "RUN": "old", "CKPT": "old/checkpoints/last.pt"}
 
@@ -409,6 +409,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = dict(commands())
+CHOICE_FLAGS = {flag for s in SETTINGS if s.choice_flags for flag in s.flags}
 COMMON = {"config_file", "assignments", "short_help", "as_json", "quiet", "verbose"}
 
 
@@ -430,8 +431,9 @@ def of_any_command(draw: Any) -> tuple[list[str], list[Typed]]:
     pool += COMMANDS[name].cls.settings
     for chosen in draw(st.lists(st.sampled_from(pool), max_size=3, unique=True)) if pool else ():
         is_setting = isinstance(chosen, Setting)
-        drawn = as_option(chosen, draw(values(chosen))) if is_setting else own_option(chosen)
-        options.append(draw(drawn))
+        for _ in range(1 + (is_setting and chosen.choice_flags)):  # `--bf16 --fp32`
+            drawn = as_option(chosen, draw(values(chosen))) if is_setting else own_option(chosen)
+            options.append(draw(drawn))
     return words, options
 
 
@@ -444,7 +446,9 @@ def test_every_command_takes_its_options_and_names_the_wrong_one(examples: int) 
         problem = read(*words)
         error = problem.partition("\nhint:")[0]
         wrong = [o for o in options if o.given.value is INVALID or o.words[1:] == ("",)]
-        if wrong or (problem and {o.path for o in options} & CONFLICTING):
+        if len({(o.path, o.given.value) for o in options if o.words[0] in CHOICE_FLAGS}) > 1:
+            assert wrong or refuses_both(error, options), problem
+        elif wrong or (problem and {o.path for o in options} & CONFLICTING):
             assert any(o.name in error for o in wrong or options), problem
             assert "Traceback" not in problem
         else:
@@ -479,7 +483,7 @@ CLOSING = [
 ]
 
 
-@budgets(15, 1200)
+@budgets(8, 1200)
 def test_the_next_commands_are_accepted_by_a_shell(
     shapes: Path, tiny_run: Path, image_file: Path, examples: int
 ) -> None:

@@ -67,6 +67,7 @@ def test_python(tmp_path: Path, cli: Cli) -> None:
     assert (tmp_path / "drawn.png").is_file()
 
 
+@pytest.mark.slow(in_ci=True)
 def test_pytorch(tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("accelerate")
     run_page(ROOT / "docs" / "pytorch.md", tmp_path, cli)

@@ -146,6 +146,25 @@ def run(path: Path, images: np.ndarray, names: tuple[str, ...]) -> list[np.ndarr
     return found
 
 
+def fixed_batch(path: Path) -> int | None:
+    """Return the number of images that a file takes; None for any number."""
+    if path.suffix == ".pt2":
+        (size, *_), *_ = (
+            node.meta["val"].shape
+            for node in torch.export.load(path).graph.nodes
+            if node.name == "images"
+        )
+        return size if isinstance(size, int) else None
+    if path.suffix == ".xml":
+        import openvino
+
+        dimension = openvino.Core().read_model(path).input().partial_shape[0]
+        return dimension.get_length() if dimension.is_static else None
+    import onnx
+
+    return onnx.load(path).graph.input[0].type.tensor_type.shape.dim[0].dim_value or None
+
+
 def metadata(path: Path) -> dict[str, Any]:
     if path.suffix == ".pt2":
         extra = {"ssdctl.json": ""}
@@ -194,6 +213,7 @@ def check(export: Export, images: np.ndarray) -> None:
         file = path.with_suffix(".bin") if export.format == "openvino" else path
         assert file.stat().st_size < 3 * weights + 300_000
 
+    assert fixed_batch(path) == export.batch
     facts, has_nms = metadata(path), export.outputs == "onnx"
     assert facts["classes"] == export.names
     assert (facts["backbone"], facts["num_classes"]) == (export.backbone, len(export.names) + 1)

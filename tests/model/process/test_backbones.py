@@ -81,6 +81,7 @@ print(run("unused"))
 """
 
 
+@pytest.mark.slow(in_ci=True)
 def test_a_copy_of_a_file_is_a_backbone(shapes: Path, tmp_path: Path) -> None:
     copy = tmp_path / "installed/ssdctl"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
