@@ -19,6 +19,7 @@ from ssdctl.config.call import (
     hints_in_messages,
     override_of,
     overrides_of,
+    public_call,
     resolve_call,
     takes_settings,
 )
@@ -27,6 +28,7 @@ from ssdctl.errors import UsageError
 from ssdctl.exporting import FORMATS, NMS
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.run import Run
+from ssdctl.runtime.hardware import cores_kept
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
     return resolve_call(config, given)
 
 
-@hints_in_messages()
+@public_call()
 def load(
     checkpoint: CheckpointLike,
     *,
@@ -122,7 +124,8 @@ def load(
     config = resolve_call(None, [*overrides_of("predict", given), *overrides_of("data", tiles)])
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
-    return Predictor(*load_detector(checkpoint, config.predict, config.data))
+    with cores_kept():
+        return Predictor(*load_detector(checkpoint, config.predict, config.data))
 
 
 @hints_in_messages()
@@ -177,7 +180,7 @@ def prepare(
 
 
 @takes_settings(TrainSettings)
-@hints_in_messages()
+@public_call()
 def train(
     data: PathLike | None = None,
     *,
@@ -231,7 +234,7 @@ def train(
 
 
 @takes_settings(EvaluateSettings)
-@hints_in_messages()
+@public_call()
 def evaluate(
     checkpoint: CheckpointLike,
     data: PathLike | None = None,
@@ -294,7 +297,7 @@ def evaluate(
     return evaluation
 
 
-@hints_in_messages(format=FORMATS, nms=NMS)
+@public_call(format=FORMATS, nms=NMS)
 def export(
     checkpoint: CheckpointLike,
     out: PathLike,
@@ -357,7 +360,7 @@ def export(
     )
 
 
-@hints_in_messages()
+@public_call()
 def report(*runs: PathLike, out: PathLike | None = None) -> Path:
     """Write one self-contained HTML page about runs, side by side; return its path.
 

@@ -34,7 +34,7 @@ def default_boxes_cxcywh(dtype: torch.dtype = torch.float32) -> Tensor:
                     cx = (column + 0.5) * STRIDES[level] / IMAGE_SIZE
                     cy = (row + 0.5) * STRIDES[level] / IMAGE_SIZE
                     boxes.append((cx, cy, width, height))
-    return torch.tensor(boxes, dtype=torch.float64).clamp(0, 1).to(dtype)
+    return torch.tensor(boxes, dtype=torch.float64, device="cpu").clamp(0, 1).to(dtype)
 
 
 def box_cxcywh_to_ltrb(boxes: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ from itertools import islice
 import numpy as np, torch, ssdctl
 TINY = dict(backbone="tiny", backbone_weights="none", batch_size=2, warmup="1st", workers=1, lr=0.0025,
             optimizer="adamw", precision="fp32", device="cpu", preset="stable-r34", progress=False)
+OBJECT = [torch.zeros(3, 90, 120)], [{"boxes": torch.tensor([[9.0, 9, 60, 50]]), "labels": torch.tensor([1])}]
 class Broken(ssdctl.Observer):
     def on_step(self, step): 1 / 0
 class Stopping(ssdctl.Observer):
@@ -200,7 +201,8 @@ def live(lines: Sequence[Line], folder: Path, pipe: Any, group: tuple[int, int] 
         rank, size = group
         store = dist.FileStore(str(folder.parent / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    for module in (*IMPORTED, *IMPORTED_FOR_COMPILING * ("deterministic" in str(lines))):
+    compiles = any(word in str(lines) for word in ("deterministic", "meta"))
+    for module in (*IMPORTED, *IMPORTED_FOR_COMPILING * compiles):
         importlib.import_module(module)
     names: dict[str, Any] = {}
     exec(SETUP, names)

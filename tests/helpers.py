@@ -242,11 +242,11 @@ def seeded(test: Any, number: int | None) -> Any:
 
 
 def examples(count: int, number: int | None, *phases: Phase, **options: Any) -> settings:
-    """Return the settings of random examples; without a seed they are always the same."""
+    """Return the settings of random examples; without a seed the profile decides if they vary."""
     return settings(
         max_examples=count,
         database=None,
-        derandomize=number is None,
+        derandomize=number is None and bool(settings.default and settings.default.derandomize),
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, *phases],

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import ssdctl
 from ssdctl.checkpoint.file import load_resumable
+from ssdctl.config.fields import Tiling
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import DataError, IntegrityError, NonFiniteError, UsageError
 from ssdctl.input.normalize import Normalize
@@ -256,11 +257,21 @@ def test_weights_without_their_network_say_how_to_save(saved: str) -> None:
         ssdctl.load("own.pt")
 
 
+class Halved(ssdctl.SSD300):
+    def forward(self, images_B3HW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets, logits = super().forward(images_B3HW)
+        return offsets / 2, logits
+
+
 def test_what_is_not_a_network_is_named() -> None:
     for wrong in (torch.nn.Linear(1, 1), tiny_network().state_dict(), 7):
         with pytest.raises(UsageError, match=type(wrong).__name__):
             ssdctl.load(wrong)  # type: ignore[arg-type]
     own = tiny_network()
+    with pytest.raises(UsageError, match=r'init="model\.pt"'):
+        ssdctl.train("shapes", init=own)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Halved has a `forward` of its own"):
+        ssdctl.evaluate(Halved("tiny", 6), "shapes")
     own.extra = torch.nn.ModuleList()
     with pytest.raises(IntegrityError, match="extra"):
         own.save("own.pt", class_names="abcde")
@@ -295,6 +306,16 @@ def test_detections_are_those_of_a_predictor() -> None:
     for wrong in ({"score": 1.5}, {"nms_iou": float("nan")}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             own.detect(images, **wrong)
+    plain, own.tiling = own.detect(images), Tiling(150, 0.2)
+    own.thresholds = [0.02, 0.02, None, 0.02, 0.02]
+    own.save("tiled.pt")
+    read = ssdctl.SSD300.from_checkpoint("tiled.pt")
+    assert (read.tiling, read.thresholds) == (own.tiling, own.thresholds)
+    for result, other, image in zip(read.detect(images), plain, images, strict=True):
+        assert len(result) > len(other)
+        expected = ssdctl.load("tiled.pt", device="cpu")(image)
+        assert result.labels.tolist() == expected.labels.tolist()
+        np.testing.assert_allclose(result.boxes, expected.boxes, atol=0.02)
     own.box_heads[0].bias.data.fill_(float("nan"))
     with pytest.raises(NonFiniteError):
         own.detect(images)

@@ -19,7 +19,8 @@ from ssdctl.boxes import BOXES_PER_CELL, default_boxes_cxcywh
 from ssdctl.config import Config
 from ssdctl.data.annotations import Annotations, ClassName
 from ssdctl.data.store import Split
-from ssdctl.device import Device, open_device
+from ssdctl.device import Device, opened_device
+from ssdctl.distributed import SINGLE_PROCESS
 from ssdctl.evaluation.coco_ap import Detections, run_scoring
 from ssdctl.evaluation.detect import detect as detect_split
 from ssdctl.inference.detector import Detector, DetectorConfig
@@ -48,7 +49,14 @@ def benchmark_evaluate(
         `images_per_second` from encoded images to detections, `detect_images_per_second` of
         softmax, decoding and NMS, and `score_s`, the seconds of scoring.
     """
-    settings, device = config.evaluate, open_device(config.evaluate.device)
+    with opened_device(config.evaluate.device, SINGLE_PROCESS) as device:
+        return _measure(split, config, seconds, score_images, device)
+
+
+def _measure(
+    split: Split, config: Config, seconds: float, score_images: int, device: Device
+) -> Measurements:
+    settings = config.evaluate
     model = SSD300(config.model.backbone, len(split.classes) + 1, config.model.extra_norm)
     model = device.place(model).eval()
     threads = settings.workers or usable_cores()

@@ -22,7 +22,7 @@ from ssdctl.config import Config, TrainConfig
 from ssdctl.data.coco_json import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
-from ssdctl.device import Device, open_device
+from ssdctl.device import Device, opened_device
 from ssdctl.distributed import SINGLE_PROCESS, Ranks, collectives, find_ranks
 from ssdctl.distributed.collectives import process_group
 from ssdctl.input.batch import Batch
@@ -55,10 +55,14 @@ def benchmark_train(split: Split | None, config: Config, seconds: float) -> Meas
         The metrics on the first rank, None on the others.
     """
     ranks = find_ranks()
-    device = open_device(config.train.device, ranks.local_rank, config.train.execution)
-    for notice in device.notices:
-        log.info(notice)
-    with process_group(ranks, device), without_dynamo():
+    train = config.train
+    with (
+        opened_device(train.device, ranks, train.execution, tf32=train.tf32) as device,
+        process_group(ranks, device),
+        without_dynamo(),
+    ):
+        for notice in device.notices:
+            log.info(notice)
         size = DatasetSize(COCO_NUM_IMAGES, None, 0, [])
         plan = plan_on_device(config, device, ranks, size, COCO_OUTPUTS)
         architecture = architecture_of(plan.config, COCO_OUTPUTS)

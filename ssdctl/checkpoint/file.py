@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import atomic_write, unreadable
 from ssdctl.runs.evaluation import read_evaluation
 from ssdctl.runs.folder import RunDir, evaluation_of
+from ssdctl.runtime.packages import torch_warnings_ignored
 
 Source: TypeAlias = Path | nn.Module  # a file, or an SSD300 in memory
 ONNX, SAFETENSORS = ".onnx", ".safetensors"
@@ -117,7 +117,7 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
         model: An SSD300; in its place a wrapper, such as of DistributedDataParallel.
 
     Raises:
-        UsageError: It is another module.
+        UsageError: It is another module, or a subclass that computes something else.
     """
     network: Any = model
     while isinstance(inner := _wrapped(network), nn.Module):
@@ -127,6 +127,12 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
             f"a {type(network).__name__} is not an SSD300",
             hint="give a network that ssdctl.SSD300 or ssdctl.load made, or a checkpoint",
         )
+    for name in ("forward", "predict"):
+        if not getattr(type(network), name).__module__.startswith("ssdctl."):
+            raise UsageError(
+                f"{type(network).__name__} has a `{name}` of its own, which a checkpoint lacks",
+                hint="call `detect` of the network, or load its weights into an ssdctl.SSD300",
+            )
     state = {
         name: tensor.detach().to("cpu", _single(tensor.dtype), copy=True).contiguous()
         for name, tensor in network.state_dict().items()
@@ -136,6 +142,8 @@ def weights_in_memory(model: nn.Module) -> NetworkWeights:
         model=state,
         architecture=network.architecture,
         classes=network.classes,
+        thresholds=network.thresholds,
+        tiling=network.tiling,
     )
 
 
@@ -267,8 +275,7 @@ def read_payload(path: Path) -> Any:
             )
         if magic == b"PK":
             check_zip(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about formats that are checked by the result
+        with torch_warnings_ignored():  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except SsdctlError:
         raise

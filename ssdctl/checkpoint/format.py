@@ -76,8 +76,8 @@ class OptimizerFields(msgspec.Struct):
     param_groups: list[ParameterGroup]
 
 
-class NetworkPayload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The dictionary of a network without a run. Its tensors are checked by `read`."""
+class NetworkFields(msgspec.Struct, kw_only=True):
+    """What the dictionary of every checkpoint has. Its tensors are checked by `read`."""
 
     format: Literal[1] = FORMAT
     model: dict[str, Any]  # the weights to evaluate
@@ -86,7 +86,13 @@ class NetworkPayload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     thresholds: list[Threshold] = []  # the scores of the best F1 of the classes; empty: not known
 
 
-class Payload(NetworkPayload, kw_only=True, forbid_unknown_fields=False):
+class NetworkPayload(NetworkFields, kw_only=True, forbid_unknown_fields=True):
+    """The dictionary of a network without a run."""
+
+    tiling: TilingFields | None = None  # how it sees images; None: only as a whole
+
+
+class Payload(NetworkFields, kw_only=True):
     """The dictionary of a run's checkpoint."""
 
     trained: dict[str, Any] | None  # the weights to resume from, if `model` is an average
@@ -147,7 +153,8 @@ class NetworkWeights(ModelFile):
         """Return the network in a dictionary; raise ValueError if it is not one."""
         fields = msgspec.convert(payload, NetworkPayload)
         _check_network(fields)
-        return cls(path=path, model=payload["model"], **_network_of(fields))
+        tiling = None if fields.tiling is None else fields.tiling.value
+        return cls(path=path, model=payload["model"], tiling=tiling, **_network_of(fields))
 
     def payload(self) -> dict[str, Any]:
         """Return the dictionary that `read` takes. Its tensors are the checkpoint's own."""
@@ -159,6 +166,7 @@ class NetworkWeights(ModelFile):
             "architecture": self.architecture._asdict(),
             "classes": msgspec.to_builtins(self.classes),
             "thresholds": list(self.thresholds),
+            "tiling": self.tiling and self.tiling._asdict(),
         }
         names = fields.__struct_fields__
         return {name: own[name] if name in own else getattr(self, name) for name in names}
@@ -207,13 +215,13 @@ class Checkpoint(NetworkWeights):
         return self._payload(Payload)
 
 
-def _network_of(fields: NetworkPayload) -> dict[str, Any]:
+def _network_of(fields: NetworkFields) -> dict[str, Any]:
     architecture = Architecture(*msgspec.structs.astuple(fields.architecture))
     thresholds = fields.thresholds
     return {"architecture": architecture, "classes": fields.classes, "thresholds": thresholds}
 
 
-def _check_network(fields: NetworkPayload) -> None:
+def _check_network(fields: NetworkFields) -> None:
     check_classes(fields.classes, fields.architecture.num_classes)
     check_thresholds(fields.thresholds, fields.classes)
     if not is_state(fields.model):

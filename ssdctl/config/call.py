@@ -7,17 +7,20 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Override, of_call, resolve
 from ssdctl.config.settings import Config, Kind, Setting, all_settings
 from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.runtime.packages import torch_as_imported
 
 if TYPE_CHECKING:
     from ssdctl.config.fields import Precision
 
+P = ParamSpec("P")
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | os.PathLike[str]
 ConfigLike = Config | PathLike  # a config, or a config file
@@ -115,6 +118,36 @@ class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as context
             error.tell_python(functools.partial(keywords_of, choices=self._choices))
 
 
+@contextlib.contextmanager
+def public_call(**choices: Sequence[str]) -> Iterator[None]:
+    """Around functions of the Python API that use torch; `choices`: see `hints_in_messages`."""
+    with hints_in_messages(**choices), torch_as_imported():
+        yield
+
+
+def public_iterator(
+    function: Callable[P, Generator[T, None, None]],
+) -> Callable[P, Generator[T, None, None]]:
+    """Decorate a generator function of the Python API: each step is a `public_call`."""
+
+    @functools.wraps(function)
+    def decorated(*args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        generator = function(*args, **kwargs)
+        try:
+            while True:
+                with public_call():
+                    try:
+                        item = next(generator)
+                    except StopIteration:
+                        return
+                yield item
+        finally:
+            with public_call():
+                generator.close()
+
+    return decorated
+
+
 def keywords_of(text: str, choices: Mapping[str, Sequence[str]]) -> str:
     """Return a message with the keywords of Python in place of options: `--bs 4` is `batch_size=4`.
 
@@ -165,6 +198,9 @@ def overrides_of(section: str, arguments: Mapping[str, Any]) -> list[Override]:
 
 def override_of(path: str, value: Any, label: str) -> Override:
     """Return a setting's value, which errors name by `label`."""
+    if hasattr(value, "state_dict"):
+        hint = f'write model.save("model.pt", class_names=[...]) and give {label}="model.pt"'
+        raise UsageError(f"{label}: a network in memory, not a file", hint=hint)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from ssdctl.errors import UsageError
 from ssdctl.runtime import plugins
-from ssdctl.runtime.hardware import bind_to_card, find_hardware
+from ssdctl.runtime.hardware import bind_to_card, cores_kept, find_hardware
 from ssdctl.runtime.plugins import DEVICES, Plugin, guarded
 
 if TYPE_CHECKING:
     from ssdctl.config.fields import DeviceType
+    from ssdctl.distributed import Ranks
 
 Module = TypeVar("Module", bound=nn.Module)
 ParameterGroups = list[dict[str, Any]]
@@ -88,6 +89,11 @@ class Device(ABC):
     def set_tf32(self, wanted: bool) -> None:
         """Allow or forbid rounding the factors of fp32 products to TF32, if the hardware can."""
         return
+
+    def settings(self, *, tf32: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which the process's settings are those for this device's kernels."""
+        self.set_tf32(tf32)
+        return contextlib.nullcontext()
 
     def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         """Compile a module's calls in place if `execution` is compile; else do nothing.
@@ -199,10 +205,22 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
     return device
 
 
+@contextlib.contextmanager
+def opened_device(
+    name: str, ranks: Ranks, execution: str | None = None, *, tf32: bool = False
+) -> Iterator[Device]:
+    """Open a device for a block, with its settings; after it those and the cores are as before."""
+    with cores_kept():
+        device = open_device(name, ranks.local_rank, execution)
+        with device.settings(tf32=tf32):
+            yield device
+
+
 # What the methods of a device return; those of `autocast` are called in compiled code.
 RETURNS: dict[str, type | UnionType] = {
     "place": nn.Module,
     "set_tf32": object,
+    "settings": contextlib.AbstractContextManager,
     "compile": object,
     "host_buffer": Tensor,
     "copy": Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -13,10 +14,34 @@ from torch import Tensor, nn
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.device import Decoder, Device, Module, inductor
 from ssdctl.errors import UsageError
-from ssdctl.runtime.packages import without_tf32_warnings
+from ssdctl.runtime.packages import torch_warnings_ignored
+from ssdctl.runtime.system import Overridden
 
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)  # compute capabilities
 STEPS_IN_FLIGHT = 2
+
+
+def _read() -> tuple[str, bool, bool, int]:
+    cudnn = torch.backends.cudnn
+    # Some versions warn about these names, but their compiler still reads them.
+    with torch_warnings_ignored():
+        try:
+            products, tf32 = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        except RuntimeError as error:  # the program uses `fp32_precision`
+            hint = "use torch.set_float32_matmul_precision in place of `fp32_precision`"
+            raise UsageError(f"TF32: {str(error).splitlines()[0]}", hint=hint) from None
+    return products, tf32, cudnn.benchmark, cudnn.benchmark_limit or 0
+
+
+def _write(values: tuple[str, bool, bool, int]) -> None:
+    cudnn = torch.backends.cudnn
+    with torch_warnings_ignored():
+        torch.set_float32_matmul_precision(values[0])
+        cudnn.allow_tf32 = values[1]
+    cudnn.benchmark, cudnn.benchmark_limit = values[2:]
+
+
+_SETTINGS = Overridden(_read, _write)
 
 
 class Cuda(Device):
@@ -39,9 +64,6 @@ class Cuda(Device):
         self.auto_precision = "bf16" if capability >= NATIVE_BF16 else older
         wanted = DEVICE_TYPES["cuda"].choose_execution(execution)
         self.execution, self.notices = inductor.resolve_execution(wanted, capability)
-        torch.backends.cudnn.benchmark = True  # shapes are static: each kernel is searched for once
-        torch.backends.cudnn.benchmark_limit = 0  # try every kernel, not 10
-        self.set_tf32(False)
         self._copies = torch.cuda.Stream(self.torch_device)
         self._steps: deque[torch.cuda.Event] = deque()  # in flight
         self.decoder = Decoder(local_rank, self._receive)
@@ -55,11 +77,10 @@ class Cuda(Device):
     def place(self, model: Module) -> Module:
         return model.to(self.torch_device).to(memory_format=torch.channels_last)
 
-    def set_tf32(self, wanted: bool) -> None:
+    def settings(self, *, tf32: bool) -> contextlib.AbstractContextManager[None]:
         # PyTorch's own default is TF32 for convolutions, which is less precise than fp32.
-        with without_tf32_warnings():
-            torch.set_float32_matmul_precision("high" if wanted else "highest")
-            torch.backends.cudnn.allow_tf32 = wanted
+        # Shapes are static: each kernel is searched for once, among all, not 10.
+        return _SETTINGS.by(("high" if tf32 else "highest", tf32, True, 0))
 
     def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":

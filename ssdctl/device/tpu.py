@@ -8,7 +8,6 @@ Not run on hardware yet: tested with a recording fake.
 from __future__ import annotations
 
 import importlib
-import warnings
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from ssdctl.device import Device, refused_device, require_package
 from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import find_hardware
+from ssdctl.runtime.packages import torch_warnings_ignored
 
 PACKAGE = "torch_tpu"
 TORCH_DEVICE = "tpu"  # the tests' fake computes on the CPU
@@ -33,8 +33,7 @@ class Tpu(Device):
     def __init__(self, execution: str) -> None:
         self.execution = execution
         self.torch_device = torch.device(TORCH_DEVICE)
-        with warnings.catch_warnings():  # experimental, says the package
-            warnings.simplefilter("ignore")
+        with torch_warnings_ignored():  # experimental, says the package
             properties = importlib.import_module("torch.tpu").get_device_properties()
         self.label, self._memory = str(properties.name), int(properties.total_memory)
         self.set_tf32(False)

@@ -15,13 +15,13 @@ import importlib
 import logging
 import os
 import sys
-import warnings
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, main
 
 from ssdctl.errors import ExitCode
+from ssdctl.runtime.packages import torch_warnings_ignored
 
 
 def set_tpu_variables(words: list[str]) -> None:
@@ -37,8 +37,7 @@ def set_tpu_variables(words: list[str]) -> None:
     if has_number:
         os.environ["NODE_RANK"] = str(options.node_rank)
     importlib.import_module("torch_tpu")
-    with warnings.catch_warnings():  # experimental, says the package
-        warnings.simplefilter("ignore")
+    with torch_warnings_ignored():  # experimental, says the package
         distributed = importlib.import_module("torch.tpu.distributed")
         distributed.set_tpu_launch_env(nnodes=nodes if nodes > 1 else None, nproc_per_node=ranks)
     if nodes > 1 and not has_number:

@@ -206,14 +206,14 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
 
 @contextlib.contextmanager
 def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple[Device, Ranks]]:
-    from ssdctl.device import open_device
+    from ssdctl.device import opened_device
     from ssdctl.distributed.collectives import process_group
 
     ranks = find_ranks()
-    device = open_device(config.evaluate.device, ranks.local_rank)
-    ranks = ranks if is_distributed else SINGLE_PROCESS
-    with process_group(ranks, device):
-        yield device, ranks
+    with opened_device(config.evaluate.device, ranks) as device:
+        ranks = ranks if is_distributed else SINGLE_PROCESS
+        with process_group(ranks, device):
+            yield device, ranks
 
 
 def _detections_in(source: Source) -> Path | None:

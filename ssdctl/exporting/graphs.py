@@ -11,7 +11,6 @@ import contextlib
 import io
 import logging
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from ssdctl.exporting.deployed import (
 from ssdctl.files import write_bytes
 from ssdctl.inference.onnx_detector import DECODED, DETECTIONS, open_session
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
+from ssdctl.runtime.packages import torch_warnings_ignored
 from ssdctl.runtime.system import quota_cores
 
 log = logging.getLogger(__name__)
@@ -191,8 +191,7 @@ def require_onnx() -> None:
 
 
 def network_graph(deployment: Deployment) -> Any:
-    with warnings.catch_warnings(), torch.inference_mode(False):
-        warnings.simplefilter("ignore")  # warnings of the exporter itself
+    with torch_warnings_ignored(), torch.inference_mode(False):
         program = torch.onnx.export(
             Deployed(deployment),
             (example(deployment),),

@@ -19,8 +19,10 @@ import numpy as np
 
 from ssdctl.checkpoint.file import read_model
 from ssdctl.config import Config
+from ssdctl.config.fields import Tiling
 from ssdctl.data.image_decode import resized
 from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.tiles import tile_windows
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.evaluate import detect_on_split
@@ -62,7 +64,8 @@ def write_int8(
         DataError: The dataset has no images, cannot be evaluated on, or has no objects.
         IntegrityError: The AP falls by more.
     """
-    calibration = _training_images(*dataset_folders(config.data), num_images)
+    tiling = deployment.checkpoint.tiling
+    calibration = _training_images(*dataset_folders(config.data), num_images, tiling)
     graphs.require_onnx()
     graph = graphs.network_graph(deployment)
     cost = functools.partial(_cost, deployment, config, progress)
@@ -112,9 +115,12 @@ def _cost(
     return Cost(ap, size, _latency_ms(graphs.runner(graph), measured.batch))
 
 
-def _training_images(root: Path, store: Path, count: int) -> Images:
-    """Return (P, 300, 300, 3) images, evenly spaced; at most `count`."""
-    images = [resized(image) for image in dataset_images(root, store, count, ("train", "val"))]
+def _training_images(root: Path, store: Path, count: int, tiling: Tiling | None) -> Images:
+    """Return (P, 300, 300, 3) images, evenly spaced, or a tile of each; at most `count`."""
+    images = []
+    for number, image in enumerate(dataset_images(root, store, count, ("train", "val"))):
+        windows = tile_windows(*image.size, tiling)
+        images.append(resized(image, windows[number % len(windows)]))
     if not images:
         raise DataError(
             f"{root}: no images for the calibration of int8",

@@ -123,9 +123,10 @@ class ImageDetector:
         batches = iter(lambda: list(itertools.islice(views, batch_size)), [])
         found: list[list[tuple[Window, ImageDetections]]] = [[] for _ in images]
         pixels = ((b, torch.from_numpy(np.stack([view[1] for _, view in b]))) for b in batches)
-        for batch, detections in detect_batches(self.backend, pixels):
-            for (n, (window, _)), result in zip(batch, detections, strict=True):
-                found[n].append((window, result))
+        with self.backend.device.settings(tf32=False):
+            for batch, detections in detect_batches(self.backend, pixels):
+                for (n, (window, _)), result in zip(batch, detections, strict=True):
+                    found[n].append((window, result))
         return [self._result(*pair) for pair in zip(images, found, strict=True)]
 
     def _result(

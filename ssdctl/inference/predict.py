@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, overload
 
 from PIL import Image
@@ -18,7 +18,7 @@ from PIL import Image
 from ssdctl.checkpoint.file import read_model
 from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
-from ssdctl.config.call import hints_in_messages
+from ssdctl.config.call import public_call, public_iterator
 from ssdctl.config.fields import Tiling
 from ssdctl.config.sections import DataConfig, PredictConfig
 from ssdctl.data.annotations import ClassName, numbered_classes
@@ -37,14 +37,12 @@ from ssdctl.inference.image_detector import (
 from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.sources import is_video, source_of
 from ssdctl.inference.video import open_video
+from ssdctl.model.postprocess import DEFAULT_SCORE, TILES_PER_PASS
 from ssdctl.model.results import Result
 from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.runtime.system import usable_cores
 
 log = logging.getLogger(__name__)
-
-TILES_PER_PASS = 8
-DEFAULT_SCORE = 0.3  # where no evaluation has found a better threshold
 
 
 class Predictor:
@@ -60,7 +58,7 @@ class Predictor:
         self._source = source
 
     @property
-    @hints_in_messages()
+    @public_call()
     def model(self) -> SSD300:
         """The network, on its device, in evaluation mode.
 
@@ -81,7 +79,7 @@ class Predictor:
     @overload
     def predict(self, image: list[Any] | tuple[Any, ...]) -> list[Result]: ...
 
-    @hints_in_messages()
+    @public_call()
     def predict(self, image: OneImage | list[Any] | tuple[Any, ...]) -> Result | list[Result]:
         """Return the objects on an image, the highest score first; of a list, one result each.
 
@@ -106,9 +104,10 @@ class Predictor:
 
     __call__ = predict
 
+    @public_iterator
     def predict_iter(
         self, images: Iterable[OneImage] | str | os.PathLike[str], *, batch_size: int = 8
-    ) -> Iterator[Result]:
+    ) -> Generator[Result, None, None]:
         """Yield the objects on each of many images, in their order.
 
         Threads open the images of the next batches; results of earlier ones are not kept.
@@ -124,7 +123,6 @@ class Predictor:
                 reads videos, is not installed.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(hints_in_messages())
             items: Any = images
             if isinstance(images, str | os.PathLike) and is_video(os.fspath(images)):
                 video = stack.enter_context(open_video(os.fspath(images)))

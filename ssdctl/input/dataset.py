@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssdctl.boxes import IMAGE_SIZE
-from ssdctl.config.call import hints_in_messages, overrides_of, resolve_call
+from ssdctl.config.call import overrides_of, public_call, resolve_call
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.image_decode import ImageError
 from ssdctl.data.index import read_areas
@@ -59,7 +59,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         ssdctl.errors.DataError: The dataset cannot be used.
     """
 
-    @hints_in_messages()
+    @public_call()
     def __init__(
         self,
         data: str | os.PathLike[str],
@@ -105,7 +105,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))
 
-    @hints_in_messages()
+    @public_call()
     def __getitem__(self, index: int) -> Item:
         """Return an image and its target.
 

@@ -5,6 +5,8 @@
 Each is killed by the kernel when its parent ends (`die_with_parent`), so nothing survives whichever
 of them is killed. Ranks write their process ids into a folder (distributed/rank_process.py): only
 those and the launcher are ever signaled.
+
+Batch scripts call `python -m ssdctl.launch.processes DIR LAUNCHER_CODE RANKS` for the exit code.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from ssdctl.boxes import box_cxcywh_to_ltrb, decode
 from ssdctl.errors import NonFiniteError
 from ssdctl.model.backbones import RESNET, ModelConstants
 
+DEFAULT_SCORE = 0.3  # where no evaluation has found a better threshold
+TILES_PER_PASS = 8
 DETECTIONS_PER_IMAGE = 200
 CUT_MARGIN = 0.01  # a box this near to the window's edge touches it, as a fraction of the side
 CUT_COVERED = 0.5  # drop a truncated box if a kept box covers more than this

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -30,14 +31,24 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.format import Architecture, NetworkWeights, compare_shapes, is_state
-from ssdctl.config.call import hints_in_messages
+from ssdctl.config.call import hints_in_messages, public_call
+from ssdctl.config.fields import Tiling
 from ssdctl.data.annotations import ClassName, numbered_classes
 from ssdctl.data.image_decode import read_rgb, resized
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.backbone import build_parts, check_parameters, own_random_numbers
 from ssdctl.model.backbones import ModelConstants, load_backbone_file
 from ssdctl.model.loss import Losses, MultiboxLoss
-from ssdctl.model.postprocess import ImageDetections, detect, evaluating, refuse_non_finite
+from ssdctl.model.postprocess import (
+    DEFAULT_SCORE,
+    TILES_PER_PASS,
+    ImageDetections,
+    Window,
+    detect,
+    evaluating,
+    merge_views,
+    refuse_non_finite,
+)
 from ssdctl.model.results import Result
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import BACKBONES
@@ -65,6 +76,10 @@ class SSD300(nn.Module):
     Attributes:
         num_classes: Classes with background.
         classes: The classes without the background; empty if they have no names.
+        thresholds: Scores of the best F1 of the classes in the last evaluation of the run; empty
+            if they are not known. `save` keeps them, as well as the next.
+        tiling: Size in pixels and overlap of the tiles in which the run saw images; None: as a
+            whole.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
@@ -78,6 +93,8 @@ class SSD300(nn.Module):
         self.architecture = Architecture(backbone, extra_norm, num_classes)
         self.num_classes = num_classes
         self.classes: list[ClassName] = []
+        self.thresholds: list[float | None] = []
+        self.tiling: Tiling | None = None
         # One for each device and precision, in a dictionary so that `bfloat16()` rounds no buffer.
         self._losses: dict[tuple[str, torch.dtype], MultiboxLoss] = {}
         self._frozen_stages = 0
@@ -134,7 +151,7 @@ class SSD300(nn.Module):
         self.classes = [ClassName(None, str(name)) for name in names]
 
     @classmethod
-    @hints_in_messages()
+    @public_call()
     def from_checkpoint(cls, checkpoint: str | os.PathLike[str] | SSD300) -> SSD300:
         """Return the network of a checkpoint with its weights, on the CPU, in evaluation mode.
 
@@ -187,13 +204,16 @@ class SSD300(nn.Module):
 
     @hints_in_messages()
     def detect(
-        self, images: Images, *, score: float = 0.3, nms_iou: float | None = None
+        self, images: Images, *, score: float | None = None, nms_iou: float | None = None
     ) -> list[Result]:
         """Return the objects on each image, in evaluation mode and without gradients.
 
+        A network with `tiling` also detects in tiles of each image, as `ssdctl.load` does.
+
         Args:
             images: As `loss` takes them. They are resized on the CPU, as `ssdctl.evaluate` does.
-            score: Return only detections with a score above this, 0 to 1.
+            score: Return only detections with a score above this, 0 to 1. None uses `thresholds`,
+                and 0.3 for classes without one.
             nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
                 None uses the network's default.
 
@@ -207,15 +227,54 @@ class SSD300(nn.Module):
         for name, value in (("score", score), ("nms_iou", nms_iou)):
             if value is not None and not 0 <= value <= 1:
                 raise UsageError(f"{name} {value}: expected a number from 0 to 1")
+        from ssdctl.data.tiles import tile_windows  # late: a step needs no tiles
+
+        opened = [_as_image(_checked(image, torch.device("cpu"))) for image in images]
+        windows = [tile_windows(*image.size, self.tiling) for image in opened]
+        views = [(n, window) for n, of_image in enumerate(windows) for window in of_image]
+        best = self.thresholds or [None] * (self.num_classes - 1)
+        limits = [DEFAULT_SCORE if limit is None else limit for limit in best]
+        limits = limits if score is None else [score] * len(limits)
+        _, iou = self.constants.thresholds(score, nms_iou)
+        rules = self.constants._replace(score_threshold=min(limits), nms_iou=iou)
+        found: list[list[tuple[Window, ImageDetections]]] = [[] for _ in opened]
+        size = len(opened) if self.tiling is None else TILES_PER_PASS
+        for start in range(0, len(views), max(size, 1)):
+            batch = views[start : start + size]
+            pixels = [torch.from_numpy(resized(opened[n], w).copy()) for n, w in batch]
+            for (n, window), objects in zip(batch, self._detect(pixels, rules), strict=True):
+                found[n].append((window, objects))
+        return [
+            self._result(*triple, limits, iou) for triple in zip(found, opened, images, strict=True)
+        ]
+
+    def _detect(self, views: Sequence[Tensor], rules: ModelConstants) -> list[ImageDetections]:
+        """Return the detections on (300, 300, 3) uint8 views, in fractions of each."""
         with torch.no_grad(), evaluating(self):
-            small = [_as_evaluated(image) for image in images]
-            offsets, logits = self(_normalized_batch(small, self.constants, self._weight))
+            pixels = [view.permute(2, 0, 1) for view in views]
+            offsets, logits = self(_normalized_batch(pixels, self.constants, self._weight))
             refuse_non_finite((offsets, logits))
-            score, iou = self.constants.thresholds(score, nms_iou)
-            rules = self.constants._replace(score_threshold=score, nms_iou=iou)
-            found = detect(offsets, logits, self._loss_on_device().targets.defaults_cxcywh, rules)
-        classes = self.classes or numbered_classes(self.num_classes - 1)
-        return [_result(*pair, classes) for pair in zip(found, images, strict=True)]
+            return detect(offsets, logits, self._loss_on_device().targets.defaults_cxcywh, rules)
+
+    def _result(
+        self,
+        found: Sequence[tuple[Window, ImageDetections]],
+        opened: Image.Image,
+        image: Tensor,
+        limits: Sequence[float],
+        nms_iou: float,
+    ) -> Result:
+        boxes, scores, labels = merge_views(found, opened.size, nms_iou)
+        kept = scores > np.array([0, *limits])[labels]
+        return Result(
+            boxes[kept],
+            scores[kept],
+            labels[kept],
+            classes=self.classes or numbered_classes(self.num_classes - 1),
+            size=opened.size,
+            image=image,
+            open_image=_as_image,
+        )
 
     def loss(
         self, images: Images, targets: Sequence[Target], *, background_negatives: int = 0
@@ -321,7 +380,8 @@ def load_network(checkpoint: NetworkWeights) -> SSD300:
     compare_shapes(heads, shapes_of(own), checkpoint.path)
     model = network_of(checkpoint.architecture)
     load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
-    model.classes = checkpoint.classes
+    model.classes, model.tiling = checkpoint.classes, checkpoint.tiling
+    model.thresholds = list(checkpoint.thresholds)
     return model
 
 
@@ -363,12 +423,6 @@ def _normalized_batch(images: Images, constants: ModelConstants, like: Tensor) -
     return ((pixels - mean) / std).to(like.dtype)
 
 
-def _as_evaluated(image: Tensor) -> Tensor:
-    """Return an image as uint8 (3, 300, 300), resized as `ssdctl.evaluate` does."""
-    pixels = resized(_as_image(_checked(image, torch.device("cpu"))))
-    return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
-
-
 def _resized(image: Tensor, device: torch.device) -> Tensor:
     pixels, size = _checked(image, device), (IMAGE_SIZE, IMAGE_SIZE)
     if pixels.shape[1:] == size:
@@ -406,20 +460,6 @@ def _check_range(pixels: Tensor) -> None:
         )
 
 
-def _result(found: ImageDetections, image: Tensor, classes: Sequence[ClassName]) -> Result:
-    height, width = image.shape[-2:]
-    boxes = found.boxes.double().numpy() * [width, height, width, height]
-    return Result(
-        boxes,
-        found.scores.double().numpy(),
-        found.labels.numpy(),
-        classes=classes,
-        size=(width, height),
-        image=image,
-        open_image=_as_image,
-    )
-
-
 def _as_image(pixels: Tensor) -> Image.Image:
     in_range = pixels.clamp(0, 1) if pixels.is_floating_point() else pixels
     return Image.fromarray(read_rgb(in_range))
@@ -436,9 +476,8 @@ def _padded_targets(
         if not isinstance(target, Mapping):
             raise UsageError(f"target {number}: a {type(target).__name__}, not a dictionary")
         height, width = image.shape[-2:]
-        box = _as_ltrb(target.get("boxes", torch.empty(0, 4)), (height, width), number)
-        box, label = box.to(device), torch.as_tensor(target.get("labels", torch.empty(0)))
-        label = label.to(device)
+        box = _as_ltrb(target.get("boxes", ()), (height, width), number, device)
+        label = torch.as_tensor(target.get("labels", ()), device=device)
         is_empty = not (box.numel() or label.numel())
         if not is_empty and (label.dim() != 1 or box.shape != (len(label), 4)):
             raise UsageError(
@@ -459,9 +498,9 @@ def _padded_targets(
     return boxes_BG4, labels_BG
 
 
-def _as_ltrb(boxes: Any, size: tuple[int, int], number: int) -> Tensor:
+def _as_ltrb(boxes: Any, size: tuple[int, int], number: int, device: torch.device) -> Tensor:
     """Return boxes as left, top, right, bottom; torchvision's `BoundingBoxes` know their format."""
-    plain = torch.as_tensor(boxes)
+    plain = torch.as_tensor(boxes, device=device)
     plain = plain if plain.dtype == torch.float64 else plain.float()
     if (kind := getattr(boxes, "format", None)) is None:
         return plain

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,6 +129,17 @@ def bind_to_card(device: str, local_rank: int) -> None:
     with contextlib.suppress(OSError):  # this process's cgroup has none of these CPUs
         os.sched_setaffinity(0, cpus)
         if len(usable_cpus()) < min(len(before), len(cpus)):
+            os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def cores_kept() -> Iterator[None]:
+    """Let this thread run on the same cores after the block as before it."""
+    before = set(usable_cpus())
+    try:
+        yield
+    finally:
+        if set(usable_cpus()) != before:
             os.sched_setaffinity(0, before)
 
 

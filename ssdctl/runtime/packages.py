@@ -4,19 +4,23 @@ PyTorch (2.6 to the newest), and what keeps a package from loading."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import os
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 from ssdctl.errors import UsageError
 
 OLDEST_TORCH = (2, 6)  # the last release for first-generation Gaudi cards
 NEWEST_CUDA = 13
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
+AUTOCAST_DEVICES = ("cpu", "cuda", "hpu", "xla")
 NATIVE_PACKAGES = ("numpy", "torch", "pyarrow", "PIL", "torchvision", "matplotlib", "hotcoco")
 
 
@@ -75,13 +79,48 @@ def no_buffer_sync(ddp: type) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def without_tf32_warnings() -> Iterator[None]:
-    """Suppress the warnings that some versions issue about the older names of the TF32 switches.
+def torch_warnings_ignored() -> Iterator[None]:
+    """Ignore the warnings of torch and of its exporter, in all threads.
 
-    Their compiler still reads those names, so they are the ones to set.
+    `warnings.catch_warnings` of two threads may restore each other's filters, and undoes what other
+    threads changed meanwhile. This only adds one filter, and removes it.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    ours = ("ignore", None, Warning, re.compile(r"(ssdctl|torch|torch_tpu|onnx\w*|importlib)\b"), 0)
+    before: Any = warnings.filters
+    before.insert(0, ours)
+    try:
+        yield
+    finally:
+        now: Any = warnings.filters  # another list inside or after somebody's catch_warnings
+        for filters in (before,) if now is before else (before, now):
+            with contextlib.suppress(ValueError):  # reset meanwhile
+                filters.remove(ours)
+
+
+@contextlib.contextmanager
+def torch_as_imported() -> Iterator[None]:
+    """Let torch compute as in a fresh process, whatever its modes are in this thread.
+
+    Those are the default device, gradients, inference mode and autocast. All threads share the
+    default type, so another one is refused.
+
+    Raises:
+        UsageError: The default type is not float32.
+    """
+    with contextlib.ExitStack() as stack:
+        if "torch" in sys.modules:
+            torch: Any = importlib.import_module("torch")  # waits for another thread's import
+            if (dtype := torch.get_default_dtype()) != torch.float32:
+                hint = "call torch.set_default_dtype(torch.float32) before"
+                raise UsageError(f"torch's default type is {dtype}: expected float32", hint=hint)
+            if torch.empty(0).device.type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            if not torch.is_grad_enabled():
+                stack.enter_context(torch.enable_grad())
+            for name in filter(torch.is_autocast_enabled, AUTOCAST_DEVICES):
+                stack.enter_context(torch.autocast(name, enabled=False))
         yield
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from typing import IO, Any, TypeVar
 
@@ -43,10 +44,9 @@ def _bar_class() -> Any:
 
     Its lock would choose the start method of `multiprocessing` for the whole process.
     """
-    with warnings.catch_warnings():  # in a notebook without ipywidgets tqdm writes text
-        warnings.filterwarnings("ignore", message="IProgress not found")
-        from tqdm.auto import tqdm
-
+    # In a notebook without ipywidgets, tqdm.auto writes text, too, but warns.
+    has_widgets = _is_notebook() and importlib.util.find_spec("ipywidgets") is not None
+    tqdm: Any = importlib.import_module("tqdm.auto" if has_widgets else "tqdm.std").tqdm
     bar_class: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
     if not hasattr(tqdm, "_lock"):
         bar_class.set_lock(threading.RLock())
@@ -63,9 +63,13 @@ def above_bars(stream: IO[str]) -> contextlib.AbstractContextManager[None]:
 
 def can_redraw() -> bool:
     """Return whether stderr is a terminal, or this is a notebook."""
+    return _is_notebook() or sys.stderr.isatty()
+
+
+def _is_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return (shell is not None and "IPKernelApp" in shell.config) or sys.stderr.isatty()
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 def duration(seconds: float) -> str:

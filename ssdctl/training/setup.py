@@ -128,7 +128,7 @@ def build_network(
     config = plan.config.train
     architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
     model = network_of(architecture, config.seed)
-    model.classes = splits.train.classes
+    model.classes, model.tiling = splits.train.classes, tiling_of(plan.config.data)
     if config.freeze_stem:
         model.freeze_stem()
     model.freeze(config.freeze)

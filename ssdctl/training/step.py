@@ -105,7 +105,6 @@ def build_step(
     if precision == "fp16":
         scale = LossScale(device)
         scale.attach_to(optimizer)
-    device.set_tf32(config.tf32)
     negatives = config.background_negatives if config.background else 0
     module = LossModule(model, device, precision, negatives)
     return TrainStep(module, optimizer, config, ranks, scale)

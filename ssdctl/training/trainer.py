@@ -27,14 +27,15 @@ from ssdctl.config.call import (
     ConfigLike,
     PathLike,
     TrainSettings,
-    hints_in_messages,
     overrides_of,
+    public_call,
+    public_iterator,
     resolve_call,
     takes_settings,
 )
 from ssdctl.config.render import snapshot
 from ssdctl.data.store_folder import with_absolute_data
-from ssdctl.device import open_device
+from ssdctl.device import opened_device
 from ssdctl.distributed import collectives, find_ranks
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError
 from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
@@ -119,7 +120,7 @@ class Trainer:
     """
 
     @takes_settings(TrainSettings)
-    @hints_in_messages()
+    @public_call()
     def __init__(
         self,
         data: PathLike | None = None,
@@ -144,7 +145,7 @@ class Trainer:
         self._resources = contextlib.ExitStack()
         self._loop: Generator[Step, None, None] | None = None
 
-    @hints_in_messages()
+    @public_call()
     def open(self) -> None:
         """Open device, ranks, dataset, network and run folder, unless they are open.
 
@@ -172,7 +173,8 @@ class Trainer:
         config, train = self.config, self.config.train
         self.ranks = ranks = find_ranks()
         with signals.ending_at_once():
-            self.device = device = open_device(train.device, ranks.local_rank, train.execution)
+            opened = opened_device(train.device, ranks, train.execution, tf32=train.tf32)
+            self.device = device = resources.enter_context(opened)
         resources.enter_context(setup.deterministic_kernels(train.deterministic))
         resources.enter_context(without_dynamo())
         resources.enter_context(collectives.process_group(ranks, device, train.rank_timeout))
@@ -263,20 +265,20 @@ class Trainer:
         self._loop = self._iterate()
         return self._loop
 
+    @public_iterator
     def _iterate(self) -> Generator[Step, None, None]:
-        with hints_in_messages():
-            self.open()
-            try:
-                with signals.handled(), contextlib.closing(self.input):
-                    yield from self._train()
-                # The others may evaluate the checkpoint that the first rank writes.
-                collectives.barrier(self.ranks)
-            except GeneratorExit:  # the loop was left
-                raise
-            except BaseException:
-                self.__exit__(*sys.exc_info())
-                raise
-            self.close()
+        self.open()
+        try:
+            with signals.handled(), contextlib.closing(self.input):
+                yield from self._train()
+            # The others may evaluate the checkpoint that the first rank writes.
+            collectives.barrier(self.ranks)
+        except GeneratorExit:  # the loop was left
+            raise
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        self.close()
 
     def _train(self) -> Generator[Step, None, None]:
         self.input.start(self.samples_seen, self.plan.total_steps - self.step)
@@ -309,7 +311,7 @@ class Trainer:
             log.info("%s", reason)
         self._finish()
 
-    @hints_in_messages()
+    @public_call()
     def run(self) -> Run:
         """Train to the last step of the schedule, or to the target AP.
 
@@ -320,7 +322,7 @@ class Trainer:
             pass
         return Run(self.path)
 
-    @hints_in_messages()
+    @public_call()
     def save(self) -> None:
         """Save a checkpoint of this step. Under torchrun every rank calls it.
 
@@ -333,7 +335,7 @@ class Trainer:
         self.saver.wait()
         collectives.barrier(self.ranks)
 
-    @hints_in_messages()
+    @public_call()
     def evaluate(self) -> Evaluation | None:
         """Evaluate the network on the validation images, save it, and wait for the score.
 

@@ -313,17 +313,21 @@ def test_batch_norm_over_ranks_suits_the_device(
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API:UserWarning")  # reading the switches
-def test_tf32_is_off_by_default() -> None:
+def test_tf32_is_off_by_default_and_the_switches_are_restored() -> None:
     """On GPUs PyTorch's own default rounds convolutions to TF32."""
     from ssdctl.device.cuda import Cuda
 
-    device = object.__new__(Cuda)  # the switches exist without a GPU
-    was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        for enabled in (True, False):
-            device.set_tf32(enabled)
-            assert torch.backends.cudnn.allow_tf32 == enabled
-            assert torch.get_float32_matmul_precision() == ("high" if enabled else "highest")
-    finally:
-        torch.set_float32_matmul_precision(was[0])
-        torch.backends.cudnn.allow_tf32 = was[1]
+    def switches() -> tuple[object, ...]:
+        cudnn = torch.backends.cudnn
+        products = torch.get_float32_matmul_precision()
+        return products, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit
+
+    device, before = object.__new__(Cuda), switches()  # the switches exist without a GPU
+    training, predicting = device.settings(tf32=True), device.settings(tf32=False)
+    with training:
+        assert switches() == ("high", True, True, 0)
+        predicting.__enter__()
+        assert switches() == ("highest", False, True, 0)
+    assert switches() == ("highest", False, True, 0)  # of the block that is still open
+    predicting.__exit__(None, None, None)
+    assert switches() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -147,3 +148,17 @@ def test_short_epochs_do_not_flood_the_terminal() -> None:
         display.on_epoch(epoch_of(n, n, 0.01))
     assert len(lines) == 1
     assert "epoch 1 done" in lines[0]
+
+
+def test_an_epoch_does_not_repeat_the_loss_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", itertools.count(step=5).__next__)
+    lines: list[str] = []
+    display = Display(lambda _: None, lambda text, _: lines.append(text), is_live=False)
+    display.on_start(start_of(PLAN))
+    display.on_step(step_of(7, is_logged=True))
+    lines.clear()
+    for n in (7, 8, 9):
+        display.on_epoch(epoch_of(n, n, 0.01))
+    assert len(lines) == 1
+    assert "epoch 7 done" in lines[0]
+    assert "loss" in lines[0]

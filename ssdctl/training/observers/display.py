@@ -200,6 +200,7 @@ class Display(Observer):
         self._ap: float | None = None  # the last evaluation's
         self._best_ap: float | None = None
         self._epoch_shown_at = -EPOCH_LINES_S
+        self._epoch_metrics: StepMetrics | None = None
         self._stack = contextlib.ExitStack()
         self._bar: Any = None
 
@@ -239,10 +240,12 @@ class Display(Observer):
         self._write_notice()
 
     def on_epoch(self, epoch: Epoch) -> None:
-        if time.monotonic() - self._epoch_shown_at < EPOCH_LINES_S:
+        last, now = self._pace.last, time.monotonic()
+        has_old_loss = last is not None and last is self._epoch_metrics
+        if has_old_loss or now - self._epoch_shown_at < EPOCH_LINES_S:
             return
-        self._epoch_shown_at = time.monotonic()
-        loss = f", loss {self._pace.last.loss:.3f}" if self._pace.last else ""
+        self._epoch_shown_at, self._epoch_metrics = now, last
+        loss = f", loss {last.loss:.3f}" if last else ""
         self._write(
             f"step {epoch.step:,}  epoch {epoch.epoch} done in {duration(epoch.duration_s)}, "
             f"{epoch.images_per_second:.1f} img/s{loss}",
