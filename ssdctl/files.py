@@ -19,6 +19,7 @@ import re
 import shutil
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ else:
     import tomli as tomllib
 
 log = logging.getLogger(__name__)
+_DESCRIBING = threading.Lock()
 TEMPORARY_SUFFIX = ".tmp"
 TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
 # Errors of damaged or deeply nested JSON; ValidationError is a DecodeError.
@@ -205,6 +207,17 @@ def open_regular(path: Path) -> IO[bytes]:
         return file
     file.close()
     raise OSError(errno.ENXIO, "not a regular file", str(path))
+
+
+def msgspec_type(kind: type[T]) -> type[T]:
+    """Return a type that msgspec may decode in several threads.
+
+    Two threads that decode a Struct for the first time crash the process (msgspec 0.22): each sees
+    the half-built description of the other.
+    """
+    with _DESCRIBING:
+        msgspec.json.Decoder(kind)
+    return kind
 
 
 def read_limited(path: Path, max_bytes: int, *, may_be_pipe: bool = False) -> bytes:

@@ -399,3 +399,19 @@ def test_utf16_and_deep_nesting_are_one_error(
     if b"\0" in content:
         assert "UTF-16" in str(caught.value)
         assert "UTF-8" in str(caught.value)
+
+
+def test_types_are_decoded_in_several_threads() -> None:
+    """Without `msgspec_type`, the first use by two threads at once crashes the process."""
+    code = (
+        "import msgspec, sys, threading\n"
+        "from ssdctl.files import msgspec_type\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "for _ in range(100):\n"
+        "    inner = msgspec.defstruct('B', [('x', 'list[int]')], module='builtins')\n"
+        "    kind = msgspec.defstruct('A', [('a', inner), ('b', list[int])])\n"
+        "    run = lambda: msgspec.convert(dict(a=dict(x=[]), b=[1]), msgspec_type(kind))\n"
+        "    threads = [threading.Thread(target=run) for _ in range(3)]\n"
+        "    any(t.start() for t in threads), any(t.join() for t in threads)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -51,11 +51,9 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Measurements
         full = _rate(full_chain(batches(), threads, device), seconds)
     finally:
         torch.set_num_threads(torch_threads)
-    cores = min(threads, usable_cores())
     return {
         "images_per_second": host,
         "images_per_second_full": full,
-        "images_per_second_per_core": round(host / cores, 1),
         "workers": threads,
         "execution": device.execution,
         "pipeline": config.train.pipeline,

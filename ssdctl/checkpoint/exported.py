@@ -33,7 +33,7 @@ from ssdctl.checkpoint.format import (
 )
 from ssdctl.data.annotations import ClassName, Name
 from ssdctl.errors import IntegrityError, UsageError, import_package
-from ssdctl.files import read_limited, reason_of
+from ssdctl.files import msgspec_type, read_limited, reason_of
 
 MAX_BYTES = (2 << 30) - 1  # protobuf's limit for a message
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")  # operators inside of onnxruntime
@@ -178,7 +178,9 @@ def _messages(message: Any) -> Iterator[Any]:
 def _from_metadata(metadata: Mapping[str, str], kind: type[T]) -> T:
     """Return a description from one JSON text for each of its fields."""
     names = [field.name for field in msgspec.structs.fields(kind) if field.name in metadata]
-    return msgspec.convert({name: msgspec.json.decode(metadata[name]) for name in names}, kind)
+    return msgspec.convert(
+        {name: msgspec.json.decode(metadata[name]) for name in names}, msgspec_type(kind)
+    )
 
 
 class NetworkDescription(msgspec.Struct, kw_only=True):
@@ -196,7 +198,9 @@ class NetworkDescription(msgspec.Struct, kw_only=True):
 def describe_network(model: ModelFile) -> dict[str, Any]:
     """Return the `NetworkDescription` of a file as plain data."""
     description = NetworkDescription(
-        architecture=msgspec.convert(model.architecture._asdict(), ArchitectureFields),
+        architecture=msgspec.convert(
+            model.architecture._asdict(), msgspec_type(ArchitectureFields)
+        ),
         classes=model.classes,
         step=model.step,
         epoch=model.epoch,
@@ -250,7 +254,7 @@ def _network_description(path: Path, metadata: dict[str, str]) -> NetworkDescrip
         else:
             source = path.with_name(CONFIG_FILE)
             content = read_limited(source, MAX_CONFIG_BYTES)
-            facts = msgspec.json.decode(content, type=NetworkDescription)
+            facts = msgspec.json.decode(content, type=msgspec_type(NetworkDescription))
         check_thresholds(facts.thresholds, facts.classes)
         if facts.classes:  # a third-party checkpoint may have no names
             check_classes(facts.classes, facts.architecture.num_classes)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ssdctl.config.fields import LARGEST_INT, MIN_TILE, Tiling
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.files import disk_error
+from ssdctl.files import disk_error, msgspec_type
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import BACKBONES
 from ssdctl.runtime.safe_text import listed
@@ -151,7 +151,7 @@ class NetworkWeights(ModelFile):
     @classmethod
     def read(cls, path: Path, payload: Any) -> NetworkWeights:
         """Return the network in a dictionary; raise ValueError if it is not one."""
-        fields = msgspec.convert(payload, NetworkPayload)
+        fields = msgspec.convert(payload, msgspec_type(NetworkPayload))
         _check_network(fields)
         tiling = None if fields.tiling is None else fields.tiling.value
         return cls(path=path, model=payload["model"], tiling=tiling, **_network_of(fields))
@@ -192,7 +192,7 @@ class Checkpoint(NetworkWeights):
     @classmethod
     def read(cls, path: Path, payload: Any) -> Checkpoint:
         """Return the checkpoint in a dictionary; raise ValueError if it is not one."""
-        fields = msgspec.convert(payload, Payload)
+        fields = msgspec.convert(payload, msgspec_type(Payload))
         _check_fields(fields)
         return cls(
             path=path,
@@ -246,7 +246,7 @@ def _check_fields(fields: Payload) -> None:
 
 def _tiling(config: Mapping[str, Any]) -> Tiling | None:
     facts = {"size": config.get("data.tile"), "overlap": config.get("data.tile_overlap")}
-    return msgspec.convert(facts, TilingFields).value if facts["size"] else None
+    return msgspec.convert(facts, msgspec_type(TilingFields)).value if facts["size"] else None
 
 
 def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:

@@ -27,6 +27,7 @@ from ssdctl.checkpoint.format import (
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES, UNUSED
 from ssdctl.errors import IntegrityError
+from ssdctl.files import msgspec_type
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runtime.plugins import BACKBONES, built_in, built_in_module
@@ -148,7 +149,7 @@ def checkpoint_of(path: Path, payload: dict[str, Any], system: str) -> NetworkWe
     if not 2 <= num_classes <= MAX_CLASSES:
         raise IntegrityError(f"{path}: its network has {num_classes} classes")
     try:
-        facts = msgspec.convert(payload, _Facts, strict=False)
+        facts = msgspec.convert(payload, msgspec_type(_Facts), strict=False)
     except (msgspec.ValidationError, OverflowError) as error:
         raise IntegrityError(f"{path}: looks like {system}'s, but malformed: {error}") from None
     names = facts.label_map or {}

@@ -32,6 +32,7 @@ from ssdctl.config.settings import (
     plain_type,
 )
 from ssdctl.errors import UsageError
+from ssdctl.files import msgspec_type
 
 DEFAULT_FILE = "ssdctl.toml"
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -96,7 +97,9 @@ def resolve(
         section, _, name = path.partition(".")
         sections[section][name] = value
         sources[path] = source
-    tables = {name: msgspec.convert(sections[name], table) for name, table in TABLES.items()}
+    tables = {
+        name: msgspec.convert(sections[name], msgspec_type(table)) for name, table in TABLES.items()
+    }
     config = Config(**tables, sources=sources)
     for paths, problem in conflicts(config):
         path = max(paths, key=lambda path: sources[path].kind)  # what the user chose

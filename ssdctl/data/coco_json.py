@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.annotations import Annotations, Name
-from ssdctl.files import DECODE_ERRORS, open_regular, read_errors, refuse_utf16
+from ssdctl.files import DECODE_ERRORS, msgspec_type, open_regular, read_errors, refuse_utf16
 
 # The 80 classes of COCO 2017 in the order of its files: ids 1 to 90 with gaps.
 _COCO_NAMES = (
@@ -135,7 +135,9 @@ def decode(content: Content, kind: type[T]) -> T:
     refuse_utf16(content[:2])
     start = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
     try:
-        return msgspec.json.decode(memoryview(content)[start:], type=kind, strict=False)
+        return msgspec.json.decode(
+            memoryview(content)[start:], type=msgspec_type(kind), strict=False
+        )
     except RecursionError:
         raise msgspec.DecodeError("nested too deeply") from None
 
@@ -158,7 +160,7 @@ def decode_tables(content: Content) -> Tables[AnnotationColumns]:
 
 def _annotation_slices(array: memoryview) -> Iterator[list[Annotation]]:
     """Decode an array slice by slice; the last slice is all that cannot be divided."""
-    decoder = msgspec.json.Decoder(list[Annotation], strict=False)
+    decoder = msgspec.json.Decoder(msgspec_type(list[Annotation]), strict=False)
     first_key = FIRST_KEY.match(array)
     if first_key is None:
         yield decoder.decode(array)

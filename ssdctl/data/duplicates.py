@@ -59,9 +59,10 @@ def contradictions(
         return sorted(zip(objects.labels[own].tolist(), objects.boxes[own].tolist(), strict=True))
 
     keys, names = images.keys(), images.names
+    _, groups, counts = np.unique(keys, return_inverse=True, return_counts=True)
     first: dict[int, int] = {}
     pairs: list[str] = []
-    for row in np.flatnonzero(is_trained).tolist():
+    for row in np.flatnonzero(is_trained & (counts[groups] > 1)).tolist():
         other = first.setdefault(int(keys[row]), row)
         files = (images.folder / names[n] for n in (row, other))
         if other != row and boxes_of(row) != boxes_of(other) and _same_content(*files):

@@ -53,7 +53,7 @@ from ssdctl.data.image_files import (
     require_image_folder,
 )
 from ssdctl.errors import DataError, DiskError
-from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes, read_errors
+from ssdctl.files import DECODE_ERRORS, atomic_write, free_bytes, msgspec_type, read_errors
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.system import map_ahead, usable_cores
 
@@ -318,7 +318,7 @@ def _reusable_chunk(job: ImageCheck, number: int, start: int) -> Any:
     try:
         table = index.read_table(job.target / job.chunk_name(number), index.RESULT_COLUMNS)
         raw = (table.schema.metadata or {}).get(index.METADATA_KEY, b"{}")
-        metadata = msgspec.json.decode(raw, type=_ChunkMetadata)
+        metadata = msgspec.json.decode(raw, type=msgspec_type(_ChunkMetadata))
     except (DataError, *DECODE_ERRORS):
         return None
     images = job.annotations

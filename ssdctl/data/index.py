@@ -22,7 +22,7 @@ from ssdctl.data.check import Objects
 from ssdctl.data.duplicates import Duplicates
 from ssdctl.data.image_files import FingerprintColumns
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, atomic_write
+from ssdctl.files import DECODE_ERRORS, atomic_write, msgspec_type
 
 METADATA_KEY = b"ssdctl"
 Encoding = Literal["jpeg", "raw"]
@@ -102,7 +102,7 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
             return None
         with pa.OSFile(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
-        return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
+        return msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=msgspec_type(Metadata))
     except (*READ_ERRORS, *DECODE_ERRORS):
         return None
 

@@ -76,6 +76,7 @@ from ssdctl.files import (
     disk_errors,
     lock,
     make_dir,
+    msgspec_type,
     no_follow,
     read_limited,
     remove_stale_temporaries,
@@ -233,7 +234,7 @@ def read_report(folder: Path) -> Outcome | None:
     """Return what `prepare` reported when it wrote a store; None if it is unknown."""
     try:
         content = read_limited(folder / REPORT, MAX_REPORT_BYTES)
-        return msgspec.json.decode(content, type=Outcome)
+        return msgspec.json.decode(content, type=msgspec_type(Outcome))
     except (OSError, *DECODE_ERRORS):
         return None
 

@@ -15,25 +15,12 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from ssdctl._version import __version__
-from ssdctl.config import Config
 from ssdctl.doctor import DRIVER_S, IMPORT_S, Check, Doctor, absent, result
 from ssdctl.runtime import hardware, plugins, system
-from ssdctl.runtime.packages import dali_extra, package_version
+from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.system import read_table, read_text
 
 OWN_LINE = ("torch", "torchvision")  # the others share one line
-PURPOSES = {
-    dali_extra(): "--pipeline dali",
-    "tpu": "--device tpu",
-    "tpu-xla": "--device xla",
-    "onnx": "export --format onnx",
-    "export": "export --format safetensors",
-    "tensorboard": "--tensorboard",
-    "wandb": "--tracker wandb",
-    "mlflow": "--tracker mlflow",
-    "hub": "hf:// models, push",
-    "video": "predict on videos and cameras",
-}
 LITTLE_MEMORY = 4 * 2**30
 CPU_REMEDY = "--device cpu trains without it"
 # The oldest driver for a torch of this CUDA, by NVIDIA's notes on minor-version compatibility.
@@ -66,7 +53,7 @@ def check_software(doctor: Doctor) -> Iterator[Check]:
         remedy = "install it: pip install -e . in its folder, or pip install of its wheel"
         yield result("packages", "ssdctl runs without being installed", remedy)
     else:
-        yield from _packages(doctor.config, requirements)
+        yield from _packages(requirements)
     torch = doctor.torch.result()
     facts = torch.facts()
     if "cpu" not in facts:
@@ -79,14 +66,13 @@ def check_software(doctor: Doctor) -> Iterator[Check]:
         yield result("torch import", f"{facts['import_s']:.1f} s; built without gloo", remedy)
 
 
-def _packages(config: Config, requirements: list[Requirement]) -> Iterator[Check]:
+def _packages(requirements: list[Requirement]) -> Iterator[Check]:
     needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
     results = [_requirement(requirement) for requirement in needed]
     separate = [c for c in results if c.remedy or c.name in OWN_LINE]
     yield from sorted(separate, key=lambda check: bool(check.remedy))
     if rest := ", ".join(f"{c.name} {c.detail}" for c in results if c not in separate):
         yield result("packages", rest)
-    yield from _extras(config, [r for r in requirements if r not in needed])
 
 
 def _requirement(requirement: Requirement) -> Check:
@@ -99,29 +85,6 @@ def _requirement(requirement: Requirement) -> Check:
         remedy = "it is part of the vendor's image: use a newer image"
     detail = f"{version or 'not installed'}; ssdctl needs {specifier}"
     return result(name, detail, remedy, is_wanted=True)
-
-
-def _extras(config: Config, requirements: list[Requirement]) -> Iterator[Check]:
-    """Check the optional dependencies; absent ones are problems only if the config needs them."""
-    wanted = {*config.train.tracker, *(["tensorboard"] if config.train.tensorboard else [])}
-    wanted |= {dali_extra()} if config.train.pipeline == "dali" else set()
-    installed, missing = [], []
-    for extra, purpose in PURPOSES.items():
-        members = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
-        wrong = [c for c in map(_requirement, members) if c.remedy and c.name != "ssdctl"]
-        if not wrong:
-            installed.append(extra)
-        elif extra in wanted:
-            detail = "; ".join(f"{c.name}: {c.detail}" for c in wrong)
-            packages = " ".join(c.remedy.removeprefix("pip install ") for c in wrong)
-            remedy = f"pip install {packages}, for {purpose}"
-            yield result(f"extra {extra}", detail, remedy, is_wanted=True)
-        else:
-            missing.append(f"{extra} ({purpose})")
-    if installed:
-        yield result("extras", ", ".join(installed))
-    if missing:
-        yield absent("other extras", f"not installed: {', '.join(missing)}")
 
 
 def check_plugins(doctor: Doctor) -> Iterator[Check]:

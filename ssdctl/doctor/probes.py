@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.errors import SsdctlError
+from ssdctl.files import msgspec_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,7 +147,7 @@ def probe_step() -> None:
     from ssdctl.training.plan import make_plan
     from ssdctl.training.step import build_step
 
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=Config)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=msgspec_type(Config))
     start = time.perf_counter()
     device = open_device(config.train.device, 0, config.train.execution)
     size = DatasetSize(COCO_NUM_IMAGES, None, 0, [])

@@ -49,6 +49,7 @@ from ssdctl.files import (
     is_plain_name,
     link_or_copy,
     make_dir,
+    msgspec_type,
     read_limited,
     safe_join,
     write_bytes,
@@ -239,7 +240,7 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
 def _read_record(dest: Path, file: PinnedFile) -> Record | None:
     try:
         content = read_limited(_record_path(dest, file), MAX_RECORD_BYTES)
-        record = msgspec.json.decode(content, type=Record)
+        record = msgspec.json.decode(content, type=msgspec_type(Record))
     except (OSError, *DECODE_ERRORS):
         return None
     return record if record.sha256 == file.sha256 else None

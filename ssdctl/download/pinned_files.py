@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ssdctl.errors import UsageError
-from ssdctl.files import read_toml, safe_join
+from ssdctl.files import msgspec_type, read_toml, safe_join
 from ssdctl.runtime.safe_text import redact_url
 
 # The official host, http://images.cocodataset.org/, has no certificate of its own; this is the
@@ -171,7 +171,7 @@ def read_manifest(path: Path) -> list[PinnedFile]:
     """
     try:
         _, tables = read_toml(path, MAX_MANIFEST_BYTES, "manifest")
-        entries = msgspec.convert(tables, _Manifest).file
+        entries = msgspec.convert(tables, msgspec_type(_Manifest)).file
     except msgspec.ValidationError as error:
         hint = "each [[file]] has name, url, bytes, sha256 (64 hex digits), and unpack for zips"
         raise UsageError(f"{path}: {error}", hint=hint) from None

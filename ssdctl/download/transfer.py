@@ -39,7 +39,7 @@ from ssdctl.download.http import (
     retry,
 )
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
-from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, sync_dir
+from ssdctl.files import DECODE_ERRORS, disk_errors, msgspec_type, no_follow, sync_dir
 from ssdctl.runtime.safe_text import redact_url
 from ssdctl.runtime.system import run_in_daemon_thread
 
@@ -157,7 +157,7 @@ class PartialFile:
             return everything
         line = os.pread(self._file, MAX_STATE_BYTES, self.num_bytes).partition(b"\n")[0]
         try:
-            missing = msgspec.json.decode(line, type=list[Piece])
+            missing = msgspec.json.decode(line, type=msgspec_type(list[Piece]))
         except DECODE_ERRORS:
             return []  # the hash decides
         edges = [0, *(edge for p in missing for edge in (p.start, p.stop)), self.num_bytes]

@@ -34,6 +34,7 @@ from ssdctl.evaluation.coco_ap import (
 )
 from ssdctl.evaluation.resample import Draws, differences, images_needed, intervals, resample
 from ssdctl.evaluation.suspects import find_suspects
+from ssdctl.files import msgspec_type
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,
@@ -170,7 +171,7 @@ class BackgroundScoring:
                     "training process",
                     signal.Signals(-done.returncode).name,
                 )
-            return msgspec.json.decode(done.stdout, type=Evaluation)
+            return msgspec.json.decode(done.stdout, type=msgspec_type(Evaluation))
         except (OSError, msgspec.DecodeError):
             return None
 

@@ -225,15 +225,6 @@ def check_text(argument: str) -> None:
         raise UsageError(f"argument {argument!r} is not UTF-8 text")
 
 
-def check_form(engine: str, name: str, value: str, form: str, max_length: int = 1 << 20) -> str:
-    """Return a value from the engine's table; UsageError unless it has the form."""
-    if not re.fullmatch(form, value, re.ASCII | re.DOTALL) or len(value) > max_length:
-        raise UsageError(
-            f"{engine.lower()}.{name}: {value!r} is not a value that {engine} accepts there"
-        )
-    return value
-
-
 def require_program(program: str, hint: str) -> None:
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not on PATH", hint=hint)

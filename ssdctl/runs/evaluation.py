@@ -14,7 +14,7 @@ import msgspec
 
 from ssdctl.data.annotations import ClassName
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, read_limited, reason_of, write_bytes
+from ssdctl.files import DECODE_ERRORS, msgspec_type, read_limited, reason_of, write_bytes
 from ssdctl.runtime.safe_text import html_table
 
 MAX_BYTES = 1 << 28
@@ -240,7 +240,7 @@ def write_evaluation(path: Path, evaluation: Evaluation) -> None:
 def read_evaluation(path: Path) -> Evaluation | None:
     """Return the evaluation in a file, None without one; DataError if it is something else."""
     try:
-        return msgspec.json.decode(read_limited(path, MAX_BYTES), type=Evaluation)
+        return msgspec.json.decode(read_limited(path, MAX_BYTES), type=msgspec_type(Evaluation))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, *DECODE_ERRORS) as error:

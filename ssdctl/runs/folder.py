@@ -26,7 +26,15 @@ from ssdctl.config import Config
 from ssdctl.config.sections import DEFAULT_PRESET
 from ssdctl.data.store_folder import default_root
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, reason_of, try_lock, write_bytes
+from ssdctl.files import (
+    DECODE_ERRORS,
+    make_dir,
+    msgspec_type,
+    read_limited,
+    reason_of,
+    try_lock,
+    write_bytes,
+)
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.safe_text import redact_arguments
 from ssdctl.runtime.system import is_process_running
@@ -321,7 +329,9 @@ def write_environment(path: Path, environment: Environment) -> None:
 
 def read_environment(path: Path) -> Environment:
     try:
-        return msgspec.json.decode(read_limited(path, MAX_ENVIRONMENT_BYTES), type=Environment)
+        return msgspec.json.decode(
+            read_limited(path, MAX_ENVIRONMENT_BYTES), type=msgspec_type(Environment)
+        )
     except (OSError, *DECODE_ERRORS) as error:
         raise DataError(
             f"{path}: not the environment of a run: {reason_of(error)}".replace("`", ""),

@@ -18,6 +18,7 @@ from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
     link_or_copy,
+    msgspec_type,
     read_limited,
     reason_of,
     retry_transient,
@@ -40,7 +41,9 @@ class ResumedFrom(msgspec.Struct, frozen=True):
 
 def read_resumed_from(run: RunDir) -> ResumedFrom:
     try:
-        return msgspec.json.decode(read_limited(run.resumed_from, MAX_BYTES), type=ResumedFrom)
+        return msgspec.json.decode(
+            read_limited(run.resumed_from, MAX_BYTES), type=msgspec_type(ResumedFrom)
+        )
     except (FileNotFoundError, NotADirectoryError):
         return ResumedFrom()
     except (OSError, *DECODE_ERRORS) as error:

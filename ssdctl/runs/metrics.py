@@ -18,6 +18,7 @@ from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
     make_dir,
+    msgspec_type,
     no_follow,
     reason_of,
     remove_stale_temporaries,
@@ -181,10 +182,10 @@ def _record(line: bytes) -> Record:
     record = msgspec.json.decode(line, type=dict[str, Any])
     kind, values = record.get("kind"), {k: v for k, v in record.items() if k != "kind"}
     if kind == "event":
-        event = msgspec.convert(values, Event)
-        msgspec.convert(values, EVENTS.get(event.event, Event))
+        event = msgspec.convert(values, msgspec_type(Event))
+        msgspec.convert(values, msgspec_type(EVENTS.get(event.event, Event)))
     elif isinstance(kind, str) and kind in REQUIRED:
-        msgspec.convert(values, Position)
+        msgspec.convert(values, msgspec_type(Position))
         msgspec.convert(values, dict[str, Number])
         if missing := [name for name in REQUIRED[kind] if name not in values]:
             raise msgspec.ValidationError(f"no {missing[0]}")
@@ -195,7 +196,11 @@ def _record(line: bytes) -> Record:
 
 def events_of(records: list[Record], kind: type[E]) -> list[E]:
     """Return the events of a kind."""
-    return [msgspec.convert(r, kind) for r in records if EVENTS.get(r.get("event", "")) is kind]
+    return [
+        msgspec.convert(r, msgspec_type(kind))
+        for r in records
+        if EVENTS.get(r.get("event", "")) is kind
+    ]
 
 
 def _line(record: Record) -> bytes:

@@ -88,16 +88,6 @@ def files(text: str) -> list[str | None]:
 
 CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     # a name: images, labels, and the images of each split; "-": missing
-    "VOC per class": (
-        "cat/JPEGImages/1.jpg dog/JPEGImages/1.jpg",
-        {"cat/Annotations/1.xml": voc(), "dog/Annotations/1.xml": voc()},
-        {"train": "cat/JPEGImages/1.jpg dog/JPEGImages/1.jpg"},
-    ),
-    "VOC per video": (
-        "v1/frames/1.jpg v2/frames/1.jpg",
-        {"v1/annots/1.xml": voc(), "v2/annots/1.xml": voc()},
-        {"train": "v1/frames/1.jpg v2/frames/1.jpg"},
-    ),
     "neither train nor val, VOC": (
         "train/a.jpg val/b.jpg old/c.jpg",
         {f"{name}.xml": voc() for name in ("train/a", "val/b", "old/c")},
@@ -117,16 +107,6 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         "a.png images/a.png images/b.png images/c.png",
         {"a.json": coco("a.png images/a.png b.png c.png")},
         {"train": "a.png images/a.png images/b.png images/c.png"},
-    ),
-    "a copy in the dataset folder": (
-        "a.png images/a.png images/b.png",
-        {"a.json": coco("a.png b.png")},
-        {"train": "images/a.png images/b.png"},
-    ),
-    "an exact path beside a longer one, CSV": (
-        "a.jpg sub/a.jpg",
-        {"train.csv": csv("a.jpg sub/a.jpg")},
-        {"train": "a.jpg sub/a.jpg"},
     ),
     "the first images are in one folder": (
         " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png",
@@ -415,6 +395,12 @@ def test_names_that_are_no_paths_are_noted(tmp_path: Path) -> None:
     )
     (note,) = splits["train"].notes
     assert "'/home/me/a.jpg' to pics/a.jpg" in note
+
+
+def test_folders_of_splits_that_labels_do_not_name_are_noted(tmp_path: Path) -> None:
+    data = dataset(tmp_path, "train/a.jpg val/b.jpg", {"a.json": coco("train/a.jpg val/b.jpg")})
+    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
+    assert "(train: 1, val: 1)" in note
 
 
 def test_the_label_of_a_missing_image_is_named(tmp_path: Path) -> None:

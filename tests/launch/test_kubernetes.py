@@ -305,8 +305,7 @@ def test_only_crashes_are_tried_again() -> None:
         (("train",), {"install": None}, "kubernetes.install is not set"),
         (("train",), {"volumes": ("runs",)}, "SOURCE:/PATH"),
         (("train",), {"volumes": ("runs:/runs", "a:/b/../c")}, "SOURCE:/PATH"),
-        (("train",), {"env": ("1=2",)}, "kubernetes.env"),
-        (("train",), {"image": "a; b"}, "kubernetes.image"),
+        (("train",), {"env": ("A",)}, "kubernetes.env"),
     ],
 )
 def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], words: str) -> None:

@@ -46,12 +46,9 @@ FORMED = {
     "slurm.gres": (["none", "gpu:a"], ["gpu 1", "`x`"]),
     "slurm.options": (["--exclusive"], ["-x", "--a b", "--a=$(x)"]),
     "slurm.srun_options": (["--export-file=$(touch x) 'a"], ["-x", "--a=\n"]),
-    "kubernetes.name": (["mine"], ["Mine", "-a", "a b"]),
-    "kubernetes.namespace": (["me"], ["a\nb", "$(x)"]),
-    "kubernetes.labels": (["a.io/b=c"], ["a b=c", "a=$(b)"]),
-    "kubernetes.node_selector": (["a=b"], ["a=`b`"]),
-    "kubernetes.resources": (["cpu=2", "memory=4Gi"], ["cpu=a lot"]),
-    "kubernetes.service_account": (["me"], ["A"]),
+    "kubernetes.labels": (["a.io/b=c"], ["a b"]),
+    "kubernetes.node_selector": (["a=b"], ["=b"]),
+    "kubernetes.resources": (["cpu=2", "memory=4Gi"], ["cpu"]),
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from ssdctl.config.fields import device_type
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch.base import LaunchRequest, check_form
+from ssdctl.launch.base import LaunchRequest
 from ssdctl.launch.engines.torchrun import RENDEZVOUS_PORT
 
 Manifest = dict[str, Any]
@@ -56,21 +56,6 @@ WAIT_FOR_RANKS = (
 SAVE_S = 300  # maximum duration of a stop before Kubernetes kills the pod
 NO_SIDECAR = {"sidecar.istio.io/inject": "false"}  # it breaks MPI's connections
 WRONG_INPUT = [2, 3, 4, 5, 6, 7]  # exit codes that a restart cannot change
-LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
-QUALIFIED = r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-DOTTED = rf"{LABEL}(\.{LABEL})*"
-WORD = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
-AMOUNT = r"\d+(\.\d+)?([numkMGTPE]|[KMGTPE]i)?"
-FORMS = {
-    "name": r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",  # pod names add a suffix, and have at most 63
-    "namespace": LABEL,
-    "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
-    **dict.fromkeys(("service_account", "pull_secret"), DOTTED),
-    "volumes": DOTTED,  # a claim
-    **dict.fromkeys(("labels", "node_selector"), f"{QUALIFIED}={WORD}"),
-    **dict.fromkeys(("resources", "launcher_resources"), f"{QUALIFIED}={AMOUNT}"),
-    "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
-}
 
 
 @dataclass(frozen=True)
@@ -84,11 +69,11 @@ class ManifestBuilder:
         config, nodes = self.settings, self.request.config.nodes
         # Only HPUs on several nodes need the MPI operator.
         kind = "MPIJob" if self.request.device == "hpu" and nodes > 1 else "Job"
-        name = checked("name", config.name or job_name)
+        name = config.name or job_name
         metadata: Manifest = {
             "name": name,
             "labels": {"app": "ssdctl", **pairs("labels", config)},
-            **_given(namespace=checked("namespace", config.namespace)),
+            **_given(namespace=config.namespace),
         }
         spec = (self._mpi_job if kind == "MPIJob" else self._job)(name)
         # The fields that a user may add to a Job are in the runPolicy of an MPIJob.
@@ -198,12 +183,12 @@ class ManifestBuilder:
             container["volumeMounts"].append(installed)
             installer = {"volumeMounts": [*mounts, installed], **self._installer(container)}
             spec["initContainers"] = [{**container, **installer}]
-        secret = checked("pull_secret", config.pull_secret)
+        secret = config.pull_secret
         device = device_type(self.request.device).kubernetes_resource if has_devices else None
         spec |= {"containers": [container], "volumes": volumes}
         spec |= _given(
             hostIPC=config.host_ipc and has_devices,
-            serviceAccountName=checked("service_account", config.service_account),
+            serviceAccountName=config.service_account,
             imagePullSecrets=secret and [{"name": secret}],
             nodeSelector=pairs("node_selector", config),
             # Clusters reserve their device nodes with a taint of that name.
@@ -219,7 +204,7 @@ class ManifestBuilder:
         environment = {**self.request.variables, **pairs("env", config)}
         return {
             "name": name,
-            "image": checked("image", config.image),
+            "image": config.image,
             "imagePullPolicy": config.pull_policy,
             "command": command,
             "env": [{"name": key, "value": escape_k8s(v)} for key, v in environment.items()],
@@ -256,17 +241,12 @@ def _given(**fields: Any) -> Manifest:
     return {name: value for name, value in fields.items() if value}
 
 
-def checked(name: str, value: str | None) -> str:
-    """Return the value of a setting, empty if it is not set; refuse what Kubernetes would."""
-    return "" if value is None else check_form("Kubernetes", name, value, FORMS[name], 4000)
-
-
 def pairs(name: str, config: Any) -> dict[str, str]:
-    """Return a setting's `KEY=VALUE` entries as a dict."""
-    entries = getattr(config, name)
-    for entry in entries:
-        checked(name, entry)
-    return dict(entry.split("=", 1) for entry in entries)
+    """Return a setting's `KEY=VALUE` entries as a dict; Kubernetes checks both."""
+    entries = [entry.partition("=") for entry in getattr(config, name)]
+    if wrong := ["".join(entry) for entry in entries if not entry[1] or not entry[0]]:
+        raise UsageError(f"kubernetes.{name}: {wrong[0]!r} is not of the form KEY=VALUE")
+    return {key: value for key, _, value in entries}
 
 
 def escape_k8s(text: str) -> str:
@@ -288,7 +268,7 @@ def read_volumes(entries: Iterable[str]) -> tuple[list[Manifest], list[Manifest]
         if source.startswith("/"):
             volume: Manifest = {"hostPath": {"path": source, "type": "Directory"}}
         else:
-            volume = {"persistentVolumeClaim": {"claimName": checked("volumes", source)}}
+            volume = {"persistentVolumeClaim": {"claimName": source}}
         volumes.append({"name": name, **volume})
         mounts.append({"name": name, "mountPath": path, **_given(readOnly=mode == "ro")})
     return mounts, volumes

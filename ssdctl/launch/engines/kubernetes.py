@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import shlex
 import subprocess
 import time
 import uuid
@@ -109,7 +110,7 @@ class Kubernetes(BatchEngine):
 
     def cancel(self, job_id: str, job: Job) -> str:
         service = [f"service/{job_id.rpartition('/')[2]}"] if _is_indexed(job) else []
-        return " ".join(["kubectl", "delete", *service, job_id, *_namespace(job)])
+        return shlex.join(["kubectl", "delete", *service, job_id, *_namespace(job)])
 
     def follow(self, job_id: str, job: Job, write: Write) -> int:
         """Write the output of the first rank and what the pods wait for; return the exit code."""

@@ -26,7 +26,6 @@ from ssdctl.launch.base import (
     LaunchRequest,
     Node,
     Write,
-    check_form,
     query,
     require_program,
     resume_setting,
@@ -223,7 +222,10 @@ def _check_time(slurm: SlurmConfig) -> None:
 
 
 def _checked(name: str, value: str) -> str:
-    return check_form("Slurm", name, value, FORMS.get(name, WORD))
+    """Return a value of the table; UsageError unless it has the form of a #SBATCH line."""
+    if not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII | re.DOTALL):
+        raise UsageError(f"slurm.{name}: {value!r} is not a value that Slurm accepts there")
+    return value
 
 
 def _copy_new(path: Path, position: int, write: Write) -> int:

@@ -83,6 +83,7 @@ def datumaro(world: World, tree: Tree, *, kind: str) -> None:
 
 
 EXACT = Layout().tolerance
+NO_EMPTIES = ("open_images", "kitti_detection")  # it writes no file for images without objects
 PIXEL = 1.01  # these writers do not count VOC's pixels from 1, or round to whole pixels
 TOOLS: Mapping[str, tuple[Layout, Callable[[World, Tree], None]]] = {
     "globox: coco": (
@@ -95,7 +96,7 @@ TOOLS: Mapping[str, tuple[Layout, Callable[[World, Tree], None]]] = {
         _PLAIN, partial(globox, save=lambda a, tree, _: a.save_cvat(tree.root / "annotations.xml"))
     ),
     "globox: openimages": (
-        _PLAIN._replace(shun=","),
+        _PLAIN._replace(shun=",", empties=False),
         partial(globox, save=lambda a, tree, _: a.save_openimage(tree.root / "train-annotations-bbox.csv")),
     ),
     "globox: labelme": (
@@ -136,7 +137,8 @@ TOOLS: Mapping[str, tuple[Layout, Callable[[World, Tree], None]]] = {
         f"datumaro: {kind}": (
             _PLAIN._replace(
                 named=False, splits=("train", "val"), folders=True, classes=classes, tolerance=tolerance,
-                suffixes=(".jpg", ".png", ".bmp"),
+                suffixes=(".jpg", ".png"), empties=kind not in NO_EMPTIES,
+                shared=kind == "voc",
             ),
             partial(datumaro, kind=kind),
         )

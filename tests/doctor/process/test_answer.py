@@ -115,8 +115,8 @@ def test_the_first_line_is_the_verdict_and_quiet_shows_only_problems(
     monkeypatch.setattr("ssdctl.doctor.data.COCO_BYTES", 0)  # whatever is free here
     usual, everything = cli("doctor").out, cli("doctor", "-v").out
     assert re.match(r"Ready to train on the CPU \(\d+ cores, bf16\).* ssdctl demo\n", usual)
-    assert not re.search(rf"^  {MARK} extras ", usual, re.MULTILINE)
-    assert re.search(r"^  \u2713 extras ", everything, re.MULTILINE)
+    assert not re.search(rf"^  {MARK} packages ", usual, re.MULTILINE)
+    assert re.search(r"^  \u2713 packages ", everything, re.MULTILINE)
     assert cli("doctor", "-q") == Result(0, "", "")
     options = ("--data", tmp_path / "none")
     assert "1 warning" in cli("doctor", *options).out.splitlines()[0]

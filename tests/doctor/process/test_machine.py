@@ -52,14 +52,6 @@ def test_versions_are_checked_against_requirements(
     machine.expect("torch", "fail", "vendor's image")
 
 
-def test_an_extra_that_the_config_needs(machine: Machine) -> None:
-    if any(Path(p, "nvidia", "dali").is_dir() for p in sys.path):
-        pytest.skip("nvidia-dali is installed here")
-    checks = machine.doctor("--set", "train.pipeline=dali", code=2)
-    (check,) = (c for name, c in checks.items() if name.startswith("extra dali"))
-    expect(check, "fail", "pip install 'nvidia-dali-cuda")
-
-
 def test_what_a_cgroup_grants(machine: Machine) -> None:
     checks = machine.doctor()
     assert (checks["cores"]["state"], checks["memory"]["state"]) == ("ok", "ok")
