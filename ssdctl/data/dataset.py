@@ -26,6 +26,7 @@ from ssdctl.data.annotations import (
     SPLITS,
     Annotations,
     Conversion,
+    split_of,
     with_classes,
 )
 from ssdctl.data.divide import divided
@@ -188,6 +189,10 @@ def _with_images(root: Path, splits: dict[str, Annotations]) -> dict[str, Annota
     notes = [
         f"{splits[split].origin} lists no images: there is no split {split}" for split in empty
     ]
+    words = Counter(split_of(n.rpartition("/")[0]) for n in kept[first].file_names)
+    if len(kept) == 1 and len(words.keys() - {None}) > 1:
+        found = ", ".join(f"{word}: {words[word]:,}" for word in SPLITS if words[word])
+        notes.append(f"the labels name no splits, so {first} has images of all folders ({found})")
     return {**kept, first: kept[first]._replace(notes=[*kept[first].notes, *notes])}
 
 

@@ -224,7 +224,7 @@ def check_refusal(result: Result, line: list[Typed], blamed: list[Typed], *, has
 SETTINGS = tuple(all_settings().values())
 
 
-@budgets(50, 6000)
+@budgets(100, 6000)
 def test_the_highest_layer_counts_and_errors_name_what_was_typed(examples: int) -> None:
     check_all(check_layers, examples, line=lines(SETTINGS))
 
@@ -307,9 +307,14 @@ PLAN_FLAGS = [
     "--tensorboard",
 ]
 RISKY = ["--resume=CKPT", "--out=RUN", "--init=CKPT", "--tracker=nonsense", "--accumulate=3"]
-PLAN_OPTION = st.sampled_from(RISKY + PLAN_FLAGS) | st.sampled_from(sorted(PLANNED)).flatmap(
-    lambda path: st.sampled_from(PLANNED[path].split()).map(
-        lambda text: f"{all_settings()[path].flags[0]}={text}"
+RISKY += ["--backbone-weights=absent.pth", "--init=absent.pt"]
+PLAN_OPTION = (
+    st.sampled_from(RISKY)
+    | st.sampled_from(PLAN_FLAGS)
+    | st.sampled_from(sorted(PLANNED)).flatmap(
+        lambda path: st.sampled_from(PLANNED[path].split()).map(
+            lambda text: f"{all_settings()[path].flags[0]}={text}"
+        )
     )
 )
 
@@ -334,7 +339,7 @@ def problem_of(result: Result) -> str:
     return lines[0] if lines else ""
 
 
-@budgets(15, 1200)
+@budgets(40, 1200)
 def test_a_dry_run_and_the_run_agree(shapes: Path, tiny_run: Path, examples: int) -> None:
     names = {"DATA": shapes, "RUN": "old", "CKPT": "old/checkpoints/last.pt"}
 
@@ -437,7 +442,7 @@ def of_any_command(draw: Any) -> tuple[list[str], list[Typed]]:
     return words, options
 
 
-@budgets(60, 6000)
+@budgets(250, 6000)
 def test_every_command_takes_its_options_and_names_the_wrong_one(examples: int) -> None:
     def check(line: tuple[list[str], list[Typed]]) -> None:
         words, options = line
@@ -483,7 +488,7 @@ CLOSING = [
 ]
 
 
-@budgets(8, 1200)
+@budgets(12, 1200)
 def test_the_next_commands_are_accepted_by_a_shell(
     shapes: Path, tiny_run: Path, image_file: Path, examples: int
 ) -> None:

@@ -397,6 +397,12 @@ def test_names_that_are_no_paths_are_noted(tmp_path: Path) -> None:
     assert "'/home/me/a.jpg' to pics/a.jpg" in note
 
 
+def test_folders_of_splits_that_labels_do_not_name_are_noted(tmp_path: Path) -> None:
+    data = dataset(tmp_path, "train/a.jpg val/b.jpg", {"a.json": coco("train/a.jpg val/b.jpg")})
+    (note,) = read_dataset(data, AUTOMATIC)["train"].notes
+    assert "(train: 1, val: 1)" in note
+
+
 def test_the_label_of_a_missing_image_is_named(tmp_path: Path) -> None:
     yaml = "names: [x]\ntrain: images/train\n"
     labels = {f"labels/train/{name}.txt": YOLO for name in ("0", "cam1/0")}

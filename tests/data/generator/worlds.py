@@ -399,5 +399,7 @@ def edited(world: World) -> World | None:
         del pictures[k]
     else:
         things = () if world.edit == "add an empty image" else old.things
+        if not things and "no empty files" in world.flags:  # nothing says how it is annotated
+            old = old._replace(turn=1, is_upright=False)
         pictures.append(old._replace(stem="new", gray=8 + 16 * len(pictures), things=things))
     return world._replace(pictures=tuple(pictures))
