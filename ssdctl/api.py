@@ -38,11 +38,10 @@ if TYPE_CHECKING:
     from ssdctl.config.fields import Precision
     from ssdctl.data.report import Outcome
     from ssdctl.inference.predict import Predictor
-    from ssdctl.model.ssd300 import SSD300
     from ssdctl.runs.evaluation import Evaluation
     from ssdctl.training.observers import Observer
 
-    CheckpointLike = PathLike | SSD300
+    CheckpointLike = PathLike | torch.nn.Module  # SSD300, also averaged, compiled or in DDP
 
 
 @hints_in_messages()

@@ -152,7 +152,7 @@ class SSD300(nn.Module):
 
     @classmethod
     @public_call()
-    def from_checkpoint(cls, checkpoint: str | os.PathLike[str] | SSD300) -> SSD300:
+    def from_checkpoint(cls, checkpoint: str | os.PathLike[str] | nn.Module) -> SSD300:
         """Return the network of a checkpoint with its weights, on the CPU, in evaluation mode.
 
         Args:
