@@ -160,17 +160,25 @@ class ImageFinder:
         """Find the images whose names are exact paths below one of the usual folders.
 
         A file that a longer path names is that of a shorter one only if they differ in a standard
-        folder: `images/a.jpg` and `a.jpg`.
+        folder: `images/a.jpg` and `a.jpg`. If the same labels name `val/b.jpg` in `images`, then
+        `images/val/a.jpg` is not their `a.jpg`.
         """
         counts, owners = _counts(rows), dict[str, str]()  # by file: the longest name
         found: list[Found | None] = [None] * len(rows)
+        named: set[tuple[object, ...]] = set()  # labels, and a folder within their names
         for n in sorted(range(len(rows)), key=lambda n: -rows[n].name.count("/")):
-            name, options = rows[n].name, [option for option in rows[n].options if option.is_exact]
+            name, key = rows[n].name, (rows[n].key, rows[n].entry.split)
+            exact = [option for option in rows[n].options if option.is_exact]
+            options = [option for option in exact if (*key, option.prefix) not in named]
             free = [o for o in options if owners.get(o.file, name) == name]
             free = free or [o for o in options if self._is_same(owners[o.file], name)]
             if free and (best := self._best(rows[n].entry, free, counts, ambiguous)):
                 found[n] = Found(best.file, is_exact=True)
                 owners.setdefault(best.file, name)
+                folder = best.prefix
+                for part in name.split("/")[:-1] if rows[n].key is not None else ():
+                    folder = f"{folder}/{part}".lstrip("/")
+                    named |= set() if part.lower() in self.standard else {(*key, folder)}
         return found
 
     def _by_tail(
