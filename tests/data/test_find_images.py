@@ -157,6 +157,11 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"train-annotations-bbox.csv": openimages("a")},
         {"train": "train/a.jpg"},
     ),
+    "labelImg": (
+        "images/a.jpg images/b.jpg",
+        {"images/classes.txt": "x", "images/a.txt": YOLO, "images/b.txt": ""},
+        {"train": "images/a.jpg images/b.jpg"},
+    ),
     "CSV of the rest": (
         "images/a.jpg images/b.jpg",
         {"labels.csv": csv("a.jpg"), "test_labels.csv": csv("b.jpg")},
