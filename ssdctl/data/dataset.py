@@ -255,12 +255,16 @@ def _has_labels(folder: Path) -> bool:
 
 
 def _has_labels_of(path: Path, above: Path, files: Sequence[Path]) -> bool:
-    """Return whether the folder above has labels, beside `path`, of images among these files."""
+    """Return whether the folder above has labels of images among these files.
+
+    Labels beside images of the same names, in a folder above `path`'s, are another dataset's.
+    """
     stems = {file.stem for file in files if is_image(file)}
-    names = itertools.islice(files_below(above, 2), MAX_FILES)
-    others = (above.absolute() / name for name in names)
-    labels = (o for o in others if o.suffix.lower() in LABEL_SUFFIXES and o.stem in stems)
-    return any(not label.is_relative_to(path.absolute()) for label in labels)
+    names = [Path(name) for name in itertools.islice(files_below(above, 2), MAX_FILES)]
+    own = {(name.parts[0], name.stem) for name in names if is_image(name)}
+    own |= {(path.absolute().name, stem) for stem in stems}
+    labels = (name for name in names if name.suffix.lower() in LABEL_SUFFIXES)
+    return any(n.stem in stems and (n.parts[0], n.stem) not in own for n in labels)
 
 
 def _no_dataset(path: Path) -> DataError:

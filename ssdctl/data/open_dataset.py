@@ -26,7 +26,7 @@ from ssdctl.data.dataset import read_dataset, require_root, require_split
 from ssdctl.data.divide import is_held_out
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
-from ssdctl.data.prepare import prepare
+from ssdctl.data.prepare import prepare, require_packed
 from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
@@ -115,21 +115,29 @@ def open_dataset(
         DataError: See `prepare`; or an image is missing or changed since.
     """
     require_root(root)
-    made = index.read_made(folder)
-    if made is not None and (changed := changes(root, folder, made)):
-        log.warning("%s changed since it was prepared: %s", root, "; ".join(changed))
+    changed = _changes(root, folder)
+    if changed:
         log.info("indexing %s again, as `ssdctl prepare --data %s` does", root, root)
-    elif made is None:
+    elif changed is None:
         log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
     elif is_cached_store(folder):
         log.info("%s cannot be written: its index is in %s", root, folder)
-    if made is None or changed:
+    if changed is None or changed:
         _index(root, folder, progress)
         return open_splits(root, folder)
     splits = open_splits(root, folder)
     for split in splits:
         _refuse_changed(root, folder, split)
     return splits
+
+
+def _changes(root: Path, folder: Path) -> list[str] | None:
+    """Return what changed since a dataset was prepared, with a warning; None: it never was."""
+    made = index.read_made(folder)
+    changed = None if made is None else changes(root, folder, made)
+    if changed:
+        log.warning("%s changed since it was prepared: %s", root, "; ".join(changed))
+    return changed
 
 
 def _index(root: Path, folder: Path, progress: Progress) -> None:
@@ -200,9 +208,14 @@ def count_images(
     fold: str | None = None,
     group: str | None = None,
 ) -> DatasetSize:
-    """Return how many images and which classes a run would train on; nothing is written."""
+    """Return how many images and which classes a run would train on; nothing is written.
+
+    Raises:
+        DataError: As `open_dataset`, if a store was made.
+    """
     require_root(root)
-    if is_prepared(root, folder):
+    changed = _changes(root, folder)
+    if changed == []:
         splits = open_splits(root, folder)
         train = tiled(require_split(splits, "train", root), tiling)
         val, names = splits.get("val"), [c.name for c in train.classes]
@@ -213,8 +226,12 @@ def count_images(
         return DatasetSize(len(train.trainable), len(train.background), num_val, names, warnings)
     unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
     annotations = require_split(unprepared, "train", root)
-    if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
-        annotations = resolve_images(unprepared)["train"][0]
+    is_known = annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))
+    if changed or not is_known:
+        resolved = resolve_images(unprepared)
+        if changed:
+            require_packed(root, folder, resolved)
+        annotations = resolved["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked, is_used = check(annotations), np.ones(len(annotations.file_names), np.bool_)
     if fold is not None:

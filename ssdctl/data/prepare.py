@@ -200,7 +200,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
     folder, splits = store.folder, list(dataset.splits)
     remove_stale_temporaries(folder)
     known = {s: _known_images(store, s, *dataset.splits[s]) for s in splits}
-    if store.keep_images and None in known.values() and any(folder.glob(PACKED_IMAGES)):
+    if store.keep_images and None in known.values() and has_packed_images(folder):
         _refuse_to_replace(store)
     prepared: dict[str, _PreparedSplit] = {}
     for split in splits:
@@ -288,6 +288,20 @@ def _config_of(folder: Path) -> PrepareConfig | None:
         verify_images=first.verified != "no",
         keep_damaged=first.verified == "damaged kept",
     )
+
+
+def has_packed_images(folder: Path) -> bool:
+    return any(folder.glob(PACKED_IMAGES))
+
+
+def require_packed(root: Path, folder: Path, splits: Mapping[str, Resolved]) -> None:
+    """Refuse other images than a store's packed ones, if it has any, as with `keep_images`."""
+    if not has_packed_images(folder):
+        return
+    config = _config_of(folder) or PACKED
+    store = _Store(root, folder, config, force=False, keep_images=True, progress=without_progress)
+    if None in [_known_images(store, split, *found) for split, found in splits.items()]:
+        _refuse_to_replace(store)
 
 
 def _refuse_to_replace(store: _Store) -> NoReturn:

@@ -137,8 +137,10 @@ def test_packed_images_are_replaced_only_by_prepare(
         document["annotations"] = [a for a in document["annotations"] if a["image_id"] != gone]
     data = ("--data", dataset, "--store", store)
     run, out = tmp_path / "run", tmp_path / "out"
+    train = ("train", *data, "--out", run, "--steps", 1, *TINY_RUN.split())
     for command in (
-        ("train", *data, "--out", run, "--steps", 1, *TINY_RUN.split()),
+        train,
+        (*train, "--dry-run"),
         ("dataset", "export", dataset, "--store", store, "--to", "yolo", "--out", out),
     ):
         result = cli(*command)

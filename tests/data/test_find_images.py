@@ -152,6 +152,16 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
             "val": "validation/c.jpg validation/t/d.jpg",
         },
     ),
+    "Open Images, drawings of its images": (
+        "train/a.jpg drawn/train/a.png",
+        {"train-annotations-bbox.csv": openimages("a")},
+        {"train": "train/a.jpg"},
+    ),
+    "labelImg": (
+        "images/a.jpg images/b.jpg",
+        {"images/classes.txt": "x", "images/a.txt": YOLO, "images/b.txt": ""},
+        {"train": "images/a.jpg images/b.jpg"},
+    ),
     "CSV of the rest": (
         "images/a.jpg images/b.jpg",
         {"labels.csv": csv("a.jpg"), "test_labels.csv": csv("b.jpg")},

@@ -99,17 +99,20 @@ def _boxes(file: Path, names: dict[str, str], notes: list[str]) -> dict[str, lis
 def _without_boxes(
     finder: ImageFinder, images: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[str]]:
-    """Return the other images, in folders with images of only one split, or with its name."""
+    """Return the other images, in folders with images of only one split, or with its name.
+
+    A file with the stem of an image that has boxes is its mask, or a drawing.
+    """
     owners: dict[str, set[str]] = {}
     for split, files in images.items():
         for file in files.values():
             owners.setdefault(file.rpartition("/")[0], set()).add(split)
-    labeled = {file for files in images.values() for file in files.values()}
+    labeled = {PurePosixPath(file).stem for files in images.values() for file in files.values()}
     result: dict[str, list[str]] = {split: [] for split in images}
     for file in finder.files:
         folder = file.rpartition("/")[0]
         splits = owners[folder] if folder in owners else {*images} & {split_of(folder)}
-        if len(splits) == 1 and file not in labeled:
+        if len(splits) == 1 and PurePosixPath(file).stem not in labeled:
             result[next(iter(splits))].append(file)
     return result
 

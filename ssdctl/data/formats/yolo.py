@@ -43,7 +43,8 @@ from ssdctl.files import read_errors, read_limited, read_text
 from ssdctl.runtime.safe_text import listed
 
 LOOKED_FOR = ("data.yaml", "classes.txt", "*.names")
-NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
+NAME_FILES = ("classes.txt", "obj.names")
+NAMES_BELOW = ("labels/classes.txt", "images/classes.txt", "labels/train/classes.txt")
 YAML = (".yaml", ".yml")
 SLACK = 0.01  # boxes overshoot their image by rounding; the check clips them
 MAX_YAML_BYTES = 1 << 20
@@ -192,7 +193,7 @@ def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
 
 def _names_file(root: Path, below: list[Path]) -> Path | None:
     """Return the usual file of class names, or one of those in the folders of splits."""
-    for name in NAME_FILES:
+    for name in (*NAME_FILES, *NAMES_BELOW):
         if (root / name).is_file():
             return root / name
     files = [
@@ -235,7 +236,7 @@ def _require_same_names(
     """Refuse label files in a folder whose own file has other class names, or in another order."""
     folders = {folder for text in labels for folder in (text.parent, *text.parent.parents)}
     for folder in sorted(folders.difference([PurePosixPath()])):
-        files = [root / folder / name for name in NAME_FILES[:2]]
+        files = [root / folder / name for name in NAME_FILES]
         found = [(file, _read_lines(file)) for file in files if file.is_file()]
         if described := _read_yaml(root / folder):
             found.append((described[0], _class_names(*described)))

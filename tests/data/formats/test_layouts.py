@@ -227,6 +227,15 @@ def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
         assert f"--data {quoted(root)}" in str(error.value.hint)
 
 
+def test_a_dataset_with_equal_names_beside_it_is_not_the_folder_above(tmp_path: Path) -> None:
+    label = "0 .5 .5 .1 .1"
+    files = {"own/images/a.jpg": "", "own/images/a.txt": label}
+    exports.tree(tmp_path, files | {"other/images/a.jpg": "", "other/labels/a.txt": label})
+    with pytest.raises(DataError) as error:
+        find(tmp_path / "own")
+    assert "images/a.txt is YOLO" in (error.value.hint or "")
+
+
 def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:
     root = exports.label_studio_coco(tmp_path / "export")
     with exports.edited(root / "result.json") as content:
