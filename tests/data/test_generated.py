@@ -488,8 +488,8 @@ def run(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_datasets(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "ssdctl")
-    run(layout, tmp_path, 5, None)
-    run(layout, tmp_path, 15, None, check_files)
+    run(layout, tmp_path, 3, None)
+    run(layout, tmp_path, 10, None, check_files)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ the folder, masks are not images; boxes of images that were not downloaded are l
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,19 +102,32 @@ def _without_boxes(
 ) -> dict[str, list[str]]:
     """Return the other images, in folders with images of only one split, or with its name.
 
-    A file with the stem of an image that has boxes is its mask, or a drawing.
+    A file beside the folder of a split, with the name of one of its images, is a drawing of it.
     """
     owners: dict[str, set[str]] = {}
     for split, files in images.items():
         for file in files.values():
             owners.setdefault(file.rpartition("/")[0], set()).add(split)
-    labeled = {PurePosixPath(file).stem for files in images.values() for file in files.values()}
+    labeled = {file for files in images.values() for file in files.values()}
+    names = {
+        (split, PurePosixPath(file).stem) for split in images for file in images[split].values()
+    }
+    tops = {
+        split: PurePosixPath(os.path.commonpath([f"./{Path(f).parent}" for f in files.values()]))
+        for split, files in images.items()
+        if files
+    }
     result: dict[str, list[str]] = {split: [] for split in images}
     for file in finder.files:
-        folder = file.rpartition("/")[0]
+        path, folder = PurePosixPath(file), file.rpartition("/")[0]
         splits = owners[folder] if folder in owners else {*images} & {split_of(folder)}
-        if len(splits) == 1 and PurePosixPath(file).stem not in labeled:
-            result[next(iter(splits))].append(file)
+        if len(splits) != 1 or file in labeled:
+            continue
+        (split,) = splits
+        top = tops.get(split, path.parent)
+        is_below = path.is_relative_to(top) or top.is_relative_to(path.parent)
+        if is_below or (split, path.stem) not in names:
+            result[split].append(file)
     return result
 
 
