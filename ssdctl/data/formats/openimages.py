@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -97,6 +97,13 @@ def _boxes(file: Path, names: dict[str, str], notes: list[str]) -> dict[str, lis
     return boxes
 
 
+def _folder_of_split(files: Iterable[str]) -> PurePosixPath:
+    """Return the folder of these files, up to the first one with the name of a split."""
+    common = PurePosixPath(os.path.commonpath([f"./{Path(file).parent}" for file in files]))
+    named = [folder for folder in (common, *common.parents) if split_of(folder.name)]
+    return named[-1] if named else common
+
+
 def _without_boxes(
     finder: ImageFinder, images: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[str]]:
@@ -112,11 +119,7 @@ def _without_boxes(
     names = {
         (split, PurePosixPath(file).stem) for split in images for file in images[split].values()
     }
-    tops = {
-        split: PurePosixPath(os.path.commonpath([f"./{Path(f).parent}" for f in files.values()]))
-        for split, files in images.items()
-        if files
-    }
+    tops = {split: _folder_of_split(files.values()) for split, files in images.items() if files}
     result: dict[str, list[str]] = {split: [] for split in images}
     for file in finder.files:
         path, folder = PurePosixPath(file), file.rpartition("/")[0]
