@@ -442,9 +442,9 @@ def check_outcome(world: World, tree: Tree, store: Path, outcome: Outcome) -> No
 
 
 def check_refusal(world: World, text: str) -> None:
-    if has_other_categories(world):
-        assert "different categories" in text or "with different boxes" in text
-    elif is_ambiguous(world):
+    if has_other_categories(world) and "different categories" in text:
+        return
+    if is_ambiguous(world):
         assert any(name in text for name in world.decoys), text
     else:
         check_report(world, text)
