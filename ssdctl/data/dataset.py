@@ -257,7 +257,7 @@ def _has_labels(folder: Path) -> bool:
 def _has_labels_of(path: Path, above: Path, files: Sequence[Path]) -> bool:
     """Return whether the folder above has labels of images among these files.
 
-    Labels beside images of the same names, in a folder above `path`'s, are another dataset's.
+    Labels of another dataset do not count: images with their names lie beside them.
     """
     stems = {file.stem for file in files if is_image(file)}
     names = [Path(name) for name in itertools.islice(files_below(above, 2), MAX_FILES)]

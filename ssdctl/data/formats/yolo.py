@@ -373,7 +373,7 @@ def _label_files(
             several.setdefault(item.file, []).append(text)
     copies, different = list[PurePosixPath](), list[str]()
     for image, files in several.items():
-        if len(files) > 1:  # beside labels there may be descriptions in words
+        if len(files) > 1:  # one may describe the image in words
             labels = [file for file in files if _is_label(finder.root / file)] or files
             contents = {(finder.root / file).read_bytes() for file in labels}
             different += [f"{' and '.join(map(str, labels))} ({image})"] * (len(contents) > 1)
