@@ -175,10 +175,7 @@ class ImageFinder:
             if free and (best := self._best(rows[n].entry, free, counts, ambiguous)):
                 found[n] = Found(best.file, is_exact=True)
                 owners.setdefault(best.file, name)
-                folder = best.prefix
-                for part in name.split("/")[:-1] if rows[n].key is not None else ():
-                    folder = f"{folder}/{part}".lstrip("/")
-                    named |= set() if part.lower() in self.standard else {(*key, folder)}
+                named |= {(*key, folder) for folder in self._named_by(rows[n], best)}
         return found
 
     def _by_tail(
@@ -206,10 +203,16 @@ class ImageFinder:
             if best := self._best(row.entry, free, counts, ambiguous):
                 chosen[n] = best
                 right |= {(row.key, best.lead)} if row.is_path else set()
+        named = {
+            (rows[n].key, option.lead, folder)
+            for n, option in chosen.items()
+            for folder in self._named_by(rows[n], option)
+        }
         rivals: dict[str, list[int]] = {}  # rows by file
         for n, option in chosen.items():
             shorter = ((rows[n].key, option.lead[:end]) for end in range(1, len(option.lead)))
-            if not any(lead in right for lead in shorter):
+            is_other = (rows[n].key, option.lead, option.prefix) in named
+            if not is_other and not any(lead in right for lead in shorter):
                 rivals.setdefault(option.file, []).append(n)
         for file, several in rivals.items():
             if not may_share and len({(rows[n].name, rows[n].entry.split) for n in several}) > 1:
@@ -217,6 +220,13 @@ class ImageFinder:
                 ambiguous.append(f"{entries} ({file} fits each)")
             for n in several:
                 found[n] = Found(file, is_exact=False)
+
+    def _named_by(self, row: _Row, option: _Option) -> list[str]:
+        """Return the folders of a file that the name of an image has, without usual ones."""
+        folders = row.name.split("/")[-1 - option.tail : -1] if row.key is not None else []
+        paths = itertools.accumulate(folders, lambda *names: "/".join(names), initial=option.prefix)
+        below = zip(folders, itertools.islice(paths, 1, None), strict=True)
+        return [path.lstrip("/") for name, path in below if name.lower() not in self.standard]
 
     def _is_same(self, longer: str, name: str) -> bool:
         lead = longer.removesuffix(name).split("/")

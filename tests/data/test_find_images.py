@@ -113,6 +113,11 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z.png")},
         {"train": " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png"},
     ),
+    "a path of another machine, of an image in the folder above": (
+        "images/val/0.jpg images/val/0.bmp",
+        {"a.json": coco("C:/x/val/0.jpg C:/x/0.bmp")},
+        {"train": "images/val/0.jpg -"},
+    ),
     "COCO's own folders, names from the dataset folder": (
         "train2017/val/0.png train2017/val/1.png",
         {"annotations/instances_train2017.json": coco("train2017/val/0.png train2017/val/1.png")},
