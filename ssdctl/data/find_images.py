@@ -104,6 +104,9 @@ class _Row(NamedTuple):
         return None if self.entry.is_label_file else self.entry.labels
 
 
+_Claim = tuple[int, int, str]  # whether the split is right, how many images agree, the prefix
+
+
 class ImageFinder:
     """The image files below a folder.
 
@@ -150,11 +153,45 @@ class ImageFinder:
         """
         named = ((entry, self._name(entry.name)) for entry in wanted)
         rows = [_Row(entry, name, self._options(entry, name)) for entry, name in named]
+        rows = self._without_outranked(rows)
         ambiguous: list[str] = []
         found = self._exact(rows, ambiguous)
         self._by_tail(rows, found, ambiguous, may_share=may_share)
         refuse(labels, "images that fit several files", ambiguous, WHICH)
         return found
+
+    def _without_outranked(self, rows: Sequence[_Row]) -> list[_Row]:
+        """Return the images without files that are another image of the same labels.
+
+        `val/a.jpg` of `images` and `a.jpg` of `images/val` are one file. It is that of the folder
+        with the name of the split, or with most images of the same labels.
+        """
+        counts, claims = _counts(rows), dict[tuple[object, ...], set[_Claim]]()
+
+        def claim(row: _Row, option: _Option) -> _Claim:
+            entry = row.entry
+            count = counts[entry.labels, entry.split, option.lead, option.prefix]
+            return option.evidence[1], count, option.prefix
+
+        def others(row: _Row, option: _Option) -> set[_Claim]:
+            return claims.setdefault((row.key, row.entry.split, option.lead, option.file), set())
+
+        for row in rows:
+            for option in row.options if row.key is not None else ():
+                others(row, option).add(claim(row, option))
+
+        def is_first(row: _Row, option: _Option) -> bool:
+            own = claim(row, option)
+            stronger = (c for c in others(row, option) if c[:2] > own[:2])
+            return all(self._is_same_folder(c[2], own[2]) for c in stronger)
+
+        return [row._replace(options=[o for o in row.options if is_first(row, o)]) for row in rows]
+
+    def _is_same_folder(self, first: str, second: str) -> bool:
+        """Return whether one path has only usual folders of images after the other."""
+        shorter, longer = sorted((first, second), key=len)
+        rest = longer.removeprefix(shorter).split("/")
+        return all(part.lower() in self.standard for part in rest)
 
     def _exact(self, rows: Sequence[_Row], ambiguous: list[str]) -> list[Found | None]:
         """Find the images whose names are exact paths below one of the usual folders.
