@@ -239,21 +239,24 @@ def count_images(
     trainable = int(((checked.objects.num_trained() > 0) & is_used).sum())
     background = int((checked.is_empty & is_used).sum())
     if tiling is not None:
-        with_objects, without = _count_tiles(annotations, checked, tiling)
+        with_objects, without = _count_tiles(annotations, checked, tiling, is_used)
         trainable, background = trainable + with_objects, background + without
     return DatasetSize(trainable, background, num_val, [c.name for c in annotations.classes])
 
 
-def _count_tiles(annotations: Annotations, checked: Checked, tiling: Tiling) -> tuple[int, int]:
-    """Return how many tiles have objects to learn, and how many touch no object."""
+def _count_tiles(
+    annotations: Annotations, checked: Checked, tiling: Tiling, is_used: NDArray[np.bool_]
+) -> tuple[int, int]:
+    """Return how many tiles of used images have objects to learn, and how many touch no object."""
     objects, tiles = checked.objects, cut(annotations.sizes, tiling)
     used, counts = objects.is_trained, objects.num_trained()
     starts = np.concatenate([[0], np.cumsum(counts)])
     found = objects_in_tiles(
         tiles, annotations.sizes, starts, objects.fractions[used], objects.labels[used]
     )
-    is_known = (counts > 0) | checked.is_empty
-    return int(found.learned().sum()), int((is_known[tiles.rows] & (found.counts == 0)).sum())
+    is_known = ((counts > 0) | checked.is_empty) & is_used
+    learned = found.learned() & is_used[tiles.rows]
+    return int(learned.sum()), int((is_known[tiles.rows] & (found.counts == 0)).sum())
 
 
 def annotations_with_images(root: Path, folder: Path) -> dict[str, Annotations]:
