@@ -140,7 +140,9 @@ def yolo(
             if picture.things or "no empty files" not in world.flags:
                 tree.write(placed(labels, split, picture, ".txt"), yolo_label(picture, world))
         content[split] = folder or "."
-        if "stale" in world.flags:  # of another machine
+        if "stale" in world.flags:
+            content[split] = f"../{WORDS[split]}/images"
+        elif "other machine" in world.flags:
             content[split] = f"/home/me/parts/{folder}"
         elif "above" in world.flags:
             content[split] = f"../{folder.replace('val/', 'valid/')}"
@@ -460,7 +462,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(coco, images="{split} prepared", labels="j/{split}.json", toml=True),
     ),
     "yolo: ultralytics": (
-        _YOLO._replace(flags=(*_YOLO.flags, "stale", "data is the file"), named=False),
+        _YOLO._replace(flags=(*_YOLO.flags, "stale", "other machine", "data is the file"), named=False),
         partial(yolo, images="images/{split}", labels="labels/{split}", names="data.yaml"),
     ),
     "yolo: roboflow": (
