@@ -22,11 +22,10 @@ from ssdctl.data.annotations import (
     Conversion,
 )
 from ssdctl.data.check import Checked, check
-from ssdctl.data.dataset import read_dataset, require_root, require_split
+from ssdctl.data.dataset import read_dataset, require_root, require_split, resolve_images
 from ssdctl.data.divide import is_held_out
-from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
-from ssdctl.data.prepare import prepare, require_packed
+from ssdctl.data.prepare import has_packed_images, prepare, require_packed
 from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
@@ -227,10 +226,9 @@ def count_images(
     unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
     annotations = require_split(unprepared, "train", root)
     is_known = annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))
-    if changed or not is_known:
+    if changed or has_packed_images(folder) or not is_known:
         resolved = resolve_images(unprepared)
-        if changed:
-            require_packed(root, folder, resolved)
+        require_packed(root, folder, resolved)
         annotations = resolved["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked, is_used = check(annotations), np.ones(len(annotations.file_names), np.bool_)

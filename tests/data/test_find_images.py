@@ -12,8 +12,8 @@ from conftest import Cli
 from data.formats.exports import image_file, tree
 
 from ssdctl.data.annotations import AUTOMATIC, split_of
-from ssdctl.data.dataset import find, read_dataset
-from ssdctl.data.find_images import ImageFinder, Wanted, resolve_images
+from ssdctl.data.dataset import find, read_dataset, resolve_images
+from ssdctl.data.find_images import ImageFinder, Wanted
 from ssdctl.data.open_dataset import annotations_of, annotations_with_images
 from ssdctl.errors import DataError
 
@@ -112,6 +112,22 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png",
         {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z.png")},
         {"train": " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png"},
+    ),
+    "a path of another machine, of an image in the folder above": (
+        "images/val/0.jpg images/val/0.bmp",
+        {"a.json": coco("C:/x/val/0.jpg C:/x/0.bmp")},
+        {"train": "images/val/0.jpg -"},
+    ),
+    "a missing image of a folder val in the folder of the split": (
+        "images/train/1.bmp images/train/val/1.bmp images/val/1.jpg images/val/val/2.jpg",
+        {
+            "annotations/instances_train.json": coco("1.bmp val/1.bmp"),
+            "annotations/instances_val.json": coco("1.jpg val/1.jpg val/2.jpg"),
+        },
+        {
+            "train": "images/train/1.bmp images/train/val/1.bmp",
+            "val": "images/val/1.jpg - images/val/val/2.jpg",
+        },
     ),
     "COCO's own folders, names from the dataset folder": (
         "train2017/val/0.png train2017/val/1.png",
@@ -260,7 +276,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
     "YOLO without a label": (
         "img/a.jpg",
         {"classes.txt": "x", "labels/b.txt": YOLO},
-        ("img/a.txt", "labels/b.txt"),
+        ("img/a.jpg", "labels/b.txt"),
     ),
     "YOLO, two folders": (
         "photos/a.jpg drawn/a.jpg",

@@ -17,9 +17,8 @@ from data.formats import exports
 from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.annotations import Annotations, ClassName, LabeledImage, from_images
 from ssdctl.data.check import duplicate_names
-from ssdctl.data.dataset import find
+from ssdctl.data.dataset import find, resolve_images
 from ssdctl.data.export_dataset import export_dataset
-from ssdctl.data.find_images import resolve_images
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
@@ -220,8 +219,8 @@ def test_the_name_of_the_dataset_folder_is_not_a_split(tmp_path: Path) -> None:
 
 
 def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
-    root = exports.label_studio_coco(tmp_path / "my export")
-    for given in (tmp_path, root / "images"):
+    root = exports.label_studio_coco(tmp_path / "training_demo/images/my export")
+    for given in (tmp_path, root.parent, root / "images"):
         with pytest.raises(DataError, match=re.escape(str(given))) as error:
             find(given)
         assert f"--data {quoted(root)}" in str(error.value.hint)
