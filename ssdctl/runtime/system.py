@@ -309,11 +309,18 @@ def variable(name: str) -> Overridden[str | None]:
 
 
 @contextlib.contextmanager
-def with_variables(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set those of the environment variables that are not set, for the duration of the block."""
+def with_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of the block."""
     with contextlib.ExitStack() as stack:
-        for name, value in defaults.items():
-            stack.enter_context(variable(name).by(os.environ.get(name, value)))
+        for name, value in values.items():
+            stack.enter_context(variable(name).by(value))
+        yield
+
+
+@contextlib.contextmanager
+def with_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set those of the environment variables that are not set, for the duration of the block."""
+    with with_variables({name: os.environ.get(name, value) for name, value in defaults.items()}):
         yield
 
 

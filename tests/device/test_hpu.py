@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,7 +70,9 @@ def test_a_compiled_step_is_two_graphs(
 def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
     calls: list[str], tmp_path: Path
 ) -> None:
-    open_device("hpu", execution="compile")
+    before = {**os.environ}
+    device = open_device("hpu", execution="compile")
+    assert os.environ == before
     from habana_frameworks.torch import environment
 
     assert environment[hpu.MODE] == "0"
@@ -77,6 +80,12 @@ def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
     assert Path(folder) == tmp_path / f"ssdctl-{os.getuid()}" / "hpu"  # on this machine's disk
     assert delete == "false"  # a resumed run finds its graphs there
     assert Path(folder).parent.stat().st_mode & 0o777 == 0o700
+    with device.settings(tf32=False):
+        assert {n: os.environ[n] for n in (hpu.MODE, hpu.RECIPES)}.items() <= environment.items()
+    assert os.environ == before
+    assert open_device("hpu").execution == "compile"  # the mode that the bridge has now
+    with pytest.raises(UsageError, match="already loaded in eager mode"):
+        open_device("hpu", execution="lazy")
 
 
 def test_a_cache_folder_that_other_users_control_is_not_used(
@@ -125,6 +134,7 @@ def test_the_release_decides_how_steps_run(
         monkeypatch.syspath_prepend(str(tmp_path))
     assert open_device("hpu").execution == execution
     for mode, chosen in (("1", "lazy"), ("0", "compile")):  # the user's own choice
+        del sys.modules["habana_frameworks.torch.core"]  # as if it were not loaded yet
         monkeypatch.setenv(hpu.MODE, mode)
         assert open_device("hpu").execution == chosen
 
