@@ -1,6 +1,7 @@
 """Train on a dataset of small objects with and without tiles for the same minutes; compare the AP.
 
-    python benchmarks/tiles.py DATASET --out DIR [--tile PX] [--minutes 15] [--backbone resnet18]
+    python benchmarks/tiles.py DATASET --out DIR [--tile PX] [--minutes 15] --epochs WHOLE TILES
+        [-- TRAIN OPTIONS]
 
 DATASET is prepared and has a validation split. Without --tile, the size is the one that `prepare`
 recommends. Both runs start from random weights, take the recipe for few images and train at the
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--backbone", default="resnet18")
     parser.add_argument("--epochs", type=int, nargs=2, metavar=("WHOLE", "TILES"), required=True)
+    parser.add_argument("train", nargs="*", help="more options of `ssdctl train`, after --")
     options = parser.parse_args()
     data = ("--data", options.dataset)
     sizes = output("prepare", *data)["splits"][0]["object_sizes"]
@@ -47,7 +49,7 @@ def main() -> None:
     started = [
         subprocess.Popen(
             [*SSDCTL, "train", *map(str, (*data, *model, *extra, "--epochs", epochs)),
-             "--out", str(options.out / name)]
+             *options.train, "--out", str(options.out / name)]
         )
         for (name, extra), epochs in zip(runs.items(), options.epochs, strict=True)
     ]  # fmt: skip

@@ -22,9 +22,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from ssdctl.data.shapes import generate
 
-# If the suite runs in the background, its shell ignores SIGINT, and child processes inherit that.
+# If the suite runs in the background, its shell ignores SIGINT, and nohup ignores SIGHUP; child
+# processes inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # torch 2.6's triton imports setuptools, which cannot be loaded after Python's own distutils.
 if sys.version_info < (3, 12):

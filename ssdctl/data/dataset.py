@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,8 @@ from ssdctl.runtime.plugins import FORMATS
 from ssdctl.runtime.safe_text import counted, quoted
 
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
-MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
+MAX_LEVELS = 3  # below a folder, searched for a dataset, for the hint of an error
+MAX_FOLDERS = 20  # of a level
 MAX_FILES = 20_000  # inspected when listing what a folder contains
 MAX_READ = 50  # files of a kind whose content is looked at
 LABEL_SUFFIXES = {".xml", ".json", ".txt"}
@@ -212,12 +214,24 @@ def require_same_classes(root: Path, splits: Mapping[str, Annotations]) -> None:
 
 
 def datasets_in(folder: Path) -> list[Path]:
-    """Return the folders in a folder, of the first ones, that are datasets."""
-    found = []
-    for path in sorted(p for p in folder.glob("[!.]*") if p.is_dir())[:MAX_FOLDERS]:
-        with contextlib.suppress(DataError):
-            found += [path] if any(_recognized(path)) else []
-    return found
+    """Return the nearest folders below a folder that are datasets, of the first ones of a level."""
+    level = [folder]
+    for _ in range(MAX_LEVELS):
+        level = [below for above in level for below in _folders_in(above)][:MAX_FOLDERS]
+        if found := [path for path in level if _is_dataset(path)]:
+            return found
+    return []
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    names = next(os.walk(folder), ("", [], []))[1]
+    return [folder / name for name in sorted(names) if not name.startswith(".")]
+
+
+def _is_dataset(path: Path) -> bool:
+    with contextlib.suppress(DataError):
+        return any(_recognized(path))
+    return False
 
 
 def _recognized(path: Path) -> Iterator[tuple[str, Format, Path | bool]]:

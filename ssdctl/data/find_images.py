@@ -104,6 +104,9 @@ class _Row(NamedTuple):
         return None if self.entry.is_label_file else self.entry.labels
 
 
+_Claim = tuple[int, int, str]  # whether the split is right, how many images agree, the prefix
+
+
 class ImageFinder:
     """The image files below a folder.
 
@@ -150,11 +153,45 @@ class ImageFinder:
         """
         named = ((entry, self._name(entry.name)) for entry in wanted)
         rows = [_Row(entry, name, self._options(entry, name)) for entry, name in named]
+        rows = self._without_outranked(rows)
         ambiguous: list[str] = []
         found = self._exact(rows, ambiguous)
         self._by_tail(rows, found, ambiguous, may_share=may_share)
         refuse(labels, "images that fit several files", ambiguous, WHICH)
         return found
+
+    def _without_outranked(self, rows: Sequence[_Row]) -> list[_Row]:
+        """Return the images without files that are another image of the same labels.
+
+        `val/a.jpg` of `images` and `a.jpg` of `images/val` are one file. It is that of the folder
+        with the name of the split, or with most images of the same labels.
+        """
+        counts, claims = _counts(rows), dict[tuple[object, ...], set[_Claim]]()
+
+        def claim(row: _Row, option: _Option) -> _Claim:
+            entry = row.entry
+            count = counts[entry.labels, entry.split, option.lead, option.prefix]
+            return option.evidence[1], count, option.prefix
+
+        def others(row: _Row, option: _Option) -> set[_Claim]:
+            return claims.setdefault((row.key, row.entry.split, option.lead, option.file), set())
+
+        for row in rows:
+            for option in row.options if row.key is not None else ():
+                others(row, option).add(claim(row, option))
+
+        def is_first(row: _Row, option: _Option) -> bool:
+            own = claim(row, option)
+            stronger = (c for c in others(row, option) if c[:2] > own[:2])
+            return all(self._is_same_folder(c[2], own[2]) for c in stronger)
+
+        return [row._replace(options=[o for o in row.options if is_first(row, o)]) for row in rows]
+
+    def _is_same_folder(self, first: str, second: str) -> bool:
+        """Return whether one path has only usual folders of images after the other."""
+        shorter, longer = sorted((first, second), key=len)
+        rest = longer.removeprefix(shorter).split("/")
+        return all(part.lower() in self.standard for part in rest)
 
     def _exact(self, rows: Sequence[_Row], ambiguous: list[str]) -> list[Found | None]:
         """Find the images whose names are exact paths below one of the usual folders.
@@ -175,10 +212,7 @@ class ImageFinder:
             if free and (best := self._best(rows[n].entry, free, counts, ambiguous)):
                 found[n] = Found(best.file, is_exact=True)
                 owners.setdefault(best.file, name)
-                folder = best.prefix
-                for part in name.split("/")[:-1] if rows[n].key is not None else ():
-                    folder = f"{folder}/{part}".lstrip("/")
-                    named |= set() if part.lower() in self.standard else {(*key, folder)}
+                named |= {(*key, folder) for folder in self._named_by(rows[n], best)}
         return found
 
     def _by_tail(
@@ -206,10 +240,16 @@ class ImageFinder:
             if best := self._best(row.entry, free, counts, ambiguous):
                 chosen[n] = best
                 right |= {(row.key, best.lead)} if row.is_path else set()
+        named = {
+            (rows[n].key, option.lead, folder)
+            for n, option in chosen.items()
+            for folder in self._named_by(rows[n], option)
+        }
         rivals: dict[str, list[int]] = {}  # rows by file
         for n, option in chosen.items():
             shorter = ((rows[n].key, option.lead[:end]) for end in range(1, len(option.lead)))
-            if not any(lead in right for lead in shorter):
+            is_other = (rows[n].key, option.lead, option.prefix) in named
+            if not is_other and not any(lead in right for lead in shorter):
                 rivals.setdefault(option.file, []).append(n)
         for file, several in rivals.items():
             if not may_share and len({(rows[n].name, rows[n].entry.split) for n in several}) > 1:
@@ -217,6 +257,13 @@ class ImageFinder:
                 ambiguous.append(f"{entries} ({file} fits each)")
             for n in several:
                 found[n] = Found(file, is_exact=False)
+
+    def _named_by(self, row: _Row, option: _Option) -> list[str]:
+        """Return the folders of a file that the name of an image has, without usual ones."""
+        folders = row.name.split("/")[-1 - option.tail : -1] if row.key is not None else []
+        paths = itertools.accumulate(folders, lambda *names: "/".join(names), initial=option.prefix)
+        below = zip(folders, itertools.islice(paths, 1, None), strict=True)
+        return [path.lstrip("/") for name, path in below if name.lower() not in self.standard]
 
     def _is_same(self, longer: str, name: str) -> bool:
         lead = longer.removesuffix(name).split("/")

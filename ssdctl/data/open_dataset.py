@@ -26,7 +26,7 @@ from ssdctl.data.dataset import read_dataset, require_root, require_split
 from ssdctl.data.divide import is_held_out
 from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
-from ssdctl.data.prepare import prepare, require_packed
+from ssdctl.data.prepare import has_packed_images, prepare, require_packed
 from ssdctl.data.report import Outcome
 from ssdctl.data.sources import changes, is_prepared
 from ssdctl.data.store import Split, image_folder, open_splits
@@ -227,10 +227,9 @@ def count_images(
     unprepared = read_dataset(root, _last(root, folder), is_remembered=True)
     annotations = require_split(unprepared, "train", root)
     is_known = annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))
-    if changed or not is_known:
+    if changed or has_packed_images(folder) or not is_known:
         resolved = resolve_images(unprepared)
-        if changed:
-            require_packed(root, folder, resolved)
+        require_packed(root, folder, resolved)
         annotations = resolved["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked, is_used = check(annotations), np.ones(len(annotations.file_names), np.bool_)
@@ -240,21 +239,24 @@ def count_images(
     trainable = int(((checked.objects.num_trained() > 0) & is_used).sum())
     background = int((checked.is_empty & is_used).sum())
     if tiling is not None:
-        with_objects, without = _count_tiles(annotations, checked, tiling)
+        with_objects, without = _count_tiles(annotations, checked, tiling, is_used)
         trainable, background = trainable + with_objects, background + without
     return DatasetSize(trainable, background, num_val, [c.name for c in annotations.classes])
 
 
-def _count_tiles(annotations: Annotations, checked: Checked, tiling: Tiling) -> tuple[int, int]:
-    """Return how many tiles have objects to learn, and how many touch no object."""
+def _count_tiles(
+    annotations: Annotations, checked: Checked, tiling: Tiling, is_used: NDArray[np.bool_]
+) -> tuple[int, int]:
+    """Return how many tiles of used images have objects to learn, and how many touch no object."""
     objects, tiles = checked.objects, cut(annotations.sizes, tiling)
     used, counts = objects.is_trained, objects.num_trained()
     starts = np.concatenate([[0], np.cumsum(counts)])
     found = objects_in_tiles(
         tiles, annotations.sizes, starts, objects.fractions[used], objects.labels[used]
     )
-    is_known = (counts > 0) | checked.is_empty
-    return int(found.learned().sum()), int((is_known[tiles.rows] & (found.counts == 0)).sum())
+    is_known = ((counts > 0) | checked.is_empty) & is_used
+    learned = found.learned() & is_used[tiles.rows]
+    return int(learned.sum()), int((is_known[tiles.rows] & (found.counts == 0)).sum())
 
 
 def annotations_with_images(root: Path, folder: Path) -> dict[str, Annotations]:

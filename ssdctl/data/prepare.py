@@ -200,11 +200,14 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
     folder, splits = store.folder, list(dataset.splits)
     remove_stale_temporaries(folder)
     known = {s: _known_images(store, s, *dataset.splits[s]) for s in splits}
-    if store.keep_images and None in known.values() and has_packed_images(folder):
+    replaces = store.keep_images and None in known.values() and has_packed_images(folder)
+    if replaces and index.read_made(folder):
         _refuse_to_replace(store)
     prepared: dict[str, _PreparedSplit] = {}
     for split in splits:
         prepared[split] = _prepare_split(store, split, dataset, known[split], prepared)
+    if replaces:  # after the checks: their reason is why `prepare` wrote no index
+        _refuse_to_replace(store)
     made = index.Made(
         dataset.format,
         dataset.conversion,
@@ -313,7 +316,7 @@ def _refuse_to_replace(store: _Store) -> NoReturn:
     made = index.read_made(folder)
     problem = "its packed images are not those of the dataset any more"
     if made is None:
-        problem = "its packed images have no index, as after an interrupted prepare"
+        problem = "its packed images have no index: prepare was interrupted or refused"
     raise DataError(
         f"{folder}: {problem}", hint=f"only prepare replaces them: {shlex.join(command)}"
     )

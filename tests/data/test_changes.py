@@ -196,6 +196,20 @@ def test_training_does_not_replace_an_interrupted_prepare(dataset: Path, tmp_pat
     assert shards(store) == before
 
 
+def test_training_says_why_a_first_prepare_was_refused(
+    dataset: Path, tmp_path: Path, cli: Cli
+) -> None:
+    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
+        for annotation in document["annotations"]:
+            annotation["bbox"] = [9000, 9000, 1, 1]
+    data = ("--data", dataset, "--store", tmp_path / "store")
+    train = ("train", *data, "--out", tmp_path / "run", *TINY_RUN.split())
+    for command in (("prepare", *data), train):
+        result = cli(*command)
+        assert (result.code, "outside its image" in result.err) == (3, True), result.err
+    assert shards(tmp_path / "store"), "what is packed serves the next prepare"
+
+
 def test_a_remembered_split_is_not_used_once_there_are_validation_images(
     dataset: Path, tmp_path: Path, cli: Cli, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,6 +113,22 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         {"a.json": coco(" ".join(f"{n}.png" for n in range(25)) + " z.png")},
         {"train": " ".join(f"images/{n}.png" for n in range(25)) + " other/z.png"},
     ),
+    "a path of another machine, of an image in the folder above": (
+        "images/val/0.jpg images/val/0.bmp",
+        {"a.json": coco("C:/x/val/0.jpg C:/x/0.bmp")},
+        {"train": "images/val/0.jpg -"},
+    ),
+    "a missing image of a folder val in the folder of the split": (
+        "images/train/1.bmp images/train/val/1.bmp images/val/1.jpg images/val/val/2.jpg",
+        {
+            "annotations/instances_train.json": coco("1.bmp val/1.bmp"),
+            "annotations/instances_val.json": coco("1.jpg val/1.jpg val/2.jpg"),
+        },
+        {
+            "train": "images/train/1.bmp images/train/val/1.bmp",
+            "val": "images/val/1.jpg - images/val/val/2.jpg",
+        },
+    ),
     "COCO's own folders, names from the dataset folder": (
         "train2017/val/0.png train2017/val/1.png",
         {"annotations/instances_train2017.json": coco("train2017/val/0.png train2017/val/1.png")},

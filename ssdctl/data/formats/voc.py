@@ -10,6 +10,7 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -194,7 +195,7 @@ def _splits(
 
 
 def _stems(path: Path, names: set[str], finder: ImageFinder) -> list[str]:
-    """Return the name in each line: lists of one class have a flag after it."""
+    """Return the name in each line: lists of one class have a flag, a number, after it."""
     words = []
     for _, line in read_lines(path, MAX_LIST_BYTES):
         line = nfc(line.strip())
@@ -205,7 +206,7 @@ def _stems(path: Path, names: set[str], finder: ImageFinder) -> list[str]:
         elif line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
             words.append(line.split('"')[1])
         else:
-            words.append(line.split()[0])
+            words.append(re.sub(r"(\s+-?\d+)+$", "", line))
     stems = list(dict.fromkeys(words))
     refuse(path, "not plain names", [stem for stem in stems if not is_plain_name(stem)])
     return stems

@@ -180,7 +180,8 @@ def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
         content: dict[str, Any] = {k.strip(): v.strip() for k, is_set, v in pairs if is_set}
         if "names" in content:
             tail = parts_of(content["names"])
-            exact = (root.joinpath(*tail[start:]) for start in range(len(tail)))
+            bases = itertools.product((path.parent, root), range(len(tail)))
+            exact = (base.joinpath(*tail[start:]) for base, start in bases)
             same_name = (path for path in found if [path.name] == tail[-1:])
             files = (path for path in itertools.chain(exact, same_name) if path.is_file())
             named = next(files, names)

@@ -220,8 +220,8 @@ def test_the_name_of_the_dataset_folder_is_not_a_split(tmp_path: Path) -> None:
 
 
 def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
-    root = exports.label_studio_coco(tmp_path / "my export")
-    for given in (tmp_path, root / "images"):
+    root = exports.label_studio_coco(tmp_path / "training_demo/images/my export")
+    for given in (tmp_path, root.parent, root / "images"):
         with pytest.raises(DataError, match=re.escape(str(given))) as error:
             find(given)
         assert f"--data {quoted(root)}" in str(error.value.hint)

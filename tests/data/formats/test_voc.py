@@ -169,12 +169,14 @@ def test_images_without_xml_are_counted_and_files_of_macos_ignored(tmp_path: Pat
         ("a", "../../etc/passwd", "", r"train\.txt.*passwd"),
         ("a b", "a b", "b", r"Annotations/b\.xml"),
         ("a b c", "", "a b c", r"\b3\b"),
+        ("a", "a\na b", "", r"Annotations/a b\.xml"),  # not `a` with a flag
+        ("a", "a\nb  -1", "", r"Annotations/b\.xml"),
     ],
 )
 def test_absent_and_unsafe_names(
     tmp_path: Path, stems: str, listed: str, removed: str, words: str
 ) -> None:
-    lists = {"train": listed.split()} if listed else {}
+    lists = {"train": listed.splitlines() if "\n" in listed else listed.split()} if listed else {}
     voc(tmp_path, dict.fromkeys(stems.split(), CAT), lists)
     for stem in removed.split():
         (tmp_path / f"JPEGImages/{stem}.jpg").unlink()

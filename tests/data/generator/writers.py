@@ -70,7 +70,7 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
             if "from the root" in world.flags:
                 name = path
             if "other machine" in world.flags:
-                name, dot = f"/home/me/set/{path}", ""
+                name, dot = f"/home/me/set/{name}", ""
             if "dot" in world.flags and n % 2:
                 name = dot + name
             if "backslashes" in world.flags:
@@ -80,6 +80,7 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
             # A merged dataset has an entry for each object of an image.
             if "listed twice" in world.flags and len(picture.things) > 1:
                 is_path = folder == "images" and "other machine" not in world.flags
+                is_path = is_path and STRAY not in world.decoys  # which the shorter name means
                 again = path if is_path else dot + name
                 entries.append({"id": n + 500, "file_name": again, **size})
             for k, thing in enumerate(picture.things):
@@ -589,9 +590,10 @@ def add_decoys(world: World, tree: Tree) -> None:
                 _decoy(world, tree, picture, f"{place.removesuffix(picture.suffix)}{suffix}")
     # An image of another folder is not the missing one, if the others are where their paths say.
     for path, picture in images.items() if world.layout[:4] not in ("yolo", "open") else ():
-        if picture.is_missing and picture.folder and path.endswith(f"/{picture.name}"):
+        if picture.is_missing and path.endswith(f"/{picture.name}"):
             siblings = (p for p in world.of(picture.split) if p.folder and not p.is_missing)
-            for folder in {p.folder for p in siblings if not p.folder.endswith(picture.folder)}:
+            own = picture.folder or "no folder"
+            for folder in {p.folder for p in siblings if not p.folder.endswith(own)}:
                 lead = path.removesuffix(picture.name)
                 _decoy(world, tree, picture, f"{lead}{folder}/{picture.stem}{picture.suffix}")
 

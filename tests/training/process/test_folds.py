@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 from conftest import TINY_RUN, Cli
 
+from ssdctl.config import PrepareConfig
 from ssdctl.data.divide import is_held_out
+from ssdctl.data.open_dataset import count_images
+from ssdctl.data.prepare import prepare
+from ssdctl.data.tiles import Tiling
 from ssdctl.errors import UsageError
 
 
@@ -57,6 +61,17 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
     other = cli("train", "--data", shapes, "--out", runs[0], "--fold", "2/2", *TINY_RUN.split())
     assert other.code == 2
     assert "train.fold" in other.err
+
+
+@pytest.mark.parametrize("tiling", [None, Tiling(128, 0.2)])
+def test_a_plan_counts_the_same_before_and_after_prepare(
+    tiling: Tiling | None, shapes: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    before = count_images(shapes, store, tiling, "1/3", None)
+    prepare(shapes, store, PrepareConfig(pack=False))
+    assert before[:3] == count_images(shapes, store, tiling, "1/3", None)[:3]
+    assert before.trainable < count_images(shapes, store, tiling).trainable
 
 
 def test_a_fold_that_does_not_exist_is_refused(cli: Cli) -> None:
