@@ -13,7 +13,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -24,7 +23,7 @@ from ssdctl.device import Device, Module
 from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
 from ssdctl.runtime.packages import package_release
-from ssdctl.runtime.system import is_on_network, private_cache_dir, with_variables
+from ssdctl.runtime.system import private_cache_dir, with_variables
 
 BRIDGE = "habana_frameworks"
 BRIDGE_PACKAGE = "habana-torch-plugin"
@@ -106,13 +105,7 @@ def _recipe_cache() -> tuple[dict[str, str], tuple[str, ...]]:
 
     The vendor requires a local disk: the ranks lock the files.
     """
-    if value := os.environ.get(RECIPES):
-        folder, *fields = value.split(",")
-        if len(fields) < 3 and is_on_network(Path(folder)):
-            return {}, (
-                f"{RECIPES} names {folder}, which is on a network file system: the vendor requires "
-                "a local disk (newer releases have a fourth field for NFS)",
-            )
+    if os.environ.get(RECIPES):
         return {}, ()
     cache = private_cache_dir("hpu")
     if cache is None:

@@ -87,7 +87,7 @@ def _set_split(overlap: bool) -> None:
     torch._dynamo.config.optimize_ddp = overlap
 
 
-_SPLIT: Overridden[bool] = Overridden(lambda: torch._dynamo.config.optimize_ddp, _set_split)
+_SPLIT: Overridden[Any] = Overridden(lambda: torch._dynamo.config.optimize_ddp, _set_split)
 
 
 def split_at_buckets(overlap: bool) -> contextlib.AbstractContextManager[None]:

@@ -31,11 +31,6 @@ SYSFS = Path("/sys/devices/system/cpu")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, in /proc/cpuinfo
 UNLIMITED = resource.RLIM_INFINITY  # a limit that is not set
 RESERVED_FILES = 512  # open files besides the store
-NETWORK_FILE_SYSTEMS = {
-    *("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.ceph", "gpfs", "beegfs", "pvfs2"),
-    *("afs", "9p", "fuse.sshfs", "fuse.glusterfs", "glusterfs", "wekafs"),
-}
-MOUNTS = Path("/proc/mounts")
 # malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 NEVER = 2**31 - 1
@@ -220,19 +215,6 @@ def private_cache_dir(name: str) -> Path | None:
     except OSError:
         return None
     return folder
-
-
-def is_on_network(path: Path) -> bool:
-    """Return whether a path is on a file system of another machine; False if that is unknown."""
-    resolved, longest, kind = path.resolve(), "", ""
-    for line in read_text(MOUNTS).splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        folder = fields[1].replace("\\040", " ")
-        if len(folder) >= len(longest) and resolved.is_relative_to(folder):
-            longest, kind = folder, fields[2]
-    return kind in NETWORK_FILE_SYSTEMS
 
 
 def limit_threads() -> None:

@@ -17,7 +17,6 @@ from ssdctl.distributed import Ranks
 from ssdctl.distributed import collectives as joining
 from ssdctl.distributed.collectives import process_group
 from ssdctl.errors import UsageError
-from ssdctl.runtime import system
 
 
 def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(
@@ -97,23 +96,6 @@ def test_a_cache_folder_that_other_users_control_is_not_used(
     device = open_device("hpu")
     assert hpu.RECIPES not in os.environ
     assert any(hpu.RECIPES in notice for notice in device.notices)
-
-
-def test_a_recipe_cache_of_the_users_own_on_a_network_disk_is_reported(
-    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path}/shared nfs4 rw 0 0\n")
-    monkeypatch.setattr(system, "MOUNTS", mounts)
-    for folder, fields, num_notices in (
-        ("shared/a", "false,1024", 1),
-        ("shared/a", "false,1024,true", 0),
-        ("local", "false,1024", 0),
-    ):
-        value = f"{tmp_path}/{folder},{fields}"
-        monkeypatch.setenv(hpu.RECIPES, value)
-        assert len(open_device("hpu").notices) == num_notices
-        assert os.environ[hpu.RECIPES] == value
 
 
 @pytest.mark.parametrize(
