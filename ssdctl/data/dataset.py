@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from ssdctl.data import TOML
 from ssdctl.data.annotations import (
@@ -27,13 +28,23 @@ from ssdctl.data.annotations import (
     SPLITS,
     Annotations,
     Conversion,
+    one_image_per_file,
+    refuse,
     split_of,
     with_classes,
 )
 from ssdctl.data.divide import divided
-from ssdctl.data.find_images import resolve_images
+from ssdctl.data.find_images import Found, ImageFinder, find_in_splits, notes_on_names
 from ssdctl.data.formats import Format, built_in, coco, load
-from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder, files_below, is_image
+from ssdctl.data.image_files import (
+    ANNOTATION_FOLDERS,
+    dataset_folder,
+    file_sizes,
+    files_below,
+    in_threads,
+    is_image,
+    size_or_none,
+)
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runtime import plugins
 from ssdctl.runtime.plugins import FORMATS
@@ -70,6 +81,8 @@ NOT_READ = {
         "convert it with DOTA2COCO.py of DOTA_devkit; its boxes become upright",
     ),
 }
+SAMPLE_NAMES = 20  # file names by which a folder of images is tried
+Resolved = tuple[Annotations, list[int | None]]  # and the size of each file in bytes
 S = TypeVar("S")
 log = logging.getLogger(__name__)
 
@@ -211,6 +224,99 @@ def require_same_classes(root: Path, splits: Mapping[str, Annotations]) -> None:
                 f"{first} {classes[0]}; {split} {classes[1]}",
                 hint="give the annotation files of all splits the same list of categories",
             )
+
+
+def resolve_images(splits: Mapping[str, Annotations]) -> dict[str, Resolved]:
+    """Replace file names by paths of existing files, and absent image sizes by the files'.
+
+    Returns also the files' sizes in bytes, None for a file that does not exist.
+    """
+    found = {split: _in_one_folder(annotations) for split, annotations in splits.items()}
+    for root in {splits[split].folder for split, resolved in found.items() if resolved is None}:
+        rest = {split: a for split, a in splits.items() if a.folder == root}
+        entries = {
+            split: (a.origin, list(zip(a.file_names, map(tuple, a.sizes.tolist()), strict=True)))
+            for split, a in rest.items()
+        }
+        for split, items in find_in_splits(ImageFinder(root), entries).items():
+            found[split] = _renamed(rest[split], items), []
+    result = {split: _complete(*resolved) for split, resolved in found.items() if resolved}
+    for pair in itertools.combinations(result, 2):
+        _refuse_other_boxes(pair, *(result[split] for split in pair))
+    return result
+
+
+def _refuse_other_boxes(names: tuple[str, str], first: Resolved, second: Resolved) -> None:
+    """Refuse a file that two splits have with different boxes: in one of them it is another image.
+
+    With equal boxes, the images of the splits are not distinct, and `prepare` says so.
+    """
+    paths, others = (
+        {
+            f"{images.folder}/{name}": row
+            for row, (name, size) in enumerate(zip(images.file_names, num_bytes, strict=True))
+            if size is not None
+        }
+        for images, num_bytes in (first, second)
+    )
+    if shared := sorted(paths.keys() & others.keys()):
+        objects, other_objects = (
+            _objects(images, [rows[path] for path in shared])
+            for (images, _), rows in ((first, paths), (second, others))
+        )
+        pairs = zip(shared, objects, other_objects, strict=True)
+        different = [path for path, own, other in pairs if own != other]
+        what = f"images of {' and '.join(names)}, with different boxes"
+        hint = "an image belongs to one split; if a split has an image of this name, copy it there"
+        refuse(first[0].origin, what, different, hint)
+
+
+def _objects(images: Annotations, rows: Sequence[int]) -> list[list[tuple[object, ...]]]:
+    """Return the labels and boxes of some of the images."""
+    by_row: dict[int, list[tuple[object, ...]]] = {row: [] for row in rows}
+    columns = (images.rows.tolist(), images.labels.tolist(), images.boxes.tolist())
+    for row, label, box in zip(*columns, strict=True):
+        if row in by_row:
+            by_row[row].append((label, *box))
+    return [sorted(by_row[row], key=repr) for row in rows]
+
+
+def _in_one_folder(annotations: Annotations) -> Resolved | None:
+    """Return the annotations with the first folder that has all images; None if no folder has."""
+    names = annotations.file_names
+    if any("./" in name or "//" in name for name in names):
+        return None  # two entries may be one file
+    sample = names[:: max(1, len(names) // SAMPLE_NAMES)]
+    for folder in annotations.image_folders or [annotations.folder]:
+        if None not in file_sizes(folder, sample):
+            num_bytes = file_sizes(folder, names)
+            if None not in num_bytes:
+                return annotations._replace(folder=folder), num_bytes
+    return None
+
+
+def _renamed(annotations: Annotations, found: Sequence[Found | None]) -> Annotations:
+    pairs = list(zip(annotations.file_names, found, strict=True))
+    notes = [*annotations.notes, *notes_on_names(annotations.file_names, found)]
+    names = [item.file if item else name for name, item in pairs]
+    return annotations._replace(file_names=names, notes=notes)
+
+
+def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved:
+    """Merge entries of one file, and take absent image sizes from the files."""
+    annotations = one_image_per_file(annotations)
+    folder, names, sizes = annotations.folder, annotations.file_names, annotations.sizes
+    if len(num_bytes) != len(names):
+        num_bytes = file_sizes(folder, names)
+    unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]
+    if not unsized:
+        return annotations, num_bytes
+    sizes, notes = sizes.copy(), [*annotations.notes]
+    sizes[unsized] = in_threads(lambda row: size_or_none(folder / names[row]), unsized)
+    if num_sized := int(sizes[unsized].all(axis=1).sum()):
+        notes.append(f"images without width and height, taken from the files: {num_sized:,}")
+    sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
+    return annotations._replace(sizes=sizes, notes=notes), num_bytes
 
 
 def datasets_in(folder: Path) -> list[Path]:

@@ -33,21 +33,15 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
-import numpy as np
-
 from ssdctl.data.annotations import (
     MAX_NAMED,
-    Annotations,
     LabeledImage,
-    one_image_per_file,
     refuse,
     split_of,
 )
 from ssdctl.data.image_files import (
     ANNOTATION_FOLDERS,
-    file_sizes,
     files_below,
-    in_threads,
     is_image_name,
     size_or_none,
 )
@@ -56,10 +50,8 @@ from ssdctl.files import is_plain_name
 
 STANDARD = ("", "images", "JPEGImages", "img", "data")  # "": the dataset folder
 OF_LABELS = {*(name.lower() for name in ANNOTATION_FOLDERS), "label_2"}
-SAMPLE_NAMES = 20  # file names by which a folder of images is tried
 EXACT: tuple[str, ...] = (".",)  # the lead of exact paths
 WHICH = "choose their folder with --image-dir DIR, or write paths below the dataset into the labels"
-Resolved = tuple[Annotations, list[int | None]]  # and the size of each file in bytes
 
 
 class Wanted(NamedTuple):
@@ -410,14 +402,14 @@ def located(
         split: (file, [(image.file_name, (image.width, image.height)) for image in part])
         for split, (file, part) in splits.items()
     }
-    found = _searched(finder, entries)
+    found = find_in_splits(finder, entries)
     names = [image.file_name for _, part in splits.values() for image in part]
     items = list(itertools.chain(*found.values()))
     labels = finder.root if len(splits) > 1 else next(iter(splits.values()))[0]
     missing = [name for name, item in zip(names, items, strict=True) if item is None]
     hint = "export with images, or copy them"
     refuse(labels, f"images that are not below {finder.root}", missing, hint)
-    notes += _notes_on_names(names, items)
+    notes += notes_on_names(names, items)
     return {
         split: [
             image._replace(file_name=item.file)
@@ -428,7 +420,7 @@ def located(
     }
 
 
-def _searched(
+def find_in_splits(
     finder: ImageFinder,
     splits: Mapping[str, tuple[Path, Sequence[tuple[str, tuple[int, int]]]]],
 ) -> dict[str, list[Found | None]]:
@@ -443,7 +435,7 @@ def _searched(
     return {split: [next(found) for _ in images] for split, (_, images) in splits.items()}
 
 
-def _notes_on_names(names: Sequence[str], found: Sequence[Found | None]) -> list[str]:
+def notes_on_names(names: Sequence[str], found: Sequence[Found | None]) -> list[str]:
     other = [
         f"{name!r} to {item.file}"
         for name, item in zip(names, found, strict=True)
@@ -477,96 +469,3 @@ def _num_equal(first: Iterable[str], second: Iterable[str]) -> int:
     """Return how many elements at the start of both are equal."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def resolve_images(splits: Mapping[str, Annotations]) -> dict[str, Resolved]:
-    """Replace file names by paths of existing files, and absent image sizes by the files'.
-
-    Returns also the files' sizes in bytes, None for a file that does not exist.
-    """
-    found = {split: _in_one_folder(annotations) for split, annotations in splits.items()}
-    for root in {splits[split].folder for split, resolved in found.items() if resolved is None}:
-        rest = {split: a for split, a in splits.items() if a.folder == root}
-        entries = {
-            split: (a.origin, list(zip(a.file_names, map(tuple, a.sizes.tolist()), strict=True)))
-            for split, a in rest.items()
-        }
-        for split, items in _searched(ImageFinder(root), entries).items():
-            found[split] = _renamed(rest[split], items), []
-    result = {split: _complete(*resolved) for split, resolved in found.items() if resolved}
-    for pair in itertools.combinations(result, 2):
-        _refuse_other_boxes(pair, *(result[split] for split in pair))
-    return result
-
-
-def _refuse_other_boxes(names: tuple[str, str], first: Resolved, second: Resolved) -> None:
-    """Refuse a file that two splits have with different boxes: in one of them it is another image.
-
-    With equal boxes, the images of the splits are not distinct, and `prepare` says so.
-    """
-    paths, others = (
-        {
-            f"{images.folder}/{name}": row
-            for row, (name, size) in enumerate(zip(images.file_names, num_bytes, strict=True))
-            if size is not None
-        }
-        for images, num_bytes in (first, second)
-    )
-    if shared := sorted(paths.keys() & others.keys()):
-        objects, other_objects = (
-            _objects(images, [rows[path] for path in shared])
-            for (images, _), rows in ((first, paths), (second, others))
-        )
-        pairs = zip(shared, objects, other_objects, strict=True)
-        different = [path for path, own, other in pairs if own != other]
-        what = f"images of {' and '.join(names)}, with different boxes"
-        hint = "an image belongs to one split; if a split has an image of this name, copy it there"
-        refuse(first[0].origin, what, different, hint)
-
-
-def _objects(images: Annotations, rows: Sequence[int]) -> list[list[tuple[object, ...]]]:
-    """Return the labels and boxes of some of the images."""
-    by_row: dict[int, list[tuple[object, ...]]] = {row: [] for row in rows}
-    columns = (images.rows.tolist(), images.labels.tolist(), images.boxes.tolist())
-    for row, label, box in zip(*columns, strict=True):
-        if row in by_row:
-            by_row[row].append((label, *box))
-    return [sorted(by_row[row], key=repr) for row in rows]
-
-
-def _in_one_folder(annotations: Annotations) -> Resolved | None:
-    """Return the annotations with the first folder that has all images; None if no folder has."""
-    names = annotations.file_names
-    if any("./" in name or "//" in name for name in names):
-        return None  # two entries may be one file
-    sample = names[:: max(1, len(names) // SAMPLE_NAMES)]
-    for folder in annotations.image_folders or [annotations.folder]:
-        if None not in file_sizes(folder, sample):
-            num_bytes = file_sizes(folder, names)
-            if None not in num_bytes:
-                return annotations._replace(folder=folder), num_bytes
-    return None
-
-
-def _renamed(annotations: Annotations, found: Sequence[Found | None]) -> Annotations:
-    pairs = list(zip(annotations.file_names, found, strict=True))
-    notes = [*annotations.notes, *_notes_on_names(annotations.file_names, found)]
-    names = [item.file if item else name for name, item in pairs]
-    return annotations._replace(file_names=names, notes=notes)
-
-
-def _complete(annotations: Annotations, num_bytes: list[int | None]) -> Resolved:
-    """Merge entries of one file, and take absent image sizes from the files."""
-    annotations = one_image_per_file(annotations)
-    folder, names, sizes = annotations.folder, annotations.file_names, annotations.sizes
-    if len(num_bytes) != len(names):
-        num_bytes = file_sizes(folder, names)
-    unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]
-    if not unsized:
-        return annotations, num_bytes
-    sizes, notes = sizes.copy(), [*annotations.notes]
-    sizes[unsized] = in_threads(lambda row: size_or_none(folder / names[row]), unsized)
-    if num_sized := int(sizes[unsized].all(axis=1).sum()):
-        notes.append(f"images without width and height, taken from the files: {num_sized:,}")
-    sizes[unsized] = sizes[unsized].clip(1)  # dropped when checked, with the reason
-    return annotations._replace(sizes=sizes, notes=notes), num_bytes

@@ -22,9 +22,8 @@ from ssdctl.data.annotations import (
     Conversion,
 )
 from ssdctl.data.check import Checked, check
-from ssdctl.data.dataset import read_dataset, require_root, require_split
+from ssdctl.data.dataset import read_dataset, require_root, require_split, resolve_images
 from ssdctl.data.divide import is_held_out
-from ssdctl.data.find_images import resolve_images
 from ssdctl.data.image_files import changed_images, require_image_folder
 from ssdctl.data.prepare import has_packed_images, prepare, require_packed
 from ssdctl.data.report import Outcome

@@ -15,7 +15,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -45,7 +45,13 @@ from ssdctl.data.check import (
     check,
     duplicate_names,
 )
-from ssdctl.data.dataset import find, read_and_convert, require_same_classes
+from ssdctl.data.dataset import (
+    Resolved,
+    find,
+    read_and_convert,
+    require_same_classes,
+    resolve_images,
+)
 from ssdctl.data.divide import series_warning
 from ssdctl.data.duplicates import (
     ImageVersions,
@@ -54,7 +60,6 @@ from ssdctl.data.duplicates import (
     duplicate_warnings,
     find_duplicates,
 )
-from ssdctl.data.find_images import Resolved, resolve_images
 from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
 from ssdctl.data.image_files import FingerprintColumns, changed_images
 from ssdctl.data.report import Outcome, SplitReport, refuse_dropped, refuse_empty
@@ -63,6 +68,8 @@ from ssdctl.data.sources import (
     changes,
     contents_of,
     label_files,
+    note_unlisted,
+    relative_folder,
     unlisted_images,
     versions_of,
     write_sources,
@@ -186,12 +193,12 @@ def _read(root: Path, folder: Path, conversion: Conversion, *, is_remembered: bo
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")
     listed: dict[str, tuple[Path, set[str]]] = {}
     for images, _ in resolved.values():
-        images_dir = listed.setdefault(_relative(images.folder, root), (images.folder, set()))
+        images_dir = listed.setdefault(relative_folder(images.folder, root), (images.folder, set()))
         images_dir[1].update(images.file_names)
     num_bytes, modified_ns = np.array(versions, np.int64).reshape(-1, 2).T
     unlisted = unlisted_images(listed, folder)
     sources = Sources(files, num_bytes, modified_ns, np.array(contents, np.int64), unlisted)
-    _note_unlisted(root, resolved, unlisted)
+    note_unlisted(root, resolved, unlisted)
     return _Dataset(name, conversion, resolved, sources)
 
 
@@ -412,7 +419,7 @@ def _write_index(store: _Store, made: index.Made, prepared: _PreparedSplit) -> N
         key=report.key,
         upright=(annotations.upright and images.have_orientation) or msgspec.UNSET,
         classes=annotations.classes,
-        images=_relative(annotations.folder, store.root),
+        images=relative_folder(annotations.folder, store.root),
         origin=str(annotations.origin),
         made=made,
         duplicates=report.duplicates,
@@ -452,12 +459,6 @@ def _chunks_key(annotations: Annotations, config: PrepareConfig, force: bool) ->
     return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 
 
-def _relative(path: Path, root: Path) -> str:
-    """Return a path relative to the dataset folder if it is below it, else absolute."""
-    path, base = path.absolute(), root_folder(root).absolute()
-    return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
-
-
 def _known_images(
     store: _Store, split: str, images: Annotations, num_bytes: list[int | None]
 ) -> CheckedImages | None:
@@ -492,21 +493,3 @@ def _known_images(
     checked = CheckedImages(known.is_usable, known.fingerprints, findings, metadata.shards)
     is_same = bool(metadata.upright) == images.upright or not checked.have_orientation
     return checked if is_same else None
-
-
-def _note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[str]) -> None:
-    """Note image files that no split lists, in the first split of each folder with listed ones."""
-    splits: dict[str, str] = {}  # by folder
-    for split, (images, num_bytes) in resolved.items():
-        prefix = f"{_relative(images.folder, root)}/".removeprefix("./")
-        for name, size in zip(images.file_names, num_bytes, strict=True):
-            if size is not None:
-                splits.setdefault(f"{prefix}{name}".rpartition("/")[0], split)
-    others: dict[str, list[str]] = {}  # by split
-    for name in unlisted:
-        if owner := splits.get(name.rpartition("/")[0]):
-            others.setdefault(owner, []).append(name)
-    for split, names in others.items():
-        images, num_bytes = resolved[split]
-        note = f"image files not in the dataset, left out: {len(names):,}, such as {names[0]}"
-        resolved[split] = images._replace(notes=[*images.notes, note]), num_bytes

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data import TOML, index
 from ssdctl.data.annotations import root_folder
+from ssdctl.data.dataset import Resolved
 from ssdctl.data.formats import coco
 from ssdctl.data.image_files import files_below, in_threads, is_image
 from ssdctl.data.store import image_folder
@@ -115,6 +116,30 @@ def unlisted_images(folders: Mapping[str, tuple[Path, Collection[str]]], store: 
         prefix = f"{name}/".removeprefix("./")
         found += [f"{prefix}{file}" for file in others if is_image(PurePosixPath(file))]
     return found
+
+
+def relative_folder(path: Path, root: Path) -> str:
+    """Return a path relative to the dataset folder if it is below it, else absolute."""
+    path, base = path.absolute(), root_folder(root).absolute()
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
+
+
+def note_unlisted(root: Path, resolved: dict[str, Resolved], unlisted: Sequence[str]) -> None:
+    """Note image files that no split lists, in the first split of each folder with listed ones."""
+    splits: dict[str, str] = {}  # by folder
+    for split, (images, num_bytes) in resolved.items():
+        prefix = f"{relative_folder(images.folder, root)}/".removeprefix("./")
+        for name, size in zip(images.file_names, num_bytes, strict=True):
+            if size is not None:
+                splits.setdefault(f"{prefix}{name}".rpartition("/")[0], split)
+    others: dict[str, list[str]] = {}  # by split
+    for name in unlisted:
+        if owner := splits.get(name.rpartition("/")[0]):
+            others.setdefault(owner, []).append(name)
+    for split, names in others.items():
+        images, num_bytes = resolved[split]
+        note = f"image files not in the dataset, left out: {len(names):,}, such as {names[0]}"
+        resolved[split] = images._replace(notes=[*images.notes, note]), num_bytes
 
 
 def write_sources(store: Path, sources: Sources) -> str:

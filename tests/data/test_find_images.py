@@ -12,8 +12,8 @@ from conftest import Cli
 from data.formats.exports import image_file, tree
 
 from ssdctl.data.annotations import AUTOMATIC, split_of
-from ssdctl.data.dataset import find, read_dataset
-from ssdctl.data.find_images import ImageFinder, Wanted, resolve_images
+from ssdctl.data.dataset import find, read_dataset, resolve_images
+from ssdctl.data.find_images import ImageFinder, Wanted
 from ssdctl.data.open_dataset import annotations_of, annotations_with_images
 from ssdctl.errors import DataError
 
@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
     "YOLO without a label": (
         "img/a.jpg",
         {"classes.txt": "x", "labels/b.txt": YOLO},
-        ("img/a.txt", "labels/b.txt"),
+        ("img/a.jpg", "labels/b.txt"),
     ),
     "YOLO, two folders": (
         "photos/a.jpg drawn/a.jpg",

@@ -85,8 +85,10 @@ def recognize(path: Path) -> Path | None:
     if path.is_file():
         return path if path.suffix.lower() in (*YAML, ".data") else None
     origin, content = _read_yaml(path) or _read_darknet(path) or (path, None)
-    is_yaml = origin.suffix.lower() in YAML
-    return origin if content and (is_yaml or _has_labels(path)) else None
+    if not content or origin.suffix.lower() in YAML:
+        return origin if content else None
+    texts = (path / name for name in files_below(path) if name.endswith(".txt"))
+    return origin if any(map(has_boxes, itertools.islice(texts, MAX_TRIED))) else None
 
 
 def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
@@ -134,12 +136,6 @@ def _is_list(root: Path, text: PurePosixPath) -> bool:
         return False
     line = next((line for _, line in read_lines(root / text, MAX_LIST_BYTES)), "")
     return is_image(PurePosixPath(line.strip()))
-
-
-def _has_labels(root: Path) -> bool:
-    """Return whether a folder has label files, whatever the classes are called."""
-    texts = (root / name for name in files_below(root) if name.endswith(".txt"))
-    return any(has_boxes(path) for path in itertools.islice(texts, MAX_TRIED))
 
 
 def has_boxes(path: Path) -> bool:
@@ -197,11 +193,8 @@ def _names_file(root: Path, below: list[Path]) -> Path | None:
     for name in (*NAME_FILES, *NAMES_BELOW):
         if (root / name).is_file():
             return root / name
-    files = [
-        path
-        for path in below
-        if path.name == NAME_FILES[0] and split_of(path.parent.relative_to(root).as_posix())
-    ]
+    named = [path for path in below if path.name == NAME_FILES[0]]
+    files = [path for path in named if split_of(path.parent.relative_to(root).as_posix())]
     for path in files:
         if _read_lines(path) != _read_lines(files[0]):
             problem = f"{path}: not the class names of {files[0]}"
@@ -281,12 +274,9 @@ def _named_images(
         if own and [*before, *parts][-len(own) :] != own:
             notes.append(f"{origin.name}: {split}: {text} does not exist: {found} is used")
         if found.endswith(".txt"):
-            lines, folder = (
-                read_lines(finder.root / found, MAX_LIST_BYTES),
-                found.rpartition("/")[0],
-            )
-            names = (line.strip() for _, line in lines)
-            listed += [_Listed(split, finder.root / found, folder, name) for name in names]
+            path, folder = finder.root / found, found.rpartition("/")[0]
+            names = (line.strip() for _, line in read_lines(path, MAX_LIST_BYTES))
+            listed += [_Listed(split, path, folder, name) for name in names]
         else:
             images = (f for f, names in finder.files.items() if names[: len(own)] == own)
             named.setdefault(split, []).extend(images)
@@ -295,10 +285,7 @@ def _named_images(
     found_splits = {split: sorted(set(files)) for split, files in named.items() if files}
     words = {split_of(file.rpartition("/")[0]) for file in finder.files}
     if "train" in stale and "train" not in words | {*found_splits}:
-        hint = (
-            "correct the path; or delete train, val and test from the file: the folders of the "
-            "images are then the splits"
-        )
+        hint = "correct it, or delete train, val and test: the folders are then the splits"
         raise DataError(stale["train"], hint=hint)
     return found_splits
 
@@ -375,8 +362,10 @@ def _label_files(
     copies, different = list[PurePosixPath](), list[str]()
     for image, files in several.items():
         if len(files) > 1:  # one may describe the image in words
-            labels = [file for file in files if _is_label(finder.root / file)] or files
-            contents = {(finder.root / file).read_bytes() for file in labels}
+            paths = {file: finder.root / file for file in files}
+            labels = [f for f, path in paths.items() if has_boxes(path) or not path.stat().st_size]
+            labels = labels or files
+            contents = {paths[file].read_bytes() for file in labels}
             different += [f"{' and '.join(map(str, labels))} ({image})"] * (len(contents) > 1)
             copies += [file for file in files if file != labels[0]]
             several[image] = labels
@@ -384,10 +373,6 @@ def _label_files(
     note_copies(copies, notes)
     used = {text for text, item in zip(texts, found, strict=True) if item}
     return {image: files[0] for image, files in several.items()}, used
-
-
-def _is_label(path: Path) -> bool:
-    return has_boxes(path) or not path.stat().st_size
 
 
 def _with_unnamed(
@@ -465,21 +450,11 @@ def _no_labels(
         problem = f"{root}: no object is labeled: all label files are empty, such as {first}"
         return DataError(problem, hint="label the images, and export again")
     found = [str(text) for text in texts if has_boxes(root / text)] or ["none"]
-    expected = _expected_label(min(images))
     return DataError(
-        f"{root}: none of {len(images):,} images has a label file of its name, such as {expected}; "
-        f"label files: {listed(found, MAX_NAMED)}",
+        f"{root}: none of {len(images):,} images, such as {min(images)}, has a label file of its "
+        f"name; label files: {listed(found, MAX_NAMED)}",
         hint="a label file has the name of its image, as in labels/a.txt for images/a.jpg",
     )
-
-
-def _expected_label(image: str) -> str:
-    """Return `labels` in place of the last `images` of the path, or in the image's folder."""
-    parts = image.rpartition(".")[0].split("/")
-    for n in reversed(range(len(parts) - 1)):
-        if parts[n] == "images":
-            return "/".join([*parts[:n], "labels", *parts[n + 1 :]]) + ".txt"
-    return "/".join(parts) + ".txt"
 
 
 def _boxes(path: Path, names: list[str], keypoints: bool) -> list[LabeledBox]:
@@ -493,8 +468,9 @@ def _boxes(path: Path, names: list[str], keypoints: bool) -> list[LabeledBox]:
             problem = f"{line[:60]!r}: expected a class number and fractions"
             raise DataError(f"{location}: {problem}") from None
         if index != label or not 0 <= label < len(names):
-            problem = f"class {index:g}, but there are {len(names)} names, from 0 on"
-            raise DataError(f"{location}: {problem}")
+            raise DataError(
+                f"{location}: class {index:g}, but there are {len(names)} names, from 0"
+            )
         left, top, right, bottom = _edges(numbers[:4] if keypoints else numbers, location)
         boxes.append(LabeledBox(names[label], left, top, right - left, bottom - top))
     return boxes

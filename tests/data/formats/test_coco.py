@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ssdctl.data.annotations import Annotations
 from ssdctl.data.check import CLIPPED, DROPPED_BOXES, Checked, clip
 from ssdctl.data.check import check as check_annotations
-from ssdctl.data.find_images import resolve_images
+from ssdctl.data.dataset import resolve_images
 from ssdctl.data.formats import coco, yolo
 from ssdctl.errors import DataError
 

@@ -17,9 +17,8 @@ from data.formats import exports
 from ssdctl.config import DataConfig, PrepareConfig
 from ssdctl.data.annotations import Annotations, ClassName, LabeledImage, from_images
 from ssdctl.data.check import duplicate_names
-from ssdctl.data.dataset import find
+from ssdctl.data.dataset import find, resolve_images
 from ssdctl.data.export_dataset import export_dataset
-from ssdctl.data.find_images import resolve_images
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split

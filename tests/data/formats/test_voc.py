@@ -10,8 +10,7 @@ from data.formats import exports
 from data.formats.exports import boxes_of, tree
 
 from ssdctl.config import PrepareConfig
-from ssdctl.data.dataset import find
-from ssdctl.data.find_images import resolve_images
+from ssdctl.data.dataset import find, resolve_images
 from ssdctl.data.formats.voc import read
 from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError

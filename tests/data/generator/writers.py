@@ -140,7 +140,9 @@ def yolo(
             if picture.things or "no empty files" not in world.flags:
                 tree.write(placed(labels, split, picture, ".txt"), yolo_label(picture, world))
         content[split] = folder or "."
-        if "stale" in world.flags:  # of another machine
+        if "stale" in world.flags:
+            content[split] = f"../{WORDS[split]}/images"
+        elif "other machine" in world.flags:
             content[split] = f"/home/me/parts/{folder}"
         elif "above" in world.flags:
             content[split] = f"../{folder.replace('val/', 'valid/')}"
@@ -206,16 +208,19 @@ def voc(world: World, tree: Tree, *, images: str, labels: str, lists: str = "") 
 # CVAT for images 1.1: https://docs.cvat.ai/docs/manual/advanced/xml_format
 
 
-def cvat_shape(thing: Thing, world: World) -> str:
+def cvat_shape(n: int, thing: Thing, world: World) -> str:
+    """Return a shape whose extent is the box; of four of a kind, the first and last are turned."""
     left, top, right, bottom = corners(thing)
     x, y, rx, ry = (left + right) / 2, (top + bottom) / 2, thing.width / 2, thing.height / 2
     head = f'label={quoteattr(thing.name)} source="manual" occluded="0" z_order="0"'
-    if "polygons" in world.flags:
+    kinds = [kind for kind in ("ellipses", "polygons") if kind in world.flags] or ["boxes"]
+    kind, is_turned = kinds[n % len(kinds)], n % 4 in (0, 3)
+    if kind == "polygons":
         points = f"{x:.3f},{top:.3f};{right:.3f},{y:.3f};{x:.3f},{bottom:.3f};{left:.3f},{y:.3f}"
         return f'<polygon {head} points="{points}"></polygon>'
-    if "ellipses" in world.flags and "turned" not in world.flags:
+    if kind == "ellipses" and not is_turned:
         return f'<ellipse {head} cx="{x}" cy="{y}" rx="{rx}" ry="{ry}"></ellipse>'
-    if "ellipses" in world.flags:  # turned by 10 degrees, and as wide and high as the box
+    if kind == "ellipses":  # turned by 10 degrees, and as wide and high as the box
         cosine, sine = math.cos(math.radians(10)) ** 2, math.sin(math.radians(10)) ** 2
         first, second = (
             math.sqrt((cosine * a * a - sine * b * b) / (cosine - sine))
@@ -223,7 +228,7 @@ def cvat_shape(thing: Thing, world: World) -> str:
         )
         radii = f'rx="{first:.6f}" ry="{second:.6f}"'
         return f'<ellipse {head} cx="{x}" cy="{y}" {radii} rotation="10.0"></ellipse>'
-    if "turned" in world.flags:
+    if is_turned:
         left, top, right, bottom = x - ry, y - rx, x + ry, y + rx
         head += ' rotation="270.0"'
     return f'<box {head} xtl="{left}" ytl="{top}" xbr="{right}" ybr="{bottom}"></box>'
@@ -234,7 +239,7 @@ def cvat_xml(world: World, tree: Tree) -> None:
     for n, picture in enumerate(world.pictures):
         folder = f"images/{picture.split}" if len(world.splits) > 1 else "images"
         tree.image(f"{folder}/{picture.name}", picture)
-        shapes = "".join(cvat_shape(thing, world) for thing in picture.things)
+        shapes = "".join(cvat_shape(n, t, world) for n, t in enumerate(picture.things))
         subset = f' subset="{picture.split}"' if len(world.splits) > 1 else ""
         images.append(
             f"<image id={quoteattr(str(n))} name={quoteattr(picture.name)}{subset} "
@@ -457,7 +462,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(coco, images="{split} prepared", labels="j/{split}.json", toml=True),
     ),
     "yolo: ultralytics": (
-        _YOLO._replace(flags=(*_YOLO.flags, "stale", "data is the file"), named=False),
+        _YOLO._replace(flags=(*_YOLO.flags, "stale", "other machine", "data is the file"), named=False),
         partial(yolo, images="images/{split}", labels="labels/{split}", names="data.yaml"),
     ),
     "yolo: roboflow": (
@@ -528,7 +533,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
     ),
     "voc: mirrored": (_VOC._replace(named=False), partial(voc, images="images/{split}", labels="annotations/{split}")),
     "cvat-xml": (
-        Layout(("polygons", "ellipses", "turned", "data is the file"), classes="all"), cvat_xml
+        Layout(("polygons", "ellipses", "data is the file"), classes="all"), cvat_xml
     ),
     "openimages": (
         Layout(("quoted", "suffixes"), "stored", named=False, crowds=True, suffixes=(".jpg",)),
