@@ -173,7 +173,7 @@ def measure_other(
     from ssdctl.device import open_device
 
     device = open_device(device_name, execution="eager")
-    device.set_tf32(True)
+    device.blocks.enter_context(device.settings(tf32=True))
     norm = "batch" if backbone == "resnet50" else "none"
     architecture = Architecture(backbone, norm, 81)
     arithmetic = "fp32" if precision == "tf32" else precision

@@ -76,7 +76,8 @@ def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterat
     if device.execution == "compile":
         fused.swap_in(last_stages, device.forms)
         # The number of boxes varies; only a C++ wrapper releases the GIL for the other threads.
-        inductor.compile_in_place(last_stages, dynamic=None, options={"cpp_wrapper": True})
+        options = {"cpp_wrapper": True}
+        inductor.compile_in_place(last_stages, device.blocks, dynamic=None, options=options)
 
     def finish(batch: Batch, chunk: slice) -> None:
         images, boxes, labels = batch.images[chunk], batch.boxes[chunk], batch.labels[chunk]

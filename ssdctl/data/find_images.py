@@ -17,8 +17,9 @@ split. It is an exact path if the name follows the folder of the labels or usual
 8. with the size that the labels give
 
 An exact path is that of one entry; other entries get only files that no exact path names, so the
-boxes of a missing image never go to another listed image. If the paths of the same labels have a
-beginning of another machine, an image that would need a different one is missing. What remains
+boxes of a missing image never go to another listed image. `val/a.jpg` in `images` and `a.jpg` in
+`images/val` are one file: that of the folder of rules 2 and 3. If the paths of the same labels have
+a beginning of another machine, an image that would need a different one is missing. What remains
 ambiguous is an error, as is a file that two splits have with different boxes.
 """
 
@@ -96,9 +97,6 @@ class _Row(NamedTuple):
         return None if self.entry.is_label_file else self.entry.labels
 
 
-_Claim = tuple[int, int, str]  # whether the split is right, how many images agree, the prefix
-
-
 class ImageFinder:
     """The image files below a folder.
 
@@ -145,7 +143,7 @@ class ImageFinder:
         """
         named = ((entry, self._name(entry.name)) for entry in wanted)
         rows = [_Row(entry, name, self._options(entry, name)) for entry, name in named]
-        rows = self._without_outranked(rows)
+        rows = self._without_outranked(_with_counts(rows))
         ambiguous: list[str] = []
         found = self._exact(rows, ambiguous)
         self._by_tail(rows, found, ambiguous, may_share=may_share)
@@ -158,24 +156,18 @@ class ImageFinder:
         `val/a.jpg` of `images` and `a.jpg` of `images/val` are one file. It is that of the folder
         with the name of the split, or with most images of the same labels.
         """
-        counts, claims = _counts(rows), dict[tuple[object, ...], set[_Claim]]()
+        claims: dict[tuple[object, ...], set[tuple[tuple[int, ...], str]]] = {}
 
-        def claim(row: _Row, option: _Option) -> _Claim:
-            entry = row.entry
-            count = counts[entry.labels, entry.split, option.lead, option.prefix]
-            return option.evidence[1], count, option.prefix
-
-        def others(row: _Row, option: _Option) -> set[_Claim]:
+        def others(row: _Row, option: _Option) -> set[tuple[tuple[int, ...], str]]:
             return claims.setdefault((row.key, row.entry.split, option.lead, option.file), set())
 
         for row in rows:
             for option in row.options if row.key is not None else ():
-                others(row, option).add(claim(row, option))
+                others(row, option).add((option.evidence[1:3], option.prefix))
 
         def is_first(row: _Row, option: _Option) -> bool:
-            own = claim(row, option)
-            stronger = (c for c in others(row, option) if c[:2] > own[:2])
-            return all(self._is_same_folder(c[2], own[2]) for c in stronger)
+            stronger = (prefix for e, prefix in others(row, option) if e > option.evidence[1:3])
+            return all(self._is_same_folder(prefix, option.prefix) for prefix in stronger)
 
         return [row._replace(options=[o for o in row.options if is_first(row, o)]) for row in rows]
 
@@ -192,7 +184,7 @@ class ImageFinder:
         folder: `images/a.jpg` and `a.jpg`. If the same labels name `val/b.jpg` in `images`, then
         `images/val/a.jpg` is not their `a.jpg`.
         """
-        counts, owners = _counts(rows), dict[str, str]()  # by file: the longest name
+        owners = dict[str, str]()  # by file: the longest name
         found: list[Found | None] = [None] * len(rows)
         named: set[tuple[object, ...]] = set()  # labels, and a folder within their names
         for n in sorted(range(len(rows)), key=lambda n: -rows[n].name.count("/")):
@@ -201,7 +193,7 @@ class ImageFinder:
             options = [option for option in exact if (*key, option.prefix) not in named]
             free = [o for o in options if owners.get(o.file, name) == name]
             free = free or [o for o in options if self._is_same(owners[o.file], name)]
-            if free and (best := self._best(rows[n].entry, free, counts, ambiguous)):
+            if free and (best := self._best(rows[n].entry, free, ambiguous)):
                 found[n] = Found(best.file, is_exact=True)
                 owners.setdefault(best.file, name)
                 named |= {(*key, folder) for folder in self._named_by(rows[n], best)}
@@ -224,12 +216,12 @@ class ImageFinder:
             (row.key, EXACT) for row, item in zip(rows, found, strict=True) if item and row.is_path
         }
         taken = {item.file for item in found if item}
-        counts, chosen = _counts(rows), dict[int, _Option]()
+        chosen = dict[int, _Option]()
         for n, row in enumerate(rows):
             free = [option for option in row.options if option.file not in taken]
             if found[n] or not free or any(option.is_exact for option in row.options):
                 continue
-            if best := self._best(row.entry, free, counts, ambiguous):
+            if best := self._best(row.entry, free, ambiguous):
                 chosen[n] = best
                 right |= {(row.key, best.lead)} if row.is_path else set()
         named = {
@@ -319,23 +311,11 @@ class ImageFinder:
         usual = (name.lower() in OF_LABELS or name.lower() in self.standard for name in folders)
         return [name for name, is_usual in zip(folders, usual, strict=True) if not is_usual]
 
-    def _best(
-        self,
-        entry: Wanted,
-        options: list[_Option],
-        counts: Counter[tuple[object, ...]],
-        ambiguous: list[str],
-    ) -> _Option | None:
+    def _best(self, entry: Wanted, options: list[_Option], ambiguous: list[str]) -> _Option | None:
         """Return the option with the best evidence; None if several are left, which are noted."""
-
-        def rank(option: _Option) -> tuple[int, ...]:
-            tail, is_in_split, *rest = option.evidence
-            count = counts[entry.labels, entry.split, option.lead, option.prefix]
-            return (tail, is_in_split, count, *rest)
-
         if len(options) > 1:
-            best = max(map(rank, options))
-            options = [option for option in options if rank(option) == best]
+            best = max(option.evidence for option in options)
+            options = [option for option in options if option.evidence == best]
         if len(options) > 1:
             options = [o for o in options if self._has_size(o.file, entry.size)] or options
         if len(options) == 1:
@@ -372,13 +352,20 @@ class ImageFinder:
         return [wanted(path) for path in labels]
 
 
-def _counts(rows: Iterable[_Row]) -> Counter[tuple[object, ...]]:
-    """Return how many names of the same labels each other beginning makes a path of a file."""
-    return Counter(
+def _with_counts(rows: Sequence[_Row]) -> list[_Row]:
+    """Add to the evidence how many names of the same labels agree on what their beginning means."""
+    counts = Counter(
         (row.entry.labels, row.entry.split, *beginning)
         for row in rows
         for beginning in {(option.lead, option.prefix) for option in row.options}
     )
+
+    def counted(row: _Row, option: _Option) -> _Option:
+        tail, is_in_split, *others = option.evidence
+        count = counts[row.entry.labels, row.entry.split, option.lead, option.prefix]
+        return option._replace(evidence=(tail, is_in_split, count, *others))
+
+    return [row._replace(options=[counted(row, o) for o in row.options]) for row in rows]
 
 
 def stem_of(name: str) -> str:

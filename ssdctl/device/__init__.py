@@ -9,6 +9,7 @@ There is no silent fallback to another device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -86,13 +87,17 @@ class Device(ABC):
         dtype = AUTOCAST_DTYPES.get(precision)
         return torch.autocast(self.torch_device.type, dtype, enabled=dtype is not None)
 
-    def set_tf32(self, wanted: bool) -> None:
-        """Allow or forbid rounding the factors of fp32 products to TF32, if the hardware can."""
-        return
+    @functools.cached_property
+    def blocks(self) -> contextlib.ExitStack:
+        """Blocks with more settings, which end where `opened_device` closes the device."""
+        return contextlib.ExitStack()
 
     def settings(self, *, tf32: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which the process's settings are those for this device's kernels."""
-        self.set_tf32(tf32)
+        """Return a block in which the process's settings are those for this device's kernels.
+
+        Args:
+            tf32: Round the factors of fp32 products to TF32, if the hardware can.
+        """
         return contextlib.nullcontext()
 
     def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
@@ -212,14 +217,13 @@ def opened_device(
     """Open a device for a block, with its settings; after it those and the cores are as before."""
     with cores_kept():
         device = open_device(name, ranks.local_rank, execution)
-        with device.settings(tf32=tf32):
+        with device.settings(tf32=tf32), device.blocks:
             yield device
 
 
 # What the methods of a device return; those of `autocast` are called in compiled code.
 RETURNS: dict[str, type | UnionType] = {
     "place": nn.Module,
-    "set_tf32": object,
     "settings": contextlib.AbstractContextManager,
     "compile": object,
     "host_buffer": Tensor,

@@ -44,7 +44,7 @@ class Cpu(Device):
 
     def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":
-            inductor.compile_in_place(module, overlap=overlap)
+            inductor.compile_in_place(module, self.blocks, overlap=overlap)
 
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()

@@ -86,7 +86,7 @@ class Cuda(Device):
         if self.execution == "compile":
             inductor.keep_pool_backward()
             options = inductor.gpu_options(module)
-            inductor.compile_in_place(module, overlap=overlap, options=options)
+            inductor.compile_in_place(module, self.blocks, overlap=overlap, options=options)
 
     def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True)

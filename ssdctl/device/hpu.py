@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ssdctl.device import Device, Module
 from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
 from ssdctl.runtime.packages import package_release
-from ssdctl.runtime.system import is_on_network, private_cache_dir
+from ssdctl.runtime.system import private_cache_dir, with_variables
 
 BRIDGE = "habana_frameworks"
 BRIDGE_PACKAGE = "habana-torch-plugin"
@@ -32,6 +32,7 @@ TORCH_DEVICE = "hpu"  # the tests' fake computes on the CPU
 MODE = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 RECIPES_MB = 4096
+_modes: dict[ModuleType | None, str] = {}  # of the bridge that ssdctl has imported
 
 
 class Hpu(Device):
@@ -45,16 +46,22 @@ class Hpu(Device):
     def __init__(self, execution: str) -> None:
         self.execution = execution
         _require_mode(execution)
-        # Both variables are read when the bridge is imported.
-        os.environ[MODE] = str(int(execution == "lazy"))
-        self.notices = _set_recipe_cache()
-        self._core = importlib.import_module(f"{BRIDGE}.torch.core")
-        self._hpu = importlib.import_module(f"{BRIDGE}.torch.hpu")
+        mode = str(int(execution == "lazy"))
+        recipes, self.notices = _recipe_cache()
+        # The import of the bridge reads both; what else does is not documented.
+        self._variables = {MODE: mode, **recipes}
+        with with_variables(self._variables):
+            self._core = importlib.import_module(f"{BRIDGE}.torch.core")
+            self._hpu = importlib.import_module(f"{BRIDGE}.torch.hpu")
+        _modes[self._core] = mode
         self.torch_device = torch.device(TORCH_DEVICE)
 
     @property
     def forms(self) -> tuple[str, ...]:
         return ("compiled", "no_scatter") if self.execution == "compile" else ("no_scatter",)
+
+    def settings(self, *, tf32: bool) -> contextlib.AbstractContextManager[None]:
+        return with_variables(self._variables)
 
     def place(self, model: Module) -> Module:
         with _clear_errors():  # the first tensor acquires the card
@@ -62,7 +69,7 @@ class Hpu(Device):
 
     def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":
-            split_at_buckets(overlap)
+            self.blocks.enter_context(split_at_buckets(overlap))
             module.compile(backend="hpu_backend", dynamic=False)
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -93,27 +100,20 @@ class Hpu(Device):
         self._hpu.reset_peak_memory_stats()
 
 
-def _set_recipe_cache() -> tuple[str, ...]:
-    """Keep compiled graphs for the ranks of this machine and for resumed runs; return warnings.
+def _recipe_cache() -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the variable that keeps compiled graphs for ranks and resumed runs, and warnings.
 
     The vendor requires a local disk: the ranks lock the files.
     """
-    if value := os.environ.get(RECIPES):
-        folder, *fields = value.split(",")
-        if len(fields) < 3 and is_on_network(Path(folder)):
-            return (
-                f"{RECIPES} names {folder}, which is on a network file system: the vendor requires "
-                "a local disk (newer releases have a fourth field for NFS)",
-            )
-        return ()
+    if os.environ.get(RECIPES):
+        return {}, ()
     cache = private_cache_dir("hpu")
     if cache is None:
-        return (
+        return {}, (
             "compiled graphs are not kept: $TMPDIR/ssdctl-UID (or /tmp/ssdctl-UID) belongs to "
             f"another user or is open to others; {RECIPES} names another folder",
         )
-    os.environ[RECIPES] = f"{cache},false,{RECIPES_MB}"
-    return ()
+    return {RECIPES: f"{cache},false,{RECIPES_MB}"}, ()
 
 
 def _require_mode(execution: str) -> None:
@@ -124,7 +124,7 @@ def _require_mode(execution: str) -> None:
     if f"{BRIDGE}.torch.core" not in sys.modules:
         return
     default = "1" if _default_execution() == "lazy" else "0"
-    is_lazy = os.environ.get(MODE, default) != "0"
+    is_lazy = (_chosen_mode() or default) != "0"
     if is_lazy != (execution == "lazy"):
         loaded, wanted = ("lazy", "0") if is_lazy else ("eager", "1")
         raise UsageError(
@@ -132,6 +132,11 @@ def _require_mode(execution: str) -> None:
             f"execution {execution}",
             hint=f"start Python with {MODE}={wanted}",
         )
+
+
+def _chosen_mode() -> str | None:
+    """Return the mode in which ssdctl loaded the bridge, else that of the user's variable."""
+    return _modes.get(sys.modules.get(f"{BRIDGE}.torch.core")) or os.environ.get(MODE)
 
 
 def _default_execution() -> str:
@@ -164,7 +169,7 @@ def open_device(local_rank: int, execution: str | None) -> Hpu:
             "pip install --no-deps to keep its torch",
         )
     if execution is None:  # the user may have chosen by the vendor's own variable
-        execution = {"0": "compile", "1": "lazy"}.get(os.environ.get(MODE, ""))
+        execution = {"0": "compile", "1": "lazy"}.get(_chosen_mode() or "")
     execution = DEVICE_TYPES["hpu"].choose_execution(execution or _default_execution())
     with _clear_errors():
         return Hpu(execution)

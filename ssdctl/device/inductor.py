@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -13,10 +14,11 @@ import torch
 from torch import nn
 
 from ssdctl.runtime.packages import torch_release
-from ssdctl.runtime.system import private_cache_dir
+from ssdctl.runtime.system import Overridden, private_cache_dir, with_variables
 
 OLDEST_COMBO_KERNELS = (2, 9)  # PyTorch release; earlier ones have an experiment
 OLDEST_GPU = (7, 0)  # compute capability; Triton's minimum
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def resolve_execution(
@@ -81,25 +83,39 @@ def keep_pool_backward() -> None:
     decompositions.pop(torch.ops.aten.max_pool2d_with_indices_backward.default, None)
 
 
-def split_at_buckets(overlap: bool) -> None:
+def _set_split(overlap: bool) -> None:
+    torch._dynamo.config.optimize_ddp = overlap
+
+
+_SPLIT: Overridden[Any] = Overridden(lambda: torch._dynamo.config.optimize_ddp, _set_split)
+
+
+def split_at_buckets(overlap: bool) -> contextlib.AbstractContextManager[None]:
     """Let DistributedDataParallel split compiled steps where its buckets end, or keep one graph.
 
     Split, the gradients of a bucket are exchanged during the backward pass. But before torch 2.8
     the parts have no static inputs, so CUDA graphs are recorded again and again
     (pytorch/pytorch#155746). Habana's example of compiled training keeps one graph.
     """
-    import torch._dynamo
 
-    torch._dynamo.config.optimize_ddp = overlap
+    return _SPLIT.by(overlap)
 
 
-def compile_in_place(module: nn.Module, *, overlap: bool = False, **options: Any) -> None:
+def compile_in_place(
+    module: nn.Module, blocks: contextlib.ExitStack, *, overlap: bool = False, **options: Any
+) -> None:
     """Compile a module's calls as one graph; graph breaks are errors.
 
     Shapes are static unless the options override it. For `overlap` see `split_at_buckets`.
+
+    Args:
+        blocks: Gets the settings of the process that compiling needs: call the module in them.
     """
-    # On a network file system, ranks of several nodes fail at a cold start.
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (cache := private_cache_dir("inductor")):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    split_at_buckets(overlap)
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # On a network file system, ranks of several nodes fail at a cold start. PyTorch sets the
+    # variable itself, to the absolute path.
+    folder = os.environ.get(CACHE) or private_cache_dir("inductor") or default_cache_dir()
+    blocks.enter_context(with_variables({CACHE: str(Path(folder).resolve())}))
+    blocks.enter_context(split_at_buckets(overlap))
     module.compile(**{"fullgraph": True, "dynamic": False, **options})

@@ -7,6 +7,7 @@ Not run on hardware yet: tested with a recording fake.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 
 import torch
@@ -18,9 +19,11 @@ from ssdctl.device.inductor import split_at_buckets
 from ssdctl.errors import UsageError
 from ssdctl.runtime.hardware import find_hardware
 from ssdctl.runtime.packages import torch_warnings_ignored
+from ssdctl.runtime.system import Overridden
 
 PACKAGE = "torch_tpu"
 TORCH_DEVICE = "tpu"  # the tests' fake computes on the CPU
+_PRECISION = Overridden(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
 class Tpu(Device):
@@ -36,19 +39,18 @@ class Tpu(Device):
         with torch_warnings_ignored():  # experimental, says the package
             properties = importlib.import_module("torch.tpu").get_device_properties()
         self.label, self._memory = str(properties.name), int(properties.total_memory)
-        self.set_tf32(False)
 
     @property
     def forms(self) -> tuple[str, ...]:
         return ("no_scatter", "no_gather")
 
-    def set_tf32(self, wanted: bool) -> None:
+    def settings(self, *, tf32: bool) -> contextlib.AbstractContextManager[None]:
         # A TPU's own default rounds the factors of fp32 products to bf16.
-        torch.set_float32_matmul_precision("high" if wanted else "highest")
+        return _PRECISION.by("high" if tf32 else "highest")
 
     def compile(self, module: nn.Module, *, overlap: bool = False) -> None:
         if self.execution == "compile":
-            split_at_buckets(overlap)
+            self.blocks.enter_context(split_at_buckets(overlap))
             module.compile(backend="tpu", dynamic=False)
 
     def copy(self, tensor: Tensor) -> Tensor:

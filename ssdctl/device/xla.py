@@ -12,18 +12,20 @@ Tested on the CPU (`PJRT_DEVICE=CPU`, also with `CPU_NUM_DEVICES=2`); not on a T
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ssdctl.config.fields import DEVICE_TYPES
 from ssdctl.device import Device, refused_device, require_package
 from ssdctl.errors import UsageError
-from ssdctl.runtime.system import private_cache_dir
+from ssdctl.runtime.system import Overridden, private_cache_dir, with_defaults
 
 PACKAGE = "torch_xla"
 
@@ -37,8 +39,6 @@ class Xla(Device):
     memory_errors = ("resource_exhausted",)
 
     def __init__(self, local_rank: int) -> None:
-        # Otherwise a learning rate of 0 or 1 becomes part of the graph, which is compiled again.
-        os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
         self._xla = importlib.import_module(PACKAGE)
         self._model = importlib.import_module(f"{PACKAGE}.core.xla_model")
         self._metrics = importlib.import_module(f"{PACKAGE}.debug.metrics")
@@ -61,11 +61,10 @@ class Xla(Device):
                 )
             runtime.use_spmd()
             self._split_batch = _batch_splitter(self.num_cores)
-        # torch_xla warns at each change of precision.
-        logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)
-        self._products = ""
-        self.set_tf32(False)
         self.torch_device = self._xla.device()
+        # Otherwise a learning rate of 0 or 1 becomes part of the graph, which is compiled again.
+        with with_defaults({"XLA_NO_SPECIAL_SCALARS": "1"}):
+            torch.zeros((), device=self.torch_device).add_(0.5)  # the first scalar reads it
         cores = f", {self.num_cores} cores" if self.num_cores > 1 else ""
         self.label = f"XLA {runtime.device_type()}{cores}"
 
@@ -73,13 +72,9 @@ class Xla(Device):
     def forms(self) -> tuple[str, ...]:
         return ("no_scatter", "no_gather")
 
-    def set_tf32(self, wanted: bool) -> None:
+    def settings(self, *, tf32: bool) -> contextlib.AbstractContextManager[None]:
         # A TPU's own default rounds the factors of fp32 products to bf16.
-        products = "high" if wanted else "highest"
-        if products != self._products:
-            backends = importlib.import_module(f"{PACKAGE}.backends")
-            backends.set_mat_mul_precision(products)
-            self._products = products
+        return _PRODUCTS.by("high" if tf32 else "highest")
 
     def copy(self, tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
@@ -125,6 +120,12 @@ class Xla(Device):
             return int(data[0]) if data else 0
 
         return {"compiles": count("CompileTime"), "pulls": count("TransferFromDeviceTime")}
+
+
+_PRODUCTS: Overridden[str] = Overridden(  # by the public functions torch_xla warns each time
+    lambda: sys.modules["_XLAC"]._xla_get_mat_mul_precision(),
+    lambda precision: sys.modules["_XLAC"]._xla_set_mat_mul_precision(precision),
+)
 
 
 def _claim_chips(local_rank: int, runtime: Any) -> None:

@@ -27,7 +27,7 @@ from ssdctl.distributed import Ranks, interface_for_peers
 from ssdctl.errors import DistributedError, SsdctlError, Stopped, UsageError
 from ssdctl.runtime import signals
 from ssdctl.runtime.packages import no_buffer_sync
-from ssdctl.runtime.system import run_in_daemon_thread, with_variables
+from ssdctl.runtime.system import run_in_daemon_thread, with_defaults
 
 if TYPE_CHECKING:
     from ssdctl.data.store import Split
@@ -80,7 +80,7 @@ def process_group(
         timeout = datetime.timedelta(seconds=timeout_s)
         with _stdout_to_stderr():
             if is_ours:
-                variables.enter_context(with_variables(_variables(ranks)))
+                variables.enter_context(with_defaults(_variables(ranks)))
                 _join(ranks, device, timeout)
             else:
                 _use_joined(timeout)

@@ -31,11 +31,6 @@ SYSFS = Path("/sys/devices/system/cpu")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, in /proc/cpuinfo
 UNLIMITED = resource.RLIM_INFINITY  # a limit that is not set
 RESERVED_FILES = 512  # open files besides the store
-NETWORK_FILE_SYSTEMS = {
-    *("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.ceph", "gpfs", "beegfs", "pvfs2"),
-    *("afs", "9p", "fuse.sshfs", "fuse.glusterfs", "glusterfs", "wekafs"),
-}
-MOUNTS = Path("/proc/mounts")
 # malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 NEVER = 2**31 - 1
@@ -222,19 +217,6 @@ def private_cache_dir(name: str) -> Path | None:
     return folder
 
 
-def is_on_network(path: Path) -> bool:
-    """Return whether a path is on a file system of another machine; False if that is unknown."""
-    resolved, longest, kind = path.resolve(), "", ""
-    for line in read_text(MOUNTS).splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        folder = fields[1].replace("\\040", " ")
-        if len(folder) >= len(longest) and resolved.is_relative_to(folder):
-            longest, kind = folder, fields[2]
-    return kind in NETWORK_FILE_SYSTEMS
-
-
 def limit_threads() -> None:
     """Limit torch's threads to the CPU quota; call it before torch is loaded.
 
@@ -309,11 +291,18 @@ def variable(name: str) -> Overridden[str | None]:
 
 
 @contextlib.contextmanager
-def with_variables(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set those of the environment variables that are not set, for the duration of the block."""
+def with_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of the block."""
     with contextlib.ExitStack() as stack:
-        for name, value in defaults.items():
-            stack.enter_context(variable(name).by(os.environ.get(name, value)))
+        for name, value in values.items():
+            stack.enter_context(variable(name).by(value))
+        yield
+
+
+@contextlib.contextmanager
+def with_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set those of the environment variables that are not set, for the duration of the block."""
+    with with_variables({name: os.environ.get(name, value) for name, value in defaults.items()}):
         yield
 
 

@@ -45,7 +45,7 @@ from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
 from ssdctl.runs.folder import run_dir
 from ssdctl.runs.run import continued_config
 from ssdctl.runtime.progress import Progress
-from ssdctl.runtime.system import Overridden, with_variables
+from ssdctl.runtime.system import Overridden, with_defaults
 from ssdctl.training.description import warning_of_cut
 from ssdctl.training.memory import architecture_of, plan_on_device
 from ssdctl.training.observers import Observer
@@ -220,7 +220,7 @@ def deterministic_kernels(is_on: bool) -> Iterator[None]:
         return
     # The variable is read at the first use.
     with (
-        with_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        with_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
         _KERNELS.by((True, False, False)),
     ):
         yield

@@ -134,7 +134,7 @@ class TrainStep:
         if not device.supports_found_inf:
             assert scale is None
             self._guarded_update = GuardedUpdate(config.clip_grad)
-            device.compile(self._guarded_update)
+            device.compile(self._guarded_update, overlap=config.overlap_gradients)
         # The gradients are either averaged by DistributedDataParallel, or added up afterwards.
         self._adds_up = ranks.world_size > 1 and device.ddp_bucket_mb is None
         self._loss_module = collectives.wrap(loss_module, ranks, device)

@@ -33,10 +33,11 @@ def test_steps_are_compiled_by_the_packages_backend(
 
 def test_fp32_is_fp32(tpu: list[str]) -> None:
     """A TPU's own default is `medium`: products of bf16."""
-    device = open_device("tpu")
-    assert torch.get_float32_matmul_precision() == "highest"
-    device.set_tf32(True)
-    assert torch.get_float32_matmul_precision() == "high"
+    device, before = open_device("tpu"), torch.get_float32_matmul_precision()
+    for tf32, products in ((False, "highest"), (True, "high")):
+        with device.settings(tf32=tf32):
+            assert torch.get_float32_matmul_precision() == products
+        assert torch.get_float32_matmul_precision() == before
     assert device.memory_bytes() == 16 << 30
 
 

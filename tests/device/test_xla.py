@@ -68,10 +68,11 @@ def test_fp32_is_fp32(xla: Device) -> None:
     """A TPU's own default rounds the factors of products to bf16."""
     from torch_xla import backends
 
-    assert backends.get_mat_mul_precision() == "highest"
-    xla.set_tf32(True)
-    assert backends.get_mat_mul_precision() == "high"
-    xla.set_tf32(False)
+    for tf32, products in ((False, "highest"), (True, "high")):
+        with xla.settings(tf32=tf32):
+            assert backends.get_mat_mul_precision() == products
+        assert backends.get_mat_mul_precision() == "default"
+    assert "XLA_NO_SPECIAL_SCALARS" not in os.environ  # read, and restored
 
 
 def test_a_rank_takes_one_chip_of_its_node() -> None:

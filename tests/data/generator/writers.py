@@ -60,13 +60,18 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
     """`images` is the folder of a split's images, `labels` its file; file names are relative."""
     text = ""
     ids = {name: 3 * n + 1 for n, name in enumerate(world.classes)}
+    bare = [] if world.decoys else [p.stem for p in world.pictures if not p.is_missing]
+    is_bare = "bare names" in world.flags and len({*bare}) == len(world.pictures)
+    more = range(25) if is_bare and tree.is_blank else ()
+    others = [world.pictures[0]._replace(folder="", stem=f"more {n}", things=()) for n in more]
     for split in world.splits:
         words = {"split": split, "word": WORDS[split], "below": "" if split == "train" else split}
         folder, file = images.format(**words).rstrip("/"), labels.format(**words)
         entries, boxes = [], []
-        for n, picture in enumerate(world.of(split), 7):
-            path = tree.image(f"{folder}/{picture.name}".lstrip("/"), picture)
-            name, dot = picture.name, "./"
+        for n, picture in enumerate([*others, *world.of(split)], 7):
+            place = "photos" if others and picture not in others else folder
+            path = tree.image(f"{place}/{picture.name}".lstrip("/"), picture)
+            name, dot = posixpath.basename(path) if is_bare else picture.name, "./"
             if "from the root" in world.flags:
                 name = path
             if "other machine" in world.flags:
@@ -80,7 +85,7 @@ def coco(world: World, tree: Tree, *, images: str, labels: str, toml: bool = Fal
             # A merged dataset has an entry for each object of an image.
             if "listed twice" in world.flags and len(picture.things) > 1:
                 is_path = folder == "images" and "other machine" not in world.flags
-                is_path = is_path and STRAY not in world.decoys  # which the shorter name means
+                is_path &= not is_bare and STRAY not in world.decoys  # which the short name means
                 again = path if is_path else dot + name
                 entries.append({"id": n + 500, "file_name": again, **size})
             for k, thing in enumerate(picture.things):
@@ -451,7 +456,8 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         partial(coco, images="my photos", labels="labels.json"),
     ),
     "coco: flat": (
-        _COCO._replace(splits=("train",)), partial(coco, images="images", labels="result.json")
+        _COCO._replace(flags=(*_COCO.flags, "bare names"), splits=("train",)),
+        partial(coco, images="images", labels="result.json")
     ),
     "coco: beside": (
         _COCO._replace(splits=("train",), decoys=False),

@@ -13,9 +13,9 @@ import torch
 from helpers import run_ranks
 from tiny_network import batch, build_training
 
-from ssdctl.device import inductor
+from ssdctl.device import inductor, opened_device
 from ssdctl.device.cpu import Cpu
-from ssdctl.distributed import Ranks
+from ssdctl.distributed import SINGLE_PROCESS, Ranks
 
 SCRIPT = """
 import json, sys
@@ -64,7 +64,7 @@ class TracedCpu(Cpu):
             return make_boxed_func(graph.forward)
 
         backend = aot_autograd(fw_compiler=record, bw_compiler=backward)
-        inductor.compile_in_place(module, overlap=overlap, backend=backend)
+        inductor.compile_in_place(module, self.blocks, overlap=overlap, backend=backend)
 
 
 def take_step(device: TracedCpu, ranks: Ranks, *, overlap_gradients: bool) -> None:
@@ -92,7 +92,11 @@ def test_compiled_code_is_kept_on_this_machine(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # undone after the test
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    before = {**os.environ}
     for overlap in (True, False):
-        inductor.compile_in_place(torch.nn.Identity(), overlap=overlap)
-        assert torch._dynamo.config.optimize_ddp == overlap
-    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
+        with opened_device("cpu", SINGLE_PROCESS, "compile") as device:
+            device.compile(torch.nn.Identity(), overlap=overlap)
+            assert torch._dynamo.config.optimize_ddp == overlap
+            assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
+        assert torch._dynamo.config.optimize_ddp
+        assert os.environ == before
