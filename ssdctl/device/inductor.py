@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,10 @@ def compile_in_place(
     Args:
         blocks: Gets the settings of the process that compiling needs: call the module in them.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    # On a network file system, ranks of several nodes fail at a cold start. PyTorch sets the
-    # variable itself, to the absolute path.
-    folder = os.environ.get(CACHE) or private_cache_dir("inductor") or default_cache_dir()
+    # On a network file system, ranks of several nodes fail at a cold start. The compiler's import
+    # sets the variable itself, to the absolute path.
+    default = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    folder = os.environ.get(CACHE) or private_cache_dir("inductor") or default
     blocks.enter_context(with_variables({CACHE: str(Path(folder).resolve())}))
     blocks.enter_context(split_at_buckets(overlap))
     module.compile(**{"fullgraph": True, "dynamic": False, **options})

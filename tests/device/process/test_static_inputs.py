@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ import torch
 from helpers import run_ranks
 from tiny_network import batch, build_training
 
-from ssdctl.device import inductor, opened_device
+from ssdctl.device import inductor
 from ssdctl.device.cpu import Cpu
-from ssdctl.distributed import SINGLE_PROCESS, Ranks
+from ssdctl.distributed import Ranks
 
 SCRIPT = """
 import json, sys
@@ -86,17 +88,26 @@ def test_every_input_that_a_step_changes_is_static(count: int, graphs: str) -> N
             assert not_static == 0
 
 
-def test_compiled_code_is_kept_on_this_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # undone after the test
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    before = {**os.environ}
-    for overlap in (True, False):
-        with opened_device("cpu", SINGLE_PROCESS, "compile") as device:
-            device.compile(torch.nn.Identity(), overlap=overlap)
-            assert torch._dynamo.config.optimize_ddp == overlap
-            assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
-        assert torch._dynamo.config.optimize_ddp
-        assert os.environ == before
+# In a fresh process: the import of the compiler sets the variable, too.
+KEPT = """
+import os, torch
+from ssdctl.device import opened_device
+from ssdctl.distributed import SINGLE_PROCESS
+before = {**os.environ}
+for overlap in (True, False):
+    with opened_device("cpu", SINGLE_PROCESS, "compile") as device:
+        device.compile(torch.nn.Identity(), overlap=overlap)
+        assert torch._dynamo.config.optimize_ddp == overlap
+        print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert torch._dynamo.config.optimize_ddp
+    assert os.environ == before
+"""
+
+
+def test_compiled_code_is_kept_on_this_machine(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    process = subprocess.run(
+        [sys.executable, "-c", KEPT], env=environment, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == [f"{tmp_path}/ssdctl-{os.getuid()}/inductor"] * 2
