@@ -1,17 +1,23 @@
 """Where the time of a training step on the CPU goes: each convolution, and everything else.
 
     python benchmarks/train.py --layers [--backbone resnet18] [--precision bf16] [--batch 8]
+        [--ultralytics-python VENV/bin/python]
 
 Convolutions are grouped by shape and direction. `limit` is the larger of their FLOP at the measured
 peak and their bytes (input, output and weights once each) at the measured bandwidth; `alone` is
 the same convolution repeated outside of the step. `of limit` is the limit divided by the time in
 the step. What is not a convolution is grouped by kind. Times are medians of steps in milliseconds.
+The last lines are the steps of torchvision's ssd300_vgg16 and ultralytics' yolo11n (peer_step.py).
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +150,20 @@ def profiled(backbone: str, precision: str, batch: int) -> tuple[list[Any], floa
     return list(profiler.key_averages(group_by_input_shape=True)), sorted(times)[STEPS // 2]
 
 
-def main(backbone: str, precision: str, batch: int) -> None:
+def peer_line(python: str, peer: str, precision: str, batch: int, peak: float) -> str:
+    """Measure the step of another program in a separate process."""
+    script = Path(__file__).with_name("peer_step.py")
+    command = [python, str(script), peer, "--precision", precision, "--batch", str(batch)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    measured = json.loads(done.stdout)
+    seconds, flops = measured["step_s"], measured["flops"]
+    return (
+        f"{peer}: {batch / seconds:.2f} img/s, {flops / batch / 1e9:.1f} GFLOP an image, "
+        f"{flops / seconds / peak:.1%} of the peak"
+    )
+
+
+def main(backbone: str, precision: str, batch: int, ultralytics_python: str | None) -> None:
     dtype = DTYPES[precision]
     device = open_device("cpu", execution="eager")
     peak, bytes_s = peak_flops(device, precision), bandwidth()
@@ -200,7 +219,14 @@ def main(backbone: str, precision: str, batch: int) -> None:
     parts = {"convolutions": total["s"], **others}
     for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
         print(f"| {name} | {1000 * seconds:.1f} | {seconds / accounted:.1%} |")
-    print(f"\nThe whole step: {total['flops'] / step_s / peak:.1%} of the peak")
+    print(
+        f"\nThe whole step: {batch / step_s:.2f} img/s, {total['flops'] / batch / 1e9:.1f} GFLOP "
+        f"an image, {total['flops'] / step_s / peak:.1%} of the peak"
+    )
+    pythons = {"torchvision": sys.executable, "ultralytics": ultralytics_python}
+    for peer, python in pythons.items():
+        if python:
+            print(peer_line(python, peer, precision, batch, peak))
 
 
 def _line(label: str, count: int, v: dict[str, float]) -> str:

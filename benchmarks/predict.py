@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -100,20 +101,44 @@ def measure_rate(checkpoint: Path, folder: Path, options: argparse.Namespace) ->
         results = predictor.predict_iter(paths, batch_size=options.batch_size)
         assert sum(1 for _ in results) == count
 
+    pixels = np.asarray(Image.open(paths[0]))
+    places = count // options.batch_size * options.batch_size
+
+    def network(batch_size: int) -> None:
+        images = torch.zeros(batch_size, 3, 300, 300).contiguous(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for _ in range(0, places, batch_size):
+                predictor.model(images)
+
     predictor.predict(paths[: options.batch_size])
-    seconds: dict[str, list[float]] = {"loop": [], "batched": []}
+    work: dict[str, Callable[[], object]] = {
+        "loop": loop,
+        "batched": batched,
+        "network, batch": lambda: network(options.batch_size),
+        "in memory": lambda: [predictor(pixels) for _ in range(places)],
+        "network, one": lambda: network(1),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(options.rounds):
-        for name, run in (("loop", loop), ("batched", batched)):
+        for name, run in work.items():
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)
-    rates = {name: count / min(times) for name, times in seconds.items()}
+    least = {name: min(times) for name, times in seconds.items()}
+    rates = {name: count / least[name] for name in ("loop", "batched")}
     print(f"{options.backbone}, {count} JPEGs of 640 x 480, {torch.get_num_threads()} threads")
     print(f"a loop over single images: {rates['loop']:.1f} img/s")
     print(
         f"batches of {options.batch_size}, decoded ahead by {threads} threads: "
         f"{rates['batched']:.1f} img/s, {rates['batched'] / rates['loop']:.2f} times"
     )
+    alone = places / least["network, batch"]
+    print(
+        f"the network alone, the same batches: {alone:.1f} img/s, of which the batches from files "
+        f"reach {rates['batched'] / alone:.0%}"
+    )
+    beyond = 1000 * (least["in memory"] - least["network, one"]) / places
+    print(f"an image in memory: {beyond:.1f} ms beyond the network at batch 1")
 
 
 def measure_tiles(checkpoint: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Train on a dataset of small objects with and without tiles for the same minutes; compare the AP.
 
     python benchmarks/tiles.py DATASET --out DIR [--tile PX] [--minutes 15] --epochs WHOLE TILES
-        [-- TRAIN OPTIONS]
+        [OPTIONS OF `ssdctl train`]
 
 DATASET is prepared and has a validation split. Without --tile, the size is the one that `prepare`
 recommends. Both runs start from random weights, take the recipe for few images and train at the
@@ -36,8 +36,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--backbone", default="resnet18")
     parser.add_argument("--epochs", type=int, nargs=2, metavar=("WHOLE", "TILES"), required=True)
-    parser.add_argument("train", nargs="*", help="more options of `ssdctl train`, after --")
-    options = parser.parse_args()
+    options, train = parser.parse_known_args()
     data = ("--data", options.dataset)
     sizes = output("prepare", *data)["splits"][0]["object_sizes"]
     tile = options.tile or sizes["fitting_tile"]
@@ -49,7 +48,7 @@ def main() -> None:
     started = [
         subprocess.Popen(
             [*SSDCTL, "train", *map(str, (*data, *model, *extra, "--epochs", epochs)),
-             *options.train, "--out", str(options.out / name)]
+             *train, "--out", str(options.out / name)]
         )
         for (name, extra), epochs in zip(runs.items(), options.epochs, strict=True)
     ]  # fmt: skip

@@ -93,11 +93,12 @@ def main() -> None:
     parser.add_argument("--backbone", default="resnet34", help="of --layers")
     parser.add_argument("--precision", default="fp32", help="of --layers")
     parser.add_argument("--batch", type=int, default=8, help="of --layers")
+    parser.add_argument("--ultralytics-python", help="of --layers: Python with ultralytics")
     options = parser.parse_args()
     if options.layers:
         import layers
 
-        layers.main(options.backbone, options.precision, options.batch)
+        layers.main(options.backbone, options.precision, options.batch, options.ultralytics_python)
         return
     if options.third_party:
         backbone, precision, batch = options.third_party
