@@ -18,7 +18,7 @@ split. It is an exact path if the name follows the folder of the labels or usual
 
 An exact path is that of one entry; other entries get only files that no exact path names, so the
 boxes of a missing image never go to another listed image. `val/a.jpg` in `images` and `a.jpg` in
-`images/val` are one file: that of the folder of rules 2 and 3. If the paths of the same labels have
+`images/val` are one file: that of the folder of rule 2. If the paths of the same labels have
 a beginning of another machine, an image that would need a different one is missing. What remains
 ambiguous is an error, as is a file that two splits have with different boxes.
 """
@@ -154,20 +154,21 @@ class ImageFinder:
         """Return the images without files that are another image of the same labels.
 
         `val/a.jpg` of `images` and `a.jpg` of `images/val` are one file. It is that of the folder
-        with the name of the split, or with most images of the same labels.
+        with the name of the split, unless the longer name is its path below the dataset folder.
         """
-        claims: dict[tuple[object, ...], set[tuple[tuple[int, ...], str]]] = {}
+        claims: dict[tuple[object, ...], set[tuple[int, str]]] = {}
 
-        def others(row: _Row, option: _Option) -> set[tuple[tuple[int, ...], str]]:
+        def others(row: _Row, option: _Option) -> set[tuple[int, str]]:
             return claims.setdefault((row.key, row.entry.split, option.lead, option.file), set())
 
         for row in rows:
             for option in row.options if row.key is not None else ():
-                others(row, option).add((option.evidence[1:3], option.prefix))
+                others(row, option).add((option.evidence[1], option.prefix))
 
         def is_first(row: _Row, option: _Option) -> bool:
-            stronger = (prefix for e, prefix in others(row, option) if e > option.evidence[1:3])
-            return all(self._is_same_folder(prefix, option.prefix) for prefix in stronger)
+            stronger = (prefix for e, prefix in others(row, option) if e > option.evidence[1])
+            same = (self._is_same_folder(prefix, option.prefix) for prefix in stronger)
+            return not option.prefix or all(same)
 
         return [row._replace(options=[o for o in row.options if is_first(row, o)]) for row in rows]
 

@@ -129,6 +129,20 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
             "val": "images/val/1.jpg - images/val/val/2.jpg",
         },
     ),
+    "two missing images of the folder above": (
+        "train2017/cam1/1.bmp train2017/cam1/2.jpg",
+        {"annotations/instances_train2017.json": coco("2.jpg 1.bmp cam1/1.bmp")},
+        {"train": "- - train2017/cam1/1.bmp"},
+    ),
+    "a missing image of the folder that dataset.toml names": (
+        "photos/0.jpg photos/val/1.jpg",
+        {"t.json": coco("0.jpg"), "v.json": coco("val/1.jpg 1.jpg")}
+        | {
+            "dataset.toml": '[train]\nimages = "photos"\nannotations = "t.json"\n'
+            '[val]\nimages = "photos"\nannotations = "v.json"\n'
+        },
+        {"train": "photos/0.jpg", "val": "photos/val/1.jpg -"},
+    ),
     "COCO's own folders, names from the dataset folder": (
         "train2017/val/0.png train2017/val/1.png",
         {"annotations/instances_train2017.json": coco("train2017/val/0.png train2017/val/1.png")},

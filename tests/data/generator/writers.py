@@ -145,7 +145,7 @@ def yolo(
             if picture.things or "no empty files" not in world.flags:
                 tree.write(placed(labels, split, picture, ".txt"), yolo_label(picture, world))
         content[split] = folder or "."
-        if "stale" in world.flags:
+        if "stale" in world.flags and "no empty files" not in world.flags:
             content[split] = f"../{WORDS[split]}/images"
         elif "other machine" in world.flags:
             content[split] = f"/home/me/parts/{folder}"
@@ -603,7 +603,7 @@ def add_decoys(world: World, tree: Tree) -> None:
     for path, picture in images.items() if world.layout[:4] not in ("yolo", "open") else ():
         if picture.is_missing and path.endswith(f"/{picture.name}"):
             siblings = (p for p in world.of(picture.split) if p.folder and not p.is_missing)
-            own = picture.folder or "no folder"
+            own = picture.folder or ("" if world.layout.startswith("voc") else "no folder")
             for folder in {p.folder for p in siblings if not p.folder.endswith(own)}:
                 lead = path.removesuffix(picture.name)
                 _decoy(world, tree, picture, f"{lead}{folder}/{picture.stem}{picture.suffix}")
