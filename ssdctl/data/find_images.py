@@ -211,11 +211,11 @@ class ImageFinder:
         """Find images that no exact path names, among files that are not taken.
 
         If the paths of the same labels begin with `/home/me`, and go on as those of the files do,
-        then an image that needs another beginning is missing.
+        then an image that needs another beginning is missing. If names without folders are exact
+        paths, then an image of a folder that no file is in is missing.
         """
-        right = {
-            (row.key, EXACT) for row, item in zip(rows, found, strict=True) if item and row.is_path
-        }
+        exact = {(row.key, row.is_path) for row, item in zip(rows, found, strict=True) if item}
+        right = {(key, EXACT) for key, is_path in exact if is_path}
         taken = {item.file for item in found if item}
         chosen = dict[int, _Option]()
         for n, row in enumerate(rows):
@@ -234,6 +234,7 @@ class ImageFinder:
         for n, option in chosen.items():
             shorter = ((rows[n].key, option.lead[:end]) for end in range(1, len(option.lead)))
             is_other = (rows[n].key, option.lead, option.prefix) in named
+            is_other |= rows[n].is_path and not option.tail and (rows[n].key, False) in exact
             if not is_other and not any(lead in right for lead in shorter):
                 rivals.setdefault(option.file, []).append(n)
         for file, several in rivals.items():

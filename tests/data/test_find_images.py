@@ -143,6 +143,11 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
         },
         {"train": "photos/0.jpg", "val": "photos/val/1.jpg -"},
     ),
+    "a missing image of a folder, and a file of its name in another one": (
+        "train2017/0.jpg train2017/cam1/0.jpg",
+        {"annotations/instances_train2017.json": coco("0.jpg cam2/0.jpg")},
+        {"train": "train2017/0.jpg -"},
+    ),
     "COCO's own folders, names from the dataset folder": (
         "train2017/val/0.png train2017/val/1.png",
         {"annotations/instances_train2017.json": coco("train2017/val/0.png train2017/val/1.png")},
