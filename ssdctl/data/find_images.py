@@ -212,7 +212,7 @@ class ImageFinder:
 
         If the paths of the same labels begin with `/home/me`, and go on as those of the files do,
         then an image that needs another beginning is missing. If names without folders are exact
-        paths, then an image of a folder that no file is in is missing.
+        paths, then an image of a relative folder that no file is in is missing.
         """
         exact = {(row.key, row.is_path) for row, item in zip(rows, found, strict=True) if item}
         right = {(key, EXACT) for key, is_path in exact if is_path}
@@ -233,8 +233,9 @@ class ImageFinder:
         rivals: dict[str, list[int]] = {}  # rows by file
         for n, option in chosen.items():
             shorter = ((rows[n].key, option.lead[:end]) for end in range(1, len(option.lead)))
+            is_absent = rows[n].is_path and not option.tail and option.lead[:1] == EXACT
             is_other = (rows[n].key, option.lead, option.prefix) in named
-            is_other |= rows[n].is_path and not option.tail and (rows[n].key, False) in exact
+            is_other |= is_absent and (rows[n].key, False) in exact
             if not is_other and not any(lead in right for lead in shorter):
                 rivals.setdefault(option.file, []).append(n)
         for file, several in rivals.items():
