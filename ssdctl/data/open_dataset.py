@@ -228,7 +228,9 @@ def count_images(
     is_known = annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))
     if changed or has_packed_images(folder) or not is_known:
         resolved = resolve_images(unprepared)
-        require_packed(root, folder, resolved)
+        # `prepare` has refused a dataset without boxes: not its packed images are the reason.
+        if changed or check(resolved["train"][0]).objects.num_trained().any():
+            require_packed(root, folder, resolved)
         annotations = resolved["train"][0]
     num_val = len(unprepared["val"].file_names) if "val" in unprepared else 0
     checked, is_used = check(annotations), np.ones(len(annotations.file_names), np.bool_)
