@@ -34,7 +34,7 @@ STEMS = (
     "train",
     "50%",
 )
-FOLDERS = ("", "cam1", "cam2", "day 1/cam1", "val")
+FOLDERS = ("", "cam1", "cam prepared", "day 1/cam1", "val")
 EDITS = (
     "touch",
     "move a box",
