@@ -5,7 +5,7 @@
 
 DATASET is prepared and has a validation split. Without --tile, the size is the one that `prepare`
 recommends. Both runs start from random weights, take the recipe for few images and train at the
-same time, so that the load of a machine affects both alike; each stops at the time limit. The AP of
+same time, each on half of the processor's cores; each stops at the time limit. The AP of
 each is that of its best checkpoint on whole images (`ssdctl evaluate RUN`).
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -45,13 +46,16 @@ def main() -> None:
     )
     model = ("--backbone", options.backbone, "--backbone-weights", "none", "--device", "cpu")
     runs = {"whole": (), "tiles": ("--tile", tile)}
-    started = [
-        subprocess.Popen(
-            [*SSDCTL, "train", *map(str, (*data, *model, *extra, "--epochs", epochs)),
-             *train, "--out", str(options.out / name)]
-        )
-        for (name, extra), epochs in zip(runs.items(), options.epochs, strict=True)
-    ]  # fmt: skip
+    all_cores = sorted(os.sched_getaffinity(0))
+    half = max(len(all_cores) // 2, 1)
+    started = []
+    for (name, extra), epochs, cores in zip(
+        runs.items(), options.epochs, (all_cores[:half], all_cores[-half:]), strict=True
+    ):
+        command = ("train", *data, *model, *extra, "--epochs", epochs, *train)
+        os.sched_setaffinity(0, cores)  # a process that it starts has them, too
+        started.append(subprocess.Popen([*SSDCTL, *map(str, command), "--out", options.out / name]))
+    os.sched_setaffinity(0, all_cores)
     end = time.monotonic() + 60 * options.minutes
     for process in started:
         try:
