@@ -30,6 +30,7 @@ import torch
 from PIL import Image
 
 import ssdctl
+from ssdctl.benchmark.evaluate import suppress_objects
 from ssdctl.checkpoint import third_party
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.exporting import graphs
@@ -110,6 +111,8 @@ def measure_rate(checkpoint: Path, folder: Path, options: argparse.Namespace) ->
             for _ in range(0, places, batch_size):
                 predictor.model(images)
 
+    with torch.no_grad():
+        suppress_objects(predictor.model, predictor.model(torch.randn(1, 3, 300, 300))[1])
     predictor.predict(paths[: options.batch_size])
     work: dict[str, Callable[[], object]] = {
         "loop": loop,

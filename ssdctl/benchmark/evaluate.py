@@ -46,8 +46,9 @@ def benchmark_evaluate(
         score_images: Images of the split that is scored; its detections are in proportion.
 
     Returns:
-        `images_per_second` from encoded images to detections, `detect_images_per_second` of
-        softmax, decoding and NMS, and `score_s`, the seconds of scoring.
+        `images_per_second` from encoded images to detections, `network_images_per_second` of the
+        network alone, `detect_images_per_second` of softmax, decoding and NMS, and `score_s`, the
+        seconds of scoring.
     """
     with opened_device(config.evaluate.device, SINGLE_PROCESS) as device:
         return _measure(split, config, seconds, score_images, device)
@@ -66,7 +67,7 @@ def _measure(
     size = settings.batch_size
     rows = np.resize(np.nonzero(split.usable)[0], size)
     pixels = next(iter(evaluation_batches(split, rows, size, threads))).images.clone()
-    _suppress_objects(model, detector.forward(pixels)[1].clone())
+    suppress_objects(model, detector.forward(pixels)[1].clone())
     forward_s = _seconds_each(lambda: detector.forward(pixels), seconds, device)
     num_batches = max(int(seconds / forward_s), MIN_BATCHES)  # full ones
     rows = np.resize(np.nonzero(split.usable)[0], num_batches * size)
@@ -75,6 +76,7 @@ def _measure(
     total_s = time.perf_counter() - start
     return {
         "detect_images_per_second": round(detect_rate(device, len(split.classes) + 1, seconds), 1),
+        "network_images_per_second": round(size / forward_s, 2),
         "images_per_second": round(num_batches * size / total_s, 2),
         **_scoring(score_images),
         "device": device.label,
@@ -84,7 +86,7 @@ def _measure(
     }
 
 
-def _suppress_objects(model: SSD300, logits_BCN: Tensor) -> None:
+def suppress_objects(model: SSD300, logits_BCN: Tensor) -> None:
     """Raise the background score as in a trained network, to some hundred candidates per image.
 
     Random weights detect objects in every default box, or in none.

@@ -239,6 +239,7 @@ def _rgb_of_image(image: Image.Image) -> Pixels:
 
 
 def _rgb_of_array(pixels: NDArray[Any]) -> Pixels:
+    given = f"pixels of shape {pixels.shape} and type {pixels.dtype}"
     if np.issubdtype(pixels.dtype, np.floating) and pixels.size:
         if not (pixels.min() >= 0 and pixels.max() <= 1):  # NaN fails it, too
             raise UsageError(
@@ -250,7 +251,7 @@ def _rgb_of_array(pixels: NDArray[Any]) -> Pixels:
         hint = "expected (height, width, 3) uint8, RGB"
         if pixels.ndim == 4:
             hint = "give several images as a list: predict(list(images))"
-        raise UsageError(f"pixels of shape {pixels.shape} and type {pixels.dtype}", hint=hint)
+        raise UsageError(given, hint=hint)
     if pixels.dtype == np.uint16:
         pixels = (pixels >> 8).astype(np.uint8)
     if pixels.ndim == 2 or pixels.shape[2] == 1:

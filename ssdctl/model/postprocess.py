@@ -64,7 +64,8 @@ def detect(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a network into evaluation mode during the block, then each module back into its own."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:
@@ -74,7 +75,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def refuse_non_finite(output: tuple[Tensor, ...]) -> None:
     """Raise NonFiniteError if a network's output is NaN or infinite."""
-    if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
+    ends = [end for t in output for end in (t.amin(), t.amax())]  # NaN is both
+    if not bool(torch.stack(ends).isfinite().all()):
         raise NonFiniteError(
             "the network's output is NaN or infinite",
             hint="the weights were damaged in training: use an earlier checkpoint",
