@@ -215,6 +215,8 @@ def _checked(override: Override) -> Override:
     elif target is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)  # warmup = 3 in a file means "3"
     try:
+        if isinstance(value, list) and any(str(part)[:2] in ('["', "['") for part in value):
+            raise msgspec.ValidationError('expected `A,B`, or `["A", "B"]` as in a TOML file')
         value = msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
         _check_magnitude(value)
         if setting.kind is not None and value not in setting.choices:

@@ -488,7 +488,7 @@ CLOSING = [
 ]
 
 
-@budgets(12, 1200)
+@budgets(8, 1200)
 def test_the_next_commands_are_accepted_by_a_shell(
     shapes: Path, tiny_run: Path, image_file: Path, examples: int
 ) -> None:

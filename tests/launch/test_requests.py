@@ -94,7 +94,7 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
         good, bad = FORMED[key]
         is_bad = draw(st.integers(0, 5)) == 0
         value = draw(st.sampled_from(bad if is_bad else good))
-        text = json.dumps([value]) if all_settings()[key].is_list else value
+        text = json.dumps([value], ensure_ascii=False) if all_settings()[key].is_list else value
         words.append(f"--set={key}={text}")
         wrong += [key] * is_bad
     if launcher == "kubernetes":
@@ -102,9 +102,11 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
         install = draw(st.sampled_from(["image", "ssdctl==1", "$(touch x) a.b"]))
         words.append(f"--set=kubernetes.install={install}")
         texts = {"env": draw(TEXT)}
-        words += [f"--set=kubernetes.{k}={json.dumps([f'NAME={v}'])}" for k, v in texts.items()]
+        value = json.dumps([f"NAME={texts['env']}"], ensure_ascii=False)
+        words.append(f"--set=kubernetes.env={value}")
     rest, wished = draw(launched())
-    if launcher == "mpirun" and ":" in wished:
+    runs_mpirun = launcher == "mpirun" or (launcher == "kubernetes" and plural == "hpus" and count > 1)
+    if runs_mpirun and ":" in wished:
         wrong.append("':'")
     options = () if rest else wished[1:]
     return Launch(plural, count, nodes, launcher, cores, (*words, *options), rest, wished, texts,

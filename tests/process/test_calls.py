@@ -211,7 +211,7 @@ def test_calls_one_after_the_other(world: World) -> None:
 
 
 def test_programs(world: World) -> None:
-    run_programs(world, None, 4)
+    run_programs(world, None, 2)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from ssdctl.config.fields import device_type
 from ssdctl.config.sections import KubernetesConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.base import LaunchRequest
+from ssdctl.launch.engines.mpirun import refuse_separator
 from ssdctl.launch.engines.torchrun import RENDEZVOUS_PORT
 
 Manifest = dict[str, Any]
@@ -156,6 +157,7 @@ class ManifestBuilder:
         count = f"{device_type(self.request.device).count_option}={self.request.count}"
         arguments = ["launch", count, f"--launcher={launcher}"]
         if launcher == "mpirun":
+            refuse_separator(self.request)
             # The launcher and the workers have different numbers of cores.
             bind_to = config.bind_to if config.cores_per_node else "none"
             arguments += [f"--bind-to={bind_to}"]
@@ -227,7 +229,9 @@ class ManifestBuilder:
 
     def _resources(self, container: str, *, has_devices: bool) -> Resources:
         """Return limits and equal requests, as devices and huge pages require."""
-        amounts = pairs("resources" if has_devices else "launcher_resources", self.settings)
+        # Both are checked, although a pod takes one of them.
+        both = [pairs(name, self.settings) for name in ("launcher_resources", "resources")]
+        amounts = both[has_devices]
         if has_devices and (device := device_type(self.request.device).kubernetes_resource):
             amounts = {device: str(self.request.ranks_per_node), **amounts}
         requests, cpu = dict(amounts), amounts.get("cpu", "")

@@ -182,6 +182,11 @@ class Mpirun(Engine):
 ENGINE = Mpirun
 
 
+def refuse_separator(request: LaunchRequest) -> None:
+    if ":" in request.command:
+        raise UsageError("mpirun takes a single ':' as its own separator: it cannot be an argument")
+
+
 def _refuse_unsupported(request: LaunchRequest) -> None:
     if request.device in ("tpu", "xla"):
         raise UsageError(
@@ -190,8 +195,7 @@ def _refuse_unsupported(request: LaunchRequest) -> None:
         )
     if request.config.rdzv_endpoint is not None:
         raise UsageError("--rdzv-endpoint is torchrun's; mpirun takes --hostfile")
-    if ":" in request.command:
-        raise UsageError("mpirun takes a single ':' as its own separator: it cannot be an argument")
+    refuse_separator(request)
 
 
 def _hostfile(request: LaunchRequest) -> list[str]:
