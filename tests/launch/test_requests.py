@@ -105,7 +105,9 @@ def launches(draw: Any, *launchers: str, plurals: tuple[str, ...] = tuple(DEVICE
         value = json.dumps([f"NAME={texts['env']}"], ensure_ascii=False)
         words.append(f"--set=kubernetes.env={value}")
     rest, wished = draw(launched())
-    runs_mpirun = launcher == "mpirun" or (launcher == "kubernetes" and plural == "hpus" and count > 1)
+    runs_mpirun = launcher == "mpirun" or (
+        launcher == "kubernetes" and plural == "hpus" and count > 1
+    )
     if runs_mpirun and ":" in wished:
         wrong.append("':'")
     options = () if rest else wished[1:]
