@@ -30,6 +30,7 @@ from ssdctl.config.settings import (
     conflicts,
     paths_by_key,
     plain_type,
+    problem_of,
 )
 from ssdctl.errors import UsageError
 from ssdctl.files import msgspec_type
@@ -221,6 +222,8 @@ def _checked(override: Override) -> Override:
         _check_magnitude(value)
         if setting.kind is not None and value not in setting.choices:
             raise msgspec.ValidationError("unknown name")
+        if problem := problem_of(setting.path, value):
+            raise UsageError(f"{_named(override.source, override.path)}: {problem}")
         return override._replace(path=setting.path, value=value)
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))

@@ -97,10 +97,10 @@ TABLES = {
 def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (keys, problem) of each rule between several settings that the config breaks."""
     model, train = config.model, config.train
-    if 0 < (tile := config.data.tile or 0) < MIN_TILE:
-        yield ("data.tile",), f"{tile} pixels are too few: {MIN_TILE} or more, or 0 for no tiles"
-    if list(train.decay_epochs) != sorted(set(train.decay_epochs)):
-        yield ("train.decay_epochs",), "the epochs must increase"
+    own = {"data.tile": config.data.tile, "train.decay_epochs": train.decay_epochs}
+    for path, value in {**own, "train.augment": train.augment}.items():
+        if problem := problem_of(path, value):
+            yield (path,), problem
     if train.lr_decay == "cosine" and len(train.decay_epochs) != 2:
         keys = ("train.decay_epochs", "train.lr_decay")
         yield keys, "cosine needs two --decay-epochs, its start and its end"
@@ -112,13 +112,7 @@ def conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         if norms in (("none",), ("batch",)) and model.extra_norm not in norms:
             keys = ("model.extra_norm", "model.backbone")
             yield keys, f"{model.backbone} has no extra blocks with {model.extra_norm}"
-    names = augmentation_names(train.augment)
-    if train.augment not in AUGMENTATION_LISTS:
-        known = plugins.choices(AUGMENTATIONS)
-        if unknown := [name for name in names if name not in known]:
-            problem = f"no augmentation {unknown[0]!r}; there are {', '.join(known)}"
-            yield ("train.augment",), problem
-    if "zoom" in names and train.pipeline == "dali":
+    if "zoom" in augmentation_names(train.augment) and train.pipeline == "dali":
         yield ("train.augment", "train.pipeline"), "zoom needs --pipeline native"
     if train.init is not None and train.resume not in ("auto", "never"):
         keys = ("train.init", "train.resume")
@@ -243,6 +237,19 @@ class Setting(NamedTuple):
     @property
     def environment(self) -> str:
         return f"SSDCTL_{self.section}__{self.name}".upper()
+
+
+def problem_of(path: str, value: Any) -> str | None:
+    """Return what is wrong with a value of its setting's type, whatever the others are."""
+    if path == "data.tile" and 0 < (value or 0) < MIN_TILE:
+        return f"{value} pixels are too few: {MIN_TILE} or more, or 0 for no tiles"
+    if path == "train.decay_epochs" and list(value) != sorted(set(value)):
+        return "the epochs must increase"
+    if path == "train.augment" and value not in AUGMENTATION_LISTS:
+        known = plugins.choices(AUGMENTATIONS)
+        if unknown := [name for name in augmentation_names(value) if name not in known]:
+            return f"no augmentation {unknown[0]!r}; there are {', '.join(known)}"
+    return None
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from typer.models import ArgumentInfo
 from ssdctl.cli import command
 from ssdctl.cli.help import app
 from ssdctl.cli.main import click_root
+from ssdctl.cli.option_aliases import find_row
 from ssdctl.config.fields import AUGMENTATION_LISTS
 from ssdctl.config.render import toml_value
 from ssdctl.config.settings import Setting, all_settings, other_programs, plain_type, select
@@ -39,12 +40,15 @@ FILE = "my config.toml"
 # Settings with rules that involve others, and the forms of a warm-up that are refused.
 CONFLICTING = {
     *("train.decay_epochs", "train.lr_decay", "train.augment", "train.pipeline", "train.init"),
-    *("train.resume", "train.profile", "train.preset", "train.warmup", "train.fold"),
+    *("train.resume", "train.profile", "train.preset", "train.warmup"),
+    *("train.fold", "train.group"),
     *("model.backbone", "model.weights", "model.extra_norm"),
 }
 NAMES = ["a b", "it's", "$(touch x)", "-x", "a;b", "é", "x=y", "[a]", "#c", "~", "*", "a'b\"c", "%"]
 WORDS = st.sampled_from(NAMES) | st.text("ab/._- $'\"=#\\é\U0001f600", min_size=1, max_size=9)
-PLAIN = WORDS.filter(lambda w: w == w.strip() and w[0] + w[-1] != '""' and w not in ("0", "0,0"))
+PLAIN = WORDS.filter(
+    lambda w: w == w.strip() != "--" and w[0] + w[-1] != '""' and w not in ("0", "0,0")
+)
 
 
 class Value(NamedTuple):
@@ -77,6 +81,9 @@ def values(setting: Setting, kind: Any = None) -> st.SearchStrategy[Value]:
         return st.sampled_from([*AUGMENTATION_LISTS, "flip", "crop,color"]).map(
             lambda name: Value(name, name)
         ) | st.just(Value("rotate", INVALID))
+    if setting.path == "data.tile":
+        sizes = [Value(text, INVALID) for text in ("-1", "1", "31", "x", "1.5")]
+        return st.sampled_from([*sizes, Value("0", 0), Value("32", 32), Value("640", 640)])
     if isinstance(kind, info.UnionType):
         kinds = [part for part in kind.types if not isinstance(part, info.NoneType)]
         parts = [values(setting, part) for part in kinds]
@@ -99,7 +106,9 @@ def values(setting: Setting, kind: Any = None) -> st.SearchStrategy[Value]:
         parts = values(setting, kind.item_type)
         if isinstance(kind.item_type, info.StrType):
             parts = parts.filter(lambda v: "," not in v.text and v.text[0] != "[")
-        return st.lists(parts, min_size=1, max_size=3, unique_by=lambda v: v.text).map(joined)
+        return st.lists(parts, min_size=1, max_size=3, unique_by=lambda v: v.text).map(
+            joined if setting.path != "train.decay_epochs" else lambda v: increasing(joined(v))
+        )
     assert isinstance(kind, info.StrType), kind
     if setting.kind is not None:  # the name of a plugin
         names = [Value(name, name) for name in setting.choices]
@@ -120,6 +129,11 @@ def joined(parts: list[Value]) -> Value:
         ",".join(part.text for part in parts),
         [part.value for part in parts] if is_valid else INVALID,
     )
+
+
+def increasing(given: Value) -> Value:
+    is_valid = given.value is not INVALID and given.value == sorted(given.value)
+    return given if is_valid else given._replace(value=INVALID)
 
 
 class Typed(NamedTuple):
@@ -148,7 +162,11 @@ def typed(draw: Any, setting: Setting, layer: str) -> Typed:
 
 @st.composite
 def as_option(draw: Any, setting: Setting, value: Value) -> Typed:
-    aliases = [alias for alias in setting.aliases if alias.startswith("--")]
+    aliases = [
+        alias
+        for alias in setting.aliases
+        if alias.startswith("--") and find_row(alias, "", is_own=False) is None
+    ]
     if setting.is_flag:
         flag = draw(st.sampled_from(setting.flags))
         return Typed(setting.path, "option", flag, (flag,), Value("", flag == setting.flags[0]))
