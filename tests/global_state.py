@@ -201,7 +201,9 @@ class Lived(msgspec.Struct):
 def live(lines: Sequence[Line], folder: Path, pipe: Any, group: tuple[int, int] | None) -> None:
     """Run lines in a folder, and send what happened; a line that begins with # only prepares."""
     _score_in_this_process()
-    os.environ["TMPDIR"] = str(folder / "tmp")
+    own = folder / "tmp" / str(group and group[0])
+    own.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(own)
     os.chdir(folder)
     if group is not None:
         rank, size = group

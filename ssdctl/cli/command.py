@@ -46,6 +46,7 @@ from ssdctl.config.resolve import (
     resolve,
 )
 from ssdctl.config.settings import Config, Setting, all_settings, select
+from ssdctl.distributed import find_ranks
 from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
 from ssdctl.runtime.packages import library_error
@@ -226,7 +227,8 @@ def exit_after(error: BaseException, console: Console, written: object = None) -
     if problem is None:
         sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
         raise SystemExit(ExitCode.BUG)
-    console.error(problem)
+    if not problem.is_from_all_ranks or find_ranks().is_main:  # else the first rank reports it
+        console.error(problem)
     raise SystemExit(problem.exit_code) from None
 
 

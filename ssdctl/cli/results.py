@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -244,8 +242,8 @@ def _compare(call: Call, file: Path, against: str, *, fail_if_worse: bool) -> No
     from ssdctl.evaluation.evaluate import compare_files
 
     other = locate_checkpoint(against, mirror=call.config.download.mirror)
-    with _on_main_rank(call):
-        comparison = compare_files(file, other, call.config, progress=call.console.progress)
+    _be_silent_unless_main(call)
+    comparison = compare_files(file, other, call.config, progress=call.console.progress)
     if comparison is None:
         return
     call.console.result(comparison.as_json(), comparison.verdict())
@@ -323,35 +321,28 @@ def _evaluate(
     """
     from ssdctl.evaluation.evaluate import evaluate_files, evaluate_folds
 
-    evaluations = []
-    with _on_main_rank(call) as is_main:
-        for evaluation in (evaluate_folds if are_folds else evaluate_files)(
-            files,
-            call.config,
-            progress=call.console.progress,
-            detections_file=detections,
-            on_detected=found.append,
-        ):
-            if not is_main:
-                continue
-            evaluations.append(evaluation)
-            if len(files) > 1 and not are_folds:  # the table comes at the end, perhaps after hours
-                call.console.info(headline(evaluation))
+    evaluations, is_main = [], _be_silent_unless_main(call)
+    for evaluation in (evaluate_folds if are_folds else evaluate_files)(
+        files,
+        call.config,
+        progress=call.console.progress,
+        detections_file=detections,
+        on_detected=found.append,
+    ):
+        if not is_main:
+            continue
+        evaluations.append(evaluation)
+        if len(files) > 1 and not are_folds:  # the table comes at the end, perhaps after hours
+            call.console.info(headline(evaluation))
     return evaluations
 
 
-@contextlib.contextmanager
-def _on_main_rank(call: Call) -> Iterator[bool]:
-    """Let only the main rank write to the terminal; yield whether this is it."""
+def _be_silent_unless_main(call: Call) -> bool:
+    """Let only the main rank write to the terminal; return whether this is it."""
     tune_process()
     ranks = find_ranks()
     call.console.addFilter(lambda _: ranks.is_main)
-    try:
-        yield ranks.is_main
-    except SsdctlError as error:
-        if error.is_from_all_ranks and not ranks.is_main:  # the main rank reports it
-            raise SystemExit(error.exit_code) from None
-        raise
+    return ranks.is_main
 
 
 def headline(evaluation: Evaluation) -> str:

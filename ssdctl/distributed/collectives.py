@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import itertools
 import os
+import pickle
 import re
 import sys
 import time
@@ -45,6 +46,7 @@ RANKS_PER_POLL = 64  # more ranks poll less often, because a single process answ
 GRACE_S = 1.0
 # Torchrun's store outlives a group, so the next group of the processes needs other keys.
 _groups = itertools.count()
+_tasks = itertools.count()  # those of a group that its first rank does for all
 LOST = (  # parts of backends' error messages
     *("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer"),
     "pair closure",  # gloo, when an all-reduce of a backward pass ends
@@ -71,10 +73,11 @@ def process_group(
     Raises:
         DistributedError: A rank died, hung or could not be reached; the message names it.
     """
-    global _group, _store
+    global _group, _store, _tasks
     if ranks.is_single_process:
         yield
         return
+    _tasks = itertools.count()
     is_ours, variables = not dist.is_initialized(), contextlib.ExitStack()
     try:
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -112,17 +115,34 @@ def _lost_rank(ranks: Ranks, error: RuntimeError, timeout_s: float) -> Distribut
     )
 
 
-def wait_for_main(ranks: Ranks, task: str) -> None:
-    """Wait without a time limit until the first rank calls this too; signals interrupt the wait.
+def main_first(on_main: Callable[[], T], on_others: Callable[[], T], ranks: Ranks) -> T:
+    """Return `on_main()` of the first rank, and then `on_others()` of each other rank.
 
-    For work that one rank does for all, once in a run, such as preparing a dataset.
+    The others wait without a time limit, which signals interrupt. For work that one rank does for
+    all, such as preparing a dataset.
+
+    Raises:
+        SsdctlError: The error of the first rank, on every rank. Its `is_from_all_ranks` is set.
+        DistributedError: The first rank failed with another exception; raised on the others.
     """
     if ranks.is_single_process:
-        return
+        return on_main()
+    key = f"task/{next(_tasks)}"
     if ranks.is_main:
-        _store.set(f"done/{task}", "yes")
-    while not _store.check([f"done/{task}"]):
+        failure: SsdctlError | None = DistributedError("rank 0 failed; its log says why")
+        try:
+            result, failure = on_main(), None
+        except SsdctlError as error:
+            error.is_from_all_ranks, failure = True, error
+            raise
+        finally:
+            _store.set(key, pickle.dumps(failure))
+        return result
+    while not _store.check([key]):
         time.sleep(POLL_S)
+    if (failure := pickle.loads(_store.get(key))) is not None:
+        raise failure
+    return on_others()
 
 
 def open_on_all_ranks(
@@ -132,10 +152,11 @@ def open_on_all_ranks(
     from ssdctl.data.open_dataset import open_dataset  # late: a run without ranks needs neither
     from ssdctl.data.store import open_splits
 
-    if ranks.is_main:
-        splits = open_dataset(root, folder, progress=progress)
-    wait_for_main(ranks, f"dataset {root}")
-    return splits if ranks.is_main else open_splits(root, folder)
+    return main_first(
+        lambda: open_dataset(root, folder, progress=progress),
+        lambda: open_splits(root, folder),
+        ranks,
+    )
 
 
 @contextlib.contextmanager
@@ -185,7 +206,9 @@ def _use_joined(timeout: datetime.timedelta) -> None:
     if dist.get_backend() != "gloo":
         _group = dist.new_group(backend="gloo", timeout=timeout)
     store = dist.distributed_c10d._get_default_store()
-    _store = _PrefixStore(f"ssdctl-{next(_groups)}", store)
+    number = [next(_groups)]  # the first rank's: a rank may have failed in an earlier call
+    dist.broadcast_object_list(number, group=_group)
+    _store = _PrefixStore(f"ssdctl-{number[0]}", store)
 
 
 def _missing_ranks(ranks: Ranks) -> str:

@@ -36,7 +36,7 @@ from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.data.tiles import tiled, tiling_of
 from ssdctl.device import Device
 from ssdctl.distributed import Ranks, collectives
-from ssdctl.distributed.collectives import open_on_all_ranks, wait_for_main
+from ssdctl.distributed.collectives import main_first, open_on_all_ranks
 from ssdctl.download.pinned_files import DetectorSource
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.input.open import check_pipeline, fake_split
@@ -281,11 +281,9 @@ def load_first_weights(
         path = Path(name)
         check_file(path)
     else:
-        if ranks.is_main:
-            _fetch_weights(name, config)
-        wait_for_main(ranks, "weights")
-        # It is in the cache now; on another node that node's first process fetches it.
-        path = _fetch_weights(name, config)
+        # It is in the cache then; on another node that node's first process fetches it.
+        fetch = functools.partial(_fetch_weights, name, config)
+        path = main_first(fetch, fetch, ranks)
     load_backbone(model, path)
 
 

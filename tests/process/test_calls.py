@@ -65,6 +65,7 @@ result = [ssdctl.default_boxes(), str(ssdctl.configure(train={"lr": 1e-3}).train
 """
 FAILING = """
 ssdctl.train("nowhere", out="OUT", **TINY)
+ssdctl.train("broken", out="OUT", **TINY)
 ssdctl.train("shapes", out="OUT", steps=2, init="photo.jpg", **TINY)
 ssdctl.train("shapes", out="photo.jpg", steps=2, **TINY)
 ssdctl.train("shapes", out="OUT", steps=2, observers=[Broken()], **TINY)
@@ -118,32 +119,40 @@ programs = st.lists(lines, min_size=2, max_size=6)
 
 class World(NamedTuple):
     folder: Path  # the program's, copied for each
-    # The result of a call in a group of so many ranks. A fresh process decides if two differ.
-    expected: dict[tuple[str, int], Any]
+    # The result of a call on a rank of so many. A fresh process decides if two differ.
+    expected: dict[tuple[str, int, int], Any]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("calls") / "program"
     generate(folder / "shapes", num_train=8, num_val=3, seed=0)
+    shutil.copytree(folder / "shapes", folder / "broken")
+    (folder / "broken/annotations/instances_train2017.json").write_text("[")
     (folder / "tmp").mkdir()
     shutil.copy(folder / "shapes/val2017/000000000001.jpg", folder / "photo.jpg")
     made = World(folder, {})
     lives(made, [(text,) for text in calls(
         'ssdctl.prepare("shapes")\nssdctl.train("shapes", out="run", steps=3, **TINY)\n'
         'ssdctl.evaluate("run", device="cpu", detections="rows.json")'
-    )], copied=False)  # fmt: skip
+    )], copies=0)  # fmt: skip
     return made
 
 
-def lives(world: World, lines: Sequence[Line], size: int = 0, copied: bool = True) -> list[Lived]:
-    """Run a program in a fork, or in `size` forks that form a group; return what happened."""
+def lives(world: World, lines: Sequence[Line], size: int = 0, copies: int = 1) -> list[Lived]:
+    """Run a program in a fork, or in `size` forks that form a group; return what happened.
+
+    Args:
+        copies: Folders of the program that the ranks use: none for the world's own.
+    """
     root = Path(tempfile.mkdtemp(prefix="program-"))
+    folders = [
+        shutil.copytree(world.folder, root / "program" / str(n), symlinks=True)
+        for n in range(copies)
+    ] or [world.folder]
     pairs = []
     for rank in range(max(size, 1)):
-        folder = world.folder
-        if copied:
-            folder = shutil.copytree(world.folder, root / "rank" / str(rank), symlinks=True)
+        folder = folders[rank % len(folders)]
         receiver, sender = CONTEXT.Pipe(duplex=False)
         group = (rank, size) if size else None
         process = CONTEXT.Process(target=live, args=(lines, folder, sender, group), daemon=True)
@@ -180,18 +189,20 @@ def numbered(lines: Sequence[Line]) -> list[Line]:
     return [tuple(text.replace("OUT", next(names)) for text in line) for line in lines]
 
 
-def check(world: World, lines: Sequence[Line], size: int = 0) -> None:
-    lived = lives(world, numbered(lines), size)
-    for line, happened in zip(itertools.cycle(lines), lived, strict=False):
+def check(world: World, lines: Sequence[Line], size: int = 0, copies: int = 1) -> None:
+    lived = lives(world, numbered(lines), size, copies)
+    for number, happened in enumerate(lived):
+        rank, place = divmod(number, len(lines))
+        line = lines[place]
         where = f"{program(numbered(lines), size)}\n{happened.line}"
         assert not happened.changed, f"{where}: changed {happened.changed}"
         for text, result in zip(line, happened.results, strict=True):
             assert "Traceback" not in str(result), f"{where}: {result}"
             if text.startswith("#") or "torch's default type" in str(result):
                 continue
-            known = world.expected.setdefault((text, size), result)
+            known = world.expected.setdefault((text, size, rank), result)
             if result != known:
-                fresh = lives(world, numbered([(text,)]), size)[0].results[0]
+                fresh = lives(world, numbered([(text,)]), size)[rank].results[0]
                 assert result == fresh, f"{where}: {result}, in a fresh process {fresh}"
                 assert known == fresh, f"{text}: {known} in an earlier program, not {fresh}"
 
@@ -208,6 +219,11 @@ def run_programs(world: World, number: int | None, count: int, size: int = 0) ->
 
 def test_calls_one_after_the_other(world: World) -> None:
     check(world, [*((text,) for text in QUICK), (QUICK[0], QUICK[0])])
+
+
+def test_ranks_with_folders_of_their_own(world: World) -> None:
+    trained = next(call for call in QUICK if "[s.loss" in call)
+    check(world, [(text,) for text in (trained, *calls(FAILING)[:2])], size=2, copies=2)
 
 
 def test_programs(world: World) -> None:
