@@ -54,11 +54,10 @@ def benchmark_train(split: Split | None, config: Config, seconds: float) -> Meas
     Returns:
         The metrics on the first rank, None on the others.
     """
-    ranks = find_ranks()
-    train = config.train
+    ranks, train = find_ranks(), config.train
     with (
         opened_device(train.device, ranks, train.execution, tf32=train.tf32) as device,
-        process_group(ranks, device),
+        process_group(ranks, device) as ranks,
         without_dynamo(),
     ):
         for notice in device.notices:

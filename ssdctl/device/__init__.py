@@ -151,10 +151,10 @@ class Device(ABC):
         """Register `backend` with torch.distributed; the rank variables must be set."""
         return
 
-    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
-        """Add up each tensor over the ranks, in place, without waiting."""
+    def sum_over_ranks(self, tensors: list[Tensor], group: Any = None) -> None:
+        """Add up each tensor over the ranks of a process group, in place, without waiting."""
         for tensor in tensors:
-            torch.distributed.all_reduce(tensor)
+            torch.distributed.all_reduce(tensor, group=group)
 
     def mark_step(self) -> None:
         """Mark the end of a step's graph on a lazy device; else do nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +50,10 @@ class Cpu(Device):
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
+    def sum_over_ranks(self, tensors: list[Tensor], group: Any = None) -> None:
         # By one call, on a flat copy.
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        torch.distributed.all_reduce(flat)
+        torch.distributed.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view_as(tensor))

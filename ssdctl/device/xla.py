@@ -89,7 +89,7 @@ class Xla(Device):
     def register_backend(self) -> None:
         importlib.import_module(f"{PACKAGE}.distributed.xla_backend")
 
-    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
+    def sum_over_ranks(self, tensors: list[Tensor], group: Any = None) -> None:
         self._model.all_reduce(self._model.REDUCE_SUM, tensors, pin_layout=False)
 
     def mark_step(self) -> None:

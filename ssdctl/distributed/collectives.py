@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import pickle
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,65 +48,138 @@ RANKS_PER_POLL = 64  # more ranks poll less often, because a single process answ
 GRACE_S = 1.0
 # Torchrun's store outlives a group, so the next group of the processes needs other keys.
 _groups = itertools.count()
-_tasks = itertools.count()  # those of a group that its first rank does for all
+_users: list[Ranks] = []  # those in a process group that is not the caller's
 LOST = (  # parts of backends' error messages
     *("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer"),
     "pair closure",  # gloo, when an all-reduce of a backward pass ends
 )
-# The gloo group of the hosts, and the key-value store of all ranks, while the ranks are joined.
-_group: Any = None
-_store: Any = None
+FAILURES, FIRST_FAILURE = "failures", "failure"  # the store's keys: their number; the error
 
 
-def host_group() -> Any:
-    """Return the group for flags and objects of the hosts; None is torch's default group."""
-    return _group
+class JoinedRanks(Ranks):
+    """The ranks of one call, with groups and a store of their own while `process_group` lasts."""
 
+    host_group: Any = None  # for flags and objects; None is torch's default group
+    device_group: Any = None  # for tensors of the device
+    store: Any = None
 
-@contextlib.contextmanager
-def process_group(
-    ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Iterator[None]:
-    """Join the other ranks for the block; a process group that the caller has made is kept.
+    @functools.cached_property
+    def tasks(self) -> Iterator[int]:
+        """Number the tasks that the first rank does for all."""
+        return itertools.count()
 
-    Args:
-        timeout_s: How long a rank waits for another before that one counts as lost.
+    @functools.cached_property
+    def _holders(self) -> weakref.WeakSet[Any]:
+        return weakref.WeakSet()
 
-    Raises:
-        DistributedError: A rank died, hung or could not be reached; the message names it.
-    """
-    global _group, _store, _tasks
-    if ranks.is_single_process:
-        yield
-        return
-    _tasks = itertools.count()
-    is_ours, variables = not dist.is_initialized(), contextlib.ExitStack()
-    try:
-        timeout = datetime.timedelta(seconds=timeout_s)
-        with _stdout_to_stderr():
-            if is_ours:
-                variables.enter_context(with_defaults(_variables(ranks)))
-                _join(ranks, device, timeout)
-            else:
-                _use_joined(timeout)
-        yield
-    except RuntimeError as error:  # dist.DistError is one
-        if not isinstance(error, dist.DistError) and not any(w in str(error).lower() for w in LOST):
-            raise
-        raise _lost_rank(ranks, error, timeout_s) from error
-    finally:
-        group, _group, _store = _group, None, None
-        if dist.is_initialized() and (is_ours or group is not None):
+    def join(self, device: Device, timeout: datetime.timedelta) -> None:
+        """Make the process group, or groups within the one that the caller has made."""
+        is_first, self._variables = not dist.is_initialized(), contextlib.ExitStack()
+        if is_first or _users:  # of a group that is ours
+            _users.append(self)
+        if is_first:
+            self._variables.enter_context(with_defaults(_variables(self)))
+            _join(self, device, timeout)
+        else:
+            _use_joined(self, timeout)
+
+    def release_on_leave(self, holder: Any) -> None:
+        """Register an object whose `release` lets go of the group."""
+        self._holders.add(holder)
+
+    def publish(self, error: BaseException) -> None:
+        """Tell the other ranks why this one leaves, unless another one failed before."""
+        if not isinstance(error, SsdctlError):
+            text = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+            hint = "its log or traceback says where"
+            error = DistributedError(f"rank {self.rank} failed: {text}", hint=hint)
+        with contextlib.suppress(RuntimeError):  # the first rank is gone
+            if self.store.add(FAILURES, 1) == 1:
+                self.store.set(FIRST_FAILURE, pickle.dumps(error))
+
+    def failure(self) -> SsdctlError | None:
+        """Return the error of the rank that failed first; its `is_from_all_ranks` is set."""
+        if not self.store.check([FIRST_FAILURE]):
+            return None
+        error: SsdctlError = pickle.loads(self.store.get(FIRST_FAILURE))
+        error.is_from_all_ranks = True
+        return error
+
+    def leave(self) -> None:
+        """Destroy the groups: ranks that wait for this one get an error at once.
+
+        The connections close with the last reference.
+        """
+        for holder in list(self._holders):
+            holder.release()
+        groups = [] if self.host_group is None else [self.host_group]
+        self.host_group = self.device_group = self.store = None
+        if self in _users:
+            _users.remove(self)
+            groups = groups if _users else [None]  # all
+        for group in groups if dist.is_initialized() else ():
             # Destroying a group waits for gloo's threads and holds the interpreter's lock, which
             # they need to free the tensors of the last operation: a deadlock with torch up to 2.7
             # (pytorch/pytorch#154976).
             time.sleep(FREE_TENSORS_S)
             with contextlib.suppress(RuntimeError):  # the other ranks may be gone
-                dist.destroy_process_group(None if is_ours else group)
-        variables.close()
+                dist.destroy_process_group(group)
+        self._variables.close()
 
 
-def _lost_rank(ranks: Ranks, error: RuntimeError, timeout_s: float) -> DistributedError:
+def _joined(ranks: Ranks) -> JoinedRanks:
+    """Return the groups of the ranks; torch's default one outside of `process_group`."""
+    return ranks if isinstance(ranks, JoinedRanks) else JoinedRanks(*ranks)
+
+
+@contextlib.contextmanager
+def process_group(
+    ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Iterator[Ranks]:
+    """Join the other ranks for the block, also in a process group that the caller has made.
+
+    An error that leaves the block on one rank ends it on all.
+
+    Args:
+        timeout_s: How long a rank waits for another before that one counts as lost.
+
+    Yields:
+        The ranks, for the functions of this module.
+
+    Raises:
+        SsdctlError: The error of the rank that failed first. Its `is_from_all_ranks` is set.
+        DistributedError: A rank failed with another exception, died, hung, left or could not be
+            reached; the message names it.
+    """
+    if ranks.is_single_process:
+        yield ranks
+        return
+    joined = JoinedRanks(*ranks)
+    try:
+        with _stdout_to_stderr():
+            joined.join(device, datetime.timedelta(seconds=timeout_s))
+        yield joined
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        if _is_lost_rank(error):
+            raise _lost_rank(joined, error, timeout_s) from error
+        if joined.store is not None:
+            joined.publish(error)
+        raise
+    finally:
+        joined.leave()
+
+
+def _is_lost_rank(error: BaseException) -> bool:
+    is_lost = any(word in str(error).lower() for word in LOST)
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or is_lost)
+
+
+def _lost_rank(ranks: JoinedRanks, error: BaseException, timeout_s: float) -> SsdctlError:
+    with contextlib.suppress(RuntimeError):  # the first rank serves the store
+        if ranks.store is not None and (failure := ranks.failure()) is not None:
+            return failure
     # The message without its source location and advice for programmers.
     line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
     return DistributedError(
@@ -118,30 +193,21 @@ def _lost_rank(ranks: Ranks, error: RuntimeError, timeout_s: float) -> Distribut
 def main_first(on_main: Callable[[], T], on_others: Callable[[], T], ranks: Ranks) -> T:
     """Return `on_main()` of the first rank, and then `on_others()` of each other rank.
 
-    The others wait without a time limit, which signals interrupt. For work that one rank does for
-    all, such as preparing a dataset.
-
-    Raises:
-        SsdctlError: The error of the first rank, on every rank. Its `is_from_all_ranks` is set.
-        DistributedError: The first rank failed with another exception; raised on the others.
+    The others wait without a time limit, which signals and the failure of a rank interrupt. For
+    work that one rank does for all, such as preparing a dataset.
     """
     if ranks.is_single_process:
         return on_main()
-    key = f"task/{next(_tasks)}"
+    joined = _joined(ranks)
+    key = f"task/{next(joined.tasks)}"
     if ranks.is_main:
-        failure: SsdctlError | None = DistributedError("rank 0 failed; its log says why")
-        try:
-            result, failure = on_main(), None
-        except SsdctlError as error:
-            error.is_from_all_ranks, failure = True, error
-            raise
-        finally:
-            _store.set(key, pickle.dumps(failure))
+        result = on_main()
+        joined.store.set(key, "yes")
         return result
-    while not _store.check([key]):
+    while not joined.store.check([key]):
+        if (failure := joined.failure()) is not None:
+            raise failure
         time.sleep(POLL_S)
-    if (failure := pickle.loads(_store.get(key))) is not None:
-        raise failure
     return on_others()
 
 
@@ -183,8 +249,7 @@ def _variables(ranks: Ranks) -> dict[str, str]:
     return {"MASTER_ADDR": leader, **dict(numbers), **gloo}
 
 
-def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
-    global _group, _store
+def _join(ranks: JoinedRanks, device: Device, timeout: datetime.timedelta) -> None:
     device.register_backend()
     store = _rendezvous(ranks, timeout.total_seconds())
     # The hosts must detect a hanging rank before the device's own backend does, which may abort.
@@ -196,31 +261,30 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
         timeout=timeout if device.backend == "gloo" else 2 * timeout,
     )
     if device.backend != "gloo":
-        _group = dist.new_group(backend="gloo", timeout=timeout)
-    _store = _PrefixStore("ssdctl", store)
+        ranks.host_group = dist.new_group(backend="gloo", timeout=timeout)
+    ranks.store = _PrefixStore("ssdctl", store)
 
 
-def _use_joined(timeout: datetime.timedelta) -> None:
-    """Exchange values of the hosts in a process group that the caller has made."""
-    global _group, _store
-    if dist.get_backend() != "gloo":
-        _group = dist.new_group(backend="gloo", timeout=timeout)
+def _use_joined(ranks: JoinedRanks, timeout: datetime.timedelta) -> None:
+    """Join in a process group that the caller has made, whose own connections stay open."""
+    group: Any = dist.new_group(backend="gloo", timeout=timeout)
+    ranks.host_group, ranks.device_group = group, group if dist.get_backend() == "gloo" else None
     store = dist.distributed_c10d._get_default_store()
     number = [next(_groups)]  # the first rank's: a rank may have failed in an earlier call
-    dist.broadcast_object_list(number, group=_group)
-    _store = _PrefixStore(f"ssdctl-{number[0]}", store)
+    dist.broadcast_object_list(number, group=group)
+    ranks.store = _PrefixStore(f"ssdctl-{number[0]}", store)
 
 
-def _missing_ranks(ranks: Ranks) -> str:
+def _missing_ranks(ranks: JoinedRanks) -> str:
     """Return the ranks that did not check in within some seconds, for a message."""
-    if _store is None:
+    if ranks.store is None:
         return "the other ranks before all had joined"
     try:
-        _store.set(f"here/{ranks.rank}", "yes")
+        ranks.store.set(f"here/{ranks.rank}", "yes")
         deadline = time.monotonic() + MISSING_RANKS_WAIT_S
         others = set(range(ranks.world_size)) - {ranks.rank}
         while others and time.monotonic() < deadline:
-            others -= {rank for rank in others if _store.check([f"here/{rank}"])}
+            others -= {rank for rank in others if ranks.store.check([f"here/{rank}"])}
             time.sleep(0.1)
     except RuntimeError:  # rank 0 serves the store
         return "rank 0, or its machine"
@@ -270,7 +334,15 @@ def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:
         # Batch norm's statistics are averaged before they are used, not copied at every step.
         **no_buffer_sync(nn.parallel.DistributedDataParallel),
     }
-    return nn.parallel.DistributedDataParallel(model, **options)
+    joined = _joined(ranks)
+    wrapped = _Wrapped(model, process_group=joined.device_group, **options)
+    joined.release_on_leave(wrapped)
+    return wrapped
+
+
+class _Wrapped(nn.parallel.DistributedDataParallel):
+    def release(self) -> None:
+        vars(self).update(process_group=None, reducer=None, logger=None)
 
 
 def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
@@ -282,8 +354,14 @@ class FlagExchange:
     """Exchange flags between the ranks in the background, so that no step waits for other ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self._ranks = _joined(ranks)
         self._pending: tuple[Tensor, Any] | None = None  # the flags of all ranks, and their work
+        if not ranks.is_single_process:
+            self._ranks.release_on_leave(self)
+
+    def release(self) -> None:
+        """Let go of the group; an exchange that was started is forgotten."""
+        self._pending = None
 
     def exchange(self, flags: Sequence[bool]) -> list[bool]:
         """Start to exchange flags; return whether any rank raised them at the previous call.
@@ -295,7 +373,7 @@ class FlagExchange:
             return list(flags)
         previous = self._finish(len(flags))
         raised = torch.tensor([int(flag) for flag in flags])
-        group: Any = host_group() or dist.group.WORLD
+        group: Any = self._ranks.host_group or dist.group.WORLD
         self._pending = raised, group.allreduce([raised], dist.ReduceOp.MAX)
         return previous
 
@@ -315,11 +393,16 @@ class FlagExchange:
         return [bool(flag) for flag in raised.tolist()]
 
 
+def device_group(ranks: Ranks) -> Any:
+    """Return the group for tensors of the device; None is torch's default group."""
+    return _joined(ranks).device_group
+
+
 def average(tensor: Tensor, ranks: Ranks) -> Tensor:
     if ranks.is_single_process:
         return tensor
     total = tensor.clone()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=device_group(ranks))
     return total / ranks.world_size
 
 
@@ -329,7 +412,7 @@ def average_buffers(buffers: Iterable[Tensor], ranks: Ranks) -> None:
     if ranks.is_single_process or not floats:
         return
     flat = torch.cat([buffer.reshape(-1) for buffer in floats])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=device_group(ranks))
     flat /= ranks.world_size
     for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
         buffer.copy_(mean.view_as(buffer))
@@ -343,7 +426,7 @@ def broadcast(value: T, ranks: Ranks) -> T:
     if ranks.is_single_process:
         return value
     values = [value]
-    dist.broadcast_object_list(values, group=host_group())
+    dist.broadcast_object_list(values, group=_joined(ranks).host_group)
     return values[0]
 
 
@@ -352,7 +435,8 @@ def gather_to_first(value: T, ranks: Ranks) -> list[T]:
     if ranks.is_single_process:
         return [value]
     values: list[Any] = [None] * ranks.world_size
-    dist.gather_object(value, values if ranks.is_main else None, group=host_group())
+    group = _joined(ranks).host_group
+    dist.gather_object(value, values if ranks.is_main else None, group=group)
     return values if ranks.is_main else []
 
 

@@ -117,8 +117,7 @@ def probe_ranks() -> None:
     from ssdctl.distributed import find_ranks
     from ssdctl.distributed.collectives import average, barrier, process_group
 
-    ranks = find_ranks()
-    with process_group(ranks, Cpu(), TIMEOUT_S):
+    with process_group(find_ranks(), Cpu(), TIMEOUT_S) as ranks:
         values = torch.full((NUMBERS,), float(ranks.rank + 1))
         average(values, ranks)  # the first call opens the connections
         start = time.perf_counter()

@@ -219,8 +219,8 @@ def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple
     ranks = find_ranks()
     with opened_device(config.evaluate.device, ranks) as device:
         ranks = ranks if is_distributed else SINGLE_PROCESS
-        with process_group(ranks, device):
-            yield device, ranks
+        with process_group(ranks, device) as joined:
+            yield device, joined
 
 
 def _detections_in(source: Source) -> Path | None:

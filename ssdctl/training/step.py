@@ -208,7 +208,8 @@ class TrainStep:
         if self._ranks.is_single_process:
             return loss
         total = loss.clone()
-        self._device.sum_over_ranks([*(self._gradients() if self._adds_up else ()), total])
+        tensors = [*(self._gradients() if self._adds_up else ()), total]
+        self._device.sum_over_ranks(tensors, collectives.device_group(self._ranks))
         return total
 
     def _check_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:

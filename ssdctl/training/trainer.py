@@ -171,13 +171,14 @@ class Trainer:
         from ssdctl.training.memory import out_of_memory_hints
 
         config, train = self.config, self.config.train
-        self.ranks = ranks = find_ranks()
+        ranks = find_ranks()
         with signals.ending_at_once():
             opened = opened_device(train.device, ranks, train.execution, tf32=train.tf32)
             self.device = device = resources.enter_context(opened)
         resources.enter_context(setup.deterministic_kernels(train.deterministic))
         resources.enter_context(without_dynamo())
-        resources.enter_context(collectives.process_group(ranks, device, train.rank_timeout))
+        group = collectives.process_group(ranks, device, train.rank_timeout)
+        self.ranks = ranks = resources.enter_context(group)
         for notice in device.notices:
             log.warning("%s", notice)
         with signals.ending_at_once():

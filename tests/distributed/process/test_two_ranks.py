@@ -256,7 +256,7 @@ def test_a_rank_that_cannot_read_its_images_lets_all_save_and_end_alike(
 
 def test_buffers_are_averaged_by_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: sent.append(t.mul_(3)))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, group: sent.append(t.mul_(3)))
     buffers = [torch.ones(2, 3), torch.tensor(5), torch.full((4,), 2.0)]  # the second is a counter
     average_buffers(buffers, Ranks(0, 2, 0))
     assert [tensor.numel() for tensor in sent] == [10]
