@@ -16,6 +16,7 @@ from ssdctl.data.open_dataset import count_images
 from ssdctl.data.prepare import prepare
 from ssdctl.data.tiles import Tiling
 from ssdctl.errors import UsageError
+from ssdctl.runs.run import Run
 
 
 def test_each_image_is_held_out_once_and_groups_stay_together() -> None:
@@ -40,6 +41,9 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
         options = ("--fold", f"{n}/2", "--steps", 3, *TINY_RUN.split())
         result = cli("train", "--data", shapes, "--out", run, *options)
         assert result.code == 0, result.err
+        started = Run(run).started
+        assert started is not None
+        assert started.val_images == 12
     low = ("--score-threshold", "0.01", "--json")
     single = [json.loads(cli("evaluate", run, *low).out) for run in runs]
     result = cli("evaluate", *runs, *low, "--detections", tmp_path / "found.json")
