@@ -122,7 +122,7 @@ def evaluate_folds(
     from ssdctl.distributed.collectives import broadcast
 
     read = [read_model(file) for file in files]
-    _check_folds(read)
+    _check_folds(read, config)
     with _joined_ranks(config) as (device, ranks):
         how: dict[str, Any] = {"progress": progress, "ranks": ranks}
         parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
@@ -138,7 +138,7 @@ def evaluate_folds(
         yield evaluation
 
 
-def _check_folds(checkpoints: Sequence[ModelFile]) -> None:
+def _check_folds(checkpoints: Sequence[ModelFile], config: Config) -> None:
     settings = [checkpoint.run_settings or {} for checkpoint in checkpoints]
     names = ", ".join(str(checkpoint.path) for checkpoint in checkpoints)
     folds = [str(s.get("train.fold") or "none") for s in settings]
@@ -150,8 +150,15 @@ def _check_folds(checkpoints: Sequence[ModelFile]) -> None:
             f"{names}: not all folds of one training (their folds are {', '.join(folds)})",
             hint="name the K runs of --fold 1/K to K/K, or one run",
         )
-    if len({(s.get("data.root"), s.get("train.group")) for s in settings}) > 1:
+    if len({tuple(map(s.get, ("data.root", "data.store", "train.group"))) for s in settings}) > 1:
         raise UsageError(f"{names}: folds of different datasets or groups")
+    root, _ = dataset_folders(choose_data(checkpoints[0], config))
+    if _fold_of(checkpoints[0], config, root) is None:
+        raise UsageError(
+            f"{names}: the folds are scored together on the images that each did not train on, "
+            "not on another split or dataset",
+            hint="leave --split and --data out, or name one run",
+        )
 
 
 def _joined(parts: Sequence[DetectedSplit]) -> DetectedSplit:
@@ -345,7 +352,7 @@ def detect_on_split(
     name_of_split = settings.split if fold is None else "train"
     split = require_split(open_on_all_ranks(root, folder, ranks, progress), name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
-    split = tiled(split, choose_tiling(checkpoint, config.data))
+    split = tiled(split, choose_tiling(checkpoint, config))
     for warning in split.warnings:
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)

@@ -52,7 +52,7 @@ class FolderWriter(Observer):
             start.step,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             train_images=self._plan.images,
-            val_images=0 if start.val is None else start.val.num_images,
+            val_images=start.val_images,
             total_steps=self._plan.total_steps,
             global_batch_size=self._plan.global_batch_size,
             world_size=start.world_size,
