@@ -91,18 +91,11 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
     xmls = _xml_files(path, by_folder, finder, notes)
     contents = _from_one(xmls, in_threads(lambda xml: _read(path, xml), xmls), notes)
     found = _find_images(finder, xmls, contents)
-    absent = [xml.path for xml, image in zip(xmls, found, strict=True) if image is None]
-    if len(absent) == len(xmls):
-        raise DataError(
-            f"no image for {counted(len(xmls), 'XML file')} was found below {path}",
-            hint=_images_above(path, xmls[0])
-            or "copy the images there: an image has the name of its XML file",
-        )
-    refuse(path, "images of annotations are missing", absent)
+    _refuse_missing(path, xmls, found)
     images = [
         content.image._replace(file_name=image)
         for content, image in zip(contents, found, strict=True)
-        if image is not None  # none: refused above
+        if image is not None  # refused above
     ]
     words = [
         xml.split or split_of(image.file_name.rpartition("/")[0])
@@ -115,6 +108,17 @@ def read(path: Path, image_dir: str | None = None) -> dict[str, Annotations]:
         if split is not None:
             splits.setdefault(split, []).append(images[row])
     return from_images(splits, None, path, path, notes)
+
+
+def _refuse_missing(root: Path, xmls: list[_Xml], found: list[str | None]) -> None:
+    absent = [xml.path for xml, image in zip(xmls, found, strict=True) if image is None]
+    if len(absent) == len(xmls):
+        raise DataError(
+            f"no image for {counted(len(xmls), 'XML file')} was found below {root}",
+            hint=_images_above(root, xmls[0])
+            or "copy the images there: an image has the name of its XML file",
+        )
+    refuse(root, "images of annotations are missing", absent)
 
 
 def _find_xmls(root: Path, files: list[str]) -> _Xmls:
