@@ -228,6 +228,8 @@ def live(lines: Sequence[Line], folder: Path, pipe: Any, group: tuple[int, int] 
                 results = list(pool.map(lambda text: _run(text, names), line))
         names.pop("result", None)
         end = time.monotonic() + WAIT_S
+        if "torch.rand" in str(lines):  # a thread of the program's own draws
+            before.pop("torch's generator")
         while (changed := differences(before, state())) and time.monotonic() < end:
             time.sleep(0.05)
         lived.append(Lived(line, results, {} if line[0].startswith("#") else changed))
