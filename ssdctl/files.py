@@ -302,7 +302,7 @@ def sync_file(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Publish `source` under a second name: as a hard link if possible, else as a copy."""
+    """Publish `source` under a second name: as a hard link if possible, else as a copy of its time."""
     temporary = _temporary(target)
     with disk_errors(target, "writing"):
         try:
@@ -310,6 +310,9 @@ def link_or_copy(source: Path, target: Path) -> None:
         except OSError:
             with source.open("rb") as file, atomic_write(target) as copy:
                 shutil.copyfileobj(file, copy)
+                copy.flush()
+                times = os.fstat(file.fileno())
+                os.utime(copy.fileno(), ns=(times.st_atime_ns, times.st_mtime_ns))
             return
         temporary.replace(target)
         temporary.unlink(missing_ok=True)  # a rename onto the same file does nothing

@@ -211,4 +211,4 @@ def is_same_file(source: Path, target: Path) -> bool:
     one, other = source.stat(), target.stat()
     if one.st_nlink > 1 or other.st_nlink > 1:
         return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
-    return one.st_size == other.st_size and one.st_mtime_ns <= other.st_mtime_ns
+    return (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)

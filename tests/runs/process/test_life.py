@@ -433,6 +433,15 @@ def test_every_file_operation_may_be_the_last(undisturbed: Undisturbed, goes_bac
     assert number > 15
 
 
+def test_a_copy_of_a_deleted_checkpoint_is_replaced(undisturbed: Undisturbed) -> None:
+    life = type("Life", (Life,), {"undisturbed": undisturbed, "about": ""})()
+    life.begin(has_links=False)
+    life.train(2, Settings(2, "1st", "1st", 1), None)
+    life.damage("delete")
+    life.train(1, Settings(1, "1st", "1st", 1), None)
+    life.teardown()
+
+
 def test_lives(undisturbed: Undisturbed) -> None:
     live(undisturbed, None, 5, 5)
 
