@@ -232,7 +232,8 @@ def check(export: Export, images: np.ndarray) -> None:
     else:
         for array, reference in zip(found, outputs_of(model, images, export.outputs), strict=True):
             scale = 1 + np.abs(reference) if export.outputs == "raw" else 1
-            assert (np.abs(array - reference) / scale).max() <= (1e-2 if export.fp16 else 1e-3)
+            # `export` checks five other images, in fp16 to 1e-2.
+            assert (np.abs(array - reference) / scale).max() <= (2e-2 if export.fp16 else 1e-3)
     if export.format == "onnx":
         check_reading(export, path, model, images[0])
 
