@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,12 @@ from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, read_made, require_metadata
-from ssdctl.data.open_dataset import annotations_of, fold_rows
+from ssdctl.data.open_dataset import (
+    annotations_of,
+    digest_of_images,
+    fold_rows,
+    without_images,
+)
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
@@ -37,6 +42,8 @@ from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_trut
 from ssdctl.evaluation.resample import Draws
 from ssdctl.files import DECODE_ERRORS, write_bytes
 from ssdctl.runs.evaluation import Comparison, Evaluation, EvaluationInfo
+from ssdctl.runs.metrics import Record
+from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import usable_cores
@@ -331,6 +338,7 @@ def detect_on_split(
     progress: Progress,
     ranks: Ranks = SINGLE_PROCESS,
     name: str | None = None,
+    fold_of: ModelFile | None = None,
 ) -> DetectedSplit | None:
     """Detect with the network of a checkpoint on a split; None on ranks other than the first.
 
@@ -339,6 +347,7 @@ def detect_on_split(
     Args:
         ranks: Each detects on its share of the images.
         name: Replaces the path in messages.
+        fold_of: The checkpoint whose fold is scored; None: this one.
     """
     from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
@@ -348,12 +357,14 @@ def detect_on_split(
     settings = config.evaluate
     data = choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    fold = _fold_of(checkpoint, config, root)
+    fold = _fold_of(fold_of or checkpoint, config, root)
     name_of_split = settings.split if fold is None else "train"
-    split = require_split(open_on_all_ranks(root, folder, ranks, progress), name_of_split, root)
+    splits = open_on_all_ranks(root, folder, ranks, progress)
+    split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
+    warnings = [*split.warnings, *_trained_on_warnings(fold_of or checkpoint, root, splits, held)]
     split = tiled(split, choose_tiling(checkpoint, config))
-    for warning in split.warnings:
+    for warning in warnings:
         log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     part = "" if fold is None else f", fold {fold[0]}"
@@ -376,7 +387,7 @@ def detect_on_split(
         split=name_of_split,
         precision=precision,
         score_threshold=detector.score_threshold,
-        warnings=[*split.warnings],
+        warnings=warnings,
     )
     if found is None:
         return None
@@ -394,6 +405,28 @@ def _fold_of(checkpoint: ModelFile, config: Config, root: Path) -> tuple[str, st
     if settings.get("train.fold") is None or config.is_chosen("evaluate.split") or not is_own:
         return None
     return settings["train.fold"], settings.get("train.group")
+
+
+def _trained_on_warnings(
+    checkpoint: ModelFile, root: Path, splits: Mapping[str, Split], held: NDArray[np.int64] | None
+) -> list[str]:
+    """Return a warning if images may have moved from those of a run to those that are scored."""
+    settings, train = checkpoint.run_settings or {}, splits.get("train")
+    own, _ = dataset_folders(trained_on(checkpoint))
+    is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
+    if train is None or not settings or is_limited or own.absolute() != root.absolute():
+        return []
+    if held is not None:
+        train = without_images(train, held)
+    elif require_metadata(train.index_file).made.conversion.split is None:
+        return []
+    run, now, records = Run(checkpoint.path.parent.parent), digest_of_images(train), list[Record]()
+    with contextlib.suppress(SsdctlError):  # a checkpoint without its run
+        records = run.events
+    if all(record.get("image_ids", now) == now for record in records):
+        return []
+    text = "was divided anew since the run began: it may have trained on images that are scored"
+    return [f"{checkpoint.path}: {root} {text}"]
 
 
 def _rows_to_score(
