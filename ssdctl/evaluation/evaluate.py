@@ -354,30 +354,27 @@ def detect_on_split(
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import choose_tiling, open_detector
 
-    settings = config.evaluate
-    data = choose_data(checkpoint, config)
+    settings, data = config.evaluate, choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
     fold = _fold_of(fold_of or checkpoint, config, root)
     name_of_split = settings.split if fold is None else "train"
     splits = open_on_all_ranks(root, folder, ranks, progress)
     split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
-    warnings = [*split.warnings, *_trained_on_warnings(fold_of or checkpoint, root, splits, held)]
+    warnings = _warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)
     split = tiled(split, choose_tiling(checkpoint, config))
-    for warning in warnings:
-        log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     part = "" if fold is None else f", fold {fold[0]}"
-    dataset = f"{root} {name_of_split}{part}" + ("" if data.root else " (the default dataset)")
-    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
+    part += "" if data.root else " (the default dataset)"
+    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {root} {name_of_split}{part}"
     rows = _rows_to_score(split, settings, what, held)
     precision = choose_precision(checkpoint, settings, device)
-    detector_config = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
-    detector = open_detector(checkpoint, device, detector_config)
-    threads = settings.workers or usable_cores(ranks.world_size)
-    shown = progress if ranks.is_main else None
-    how: dict[str, Any] = {"batch_size": settings.batch_size, "threads": threads, "ranks": ranks}
-    found = detect(detector, split, rows, **how, progress=shown, category_ids=category_ids)
+    rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
+    detector = open_detector(checkpoint, device, rules)
+    how: dict[str, Any] = {"batch_size": settings.batch_size, "ranks": ranks}
+    how["threads"] = settings.workers or usable_cores(ranks.world_size)
+    how["progress"] = progress if ranks.is_main else None
+    found = detect(detector, split, rows, **how, category_ids=category_ids)
     about = EvaluationInfo(
         source=str(checkpoint.path),
         step=checkpoint.step,
@@ -407,26 +404,41 @@ def _fold_of(checkpoint: ModelFile, config: Config, root: Path) -> tuple[str, st
     return settings["train.fold"], settings.get("train.group")
 
 
-def _trained_on_warnings(
-    checkpoint: ModelFile, root: Path, splits: Mapping[str, Split], held: NDArray[np.int64] | None
+def _warn_of_images(
+    checkpoint: ModelFile,
+    root: Path,
+    splits: Mapping[str, Split],
+    name: str,
+    held: NDArray[np.int64] | None,
 ) -> list[str]:
-    """Return a warning if images may have moved from those of a run to those that are scored."""
+    """Log the warnings of a split, and whether the run may have trained on its images."""
+    warnings = [*splits[name].warnings]
+    is_divided = held is not None or name == "val"
+    if is_divided and _was_divided_anew(checkpoint, root, splits, held):
+        text = "was divided anew since the run began: it may have trained on images that are scored"
+        warnings.append(f"{checkpoint.path}: {root} {text}")
+    for warning in warnings:
+        log.warning("%s", warning)
+    return warnings
+
+
+def _was_divided_anew(
+    checkpoint: ModelFile, root: Path, splits: Mapping[str, Split], held: NDArray[np.int64] | None
+) -> bool:
+    """Return whether the hash of file names divides other images than when the run began."""
     settings, train = checkpoint.run_settings or {}, splits.get("train")
     own, _ = dataset_folders(trained_on(checkpoint))
     is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
     if train is None or not settings or is_limited or own.absolute() != root.absolute():
-        return []
+        return False
     if held is not None:
         train = without_images(train, held)
     elif require_metadata(train.index_file).made.conversion.split is None:
-        return []
+        return False
     run, now, records = Run(checkpoint.path.parent.parent), digest_of_images(train), list[Record]()
     with contextlib.suppress(SsdctlError):  # a checkpoint without its run
         records = run.events
-    if all(record.get("image_ids", now) == now for record in records):
-        return []
-    text = "was divided anew since the run began: it may have trained on images that are scored"
-    return [f"{checkpoint.path}: {root} {text}"]
+    return any(record.get("image_ids", now) != now for record in records)
 
 
 def _rows_to_score(
