@@ -209,8 +209,9 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
     first, second = found[0], found[1]
     if first is None or second is None:
         return None
-    if not np.array_equal(np.unique(first.image_ids), np.unique(second.image_ids)):
-        counts = f"{len(first.image_ids):,} and {len(second.image_ids):,} images"
+    ids = [np.unique(f.image_ids) for f in (first, second)]
+    if first.about.split != second.about.split or not np.array_equal(*ids):
+        counts = " and ".join(f"{len(f.image_ids):,} of {f.about.split}" for f in (first, second))
         raise UsageError(
             f"{a} and {b} are scored on different images ({counts})",
             hint="name one dataset and split for both: --data DIR --split val",

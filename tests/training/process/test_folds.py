@@ -81,6 +81,11 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
         assert refused.code == 2
         assert "not on another split or dataset" in refused.err
     assert "divided anew" not in result.err
+    none = tmp_path / "none.json"  # of the validation split, whose images have the same ids
+    none.write_text("[]")
+    for run in runs:
+        refused = cli("evaluate", run, "--against", none, "--limit", 1)
+        assert (refused.code, "on different images" in refused.err) == (2, True)
     with (runs[0] / "metrics.jsonl").open("a") as file:  # of a start with other images
         print(json.dumps({"kind": "event", "event": "x", "image_ids": "", **AT_START}), file=file)
     changed = cli("evaluate", *runs, *low)
