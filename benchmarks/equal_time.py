@@ -15,7 +15,8 @@ to the default of `evaluate` for ssdctl.
 
 Without --minutes, ssdctl trains as long as its own rule says; with them, a trial of 15 steps tells
 how many of its epochs fit. yolo11n then gets the time that ssdctl took. --together trains both at
-the same time, so that the changing load of a shared machine affects both alike.
+the same time, each on its own half of the cores, so that the changing load of a shared machine
+affects both alike.
 
 --curve gives both 45 minutes, or --minutes, saves their weights as they train and scores up to 15
 of each: DIR/DATASET/curve.json, and the pictures DIR/curve-light.webp and curve-dark.webp with a
@@ -163,16 +164,19 @@ def train_both(
             "--backbone-weights", "none", "--device", "cpu", "--json", *length]  # fmt: skip
     python = str(options.ultralytics_python.absolute())
 
-    def train_yolo(minutes: float) -> Cost:
+    def train_yolo(minutes: float, cores: Sequence[int] = ()) -> Cost:
         words = [str(data), str(minutes / 60), str(out.absolute() / "ultralytics")]
         period = "1" if options.curve else "-1"  # epochs
-        return timed([python, "-c", YOLO_TRAIN, *words, period], out / "ultralytics.log")
+        command = [python, "-c", YOLO_TRAIN, *words, period]
+        return timed(command, out / "ultralytics.log", cores)
 
     if options.together:
+        cores = sorted(os.sched_getaffinity(0))
+        halves = cores[: len(cores) // 2], cores[len(cores) // 2 :]
         with ThreadPoolExecutor(2) as pool:
             futures = (
-                pool.submit(timed, ours, out / "ssdctl.log"),
-                pool.submit(train_yolo, options.minutes),
+                pool.submit(timed, ours, out / "ssdctl.log", halves[0]),
+                pool.submit(train_yolo, options.minutes, halves[1]),
             )
             return [future.result() for future in futures]
     first = timed(ours, out / "ssdctl.log")
@@ -268,11 +272,13 @@ def affordable_epochs(options: argparse.Namespace, dataset: Path, out: Path, ima
     return max(round(options.minutes * 60 * share * rate / images), 1)
 
 
-def timed(command: list[str], log: Path) -> Cost:
-    """Run a program in a session of its own; its output goes to a file.
+def timed(command: list[str], log: Path, cores: Sequence[int] = ()) -> Cost:
+    """Run a program in a session of its own, perhaps on some cores; its output goes to a file.
 
     Linux gives each session the same share of a busy machine (sched_autogroup).
     """
+    if cores:
+        command = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
     before, start, began = os.getloadavg()[0], time.monotonic(), time.time()
     with log.open("wb") as file:
         process = subprocess.Popen(

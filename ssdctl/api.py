@@ -81,7 +81,7 @@ def load(
     classes: Sequence[str] = (),
     max_detections: int | None = None,
     tile: int | None = None,
-    tile_overlap: float = 0.2,
+    tile_overlap: float | None = None,
 ) -> Predictor:
     """Load a detector from a checkpoint, ready to predict.
 
@@ -103,7 +103,8 @@ def load(
         max_detections: Keep at most this many detections per image, best first; None keeps all.
         tile: Also detect in tiles of this size in pixels, for small objects; 0: only on the whole
             image. None: as the checkpoint was trained.
-        tile_overlap: Overlap of neighboring tiles, as a fraction of a tile, 0 to 0.9.
+        tile_overlap: Overlap of neighboring tiles, as a fraction of a tile, 0 to 0.9. None: as the
+            checkpoint was trained, else 0.2.
 
     Raises:
         ssdctl.errors.UsageError: The file, device, precision or a class does not exist, or a value
@@ -124,7 +125,7 @@ def load(
     from ssdctl.inference.predict import Predictor, load_detector  # late: torch takes seconds
 
     with cores_kept():
-        return Predictor(*load_detector(checkpoint, config.predict, config.data))
+        return Predictor(*load_detector(checkpoint, config))
 
 
 @hints_in_messages()

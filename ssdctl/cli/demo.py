@@ -62,7 +62,7 @@ def demo(
 ) -> None:
     """Run the full pipeline in minutes, offline.
 
-    A small detector is trained from random weights to find shapes, for about five minutes. Each
+    A small detector is trained from random weights to find shapes, for about four minutes. Each
     command is printed before it runs. Run the demo again to continue an interrupted one.
     """
     start = time.monotonic()

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
-import msgspec
 from typer import Argument, Option
 
 from ssdctl.cli.command import Call, command
@@ -125,11 +124,10 @@ def _load(call: Call, checkpoint: str) -> ImageDetector:
     tune_process()
     from ssdctl.inference.predict import load_detector
 
-    settings = call.config.predict
-    if settings.nms_iou is None:
-        settings = msgspec.structs.replace(settings, nms_iou=call.config.evaluate.nms_iou)
-    mirror = call.config.download.mirror
-    return load_detector(checkpoint, settings, call.config.data, mirror=mirror)[0]
+    config = call.config
+    if config.predict.nms_iou is None:
+        config = config.with_value("predict.nms_iou", config.evaluate.nms_iou)
+    return load_detector(checkpoint, config)[0]
 
 
 def _targets(sources: list[ImageSource], out: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import os
 import socket
 import struct
@@ -98,9 +99,9 @@ def failing_together(is_distributed: bool = True) -> Iterator[None]:
         yield
     except Exception as error:
         if is_distributed and _process_group() and not (ranks := find_ranks()).is_single_process:
-            from ssdctl.distributed.collectives import process_group  # late: only with torch
-
-            with contextlib.suppress(SsdctlError), process_group(ranks):
+            # Importing this module must not import torch.
+            collectives = importlib.import_module("ssdctl.distributed.collectives")
+            with contextlib.suppress(SsdctlError), collectives.process_group(ranks):
                 raise error
         raise
 

@@ -20,9 +20,8 @@ from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
 from ssdctl.checkpoint.locate import Named, locate_checkpoint
 from ssdctl.config.call import public_call, public_iterator
 from ssdctl.config.fields import Tiling
-from ssdctl.config.sections import DataConfig, PredictConfig
+from ssdctl.config.settings import Config
 from ssdctl.data.annotations import ClassName, numbered_classes
-from ssdctl.data.tiles import tiling_of
 from ssdctl.device import Device, open_device
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
@@ -170,34 +169,42 @@ def open_detector(
     return Detector(device.place(load_network(checkpoint)).eval(), device, config)
 
 
-def load_detector(
-    checkpoint: Named,
-    settings: PredictConfig,
-    data: DataConfig,
-    *,
-    mirror: str | None = None,
-) -> tuple[ImageDetector, str]:
+def load_detector(checkpoint: Named, config: Config) -> tuple[ImageDetector, str]:
     """Return the detector that a user names, and its kind: `ssd300-resnet34`.
 
     See `locate_checkpoint`; `auto` is the accelerator of this machine or rank, else the CPU.
     """
+    settings = config.predict
     opened = open_device(settings.device, find_ranks().local_rank)
-    read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
+    read = read_model(locate_checkpoint(checkpoint, mirror=config.download.mirror))
     thresholds = score_thresholds(read, settings.score)
     least = (read.nms[0] if isinstance(read, OnnxGraph) else None) or 0.0
     score = max(min(thresholds), least) if settings.score in (None, "best") else thresholds[0]
-    config = DetectorConfig(settings.precision, score, settings.nms_iou)
-    classes, backend = class_names(read), open_detector(read, opened, config)
-    tiling = choose_tiling(read, data)
-    if tiling is not None and data.tile is None:
+    rules = DetectorConfig(settings.precision, score, settings.nms_iou)
+    classes, backend = class_names(read), open_detector(read, opened, rules)
+    tiling = choose_tiling(read, config)
+    if tiling is not None and config.data.tile is None:
         log.info("detecting in tiles of %d pixels, as it was trained (--tile 0: off)", tiling.size)
     detector = ImageDetector(backend, classes, settings, tiling, thresholds)
     return detector, f"ssd300-{read.architecture.backbone}"
 
 
-def choose_tiling(checkpoint: ModelFile, data: DataConfig) -> Tiling | None:
-    """Return how to see images: as the user chose, else as the checkpoint was trained."""
-    return checkpoint.tiling if data.tile is None else tiling_of(data)
+def choose_tiling(checkpoint: ModelFile, config: Config) -> Tiling | None:
+    """Return how to see images: as the user chose, else as the checkpoint was trained.
+
+    Raises:
+        UsageError: An overlap of tiles, but there are none.
+    """
+    own, (size, overlap) = checkpoint.tiling, (config.data.tile, config.data.tile_overlap)
+    if own is not None:
+        size = own.size if size is None else size
+        overlap = overlap if config.is_chosen("data.tile_overlap") else own.overlap
+    if not size and "data.tile_overlap" in config.explicit_settings():
+        raise UsageError(
+            f"--tile-overlap {overlap:g}: {checkpoint.path} does not detect in tiles",
+            hint="add the size of the tiles: --tile PX",
+        )
+    return Tiling(size, overlap) if size else None
 
 
 def score_thresholds(checkpoint: ModelFile, score: float | str | None) -> list[float]:

@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ssdctl.config.call import hints_in_messages
 from ssdctl.config.render import SNAPSHOT_SECTIONS
 from ssdctl.config.resolve import read_toml, resolve
-from ssdctl.config.settings import Config
+from ssdctl.config.settings import Config, all_settings
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
 from ssdctl.runs.folder import (
@@ -49,21 +49,50 @@ MAX_NAMED = 3  # runs in a hint
 
 
 def folds_text(runs: Sequence[Run]) -> list[str]:
-    """Return a line for the folds of each dataset and network: mean and spread of their best AP."""
-    groups: dict[tuple[str, str, str], list[float]] = {}
+    """Return a line for the folds of each training: mean and spread of their best AP.
+
+    Runs that differ in a chosen setting are of different trainings, which that setting names. Of
+    several runs of a fold the first one counts.
+    """
+    trainings: dict[frozenset[tuple[str, str]], dict[str, float]] = {}
     for run in runs:
         fold, best = str(run.settings.get("train.fold") or ""), run.best_metrics
         if fold and best is not None and best["AP"] >= 0:
-            data = Path(str(run.settings.get("data.root") or "")).name
-            network = str(run.settings.get("model.backbone", ""))
-            key = data, network, fold.partition("/")[2]
-            groups.setdefault(key, []).append(float(best["AP"]))
+            found = trainings.setdefault(_chosen_recipe(run), {})
+            found.setdefault(fold, float(best["AP"]))
     return [
-        f"{len(values)} of {count} folds of {data}, {network}: AP {statistics.mean(values):.3f} "
-        f"\u00b1 {statistics.stdev(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-        for (data, network, count), values in groups.items()
-        if len(values) > 1
+        f"{len(found)} of {dict(recipe)['train.fold']} folds of {_label(recipe, trainings)}: AP "
+        f"{statistics.mean(found.values()):.3f} \u00b1 {statistics.stdev(found.values()):.3f} "
+        f"({min(found.values()):.3f} to {max(found.values()):.3f})"
+        for recipe, found in trainings.items()
+        if len(found) > 1
     ]
+
+
+def _chosen_recipe(run: Run) -> frozenset[tuple[str, str]]:
+    """Return the settings that affect a result and are not fitted to the number of images."""
+    sources = dict[str, str]()
+    with contextlib.suppress(DataError):
+        sources = run.environment.sources if run.environment is not None else {}
+    chosen = {path for path, source in sources.items() if not source.endswith("rule")}
+    chosen &= {path for path, setting in all_settings().items() if setting.is_compared}
+    chosen |= {"data.root", "model.backbone", "train.preset", "train.init"}
+    count = str(run.settings.get("train.fold")).partition("/")[2]
+    values = {path: str(run.settings.get(path) or "") for path in chosen - {"train.fold"}}
+    return frozenset({**values, "train.fold": count}.items())
+
+
+def _label(recipe: frozenset[tuple[str, str]], others: Iterable[frozenset[tuple[str, str]]]) -> str:
+    """Return data and network, and the settings in which others of them differ."""
+    shown = _data_and_network(recipe)
+    shared = frozenset.intersection(*(o for o in others if _data_and_network(o) == shown))
+    own = sorted((path, value) for path, value in recipe - shared if path != "train.fold")
+    return ", ".join([*shown, *(f"{path.partition('.')[2]} {value}" for path, value in own)])
+
+
+def _data_and_network(recipe: frozenset[tuple[str, str]]) -> list[str]:
+    settings = dict(recipe)
+    return [Path(settings["data.root"]).name, settings["model.backbone"]]
 
 
 class Run:

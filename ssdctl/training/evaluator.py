@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.analysis import BackgroundScoring
@@ -108,14 +106,14 @@ class Evaluator:
         Each image is processed by one rank, so none is counted twice. A signal ends the detection
         early. The validation loss of the same images is kept for `losses`.
         """
-        val, rows = self._splits.val, self._splits.val_rows
+        val = self._splits.val
         assert val is not None
         settings, losses = self._plan.config.evaluate, ValidationLoss(self._model, self._device)
         config = DetectorConfig(self._plan.precision, settings.score_threshold, settings.nms_iou)
         detections = detect(
             Detector(self._model, self._device, config),
             val,
-            np.arange(val.num_images) if rows is None else rows,
+            self._splits.scored_rows,
             batch_size=settings.batch_size,
             threads=self._threads,
             ranks=self._ranks,

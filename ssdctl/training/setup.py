@@ -73,11 +73,11 @@ class Splits(NamedTuple):
     val_rows: NDArray[np.int64] | None = None  # the images of `val` to score; None: all
 
     @property
-    def val_images(self) -> int:
-        """The number of images that are scored."""
-        if self.val is None:
-            return 0
-        return self.val.num_images if self.val_rows is None else len(self.val_rows)
+    def scored_rows(self) -> NDArray[np.int64]:
+        """The rows of `val` that are scored: images, not tiles."""
+        if self.val_rows is not None:
+            return self.val_rows
+        return np.arange(0 if self.val is None else self.val.num_images)
 
 
 def init_reader(config: Config) -> InitReader:
@@ -112,7 +112,7 @@ def plan_run(
         network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
     names = [c.name for c in splits.train.classes]
     train = splits.train
-    size = DatasetSize(len(train.trainable), len(train.background), splits.val_images, names)
+    size = DatasetSize(len(train.trainable), len(train.background), len(splits.scored_rows), names)
     return plan_on_device(
         config, device, ranks, size, len(names) + 1, before=before, network=network
     )

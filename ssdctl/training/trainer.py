@@ -248,7 +248,7 @@ class Trainer:
             self.threads,
             self.splits.train,
             self.splits.val,
-            self.splits.val_images,
+            len(self.splits.scored_rows),
             self._past(),
         )
         self._observers.start([self._folder, *observers, *self._given], start)
@@ -568,7 +568,8 @@ class Trainer:
             # Stops: not all images were evaluated; the resumed run evaluates again.
             self._handle(self._exchange_requests(wait=True))
         if detections is not None and self.splits.val is not None:
-            detected = Detected(self.step, self.splits.val, detections)
+            val, rows = self.splits.val, self.splits.scored_rows
+            detected = Detected(self.step, val, rows, detections)
             self._observers.tell(lambda observer: observer.on_detections(detected))
         self.evaluator.evaluated_step = self.step
         self._save()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
+import ssdctl
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.config import PrepareConfig
 from ssdctl.config.fields import Tiling
@@ -22,6 +23,8 @@ from ssdctl.data.open_dataset import count_images
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, open_splits
 from ssdctl.data.tiles import IGNORED, tiled
+from ssdctl.errors import UsageError
+from ssdctl.inference.predict import choose_tiling
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
@@ -149,7 +152,7 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
     """Without another word: `evaluate` and `predict` find the same, and the run resumes exactly."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     train = [
-        *["train", "--tile", "128", "--steps", "4", "--seed", "1"],
+        *["train", "--tile", "128", "--tile-overlap", "0.3", "--steps", "4", "--seed", "1"],
         *TINY_RUN.split(),
         "--data",
         shapes,
@@ -159,7 +162,15 @@ def test_a_run_in_tiles_is_evaluated_and_used_in_tiles(
     assert cli(*train, "--out", run, "--tile", 160).code == 2
     assert cli(*train, "--out", run).code == 0
     last = [load_checkpoint(folder / "checkpoints" / "last.pt") for folder in (run, whole)]
-    assert last[0].tiling == Tiling(128, 0.2)
+    for chosen, expected in (
+        ({}, Tiling(128, 0.3)),
+        ({"tile_overlap": 0.1}, Tiling(128, 0.1)),
+        ({"tile": 160}, Tiling(160, 0.3)),
+        ({"tile": 0}, None),
+    ):
+        assert choose_tiling(last[0], ssdctl.configure(data=chosen)) == expected
+    with pytest.raises(UsageError, match="does not detect in tiles"):
+        choose_tiling(last[0], ssdctl.configure(data={"tile": 0, "tile_overlap": 0.1}))
     assert all(torch.equal(last[0].model[name], last[1].model[name]) for name in last[0].model)
     file = tmp_path / "found.json"
     result = cli("evaluate", run, "--score-threshold", 0.01, "--detections", file, "--json")

@@ -18,12 +18,17 @@ import pytest
 from numpy.typing import NDArray
 from observed import epoch_of, scored, step_of
 
-from ssdctl.config import Config
+from ssdctl.config import Config, PrepareConfig
+from ssdctl.config.fields import Tiling
 from ssdctl.config.resolve import Override, of_call, resolve
+from ssdctl.data.prepare import prepare
+from ssdctl.data.store import open_splits
+from ssdctl.data.tiles import tiled
 from ssdctl.errors import UsageError
+from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.runs.folder import RunDir
 from ssdctl.runs.metrics import open_run
-from ssdctl.training.observers import End, Saved, Summary
+from ssdctl.training.observers import Detected, End, Saved, Summary
 from ssdctl.training.observers.services import _key
 from ssdctl.training.observers.trackers import (
     BackgroundTracker,
@@ -108,6 +113,18 @@ def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
         ("best", 2, "best.pt"),
         True,
     ]
+
+
+def test_a_tracker_gets_images_that_are_scored(tmp_path: Path, shapes: Path) -> None:
+    prepare(shapes, tmp_path / "store", PrepareConfig(pack=False))
+    split = tiled(open_splits(shapes, tmp_path / "store")["train"], Tiling(128, 0.2))
+    recording = Recording(tracked(tmp_path))
+    trackers = opened({"recording": lambda run: recording}, recording.run)
+    rows = np.array([5, 7])  # of a fold
+    found = Detections(np.zeros(0, int), np.zeros((0, 4)), np.zeros(0), np.zeros(0, int))
+    trackers.on_detections(Detected(1, split, rows, found))
+    end(trackers)
+    assert recording.received == [(1, *map(str, split.image_ids[rows])), True]
 
 
 class Hanging(Recording):

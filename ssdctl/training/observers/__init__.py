@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ssdctl.runs.metrics import Record
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ssdctl.data.store import Split
     from ssdctl.evaluation.coco_ap import Detections
     from ssdctl.input.batch import BadImage
@@ -99,6 +102,7 @@ class Detected(NamedTuple):
 
     step: int
     split: Split
+    rows: NDArray[np.int64]  # of the split: the images
     detections: Detections
 
 

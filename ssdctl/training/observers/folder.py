@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config.render import snapshot_sources, to_snapshot_toml
+from ssdctl.data.open_dataset import digest_of_images
 from ssdctl.files import write_text
 from ssdctl.runs.evaluation import write_evaluation
 from ssdctl.runs.folder import RunDir, evaluation_of, find_environment, write_environment
@@ -52,7 +52,7 @@ class FolderWriter(Observer):
             start.step,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             train_images=self._plan.images,
-            val_images=0 if start.val is None else start.val.num_images,
+            val_images=start.val_images,
             total_steps=self._plan.total_steps,
             global_batch_size=self._plan.global_batch_size,
             world_size=start.world_size,
@@ -148,9 +148,8 @@ class FolderWriter(Observer):
 
 def _images_of(train: Split) -> Record:
     """Return what `prepare` decides about the pixels that a run is trained on."""
-    ids = train.image_ids[train.trainable].tobytes()
     return {
         "encoding": "raw" if train.is_raw else "jpeg",
         "shrink": train.shrink or "off",
-        "image_ids": hashlib.sha256(ids).hexdigest()[:12],
+        "image_ids": digest_of_images(train),
     }

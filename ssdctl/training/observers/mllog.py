@@ -70,7 +70,7 @@ class MLLog(Observer):
         self._point("global_batch_size", plan.global_batch_size)
         self._point("gradient_accumulation_steps", config.accumulate)
         self._point("train_samples", plan.images)
-        self._point("eval_samples", 0 if start.val is None else start.val.num_images)
+        self._point("eval_samples", start.val_images)
         self._point("max_samples", CROP_ATTEMPTS)
         shared = start.world_size if config.sync_bn else 1
         self._point("model_bn_span", plan.batch_size * shared)

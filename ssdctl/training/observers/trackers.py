@@ -29,9 +29,7 @@ from numpy.typing import NDArray
 
 from ssdctl.config.render import snapshot
 from ssdctl.config.sections import TrainConfig
-from ssdctl.data.store import Split
 from ssdctl.errors import missing_package
-from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.runs.evaluation import SHOWN_SCORE
 from ssdctl.runs.folder import RunDir, find_environment
@@ -275,7 +273,7 @@ class Trackers(Observer):
         self._send("epoch", epoch.step, values)
 
     def on_detections(self, detected: Detected) -> None:
-        images = _first_images(detected.split, detected.detections)
+        images = _first_images(detected)
         self._call(lambda tracker: tracker.images(detected.step, images))
 
     def on_evaluation(self, scored: Scored) -> None:
@@ -310,16 +308,17 @@ class Trackers(Observer):
             tracker.call(call)
 
 
-def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.uint8]]:
+def _first_images(detected: Detected) -> dict[str, NDArray[np.uint8]]:
     """Return the first images with their detections, (H, W, 3), by image id."""
     from PIL import Image
 
     from ssdctl.data.drawing import draw
 
+    _, split, rows, detections = detected
     names = {c.id: c.name for c in split.classes}
     numbers = {c.id: number for number, c in enumerate(split.classes, 1)}
     images = {}
-    for row in np.nonzero(split.usable)[0][:NUM_IMAGES].tolist():
+    for row in rows[split.usable[rows]][:NUM_IMAGES].tolist():
         image = Image.fromarray(split.decode(row))
         scale = image.width / split.sizes[row][0]  # below 1 in a store of smaller images
         is_here = detections.image_ids == split.image_ids[row]

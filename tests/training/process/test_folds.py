@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from ssdctl.data.open_dataset import count_images
 from ssdctl.data.prepare import prepare
 from ssdctl.data.tiles import Tiling
 from ssdctl.errors import UsageError
+from ssdctl.runs.run import Run
+
+AT_START = {"step": 0, "epoch": 0.0}
 
 
 def test_each_image_is_held_out_once_and_groups_stay_together() -> None:
@@ -39,6 +43,9 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
         options = ("--fold", f"{n}/2", "--steps", 3, *TINY_RUN.split())
         result = cli("train", "--data", shapes, "--out", run, *options)
         assert result.code == 0, result.err
+        started = Run(run).started
+        assert started is not None
+        assert started.val_images == 12
     low = ("--score-threshold", "0.01", "--json")
     single = [json.loads(cli("evaluate", run, *low).out) for run in runs]
     result = cli("evaluate", *runs, *low, "--detections", tmp_path / "found.json")
@@ -49,8 +56,19 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
     assert joined["detections"] == sum(s["detections"] for s in single)
     found = json.loads((tmp_path / "found.json").read_text())
     assert len({d["image_id"] for d in found}) <= len(train["images"])
-    listed = cli("runs", tmp_path / "runs")
-    assert "2 of 2 folds of" in listed.out
+    for n, run in enumerate(runs, 1):  # of another training; the first fold twice
+        other = shutil.copytree(run, tmp_path / "runs" / f"other{n}")
+        for name, old, new in (
+            ("config.toml", "seed = 0", "seed = 7"),
+            ("environment.json", '"sources": {', '"sources": {"train.seed": "--seed",'),
+        ):
+            text = (other / name).read_text()
+            assert old in text
+            (other / name).write_text(text.replace(old, new))
+    shutil.copytree(runs[0], tmp_path / "runs" / "again")
+    listed = cli("runs", tmp_path / "runs").out
+    assert listed.count("2 of 2 folds of") == 2
+    assert ", seed 7: AP" in listed
     page = tmp_path / "both.html"
     assert cli("report", *runs, "--out", page).code == 0
     assert "2 of 2 folds of" in page.read_text(encoding="utf-8")
@@ -58,6 +76,20 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
         refused = cli("evaluate", *named)
         assert refused.code == 2
         assert "--fold 1/K to K/K" in refused.err
+    for option in (("--split", "val"), ("--data", next(shapes.glob("annotations/*val*")))):
+        refused = cli("evaluate", *runs, *option)
+        assert refused.code == 2
+        assert "not on another split or dataset" in refused.err
+    assert "divided anew" not in result.err
+    none = tmp_path / "none.json"  # of the validation split, whose images have the same ids
+    none.write_text("[]")
+    for run in runs:
+        refused = cli("evaluate", run, "--against", none, "--limit", 1)
+        assert (refused.code, "on different images" in refused.err) == (2, True)
+    with (runs[0] / "metrics.jsonl").open("a") as file:  # of a start with other images
+        print(json.dumps({"kind": "event", "event": "x", "image_ids": "", **AT_START}), file=file)
+    changed = cli("evaluate", *runs, *low)
+    assert changed.err.count("divided anew since the run began") == 1
     other = cli("train", "--data", shapes, "--out", runs[0], "--fold", "2/2", *TINY_RUN.split())
     assert other.code == 2
     assert "train.fold" in other.err
