@@ -169,8 +169,10 @@ def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: Cla
 def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:
     numbers = {name: number for number, name in enumerate(classes)}
     folder, labels = make_dir(out / "images" / split), make_dir(out / "labels" / split)
+    crowds = 0
     for _, image, content in images:
         write_bytes(folder / image.file_name, content)
+        crowds += sum(box.is_crowd for box in image.boxes)
         lines = ""
         for box in image.boxes:
             x, y = box.left + box.width / 2, box.top + box.height / 2
@@ -182,6 +184,8 @@ def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: Cla
             )
             lines += f"{numbers[box.name]} {' '.join(f'{side:.7f}' for side in sides)}\n"
         write_text(labels / PurePosixPath(image.file_name).with_suffix(".txt"), lines)
+    if crowds:
+        log.warning("%s: crowd regions, which YOLO lacks, written as boxes: %d", split, crowds)
 
 
 def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: Classes) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,17 +27,24 @@ from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, read_made, require_metadata
-from ssdctl.data.open_dataset import annotations_of, fold_rows
+from ssdctl.data.open_dataset import (
+    annotations_of,
+    digest_of_images,
+    fold_rows,
+    without_images,
+)
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
-from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
+from ssdctl.distributed import SINGLE_PROCESS, Ranks, failing_together, find_ranks
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import compare, score_and_resample
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
 from ssdctl.evaluation.resample import Draws
 from ssdctl.files import DECODE_ERRORS, write_bytes
 from ssdctl.runs.evaluation import Comparison, Evaluation, EvaluationInfo
+from ssdctl.runs.metrics import Record
+from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress
 from ssdctl.runtime.safe_text import quoted
 from ssdctl.runtime.system import usable_cores
@@ -202,8 +210,9 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
     first, second = found[0], found[1]
     if first is None or second is None:
         return None
-    if not np.array_equal(np.unique(first.image_ids), np.unique(second.image_ids)):
-        counts = f"{len(first.image_ids):,} and {len(second.image_ids):,} images"
+    ids = [np.unique(f.image_ids) for f in (first, second)]
+    if first.about.split != second.about.split or not np.array_equal(ids[0], ids[1]):
+        counts = " and ".join(f"{len(f.image_ids):,} of {f.about.split}" for f in (first, second))
         raise UsageError(
             f"{a} and {b} are scored on different images ({counts})",
             hint="name one dataset and split for both: --data DIR --split val",
@@ -217,10 +226,11 @@ def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple
     from ssdctl.distributed.collectives import process_group
 
     ranks = find_ranks()
-    with opened_device(config.evaluate.device, ranks) as device:
+    with contextlib.ExitStack() as stack:
+        with failing_together(is_distributed):
+            device = stack.enter_context(opened_device(config.evaluate.device, ranks))
         ranks = ranks if is_distributed else SINGLE_PROCESS
-        with process_group(ranks, device) as joined:
-            yield device, joined
+        yield device, stack.enter_context(process_group(ranks, device))
 
 
 def _detections_in(source: Source) -> Path | None:
@@ -331,6 +341,7 @@ def detect_on_split(
     progress: Progress,
     ranks: Ranks = SINGLE_PROCESS,
     name: str | None = None,
+    fold_of: ModelFile | None = None,
 ) -> DetectedSplit | None:
     """Detect with the network of a checkpoint on a split; None on ranks other than the first.
 
@@ -339,34 +350,36 @@ def detect_on_split(
     Args:
         ranks: Each detects on its share of the images.
         name: Replaces the path in messages.
+        fold_of: The checkpoint whose fold is scored; None: this one.
     """
-    from ssdctl.distributed.collectives import open_on_all_ranks
+    from ssdctl.distributed.collectives import open_on_all_ranks, require_same
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import choose_tiling, open_detector
 
-    settings = config.evaluate
-    data = choose_data(checkpoint, config)
+    settings, data = config.evaluate, choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    fold = _fold_of(checkpoint, config, root)
+    fold = _fold_of(fold_of or checkpoint, config, root)
     name_of_split = settings.split if fold is None else "train"
-    split = require_split(open_on_all_ranks(root, folder, ranks, progress), name_of_split, root)
+    splits = open_on_all_ranks(root, folder, ranks, progress)
+    split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
+    warnings = _warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)
     split = tiled(split, choose_tiling(checkpoint, config))
-    for warning in split.warnings:
-        log.warning("%s", warning)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     part = "" if fold is None else f", fold {fold[0]}"
-    dataset = f"{root} {name_of_split}{part}" + ("" if data.root else " (the default dataset)")
-    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {dataset}"
+    part += "" if data.root else " (the default dataset)"
+    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {root} {name_of_split}{part}"
     rows = _rows_to_score(split, settings, what, held)
+    checksum = zlib.crc32(split.image_ids[rows].tobytes())
+    require_same({"the checksum of the images": checksum, "the step": checkpoint.step}, ranks)
     precision = choose_precision(checkpoint, settings, device)
-    detector_config = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
-    detector = open_detector(checkpoint, device, detector_config)
-    threads = settings.workers or usable_cores(ranks.world_size)
-    shown = progress if ranks.is_main else None
-    how: dict[str, Any] = {"batch_size": settings.batch_size, "threads": threads, "ranks": ranks}
-    found = detect(detector, split, rows, **how, progress=shown, category_ids=category_ids)
+    rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
+    detector = open_detector(checkpoint, device, rules)
+    how: dict[str, Any] = {"batch_size": settings.batch_size, "ranks": ranks}
+    how["threads"] = settings.workers or usable_cores(ranks.world_size)
+    how["progress"] = progress if ranks.is_main else None
+    found = detect(detector, split, rows, **how, category_ids=category_ids)
     about = EvaluationInfo(
         source=str(checkpoint.path),
         step=checkpoint.step,
@@ -376,7 +389,7 @@ def detect_on_split(
         split=name_of_split,
         precision=precision,
         score_threshold=detector.score_threshold,
-        warnings=[*split.warnings],
+        warnings=warnings,
     )
     if found is None:
         return None
@@ -394,6 +407,43 @@ def _fold_of(checkpoint: ModelFile, config: Config, root: Path) -> tuple[str, st
     if settings.get("train.fold") is None or config.is_chosen("evaluate.split") or not is_own:
         return None
     return settings["train.fold"], settings.get("train.group")
+
+
+def _warn_of_images(
+    checkpoint: ModelFile,
+    root: Path,
+    splits: Mapping[str, Split],
+    name: str,
+    held: NDArray[np.int64] | None,
+) -> list[str]:
+    """Log the warnings of a split, and whether the run may have trained on its images."""
+    warnings = [*splits[name].warnings]
+    is_divided = held is not None or name == "val"
+    if is_divided and _was_divided_anew(checkpoint, root, splits, held):
+        text = "was divided anew since the run began: it may have trained on images that are scored"
+        warnings.append(f"{checkpoint.path}: {root} {text}")
+    for warning in warnings:
+        log.warning("%s", warning)
+    return warnings
+
+
+def _was_divided_anew(
+    checkpoint: ModelFile, root: Path, splits: Mapping[str, Split], held: NDArray[np.int64] | None
+) -> bool:
+    """Return whether the hash of file names divides other images than when the run began."""
+    settings, train = checkpoint.run_settings or {}, splits.get("train")
+    own, _ = dataset_folders(trained_on(checkpoint))
+    is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
+    if train is None or not settings or is_limited or own.absolute() != root.absolute():
+        return False
+    if held is not None:
+        train = without_images(train, held)
+    elif require_metadata(train.index_file).made.conversion.split is None:
+        return False
+    run, now, records = Run(checkpoint.path.parent.parent), digest_of_images(train), list[Record]()
+    with contextlib.suppress(SsdctlError):  # a checkpoint without its run
+        records = run.events
+    return any(record.get("image_ids", now) != now for record in records)
 
 
 def _rows_to_score(

@@ -90,8 +90,9 @@ def _wrong_objects(
     other[owner[order]], other_label[owner[order]] = mean[order], label[order]
     highest = np.zeros(count)  # of any checkpoint and class
     np.maximum.at(highest, item, every.scores[detection])
-    totals = np.bincount(truth.labels - 1, highest, num_classes)
-    usual = totals / np.maximum(np.bincount(truth.labels - 1, minlength=num_classes), 1)
+    single = np.flatnonzero(~truth.is_crowd)
+    totals = np.bincount(truth.labels[single] - 1, highest[single], num_classes)
+    usual = totals / np.maximum(np.bincount(truth.labels[single] - 1, minlength=num_classes), 1)
     contradicted, lost = other - own, usual[truth.labels - 1] - highest
     suspects = []
     for row in np.flatnonzero(~truth.is_crowd & (np.maximum(contradicted, lost) > MIN_SUSPICION)):

@@ -103,6 +103,8 @@ def model_card(checkpoint: NetworkWeights, **facts: Any) -> str:
         metrics={name: v for name in COCO_METRICS if (v := metrics.get(name, -1)) >= 0},
         class_ap=[(name, ap) for name, ap in class_ap.items() if ap >= 0][:MAX_CLASSES],
         dataset=Path(root).name if (root := settings.get("data.root")) else None,
+        fold=settings.get("train.fold"),
+        tiling=checkpoint.tiling,
         images=checkpoint.images if isinstance(checkpoint, Checkpoint) else None,
         classes=listed([_plain(c.name) for c in class_names(checkpoint)], MAX_CLASSES),
         training=settings and ", ".join(f"{k} {v}" for k, v in training.items() if v is not None),
@@ -148,7 +150,8 @@ def _draw(
         return []
     config = DetectorConfig(score_threshold=SAMPLE_SCORE)
     detector = open_detector(checkpoint, open_device("cpu"), config)
-    predictor = Predictor(ImageDetector(detector, class_names(checkpoint)), checkpoint.path.name)
+    names_of, tiling = class_names(checkpoint), checkpoint.tiling
+    predictor = Predictor(ImageDetector(detector, names_of, tiling=tiling), checkpoint.path.name)
     names: list[str] = []
     for found in map(predictor.predict, images):
         if found:

@@ -104,7 +104,8 @@ def _cost(
         path = Path(folder) / "model.onnx"
         path.write_bytes(graphs.with_metadata(graph, measured))
         device, checkpoint = open_device("cpu"), read_model(path)
-        found = detect_on_split(checkpoint, config, device, progress=progress, name=name)
+        how: dict[str, Any] = {"progress": progress, "name": name, "fold_of": deployment.checkpoint}
+        found = detect_on_split(checkpoint, config, device, **how)
         assert found is not None  # a single process
         evaluation, size = found.score(verify=config.evaluate.verify), path.stat().st_size
     if (ap := evaluation.metrics["AP"]) < 0:

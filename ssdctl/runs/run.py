@@ -83,11 +83,16 @@ def _chosen_recipe(run: Run) -> frozenset[tuple[str, str]]:
 
 
 def _label(recipe: frozenset[tuple[str, str]], others: Iterable[frozenset[tuple[str, str]]]) -> str:
-    settings, shared = dict(recipe), frozenset.intersection(*others)
-    shown = [Path(settings["data.root"]).name, settings["model.backbone"]]
-    named = {"data.root", "model.backbone", "train.fold"}
-    own = sorted((path, value) for path, value in recipe - shared if path not in named)
+    """Return data and network, and the settings in which others of them differ."""
+    shown = _data_and_network(recipe)
+    shared = frozenset.intersection(*(o for o in others if _data_and_network(o) == shown))
+    own = sorted((path, value) for path, value in recipe - shared if path != "train.fold")
     return ", ".join([*shown, *(f"{path.partition('.')[2]} {value}" for path, value in own)])
+
+
+def _data_and_network(recipe: frozenset[tuple[str, str]]) -> list[str]:
+    settings = dict(recipe)
+    return [Path(settings["data.root"]).name, settings["model.backbone"]]
 
 
 class Run:

@@ -62,6 +62,10 @@ def test_an_object_that_no_checkpoint_finds_is_named() -> None:
     named = [s for s in find_suspects(truth, truth.image_ids, parts) if s.kind == "not found"]
     assert (image, round(float(box[0]), 1)) in {(s.image_id, s.box[0]) for s in named}
     assert all(s.label and not s.detected for s in named)
+    is_lost = np.arange(len(truth.boxes)) == lost
+    crowd, without = truth._replace(is_crowd=is_lost), truth.with_objects(~is_lost)
+    one, other = (find_suspects(labels, truth.image_ids, parts) for labels in (crowd, without))
+    assert one == other  # a crowd that is not found says nothing about the objects
 
 
 def test_suspects_are_written_as_csv(tmp_path: Path, cli: Cli) -> None:

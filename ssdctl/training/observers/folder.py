@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config.render import snapshot_sources, to_snapshot_toml
+from ssdctl.data.open_dataset import digest_of_images
 from ssdctl.files import write_text
 from ssdctl.runs.evaluation import write_evaluation
 from ssdctl.runs.folder import RunDir, evaluation_of, find_environment, write_environment
@@ -148,9 +148,8 @@ class FolderWriter(Observer):
 
 def _images_of(train: Split) -> Record:
     """Return what `prepare` decides about the pixels that a run is trained on."""
-    ids = train.image_ids[train.trainable].tobytes()
     return {
         "encoding": "raw" if train.is_raw else "jpeg",
         "shrink": train.shrink or "off",
-        "image_ids": hashlib.sha256(ids).hexdigest()[:12],
+        "image_ids": digest_of_images(train),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ from download.hub_server import TOKEN, HubServer, open_hub
 from PIL import Image
 
 import ssdctl
+from ssdctl.checkpoint.file import load_resumable, save_checkpoint
 
 # huggingface_hub's, of its HTTP client.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -95,9 +97,17 @@ def test_the_cards_class_ap_is_of_its_checkpoint(cli: Cli, tiny_run: Path) -> No
             )
             event = {"kind": "event", "event": "class_ap", **common, "AP": {"ball": ap}}
             print(json.dumps(event), file=file)
-    result = push(cli, run / "checkpoints/last.pt", "--out", "card", "--samples", 0)
+    last = run / "checkpoints/last.pt"
+    checkpoint = load_resumable(last)
+    config = {**checkpoint.config, "train.fold": "1/3", "data.tile": 200, "data.tile_overlap": 0.3}
+    last.unlink()
+    save_checkpoint(last, dataclasses.replace(checkpoint, config=config))
+    result = push(cli, last, "--out", "card", "--samples", 0)
     assert result.code == 0, result.err
-    assert "| ball | 0.123 |" in Path("card/README.md").read_text()
+    text = Path("card/README.md").read_text()
+    assert "| ball | 0.123 |" in text
+    assert "metrics on fold 1/3 of" in text
+    assert "in tiles of 200 pixels, which overlap by 0.3," in text
 
 
 def test_the_cards_snippet_detects_without_ssdctl(

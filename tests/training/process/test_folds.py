@@ -18,6 +18,8 @@ from ssdctl.data.tiles import Tiling
 from ssdctl.errors import UsageError
 from ssdctl.runs.run import Run
 
+AT_START = {"step": 0, "epoch": 0.0}
+
 
 def test_each_image_is_held_out_once_and_groups_stay_together() -> None:
     names = [f"car{n // 5}_{n % 5}.jpg" for n in range(100)]
@@ -78,6 +80,16 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
         refused = cli("evaluate", *runs, *option)
         assert refused.code == 2
         assert "not on another split or dataset" in refused.err
+    assert "divided anew" not in result.err
+    none = tmp_path / "none.json"  # of the validation split, whose images have the same ids
+    none.write_text("[]")
+    for run in runs:
+        refused = cli("evaluate", run, "--against", none, "--limit", 1)
+        assert (refused.code, "on different images" in refused.err) == (2, True)
+    with (runs[0] / "metrics.jsonl").open("a") as file:  # of a start with other images
+        print(json.dumps({"kind": "event", "event": "x", "image_ids": "", **AT_START}), file=file)
+    changed = cli("evaluate", *runs, *low)
+    assert changed.err.count("divided anew since the run began") == 1
     other = cli("train", "--data", shapes, "--out", runs[0], "--fold", "2/2", *TINY_RUN.split())
     assert other.code == 2
     assert "train.fold" in other.err
