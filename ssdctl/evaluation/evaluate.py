@@ -209,8 +209,8 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
     first, second = found[0], found[1]
     if first is None or second is None:
         return None
-    ids = [np.unique(f.image_ids) for f in (first, second)]
-    if first.about.split != second.about.split or not np.array_equal(*ids):
+    ids, others = (np.unique(f.image_ids) for f in (first, second))
+    if first.about.split != second.about.split or not np.array_equal(ids, others):
         counts = " and ".join(f"{len(f.image_ids):,} of {f.about.split}" for f in (first, second))
         raise UsageError(
             f"{a} and {b} are scored on different images ({counts})",
