@@ -278,13 +278,15 @@ def evaluate(
         ssdctl.errors.DataError: The dataset or the detections cannot be read.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
-    config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
     from ssdctl.checkpoint.locate import locate_checkpoint
-    from ssdctl.distributed import find_ranks
+    from ssdctl.distributed import failing_together, find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
+    with failing_together(distributed):
+        config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
+        file = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(
-        [locate_checkpoint(checkpoint, mirror=config.download.mirror)],
+        [file],
         config,
         progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,12 +72,13 @@ class JoinedRanks(Ranks):
     def _holders(self) -> weakref.WeakSet[Any]:
         return weakref.WeakSet()
 
-    def join(self, device: Device, timeout: datetime.timedelta) -> None:
+    def join(self, device: Device | None, timeout: datetime.timedelta) -> None:
         """Make the process group, or groups within the one that the caller has made."""
         is_first, self._variables = not dist.is_initialized(), contextlib.ExitStack()
         if is_first or _users:  # of a group that is ours
             _users.append(self)
         if is_first:
+            assert device is not None
             self._variables.enter_context(with_defaults(_variables(self)))
             _join(self, device, timeout)
         else:
@@ -134,13 +135,14 @@ def _joined(ranks: Ranks) -> JoinedRanks:
 
 @contextlib.contextmanager
 def process_group(
-    ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
+    ranks: Ranks, device: Device | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[Ranks]:
     """Join the other ranks for the block, also in a process group that the caller has made.
 
     An error that leaves the block on one rank ends it on all.
 
     Args:
+        device: Chooses the backend; not needed in a group of the caller.
         timeout_s: How long a rank waits for another before that one counts as lost.
 
     Yields:
@@ -428,6 +430,22 @@ def broadcast(value: T, ranks: Ranks) -> T:
     values = [value]
     dist.broadcast_object_list(values, group=_joined(ranks).host_group)
     return values[0]
+
+
+def require_same(facts: Mapping[str, object], ranks: Ranks) -> None:
+    """Check facts on which the collectives depend; gloo ends processes that exchange unlike ones.
+
+    Raises:
+        UsageError: They differ from the first rank's; raised on a rank where they do.
+    """
+    first = broadcast(facts, ranks)
+    texts = [f"{name} is {facts[name]}, there {first[name]}" for name in facts]
+    texts = [text for text, name in zip(texts, facts, strict=True) if facts[name] != first[name]]
+    if texts:
+        raise UsageError(
+            f"rank {ranks.rank} has other data or settings than rank 0: {'; '.join(texts)}",
+            hint="give every rank the same dataset and settings",
+        )
 
 
 def gather_to_first(value: T, ranks: Ranks) -> list[T]:

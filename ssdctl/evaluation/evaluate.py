@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +36,7 @@ from ssdctl.data.open_dataset import (
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
-from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
+from ssdctl.distributed import SINGLE_PROCESS, Ranks, failing_together, find_ranks
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import compare, score_and_resample
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
@@ -209,8 +210,8 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
     first, second = found[0], found[1]
     if first is None or second is None:
         return None
-    ids, others = (np.unique(f.image_ids) for f in (first, second))
-    if first.about.split != second.about.split or not np.array_equal(ids, others):
+    ids = [np.unique(f.image_ids) for f in (first, second)]
+    if first.about.split != second.about.split or not np.array_equal(ids[0], ids[1]):
         counts = " and ".join(f"{len(f.image_ids):,} of {f.about.split}" for f in (first, second))
         raise UsageError(
             f"{a} and {b} are scored on different images ({counts})",
@@ -225,10 +226,11 @@ def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple
     from ssdctl.distributed.collectives import process_group
 
     ranks = find_ranks()
-    with opened_device(config.evaluate.device, ranks) as device:
+    with contextlib.ExitStack() as stack:
+        with failing_together(is_distributed):
+            device = stack.enter_context(opened_device(config.evaluate.device, ranks))
         ranks = ranks if is_distributed else SINGLE_PROCESS
-        with process_group(ranks, device) as joined:
-            yield device, joined
+        yield device, stack.enter_context(process_group(ranks, device))
 
 
 def _detections_in(source: Source) -> Path | None:
@@ -350,7 +352,7 @@ def detect_on_split(
         name: Replaces the path in messages.
         fold_of: The checkpoint whose fold is scored; None: this one.
     """
-    from ssdctl.distributed.collectives import open_on_all_ranks
+    from ssdctl.distributed.collectives import open_on_all_ranks, require_same
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import choose_tiling, open_detector
@@ -369,6 +371,8 @@ def detect_on_split(
     part += "" if data.root else " (the default dataset)"
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on {root} {name_of_split}{part}"
     rows = _rows_to_score(split, settings, what, held)
+    checksum = zlib.crc32(split.image_ids[rows].tobytes())
+    require_same({"the checksum of the images": checksum, "the step": checkpoint.step}, ranks)
     precision = choose_precision(checkpoint, settings, device)
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, rules)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Architecture, NetworkWeights
 from ssdctl.checkpoint.locate import check_weight_sources, locate_checkpoint, resolve_source
 from ssdctl.config import Config
+from ssdctl.config.render import values
+from ssdctl.config.settings import all_settings
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.open_dataset import DatasetSize, fold_rows, without_images
 from ssdctl.data.store import Split
@@ -54,6 +57,11 @@ from ssdctl.training.observers.trackers import Trackers, find_trackers
 from ssdctl.training.plan import Network, Plan, check_settings
 
 log = logging.getLogger(__name__)
+LOOP = {  # settings on which the ranks' steps and exchanges depend, besides the compared ones
+    *("train.epochs", "train.steps", "train.batch_size", "train.accumulate", "train.on_nonfinite"),
+    *("train.execution", "train.overlap_gradients", "train.log_every", "train.save_every"),
+    *("train.eval_every", "train.eval_at"),
+}
 InitReader = Callable[[], NetworkWeights]  # reads the checkpoint of --init
 
 
@@ -97,6 +105,7 @@ def plan_run(
     config: Config, splits: Splits, device: Device, ranks: Ranks, init: InitReader
 ) -> Plan:
     """Plan a run on an open device and dataset; all ranks return the same plan."""
+    _require_same(config, splits, ranks)
     network = None
     before = collectives.broadcast(continued_config(config) if ranks.is_main else None, ranks)
     if _takes_network_of_init(config):
@@ -107,6 +116,17 @@ def plan_run(
     return plan_on_device(
         config, device, ranks, size, len(names) + 1, before=before, network=network
     )
+
+
+def _require_same(config: Config, splits: Splits, ranks: Ranks) -> None:
+    """Check that the ranks take the same steps on the same images."""
+    facts = {p: v for p, v in values(config).items() if all_settings()[p].is_compared or p in LOOP}
+    for name, split in (("train", splits.train), ("val", splits.val)):
+        ids = b"" if split is None else split.image_ids.tobytes()
+        facts[f"checksum of {name}"] = f"{zlib.crc32(ids):08x}"
+    facts["classes"] = [c.name for c in splits.train.classes]
+    facts["train.init is chosen"] = config.train.init is not None
+    collectives.require_same(facts, ranks)
 
 
 def limited(splits: Splits, plan: Plan) -> Splits:

@@ -224,7 +224,10 @@ def test_calls_one_after_the_other(world: World) -> None:
 def test_ranks_with_folders_of_their_own(world: World) -> None:
     trained = next(call for call in QUICK if "[s.loss" in call)
     on_one_rank = next(call for call in QUICK if "Broken" in call)  # the first tells observers
-    texts = (on_one_rank, trained, *calls(FAILING)[:2])
+    rank = "torch.distributed.get_rank()"
+    unlike = f'ssdctl.train("shapes", out="OUT", steps=2 + {rank}, **TINY)'
+    gone = f'ssdctl.evaluate("run" if {rank} else "gone", device="cpu")'
+    texts = (on_one_rank, gone, unlike, trained, *calls(FAILING)[:2])
     check(world, [(text,) for text in texts], size=2, copies=2)
 
 
