@@ -367,9 +367,8 @@ def detect_on_split(
     warnings = _warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)
     split = tiled(split, choose_tiling(checkpoint, config))
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
-    part = "" if fold is None else f", fold {fold[0]}"
-    part += "" if data.root else " (the default dataset)"
-    what = f"{name or checkpoint.path} (step {checkpoint.step}) on {root} {name_of_split}{part}"
+    what = f"{name or checkpoint.path} (step {checkpoint.step}) on "
+    what += _named(root, name_of_split, fold, is_default=not data.root)
     rows = _rows_to_score(split, settings, what, held)
     checksum = zlib.crc32(split.image_ids[rows].tobytes())
     require_same({"the checksum of the images": checksum, "the step": checkpoint.step}, ranks)
@@ -394,6 +393,11 @@ def detect_on_split(
     if found is None:
         return None
     return DetectedSplit(read_ground_truth(split.index_file), found, split.image_ids[rows], about)
+
+
+def _named(root: Path, split: str, fold: tuple[str, str | None] | None, *, is_default: bool) -> str:
+    part = "" if fold is None else f", fold {fold[0]}"
+    return f"{root} {split}{part}" + " (the default dataset)" * is_default
 
 
 def _fold_of(checkpoint: ModelFile, config: Config, root: Path) -> tuple[str, str | None] | None:
