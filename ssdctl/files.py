@@ -302,7 +302,7 @@ def sync_file(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Publish `source` under a second name: as a hard link if possible, else as a copy of its time."""
+    """Publish `source` under a second name: a hard link if possible, else a copy with its time."""
     temporary = _temporary(target)
     with disk_errors(target, "writing"):
         try:

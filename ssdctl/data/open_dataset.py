@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -199,12 +198,6 @@ def without_images(split: Split, images: NDArray[np.int64]) -> Split:
         is_held = np.concatenate([is_held, is_held[split.tiles.rows]])
     trainable, background = (r[~is_held[r]] for r in (split.trainable, split.background))
     return split._replace(trainable=trainable, background=background)
-
-
-def digest_of_images(train: Split) -> str:
-    """Return a fingerprint of the images that a run trains on; tiles do not change it."""
-    rows = train.trainable[train.trainable < train.num_images]
-    return hashlib.sha256(train.image_ids[rows].tobytes()).hexdigest()[:12]
 
 
 def count_images(

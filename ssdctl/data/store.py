@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
+import hashlib
 import mmap
 import os
 import weakref
@@ -78,6 +79,11 @@ class Split(NamedTuple):
     def num_images(self) -> int:
         """The number of images: rows that are not tiles."""
         return len(self.image_ids) - (0 if self.tiles is None else len(self.tiles.rows))
+
+    def digest_of_trained(self) -> str:
+        """Return a fingerprint of the images to train on; tiles do not change it."""
+        rows = self.trainable[self.trainable < self.num_images]
+        return hashlib.sha256(self.image_ids[rows].tobytes()).hexdigest()[:12]
 
     def image_of(self, row: int) -> tuple[int, tuple[int, int, int, int] | None]:
         """Return the row of the image of a row; of a tile also its ltrb in pixels."""

@@ -29,7 +29,6 @@ from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, read_made, require_metadata
 from ssdctl.data.open_dataset import (
     annotations_of,
-    digest_of_images,
     fold_rows,
     without_images,
 )
@@ -444,7 +443,11 @@ def _was_divided_anew(
         train = without_images(train, held)
     elif require_metadata(train.index_file).made.conversion.split is None:
         return False
-    run, now, records = Run(checkpoint.path.parent.parent), digest_of_images(train), list[Record]()
+    run, now, records = (
+        Run(checkpoint.path.parent.parent),
+        train.digest_of_trained(),
+        list[Record](),
+    )
     with contextlib.suppress(SsdctlError):  # a checkpoint without its run
         records = run.events
     return any(record.get("image_ids", now) != now for record in records)

@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config.render import snapshot_sources, to_snapshot_toml
-from ssdctl.data.open_dataset import digest_of_images
 from ssdctl.files import write_text
 from ssdctl.runs.evaluation import write_evaluation
 from ssdctl.runs.folder import RunDir, evaluation_of, find_environment, write_environment
@@ -151,5 +150,5 @@ def _images_of(train: Split) -> Record:
     return {
         "encoding": "raw" if train.is_raw else "jpeg",
         "shrink": train.shrink or "off",
-        "image_ids": digest_of_images(train),
+        "image_ids": train.digest_of_trained(),
     }
