@@ -7,6 +7,7 @@ Keywords are the settings that most calls need; `config` has the others. Nothing
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -279,10 +280,14 @@ def evaluate(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
     from ssdctl.checkpoint.locate import locate_checkpoint
-    from ssdctl.distributed import failing_together, find_ranks
+    from ssdctl.distributed import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
-    with failing_together(distributed):
+    with contextlib.ExitStack() as stack:
+        if distributed and not find_ranks().is_single_process:
+            from ssdctl.distributed.collectives import failing_together  # late: torch
+
+            stack.enter_context(failing_together())
         config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
         file = locate_checkpoint(checkpoint, mirror=config.download.mirror)
     (evaluation,) = evaluate_files(

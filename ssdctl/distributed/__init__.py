@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib
 import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.errors import UsageError
 
 RANK_VARIABLES = (  # rank, world size, local rank
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -59,7 +58,8 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
     Raises:
         UsageError: The variables contradict each other.
     """
-    if environment is None and (joined := _process_group()) is not None:
+    joined = sys.modules.get("torch.distributed") if environment is None else None
+    if joined is not None and joined.is_available() and joined.is_initialized():
         local_rank = os.environ.get("LOCAL_RANK", "")
         rank, size = joined.get_rank(), joined.get_world_size()
         return Ranks(rank, size, int(local_rank) if local_rank.isdecimal() else rank)
@@ -81,29 +81,6 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
             raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=HINT)
         return Ranks(rank, size, local)
     return SINGLE_PROCESS
-
-
-def _process_group() -> Any:
-    """Return torch.distributed if this process is in a group; None otherwise, without importing."""
-    module = sys.modules.get("torch.distributed")
-    return module if module and module.is_available() and module.is_initialized() else None
-
-
-@contextlib.contextmanager
-def failing_together(is_distributed: bool = True) -> Iterator[None]:
-    """Raise an error of the block on all ranks of the caller's process group.
-
-    For the part of a call before `process_group`, where the other ranks may wait already.
-    """
-    try:
-        yield
-    except Exception as error:
-        if is_distributed and _process_group() and not (ranks := find_ranks()).is_single_process:
-            # Importing this module must not import torch.
-            collectives = importlib.import_module("ssdctl.distributed.collectives")
-            with contextlib.suppress(SsdctlError), collectives.process_group(ranks):
-                raise error
-        raise
 
 
 def own_addresses() -> dict[str, str]:

@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ssdctl.device import Device
-from ssdctl.distributed import Ranks, interface_for_peers
+from ssdctl.distributed import Ranks, find_ranks, interface_for_peers
 from ssdctl.errors import DistributedError, SsdctlError, Stopped, UsageError
 from ssdctl.runtime import signals
 from ssdctl.runtime.packages import no_buffer_sync
@@ -171,6 +171,21 @@ def process_group(
         raise
     finally:
         joined.leave()
+
+
+@contextlib.contextmanager
+def failing_together(is_distributed: bool = True) -> Iterator[None]:
+    """Raise an error of the block on all ranks of the caller's process group.
+
+    For the part of a call before `process_group`, where the other ranks may wait already.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_distributed and dist.is_initialized():
+            with contextlib.suppress(SsdctlError), process_group(find_ranks()):
+                raise error
+        raise
 
 
 def _is_lost_rank(error: BaseException) -> bool:

@@ -35,7 +35,7 @@ from ssdctl.data.open_dataset import (
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
-from ssdctl.distributed import SINGLE_PROCESS, Ranks, failing_together, find_ranks
+from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
 from ssdctl.evaluation.analysis import compare, score_and_resample
 from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
@@ -222,7 +222,7 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
 @contextlib.contextmanager
 def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple[Device, Ranks]]:
     from ssdctl.device import opened_device
-    from ssdctl.distributed.collectives import process_group
+    from ssdctl.distributed.collectives import failing_together, process_group
 
     ranks = find_ranks()
     with contextlib.ExitStack() as stack:
