@@ -211,7 +211,7 @@ class Life(RuleBasedStateMachine):
         """Continue with another global batch."""
         is_larger = "--accumulate" not in self.own
         self.own = [*["--accumulate", 2] * is_larger, "--resume-changed"]
-        self.has_gaps |= not is_larger
+        self.has_gaps |= not is_larger or self.first > 1
         self.is_exact, self.may_lack_best = False, True
         words = self.training(to, chosen)
         result = self.start(words, fault).wait()
