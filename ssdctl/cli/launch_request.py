@@ -103,7 +103,7 @@ def _count_images(config: Config) -> DatasetSize | None:
         if not root.exists() or not is_prepared(root, folder):
             return None
         folds = config.train.fold, config.train.group
-        size = count_images(root, folder, tiling_of(config.data), *folds)
+        size = count_images(root, folder, tiling_of(config), *folds)
     except DataError:  # the ranks report it
         return None
     return size if size.trainable else None

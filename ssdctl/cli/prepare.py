@@ -16,6 +16,7 @@ from ssdctl.runtime.safe_text import counted, quoted
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from ssdctl.config.fields import Tiling
     from ssdctl.data.annotations import Finding
     from ssdctl.data.report import Outcome
     from ssdctl.data.summary import ObjectSizes
@@ -60,7 +61,9 @@ def prepare(
     """
     from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.data.tiles import tiling_of
 
+    tiling = tiling_of(call.config)
     if preview is not None:
         from ssdctl.reporting.preview import check_target
 
@@ -74,7 +77,7 @@ def prepare(
     if preview is not None:
         _preview(call, *dataset_folders(call.config.data), preview)
         data["preview"] = str(preview)
-    if tiles := _count_tiles(call, outcome):
+    if tiles := _count_tiles(call, outcome, tiling):
         data["tiles"] = tiles
     call.console.result(data, lambda: _tables(outcome))
     _close(call, outcome)
@@ -115,13 +118,13 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
     call.console.info(f"{path}: {counted(num_images, 'image')} of {split} with their boxes")
 
 
-def _count_tiles(call: Call, outcome: Outcome) -> dict[str, Any]:
+def _count_tiles(call: Call, outcome: Outcome, tiling: Tiling | None) -> dict[str, Any]:
     """Return, and log, what the training images are like in the tiles that the user chose."""
     from ssdctl.data.default_boxes import can_match
     from ssdctl.data.store import open_splits
-    from ssdctl.data.tiles import tiled, tiling_of
+    from ssdctl.data.tiles import tiled
 
-    if (tiling := tiling_of(call.config.data)) is None:
+    if tiling is None:
         return {}
     _, split = next(iter(open_splits(Path(outcome.root), Path(outcome.store)).items()))
     split, first = tiled(split, tiling), split.starts[-1]

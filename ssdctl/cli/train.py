@@ -240,7 +240,7 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
     root = root.absolute() if call.config.data.root else root
     if root.exists() or (call.config.data.root and not call.config.train.fake_data):
         folds = call.config.train.fold, call.config.train.group
-        return root, count_images(root, folder, tiling_of(call.config.data), *folds)
+        return root, count_images(root, folder, tiling_of(call.config), *folds)
     if not call.config.train.fake_data:
         call.console.warning(
             f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "

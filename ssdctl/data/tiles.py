@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from ssdctl.config.fields import Tiling
 from ssdctl.data.default_boxes import IMAGE_SIZE
 from ssdctl.data.store import Split, Tiles
+from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from ssdctl.config.sections import DataConfig
+    from ssdctl.config.settings import Config
 
 MIN_VISIBLE = 0.5  # an object of which less is in a tile is neither learned nor background there
 ROUNDING = 1e-3  # pixels, and shares of an area, that fractions in fp32 may be off
@@ -51,9 +52,19 @@ class TileObjects(NamedTuple):
         return np.asarray(learned[ends] > learned[ends - self.counts])
 
 
-def tiling_of(data: DataConfig) -> Tiling | None:
-    """Return the tiles that a user chose."""
-    return Tiling(data.tile, data.tile_overlap) if data.tile else None
+def tiling_of(config: Config) -> Tiling | None:
+    """Return the tiles that a user chose.
+
+    Raises:
+        UsageError: An overlap of tiles, but there are none.
+    """
+    size, overlap = config.data.tile, config.data.tile_overlap
+    if not size and "data.tile_overlap" in config.explicit_settings():
+        raise UsageError(
+            f"--tile-overlap {overlap:g}: there are no tiles",
+            hint="add the size of the tiles: --tile PX",
+        )
+    return Tiling(size, overlap) if size else None
 
 
 def tile_windows(width: int, height: int, tiling: Tiling | None) -> list[Window]:

@@ -22,6 +22,7 @@ from ssdctl.config.call import public_call, public_iterator
 from ssdctl.config.fields import Tiling
 from ssdctl.config.settings import Config
 from ssdctl.data.annotations import ClassName, numbered_classes
+from ssdctl.data.tiles import tiling_of
 from ssdctl.device import Device, open_device
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError
@@ -193,18 +194,13 @@ def choose_tiling(checkpoint: ModelFile, config: Config) -> Tiling | None:
     """Return how to see images: as the user chose, else as the checkpoint was trained.
 
     Raises:
-        UsageError: An overlap of tiles, but there are none.
+        UsageError: See `tiling_of`.
     """
-    own, (size, overlap) = checkpoint.tiling, (config.data.tile, config.data.tile_overlap)
-    if own is not None:
-        size = own.size if size is None else size
-        overlap = overlap if config.is_chosen("data.tile_overlap") else own.overlap
-    if not size and "data.tile_overlap" in config.explicit_settings():
-        raise UsageError(
-            f"--tile-overlap {overlap:g}: {checkpoint.path} does not detect in tiles",
-            hint="add the size of the tiles: --tile PX",
-        )
-    return Tiling(size, overlap) if size else None
+    own, size = checkpoint.tiling, config.data.tile
+    if own is None or size == 0:
+        return tiling_of(config)
+    is_chosen = config.is_chosen("data.tile_overlap")
+    return Tiling(size or own.size, config.data.tile_overlap if is_chosen else own.overlap)
 
 
 def score_thresholds(checkpoint: ModelFile, score: float | str | None) -> list[float]:

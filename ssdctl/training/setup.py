@@ -148,7 +148,7 @@ def build_network(
     config = plan.config.train
     architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
     model = network_of(architecture, config.seed)
-    model.classes, model.tiling = splits.train.classes, tiling_of(plan.config.data)
+    model.classes, model.tiling = splits.train.classes, tiling_of(plan.config)
     if config.freeze_stem:
         model.freeze_stem()
     model.freeze(config.freeze)
@@ -251,8 +251,9 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
     if config.train.fake_data and not root.exists():
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return Splits(fake_split(), None)
+    tiling = tiling_of(config)
     splits = open_on_all_ranks(root, folder, ranks, progress)
-    splits = {name: tiled(split, tiling_of(config.data)) for name, split in splits.items()}
+    splits = {name: tiled(split, tiling) for name, split in splits.items()}
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
