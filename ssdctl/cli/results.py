@@ -15,7 +15,7 @@ from ssdctl.distributed import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, WorseError
 from ssdctl.files import make_dir
 from ssdctl.runs.folder import RUNS, RunDir, running_on
-from ssdctl.runtime.safe_text import quoted
+from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import tune_process
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ def headline(evaluation: Evaluation) -> str:
     scores = "  ".join(f"{n} {_score(evaluation.metrics[n], evaluation, n)}" for n in names)
     about = evaluation.about
     objects = sum(entry.objects for entry in evaluation.per_class)
-    facts = [f"{about.images:,} images", f"{objects:,} objects", about.precision]
+    facts = [counted(about.images, "image"), counted(objects, "object"), about.precision]
     return f"{scores} | {', '.join(filter(None, facts))}"
 
 

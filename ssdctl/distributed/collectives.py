@@ -224,7 +224,7 @@ def main_first(on_main: Callable[[], T], on_others: Callable[[], T], ranks: Rank
     while not joined.store.check([key]):
         if (failure := joined.failure()) is not None:
             raise failure
-        time.sleep(POLL_S)
+        _pause(ranks.world_size)
     return on_others()
 
 
@@ -334,10 +334,15 @@ def _wait_for_all(store: Any, world_size: int, timeout_s: float) -> None:
         while (arrived := store.add(ARRIVED, 0)) < world_size:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"timed out: only {arrived} of {world_size} ranks have joined")
-            time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
+            _pause(world_size)
     except RuntimeError:  # rank 0 is gone; its signal may be about to arrive here
         time.sleep(GRACE_S)
         raise
+
+
+def _pause(world_size: int) -> None:
+    """Wait before the next request to the store, less often if it answers many ranks."""
+    time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
 
 
 def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:

@@ -45,7 +45,7 @@ from ssdctl.runs.evaluation import Comparison, Evaluation, EvaluationInfo
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress
-from ssdctl.runtime.safe_text import quoted
+from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
@@ -460,13 +460,13 @@ def _rows_to_score(
     has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
     rows = np.flatnonzero(has_objects | (not settings.annotated_only))
     rows = (rows if held is None else np.intersect1d(rows, held))[: settings.limit]
-    counted = f"{len(rows)} images"
+    text = counted(len(rows), "image")
     if settings.annotated_only:
         among = has_objects if held is None else has_objects[held]
-        counted += f", {int((~among).sum())} without objects skipped"
+        text += f", {int((~among).sum())} without objects skipped"
     elif empty := int((~has_objects)[rows].sum()):
-        counted += f", {empty} without objects (counted; skip with --annotated-only)"
-    log.info("%s: %s", what, counted)
+        text += f", {empty} without objects (counted; skip with --annotated-only)"
+    log.info("%s: %s", what, text)
     if bad := split.image_ids[rows[~split.usable[rows]]].tolist():
         what = "images cannot be decoded and count as images without detections"
         log.warning("%d %s: %s", len(bad), what, bad[:5])
