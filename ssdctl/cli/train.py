@@ -76,14 +76,14 @@ def train(
             start = trainer.step
             trainer.run()
             summary = trainer.summary()
+        if ranks.is_main:
+            _print_summary(call, summary, start)
     except Stopped as stop:
         if ranks.is_main:
             raise
         raise SystemExit(stop.exit_code) from None
     finally:
         signals.restore()
-    if ranks.is_main:
-        _print_summary(call, summary, start)
 
 
 def _display(console: Console) -> Display:
