@@ -267,8 +267,7 @@ def evaluate(
         config: A config, or a config file, with other settings.
         detections: Write the detections in COCO's results format to this file.
         report: Write report.html and evaluation.json to this folder.
-        distributed: Share the images among the ranks; False scores all of them on the rank that
-            calls, without the others.
+        distributed: Share the images among the ranks; False: this rank scores all of them alone.
         progress: Show a progress bar, on a terminal and in a notebook.
 
     Returns:
@@ -283,25 +282,29 @@ def evaluate(
     from ssdctl.distributed import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
-    with contextlib.ExitStack() as stack:
-        if distributed and not find_ranks().is_single_process:
-            from ssdctl.distributed.collectives import failing_together  # late: torch
-
-            stack.enter_context(failing_together())
+    with _failing_together(distributed):
         config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
         file = locate_checkpoint(checkpoint, mirror=config.download.mirror)
+    target, bar = None if detections is None else Path(detections), _progress(progress)
     (evaluation,) = evaluate_files(
-        [file],
-        config,
-        progress=_progress(progress),
-        detections_file=None if detections is None else Path(detections),
-        is_distributed=distributed,
+        [file], config, progress=bar, detections_file=target, is_distributed=distributed
     )
     if report is not None and (find_ranks().is_main or not distributed):
         from ssdctl.reporting.page import write_evaluation_report
 
         write_evaluation_report(evaluation, Path(report))
     return evaluation
+
+
+def _failing_together(is_distributed: bool) -> contextlib.AbstractContextManager[None]:
+    """See `collectives.failing_together`; a single process does not import torch for it."""
+    from ssdctl.distributed import find_ranks
+
+    if not is_distributed or find_ranks().is_single_process:
+        return contextlib.nullcontext()
+    from ssdctl.distributed.collectives import failing_together
+
+    return failing_together()
 
 
 @public_call(format=FORMATS, nms=NMS)
