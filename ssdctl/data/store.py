@@ -80,7 +80,7 @@ class Split(NamedTuple):
         """The number of images: rows that are not tiles."""
         return len(self.image_ids) - (0 if self.tiles is None else len(self.tiles.rows))
 
-    def digest_of_trained(self) -> str:
+    def training_digest(self) -> str:
         """Return a fingerprint of the images to train on; tiles do not change it."""
         rows = self.trainable[self.trainable < self.num_images]
         return hashlib.sha256(self.image_ids[rows].tobytes()).hexdigest()[:12]

@@ -27,11 +27,7 @@ from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
 from ssdctl.data.index import index_path, read_made, require_metadata
-from ssdctl.data.open_dataset import (
-    annotations_of,
-    fold_rows,
-    without_images,
-)
+from ssdctl.data.open_dataset import annotations_of, fold_rows, without_images
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
@@ -423,8 +419,10 @@ def _warn_of_images(
     warnings = [*splits[name].warnings]
     is_divided = held is not None or name == "val"
     if is_divided and _was_divided_anew(checkpoint, root, splits, held):
-        text = "was divided anew since the run began: it may have trained on images that are scored"
-        warnings.append(f"{checkpoint.path}: {root} {text}")
+        warnings.append(
+            f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
+            "have trained on images that are scored"
+        )
     for warning in warnings:
         log.warning("%s", warning)
     return warnings
@@ -443,11 +441,8 @@ def _was_divided_anew(
         train = without_images(train, held)
     elif require_metadata(train.index_file).made.conversion.split is None:
         return False
-    run, now, records = (
-        Run(checkpoint.path.parent.parent),
-        train.digest_of_trained(),
-        list[Record](),
-    )
+    run, now = Run(checkpoint.path.parent.parent), train.training_digest()
+    records: list[Record] = []
     with contextlib.suppress(SsdctlError):  # a checkpoint without its run
         records = run.events
     return any(record.get("image_ids", now) != now for record in records)

@@ -150,5 +150,5 @@ def _images_of(train: Split) -> Record:
     return {
         "encoding": "raw" if train.is_raw else "jpeg",
         "shrink": train.shrink or "off",
-        "image_ids": train.digest_of_trained(),
+        "image_ids": train.training_digest(),
     }

@@ -80,7 +80,7 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
         refused = cli("evaluate", *runs, *option)
         assert refused.code == 2
         assert "not on another split or dataset" in refused.err
-    assert "divided anew" not in result.err
+    assert "divided in another way" not in result.err
     none = tmp_path / "none.json"  # of the validation split, whose images have the same ids
     none.write_text("[]")
     for run in runs:
@@ -89,7 +89,7 @@ def test_the_runs_of_all_folds_are_scored_as_one_set(
     with (runs[0] / "metrics.jsonl").open("a") as file:  # of a start with other images
         print(json.dumps({"kind": "event", "event": "x", "image_ids": "", **AT_START}), file=file)
     changed = cli("evaluate", *runs, *low)
-    assert changed.err.count("divided anew since the run began") == 1
+    assert changed.err.count("divided in another way") == 1
     other = cli("train", "--data", shapes, "--out", runs[0], "--fold", "2/2", *TINY_RUN.split())
     assert other.code == 2
     assert "train.fold" in other.err
