@@ -90,7 +90,7 @@ class AliasCommand(HelpCommand):
             following = value if equals else (rest or [""])[0]
             row = find_row(flag, following, is_own=flag in templates)
             if row is None and flag not in templates:
-                row = self._row_of_launch(flag)
+                row = self._row_of_other_command(flag)
             if row is not None:
                 values = (value,) if equals else row.take_values(rest)
                 words.append(Word((token,), flag, values, row))
@@ -102,17 +102,21 @@ class AliasCommand(HelpCommand):
                     raise _empty("an argument")
         return words
 
-    def _row_of_launch(self, flag: str) -> Row | None:
-        """Return what to write for an option that only `ssdctl launch` has."""
-        if not flag.startswith("--") or self.name == "launch":
+    def _row_of_other_command(self, flag: str) -> Row | None:
+        """Return what to write for an option that only `ssdctl train` or `ssdctl launch` has."""
+        if not flag.startswith("--") or flag in COMMAND_ALIASES:
             return None
-        commands: Any = click_root("launch").commands
-        templates = commands["launch"].templates
-        if flag not in templates or templates[flag].partition("=")[0] in self.templates:
-            return None
-        takes_value = templates[flag].endswith("=")
-        instead = f"ssdctl launch {flag}{' {}' * takes_value}"
-        return Row("VALUE" * takes_value, "", instead, "")
+        for name in ("train", "launch"):  # launch has all options of train
+            command: Any = click_root(name).commands[name]
+            template = command.templates.get(flag)
+            if name == self.name or template is None:
+                continue
+            if template.partition("=")[0] in self.templates:
+                return None
+            takes_value = template.endswith("=")
+            instead = f"ssdctl {name} {flag}{' {}' * takes_value}"
+            return Row("VALUE" * takes_value, "", instead, "")
+        return None
 
     @functools.cached_property
     def templates(self) -> dict[str, str]:
@@ -128,8 +132,9 @@ class AliasCommand(HelpCommand):
             for setting in select("evaluate.*"):  # training runs evaluations
                 for alias in setting.aliases:
                     templates.setdefault(alias, f"--set={setting.path}=")
+        outputs = ("--store",) if self.name == "prepare" else ()  # elsewhere it is read
         for name, targets in COMMAND_ALIASES.items():
-            if target := next((t for t in targets if t in own), None):
+            if target := next((t for t in (*targets, *outputs) if t in own), None):
                 templates.setdefault(name, f"{target}=")
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         if arguments and CHECKPOINT_METAVAR in str(arguments[0].metavar):

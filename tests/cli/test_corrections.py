@@ -32,6 +32,7 @@ def test_voyagers_line_needs_no_correction(cli: Cli) -> None:
         ("train --hpus 8 --bs 4", "--hpus: use ssdctl launch --hpus 8"),
         ("evaluate x.pt --cluster=voyager", "--cluster: use ssdctl launch --cluster voyager"),
         ("launch --cpus 2 -- evaluate --amp x.pt", "--amp: use --bf16 ("),
+        ("report --lr .1", "--lr: use ssdctl train --lr .1"),
         ("train --mode=eval", "--mode: use ssdctl evaluate"),
         ("train --mode benchmark-training", "--mode: use ssdctl benchmark train"),
         ("train --evaluation 21 31", "--evaluation: use --eval-at E,E (with commas, and counted"),
