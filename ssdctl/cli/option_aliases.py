@@ -127,7 +127,8 @@ class AliasCommand(HelpCommand):
             return Row("VALUE" * takes_value, "", instead, "")
         keys = [setting.path for table in JOB_TABLES for setting in select(f"{table}.*")]
         key = next((key for key in keys if f"--{_dashed(key.partition('.')[2])}" == flag), None)
-        return None if key is None else Row("VALUE", "", "ssdctl launch --set " + key + "={}", "")
+        launch = "ssdctl launch"
+        return None if key is None else Row("VALUE", "", f"{launch} --set {key}={{}}", "")
 
     def near_option(self, flag: str) -> str:
         """Return the option that a mistyped one resembles, if there is one."""
