@@ -21,8 +21,7 @@ import msgspec
 
 from ssdctl.benchmark.evaluate import make_split
 from ssdctl.data.coco_json import document_of
-from ssdctl.evaluation.coco_ap import run_scoring
-from ssdctl.evaluation.evaluate import read_detections
+from ssdctl.evaluation.coco_ap import read_detections, run_scoring
 
 PYCOCOTOOLS = """
 import contextlib, io, json, sys, time

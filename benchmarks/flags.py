@@ -21,7 +21,8 @@ from typing import Annotated, NamedTuple
 import typer
 from torch import distributed as dist
 
-from ssdctl.distributed import Ranks, collectives
+from ssdctl.distributed.collectives import FlagExchange
+from ssdctl.distributed.process_group import JoinedRanks
 
 TIMEOUT = datetime.timedelta(seconds=600)
 FLAGS = (False, False, False)
@@ -40,12 +41,11 @@ def measure(world_size: int, steps: int, step_s: float) -> dict[str, list[Call]]
     store = dist.HashStore()
     calls: dict[str, list[Call]] = {name: [] for name in METHODS}
     barrier = threading.Barrier(world_size)
-    local = threading.local()
-    collectives.host_group = lambda: local.group  # each thread is a rank
 
     def run(rank: int) -> None:
-        local.group = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
-        flags = collectives.FlagExchange(Ranks(rank, world_size, rank))
+        ranks = JoinedRanks(rank, world_size, rank)  # each thread is a rank
+        ranks.host_group = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
+        flags = FlagExchange(ranks)
         for name in METHODS:
             call = flags.settle if name == "blocking" else flags.exchange
             call(FLAGS)

@@ -1,12 +1,13 @@
 """Train on a dataset of small objects with and without tiles for the same minutes; compare the AP.
 
-    python benchmarks/tiles.py DATASET --out DIR [--tile PX] [--minutes 15] --epochs WHOLE TILES
-        [OPTIONS OF `ssdctl train`]
+    python benchmarks/tiles.py DATASET --out DIR [--tile PX] [--background FRACTION]
+        [--minutes 15] --epochs WHOLE TILES [OPTIONS OF `ssdctl train`]
 
 DATASET is prepared and has a validation split. Without --tile, the size is the one that `prepare`
-recommends. Both runs start from random weights, take the recipe for few images and train at the
-same time, each on half of the processor's cores; each stops at the time limit. The AP of
-each is that of its best checkpoint on whole images (`ssdctl evaluate RUN`).
+recommends; --background is the share of tiles without objects. Both runs start from random weights,
+take the recipe for few images, are evaluated five times and train at the same time, each on half of
+the processor's cores; each stops at the time limit. The AP of each is that of its best checkpoint
+on whole images (`ssdctl evaluate RUN`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 SSDCTL = (sys.executable, "-m", "ssdctl")
+EVALUATIONS = 5
 
 
 def output(*command: object) -> Any:
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("dataset", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tile", type=int)
+    parser.add_argument("--background", type=float)
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--backbone", default="resnet18")
     parser.add_argument("--epochs", type=int, nargs=2, metavar=("WHOLE", "TILES"), required=True)
@@ -45,14 +48,17 @@ def main() -> None:
         f"{sizes['unmatched_share']:.0%} of the boxes match no default box; tiles of {tile} pixels"
     )
     model = ("--backbone", options.backbone, "--backbone-weights", "none", "--device", "cpu")
-    runs = {"whole": (), "tiles": ("--tile", tile)}
+    runs = {"whole": [], "tiles": ["--tile", tile]}
+    if options.background is not None:
+        runs["tiles"] += ["--background", options.background]
     all_cores = sorted(os.sched_getaffinity(0))
     half = max(len(all_cores) // 2, 1)
     started = []
     for (name, extra), epochs, cores in zip(
         runs.items(), options.epochs, (all_cores[:half], all_cores[-half:]), strict=True
     ):
-        command = ("train", *data, *model, *extra, "--epochs", epochs, *train)
+        length = ("--epochs", epochs, "--val-interval", max(epochs // EVALUATIONS, 1))
+        command = ("train", *data, *model, *extra, *length, *train)
         os.sched_setaffinity(0, cores)  # a process that it starts has them, too
         started.append(subprocess.Popen([*SSDCTL, *map(str, command), "--out", options.out / name]))
     os.sched_setaffinity(0, all_cores)

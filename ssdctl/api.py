@@ -303,12 +303,12 @@ def evaluate(
 
 
 def _failing_together(is_distributed: bool) -> contextlib.AbstractContextManager[None]:
-    """See `collectives.failing_together`; a single process does not import torch for it."""
+    """See `process_group.failing_together`; a single process does not import torch for it."""
     from ssdctl.distributed import find_ranks
 
     if not is_distributed or find_ranks().is_single_process:
         return contextlib.nullcontext()
-    from ssdctl.distributed.collectives import failing_together
+    from ssdctl.distributed.process_group import failing_together
 
     return failing_together()
 

@@ -24,7 +24,7 @@ from ssdctl.data.open_dataset import DatasetSize
 from ssdctl.data.store import Split
 from ssdctl.device import Device, opened_device
 from ssdctl.distributed import SINGLE_PROCESS, Ranks, collectives, find_ranks
-from ssdctl.distributed.collectives import process_group
+from ssdctl.distributed.process_group import process_group
 from ssdctl.input.batch import Batch
 from ssdctl.input.open import copy_ahead, random_batch
 from ssdctl.model.ssd300 import network_of

@@ -31,6 +31,7 @@ from ssdctl.cli.help import (
     HelpGroup,
     app,
     completer,
+    described,
     is_completion,
     show_short_help,
     usage,
@@ -45,7 +46,7 @@ from ssdctl.config.resolve import (
     preset_overrides,
     resolve,
 )
-from ssdctl.config.settings import Config, Setting, all_settings, select
+from ssdctl.config.settings import Config, Setting, all_settings, other_programs, select
 from ssdctl.distributed import find_ranks
 from ssdctl.errors import ExitCode, Interrupted, SsdctlError, Stopped, UsageError
 from ssdctl.files import disk_error
@@ -264,18 +265,28 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 
 def _usage_error(error: Any) -> UsageError:
-    path = getattr(getattr(error, "ctx", None), "command_path", "ssdctl COMMAND")
-    text = error.format_message().rstrip(".").replace("Value error, ", "")
-    hint = f"`{path} --help` lists all options"
-    if near := getattr(error, "possibilities", None):
-        text, hint = error.message, f"did you mean {near[0]}?"
-    elif "Did you mean" in text:
+    context = getattr(error, "ctx", None)
+    command, path = getattr(context, "command", None), getattr(context, "command_path", "ssdctl")
+    text, hint = error.format_message().rstrip("."), f"`{path} --help` lists all options"
+    text = text.replace("Value error, ", "")
+    flag, parameter = getattr(error, "option_name", ""), getattr(error, "param", None)
+    if text.startswith("No such command"):
         text, _, near = text.partition(". Did you mean ")
-        hint = f"did you mean {near}"
-    elif text.startswith("No such command"):
-        hint = f"`{path} --help` lists the commands"
+        near = near or repr(other_programs()["commands"].get(text.split("'")[1], ""))
+        hint = f"did you mean {near.rstrip('?')}?"
+        hint = hint if near.strip("'") else f"`{path} --help` lists the commands"
     elif text.startswith("Missing argument"):
         hint = f"usage: {usage(error.ctx.command, error.ctx)}"
+    elif isinstance(command, AliasCommand) and text.startswith("No such option"):
+        text, near = error.message, command.near_option(flag)
+        hint = f"did you mean {near}?" if near else hint
+    elif isinstance(command, AliasCommand) and text.startswith("Got unexpected"):
+        folders = [option for option in ("--data", "--dest") if option in command.templates]
+        hint = f"did you mean {folders[0]}?" if folders else hint
+    elif flag or parameter is not None:  # without its value, or missing
+        parameters: list[Any] = getattr(command, "params", [])
+        found = [p for p in parameters if p is parameter or flag in p.opts]
+        hint = described(found[0]) if found else hint
     return UsageError(text[0].lower() + text[1:], hint=hint)
 
 

@@ -143,13 +143,22 @@ def _by_panel(items: Iterable[Any], owner: Callable[[Any], Any]) -> dict[str, li
     return dict(sorted(panels.items(), key=lambda panel: panel[0] == COMMON))
 
 
+def described(parameter: Any) -> str:
+    """Return the flags of an option and its help, in one line."""
+    return f"{_flags(parameter)}: {_text(parameter)}"
+
+
 def _rows(parameters: Iterable[Any]) -> list[str]:
     """Return two or more lines for each parameter; flags with the same text share them."""
     rows = []
-    for text, members in groupby(parameters, lambda p: (p.help or "").rstrip(".") + _default(p)):
+    for text, members in groupby(parameters, _text):
         rows.append(f"  {painted(', '.join(map(_flags, members)), 'cyan')}")
         rows += [_wrapped(text, " " * 6)] if text else []
     return rows
+
+
+def _text(parameter: Any) -> str:
+    return (parameter.help or "").rstrip(".") + _default(parameter)
 
 
 def _flags(parameter: Any) -> str:

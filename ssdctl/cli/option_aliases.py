@@ -7,6 +7,7 @@ in one message; ssdctl/config/other_programs.toml names each of them and its rep
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,14 @@ from ssdctl.errors import UsageError
 # Aliases of options that are not settings: the first target that the command has.
 OUTPUT = ("--out", "--dest")
 COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, "--dest": OUTPUT}
+SHARED = {*COMMAND_ALIASES, "--dry-run", "--seed"}  # several commands have them
+JOB_TABLES = ("slurm", "kubernetes")
+MIN_SIMILARITY = 0.75  # of the letters of two options
 # Options that an alias sets in addition to its own: TensorFlow's summaries are TensorBoard events.
 IMPLIED = {"--save-summary-steps": "--tensorboard"}
 POSITIONAL = "="  # template of an option whose value becomes the first argument
 CHECKPOINT_METAVAR = "CKPT"  # of that argument, in commands that accept it as an option
-CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir")
+CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir", "--model")
 
 
 class AliasCommand(HelpCommand):
@@ -35,7 +39,12 @@ class AliasCommand(HelpCommand):
         if not ctx.resilient_parsing:  # a shell's completion has the words so far
             self.typed.clear()
             args = self.without_aliases(args, ctx.command_path.partition(" ")[2])
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:  # of an option without its value
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
 
     def without_aliases(self, args: Sequence[str], name: str = "train") -> list[str]:
         """Return the command line with every alias replaced by ssdctl's option."""
@@ -103,10 +112,10 @@ class AliasCommand(HelpCommand):
         return words
 
     def _row_of_other_command(self, flag: str) -> Row | None:
-        """Return what to write for an option that only `ssdctl train` or `ssdctl launch` has."""
-        if not flag.startswith("--") or flag in COMMAND_ALIASES:
+        """Return what to write for an option of another command, or a key of a job's table."""
+        if not flag.startswith("--") or flag in SHARED:
             return None
-        for name in ("train", "launch"):  # launch has all options of train
+        for name in ("train", "launch", "prepare"):  # launch has all options of train
             command: Any = click_root(name).commands[name]
             template = command.templates.get(flag)
             if name == self.name or template is None:
@@ -116,7 +125,19 @@ class AliasCommand(HelpCommand):
             takes_value = template.endswith("=")
             instead = f"ssdctl {name} {flag}{' {}' * takes_value}"
             return Row("VALUE" * takes_value, "", instead, "")
-        return None
+        keys = [setting.path for table in JOB_TABLES for setting in select(f"{table}.*")]
+        key = next((key for key in keys if f"--{_dashed(key.partition('.')[2])}" == flag), None)
+        launch = "ssdctl launch"
+        return None if key is None else Row("VALUE", "", f"{launch} --set {key}={{}}", "")
+
+    def near_option(self, flag: str) -> str:
+        """Return the option that a mistyped one resembles, if there is one."""
+        names = {name.lstrip("-"): template for name, template in self.templates.items()}
+        typed = flag.lstrip("-")
+        near = difflib.get_close_matches(typed, names, n=1, cutoff=MIN_SIMILARITY)
+        near += [name for name in names if len(typed) > 2 and name.startswith(typed)]
+        template = names[near[0]] if near else ""
+        return template.removeprefix("--set=").rstrip("=").partition("=")[0]
 
     @functools.cached_property
     def templates(self) -> dict[str, str]:
@@ -169,11 +190,15 @@ def _template(setting: Setting, alias: str) -> tuple[str, str]:
     return name, f"{setting.flags[0]}={constant}" if constant else f"{setting.flags[0]}="
 
 
+def _dashed(key: str) -> str:
+    return key.replace("_", "-")
+
+
 def _split(token: str, templates: Mapping[str, str]) -> tuple[str, str, str]:
     """Split `--flag=value` and `-b128` into flag, `=` and value; `--batch_size` gets dashes."""
     if token.startswith("--"):
         flag, equals, value = token.partition("=")
-        return flag.replace("_", "-"), equals, value
+        return _dashed(flag), equals, value
     short, value = token[:2], token[2:].removeprefix("=")
     is_joined = templates.get(short, "").endswith("=") or find_row(short, value, is_own=True)
     if value and is_joined and token not in refused_options():

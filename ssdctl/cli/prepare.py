@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from ssdctl.config.fields import Tiling
     from ssdctl.data.annotations import Finding
-    from ssdctl.data.report import Outcome
-    from ssdctl.data.summary import ObjectSizes
+    from ssdctl.data.report import ObjectSizes, Outcome
 
 group = command_group("dataset", "Data", "Export a dataset in another format.")
 MAX_EXAMPLES = 5  # per kind of finding in the table

@@ -35,7 +35,7 @@ from ssdctl.data.store_folder import (
     require_dataset,
     usual_store,
 )
-from ssdctl.data.tiles import cut, objects_in_tiles, tiled
+from ssdctl.data.tiles import cut, objects_in_tiles, tiled, whole_views
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress, without_progress
@@ -240,15 +240,15 @@ def count_images(
     trainable = int(((checked.objects.num_trained() > 0) & is_used).sum())
     background = int((checked.is_empty & is_used).sum())
     if tiling is not None:
-        with_objects, without = _count_tiles(annotations, checked, tiling, is_used)
-        trainable, background = trainable + with_objects, background + without
+        trainable, num_tiles = _count_tiles(annotations, checked, tiling, is_used)
+        background += num_tiles
     return DatasetSize(trainable, background, num_val, [c.name for c in annotations.classes])
 
 
 def _count_tiles(
     annotations: Annotations, checked: Checked, tiling: Tiling, is_used: NDArray[np.bool_]
 ) -> tuple[int, int]:
-    """Return how many tiles of used images have objects to learn, and how many touch no object."""
+    """Return how many views of used images show objects, and how many tiles touch none."""
     objects, tiles = checked.objects, cut(annotations.sizes, tiling)
     used, counts = objects.is_trained, objects.num_trained()
     starts = np.concatenate([[0], np.cumsum(counts)])
@@ -257,7 +257,9 @@ def _count_tiles(
     )
     is_known = ((counts > 0) | checked.is_empty) & is_used
     learned = found.learned() & is_used[tiles.rows]
-    return int(learned.sum()), int((is_known[tiles.rows] & (found.counts == 0)).sum())
+    whole = whole_views(tiles.rows[learned], len(is_used))[(counts > 0) & is_used]
+    without = is_known[tiles.rows] & (found.counts == 0)
+    return int(whole.sum() + learned.sum()), int(without.sum())
 
 
 def annotations_with_images(root: Path, folder: Path) -> dict[str, Annotations]:

@@ -62,7 +62,15 @@ from ssdctl.data.duplicates import (
 )
 from ssdctl.data.image_check import CheckedImages, ImageCheck, check_files, check_images, verified
 from ssdctl.data.image_files import FingerprintColumns, changed_images
-from ssdctl.data.report import Outcome, SplitReport, refuse_dropped, refuse_empty
+from ssdctl.data.report import (
+    Outcome,
+    SplitReport,
+    count_classes,
+    object_sizes,
+    refuse_dropped,
+    refuse_empty,
+    summary_warnings,
+)
 from ssdctl.data.sources import (
     Sources,
     changes,
@@ -76,7 +84,6 @@ from ssdctl.data.sources import (
 )
 from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store, usual_store
-from ssdctl.data.summary import count_classes, object_sizes, summary_warnings
 from ssdctl.errors import DataError, DiskError, SsdctlError
 from ssdctl.files import (
     DECODE_ERRORS,

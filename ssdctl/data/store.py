@@ -82,7 +82,7 @@ class Split(NamedTuple):
 
     def training_digest(self) -> str:
         """Return a fingerprint of the images to train on; tiles do not change it."""
-        rows = self.trainable[self.trainable < self.num_images]
+        rows = np.unique(self.trainable[self.trainable < self.num_images])
         return hashlib.sha256(self.image_ids[rows].tobytes()).hexdigest()[:12]
 
     def image_of(self, row: int) -> tuple[int, tuple[int, int, int, int] | None]:

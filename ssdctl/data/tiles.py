@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MIN_VISIBLE = 0.5  # an object of which less is in a tile is neither learned nor background there
 ROUNDING = 1e-3  # pixels, and shares of an area, that fractions in fp32 may be off
 IGNORED = -1  # the label of such an object
+TILES_PER_WHOLE = 4  # of an image in an epoch: objects larger than a tile need the whole image
 WELL_VISIBLE = 40  # pixels of an object, after resizing, that SSD300 detects well
 STEP = 32  # of the sizes that are recommended
 
@@ -92,6 +93,7 @@ def _starts(length: int, size: int, overlap: float) -> list[int]:
 def tiled(split: Split, tiling: Tiling | None) -> Split:
     """Return a split whose rows are the images, then the tiles of all images.
 
+    An image is trained on as a whole once, or once for every four of its tiles that show objects.
     A tile that touches no object is an image without objects, unless all boxes of its image were
     dropped: it may show what they were drawn around.
     """
@@ -103,6 +105,8 @@ def tiled(split: Split, tiling: Tiling | None) -> Split:
     is_known = np.diff(split.starts) > 0
     is_known[split.background] = True
     is_usable, shown = split.usable[rows], tiles.in_pixels_of(split)
+    is_trainable = is_usable & found.learned()
+    views = whole_views(rows[is_trainable], first)[split.trainable]
     counts = np.concatenate([np.diff(split.starts), found.counts])
     return split._replace(
         image_ids=np.concatenate([split.image_ids, split.image_ids[rows]]),
@@ -112,7 +116,7 @@ def tiled(split: Split, tiling: Tiling | None) -> Split:
         boxes=np.concatenate([split.boxes, found.boxes]),
         labels=np.concatenate([split.labels, found.labels]),
         usable=np.concatenate([split.usable, is_usable]),
-        trainable=_joined(split.trainable, is_usable & found.learned(), rows, first),
+        trainable=_joined(split.trainable, is_trainable, rows, first, views),
         background=_joined(
             split.background, is_usable & is_known[rows] & (found.counts == 0), rows, first
         ),
@@ -121,13 +125,24 @@ def tiled(split: Split, tiling: Tiling | None) -> Split:
     )
 
 
+def whole_views(rows: NDArray[np.int64], num_images: int) -> NDArray[np.int64]:
+    """Return how often an epoch shows each image as a whole; `rows`: the images of its tiles."""
+    tiles = np.bincount(rows, minlength=num_images)
+    return np.asarray((tiles // TILES_PER_WHOLE).clip(1))
+
+
 def _joined(
-    images: NDArray[np.int64], is_chosen: NDArray[np.bool_], rows: NDArray[np.int64], first: int
+    images: NDArray[np.int64],
+    is_chosen: NDArray[np.bool_],
+    rows: NDArray[np.int64],
+    first: int,
+    views: NDArray[np.int64] | int = 1,
 ) -> NDArray[np.int64]:
     """Return the rows of images and of chosen tiles, each image's together: --limit-train cuts."""
     chosen = np.flatnonzero(is_chosen)
-    owners = np.concatenate([images, rows[chosen]])
-    return np.concatenate([images, first + chosen])[np.argsort(owners, kind="stable")]
+    again = np.repeat(images, views - 1)
+    owners = np.concatenate([images, rows[chosen], again])
+    return np.concatenate([images, first + chosen, again])[np.argsort(owners, kind="stable")]
 
 
 def cut(sizes: NDArray[np.integer], tiling: Tiling) -> Tiles:

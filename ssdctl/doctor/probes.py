@@ -115,7 +115,8 @@ def probe_ranks() -> None:
 
     from ssdctl.device.cpu import Cpu
     from ssdctl.distributed import find_ranks
-    from ssdctl.distributed.collectives import average, barrier, process_group
+    from ssdctl.distributed.collectives import average, barrier
+    from ssdctl.distributed.process_group import process_group
 
     with process_group(find_ranks(), Cpu(), TIMEOUT_S) as ranks:
         values = torch.full((NUMBERS,), float(ranks.rank + 1))

@@ -17,13 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, ClassName
-from ssdctl.data.coco_json import coco_document
+from ssdctl.data.coco_json import Int64, coco_document, column, decode, read_content
 from ssdctl.data.formats.coco import positions
 from ssdctl.errors import DataError, IntegrityError
+from ssdctl.files import DECODE_ERRORS
 from ssdctl.runtime.safe_text import listed
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
@@ -89,6 +91,35 @@ class Scoring(NamedTuple):
     table: NDArray[np.float64]  # detections as engines take them; the score is column 5
     truth: Annotations
     image_ids: NDArray[np.int64]  # that were scored, ascending
+
+
+class _Result(msgspec.Struct, gc=False):
+    image_id: Int64
+    category_id: Int64
+    bbox: tuple[float, float, float, float]
+    score: float
+
+
+def read_detections(path: Path) -> Detections:
+    """Read detections from a file in COCO's results format. Ids may be 139 or 139.0.
+
+    Raises:
+        DataError: Not a COCO results file.
+    """
+    problem, content = "", read_content(path)
+    try:
+        rows = decode(content, list[_Result])
+        boxes = np.array([r.bbox for r in rows], np.float64).reshape(-1, 4)
+        scores = np.array([r.score for r in rows], np.float64)
+        if not (np.isfinite(boxes).all() and np.isfinite(scores).all()):
+            problem = "numbers that are not finite"
+    except DECODE_ERRORS as error:
+        problem = str(error).replace("`", "")
+    if problem:
+        hint = 'expected [{"image_id", "category_id", "bbox", "score"}, ...]'
+        raise DataError(f"{path}: not in COCO's results format: {problem}", hint=hint)
+    image_ids, category_ids = column(rows, "image_id"), column(rows, "category_id")
+    return Detections(image_ids, boxes, scores, category_ids)
 
 
 def read_ground_truth(path: Path) -> Annotations:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,35 +19,38 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.config import Config, DataConfig
+from ssdctl.config import Config
 from ssdctl.config.resolve import of_call
-from ssdctl.config.sections import EvaluateConfig
-from ssdctl.data.annotations import Annotations, ClassName, class_differences, match_classes
-from ssdctl.data.coco_json import UNUSED, Int64, column, decode, read_content
+from ssdctl.data.annotations import Annotations
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
-from ssdctl.data.index import index_path, read_made, require_metadata
-from ssdctl.data.open_dataset import annotations_of, fold_rows, without_images
+from ssdctl.data.index import index_path, require_metadata
+from ssdctl.data.open_dataset import annotations_of, fold_rows
 from ssdctl.data.sources import is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.data.tiles import tiled
 from ssdctl.distributed import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.errors import DataError, IntegrityError, SsdctlError, UsageError
+from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.evaluation.analysis import compare, score_and_resample
-from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_ground_truth
+from ssdctl.evaluation.choices import (
+    choose_data,
+    choose_fold,
+    choose_precision,
+    dataset_category_ids,
+    name_of_images,
+    rows_to_score,
+    warn_of_images,
+)
+from ssdctl.evaluation.coco_ap import Detections, ground_truth, read_detections, read_ground_truth
 from ssdctl.evaluation.resample import Draws
-from ssdctl.files import DECODE_ERRORS, write_bytes
+from ssdctl.files import write_bytes
 from ssdctl.runs.evaluation import Comparison, Evaluation, EvaluationInfo
-from ssdctl.runs.metrics import Record
-from ssdctl.runs.run import Run
 from ssdctl.runtime.progress import Progress
-from ssdctl.runtime.safe_text import counted, quoted
 from ssdctl.runtime.system import usable_cores
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.file import Source
     from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
-    from ssdctl.data.store import Split
     from ssdctl.device import Device
 
 log = logging.getLogger(__name__)
@@ -172,7 +175,7 @@ def _check_folds(checkpoints: Sequence[ModelFile], config: Config) -> None:
     if len({tuple(map(s.get, ("data.root", "data.store", "train.group"))) for s in settings}) > 1:
         raise UsageError(f"{names}: folds of different datasets or groups")
     root, _ = dataset_folders(choose_data(checkpoints[0], config))
-    if _fold_of(checkpoints[0], config, root) is None:
+    if choose_fold(checkpoints[0], config, root) is None:
         raise UsageError(
             f"{names}: the folds are scored together on the images that each did not train on, "
             "not on another split or dataset",
@@ -234,7 +237,7 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
 @contextlib.contextmanager
 def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple[Device, Ranks]]:
     from ssdctl.device import opened_device
-    from ssdctl.distributed.collectives import failing_together, process_group
+    from ssdctl.distributed.process_group import failing_together, process_group
 
     ranks = find_ranks()
     with contextlib.ExitStack() as stack:
@@ -303,35 +306,6 @@ def _read_results(path: Path, config: Config) -> DetectedSplit:
     return DetectedSplit(truth, found, image_ids[: settings.limit], about)
 
 
-class _Result(msgspec.Struct, gc=False):
-    image_id: Int64
-    category_id: Int64
-    bbox: tuple[float, float, float, float]
-    score: float
-
-
-def read_detections(path: Path) -> Detections:
-    """Read detections from a file in COCO's results format. Ids may be 139 or 139.0.
-
-    Raises:
-        DataError: Not a COCO results file.
-    """
-    problem, content = "", read_content(path)
-    try:
-        rows = decode(content, list[_Result])
-        boxes = np.array([r.bbox for r in rows], np.float64).reshape(-1, 4)
-        scores = np.array([r.score for r in rows], np.float64)
-        if not (np.isfinite(boxes).all() and np.isfinite(scores).all()):
-            problem = "numbers that are not finite"
-    except DECODE_ERRORS as error:
-        problem = str(error).replace("`", "")
-    if problem:
-        hint = 'expected [{"image_id", "category_id", "bbox", "score"}, ...]'
-        raise DataError(f"{path}: not in COCO's results format: {problem}", hint=hint)
-    image_ids, category_ids = column(rows, "image_id"), column(rows, "category_id")
-    return Detections(image_ids, boxes, scores, category_ids)
-
-
 class DetectedSplit(NamedTuple):
     """The detections on a split, ready to be scored."""
 
@@ -374,18 +348,18 @@ def detect_on_split(
 
     settings, data = config.evaluate, choose_data(checkpoint, config)
     root, folder = dataset_folders(data)
-    fold = _fold_of(fold_of or checkpoint, config, root)
+    fold = choose_fold(fold_of or checkpoint, config, root)
     name_of_split = settings.split if fold is None else "train"
     splits = open_on_all_ranks(root, folder, ranks, progress)
     split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
-    warnings = _warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)
+    warnings = warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)
     tiling = choose_tiling(checkpoint, config)
     split = tiled(split, tiling)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on "
-    what += _named(root, name_of_split, fold, is_default=not data.root)
-    rows = _rows_to_score(split, settings, what, held)
+    what += name_of_images(root, name_of_split, fold, is_default=not data.root)
+    rows = rows_to_score(split, settings, what, held)
     checksum = zlib.crc32(split.image_ids[rows].tobytes())
     precision = choose_precision(checkpoint, settings, device)
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
@@ -411,156 +385,3 @@ def detect_on_split(
     if found is None:
         return None
     return DetectedSplit(read_ground_truth(split.index_file), found, split.image_ids[rows], about)
-
-
-def _named(root: Path, split: str, fold: tuple[str, str | None] | None, *, is_default: bool) -> str:
-    part = "" if fold is None else f", fold {fold[0]}"
-    return f"{root} {split}{part}" + " (the default dataset)" * is_default
-
-
-def _fold_of(checkpoint: ModelFile, config: Config, root: Path) -> tuple[str, str | None] | None:
-    """Return the fold of a checkpoint's run, and its groups, to score on; None without one.
-
-    A split or another dataset that the user names takes precedence.
-    """
-    settings = checkpoint.run_settings or {}
-    own, _ = dataset_folders(trained_on(checkpoint))
-    is_own = own.absolute() == root.absolute()
-    if settings.get("train.fold") is None or config.is_chosen("evaluate.split") or not is_own:
-        return None
-    return settings["train.fold"], settings.get("train.group")
-
-
-def _warn_of_images(
-    checkpoint: ModelFile,
-    root: Path,
-    splits: Mapping[str, Split],
-    name: str,
-    held: NDArray[np.int64] | None,
-) -> list[str]:
-    """Log the warnings of a split, and whether the run may have trained on its images."""
-    warnings = [*splits[name].warnings]
-    is_divided = held is not None or name == "val"
-    if is_divided and _was_divided_anew(checkpoint, root, splits, held):
-        warnings.append(
-            f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
-            "have trained on images that are scored"
-        )
-    for warning in warnings:
-        log.warning("%s", warning)
-    return warnings
-
-
-def _was_divided_anew(
-    checkpoint: ModelFile, root: Path, splits: Mapping[str, Split], held: NDArray[np.int64] | None
-) -> bool:
-    """Return whether the hash of file names divides other images than when the run began."""
-    settings, train = checkpoint.run_settings or {}, splits.get("train")
-    own, _ = dataset_folders(trained_on(checkpoint))
-    is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
-    if train is None or not settings or is_limited or own.absolute() != root.absolute():
-        return False
-    if held is not None:
-        train = without_images(train, held)
-    elif require_metadata(train.index_file).made.conversion.split is None:
-        return False
-    run, now = Run(checkpoint.path.parent.parent), train.training_digest()
-    records: list[Record] = []
-    with contextlib.suppress(SsdctlError):  # a checkpoint without its run
-        records = run.events
-    return any(record.get("image_ids", now) != now for record in records)
-
-
-def _rows_to_score(
-    split: Split, settings: EvaluateConfig, what: str, held: NDArray[np.int64] | None = None
-) -> NDArray[np.int64]:
-    """Return the rows of the images; log how many have no objects or cannot be decoded."""
-    has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
-    rows = np.flatnonzero(has_objects | (not settings.annotated_only))
-    rows = (rows if held is None else np.intersect1d(rows, held))[: settings.limit]
-    text = counted(len(rows), "image")
-    if settings.annotated_only:
-        among = has_objects if held is None else has_objects[held]
-        text += f", {int((~among).sum())} without objects skipped"
-    elif empty := int((~has_objects)[rows].sum()):
-        text += f", {empty} without objects (counted; skip with --annotated-only)"
-    log.info("%s: %s", what, text)
-    if bad := split.image_ids[rows[~split.usable[rows]]].tolist():
-        what = "images cannot be decoded and count as images without detections"
-        log.warning("%d %s: %s", len(bad), what, bad[:5])
-    return rows
-
-
-def choose_precision(checkpoint: ModelFile, settings: EvaluateConfig, device: Device) -> str:
-    """Return the precision to evaluate in: the chosen one, else the run's, else fp32.
-
-    In the run's precision the AP equals the AP of training; another precision is reported.
-    """
-    trained = (checkpoint.run_settings or {}).get("train.precision", "fp32")
-    is_computed = trained in device.precisions
-    precision = settings.precision
-    if precision == "auto":
-        precision = trained if is_computed else "fp32"
-    if precision != trained and checkpoint.run_settings is not None:
-        reason = "" if is_computed else f", which {device.label} does not compute"
-        text = "computing in %s; training computed its AP in %s%s: the last digits differ"
-        log.info(text, precision, trained, reason)
-    return precision
-
-
-def dataset_category_ids(
-    checkpoint: ModelFile, classes: list[ClassName], root: Path
-) -> NDArray[np.int64]:
-    """Return the dataset's category id of each class of a checkpoint, matched by name.
-
-    Outputs that torchvision keeps for ids that COCO left out have -1.
-
-    Raises:
-        IntegrityError: The checkpoint and the dataset have different classes.
-    """
-    ids = np.array([c.id for c in classes], np.int64)
-    known = [c for c in checkpoint.classes if c.name != UNUSED]
-    order = match_classes(known, classes)
-    if checkpoint.classes and order is not None:
-        matched = iter(ids[order])
-        return np.array([-1 if c.name == UNUSED else next(matched) for c in checkpoint.classes])
-    difference = class_differences(known, classes)
-    if not checkpoint.classes:  # a third-party file without names: only the number can be compared
-        count = checkpoint.architecture.num_classes - 1
-        if count == len(classes):
-            return ids
-        difference = f"it has {count} classes without names, the dataset has {len(classes)}"
-    raise IntegrityError(
-        f"{checkpoint.path} was trained on other classes than {root} has: {difference}",
-        hint="name the dataset that it was trained on: --data DIR",
-    )
-
-
-def trained_on(checkpoint: ModelFile) -> DataConfig:
-    """Return the dataset that a checkpoint's run trained on; the default one if unknown."""
-    settings = checkpoint.run_settings or {}
-    return DataConfig(root=settings.get("data.root"), store=settings.get("data.store"))
-
-
-def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
-    """Return the dataset to score on: the user's choice, else the one it was trained on."""
-    data, explicit = config.data, config.explicit_settings()
-    if "data.root" in explicit or checkpoint.run_settings is None:
-        return data
-    if "data.store" in explicit:
-        return msgspec.structs.replace(trained_on(checkpoint), store=data.store)
-    root, folder = dataset_folders(trained_on(checkpoint))
-    fallback = dataset_folders(data)
-    if root.exists():
-        # A checkpoint is an untrusted file: only the user chooses folders that are written to.
-        is_chosen = (root, folder) == fallback
-        if not (is_chosen or is_prepared(root, folder)):
-            state = "has no store" if read_made(folder) is None else "changed since it was prepared"
-            raise DataError(
-                f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
-                hint=f"ssdctl prepare --data {quoted(root)}, or name another one: --data DIR",
-            )
-        return trained_on(checkpoint)
-    text = "the dataset of %s (%s) does not exist any more: using %s"
-    log.info(text, checkpoint.path, root, fallback[0])
-    return data

@@ -65,7 +65,7 @@ def export_checkpoint(
     _check_suffix(request)
     source = _find_source(checkpoint, request.out, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
-    from ssdctl.evaluation.evaluate import choose_data
+    from ssdctl.evaluation.choices import choose_data
     from ssdctl.exporting import graphs, int8
     from ssdctl.exporting.deployed import Deployment
 

@@ -35,8 +35,8 @@ from ssdctl.download.hub import (
     no_progress_bars,
 )
 from ssdctl.errors import NetworkError
+from ssdctl.evaluation.choices import trained_on
 from ssdctl.evaluation.coco_ap import COCO_METRICS
-from ssdctl.evaluation.evaluate import trained_on
 from ssdctl.exporting import safetensors_bytes
 from ssdctl.exporting.deployed import Deployment, dataset_images, images_of
 from ssdctl.exporting.graphs import onnx_model, require_onnx

@@ -82,7 +82,7 @@ class TrainLoader:
         split, position = self._split, samples.start + slot
         bad = int(samples.rows[slot])
         tried, step = {bad}, 0
-        while len(tried) < min(MAX_BAD_IN_A_ROW, len(self._stream)):
+        while len(tried) < min(MAX_BAD_IN_A_ROW, self._stream.num_images):
             step += 1
             other = self.draw(position + step, 1)
             row = int(other.rows[0])

@@ -30,7 +30,7 @@ class SampleStream:
     """The order of one run's samples.
 
     Args:
-        rows: The images of each epoch.
+        rows: The images of each epoch; an image may occur several times.
         background: Images without objects; each epoch takes the next `num_background`.
     """
 
@@ -44,6 +44,7 @@ class SampleStream:
     ) -> None:
         assert len(rows) > 0
         self._rows = rows
+        self._earlier, self._occurrences = _count_occurrences(rows)
         self._seed = seed
         self._stream = stream
         self._num_background = num_background
@@ -54,6 +55,12 @@ class SampleStream:
 
     def __len__(self) -> int:
         return len(self._rows) + self._num_background
+
+    @property
+    def num_images(self) -> int:
+        """The number of different images."""
+        others = 0 if self._background is None else self._background.num_images
+        return int((self._earlier == 0).sum()) + others
 
     def samples(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return rows and epochs, (count,) each, of the stream's samples `start` and following.
@@ -75,7 +82,7 @@ class SampleStream:
             order = np.argsort(
                 hashed(self._stream, self._seed, epoch, np.arange(len(self))), kind="stable"
             )
-            rows, epochs = self._rows, np.full(len(self._rows), epoch)
+            rows, epochs = self._rows, epoch * self._occurrences + self._earlier
             if self._background is not None:
                 number = self._num_background
                 others, passes = self._background.samples(epoch * number, number)
@@ -85,6 +92,16 @@ class SampleStream:
             self._permutations = {e: p for e, p in self._permutations.items() if e > epoch - 2}
             self._permutations[epoch] = rows[order], epochs[order]
         return self._permutations[epoch]
+
+
+def _count_occurrences(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how often each row occurs before its place, and how often in all."""
+    _, inverse, counts = np.unique(rows, return_inverse=True, return_counts=True)
+    earlier = np.empty(len(rows), np.int64)
+    earlier[np.argsort(inverse, kind="stable")] = np.arange(len(rows)) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )
+    return earlier, counts[inverse]
 
 
 class Samples(NamedTuple):

@@ -88,8 +88,9 @@ def weights_named(name: str) -> Weights:
         )
     own = next((f"{b}-" for b in plugins.names(BACKBONES) if stem.startswith(f"{b}-")), "")
     known = [n for n in by_name if n.startswith(own)]
-    near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    of_backbone = [weights.alias for weights in listed if weights.alias.startswith(f"{stem}-")]
+    near = of_backbone or difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise UsageError(
         f"no backbone weights are called {name!r}"
         if known

@@ -51,7 +51,7 @@ FORMATS = PluginKind(
 AUGMENTATIONS = PluginKind(
     *("augmentation", "--augment", "ssdctl.input.augmentations", "ssdctl.augmentations"),
     reserved=tuple(AUGMENTATION_LISTS),
-    families=(("simple", ("flip", "color", "zoom")),),
+    families=(("ssd", ("crop", "flip", "color", "zoom")),),
 )
 LAUNCHERS = PluginKind(
     "launcher", "--launcher", "ssdctl.launch.engines", "ssdctl.launchers", (), ("auto",)

@@ -51,6 +51,8 @@ def facts(
 
 def _data(plan: Plan, classes: Sequence[str], val_images: int) -> str:
     images = counted(plan.images, "training image")
+    if plan.config.data.tile:
+        images = f"{plan.images:,} training images and tiles"
     if plan.background:
         images += f" ({plan.background:,} without objects)"
     if not classes:

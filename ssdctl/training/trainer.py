@@ -37,6 +37,7 @@ from ssdctl.config.render import snapshot
 from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.device import opened_device
 from ssdctl.distributed import collectives, find_ranks
+from ssdctl.distributed.process_group import failing_together, process_group
 from ssdctl.errors import DataError, DiskError, Stopped, UsageError
 from ssdctl.runs.folder import RunDir, exclusive_run, run_dir
 from ssdctl.runs.run import Run
@@ -130,7 +131,7 @@ class Trainer:
         progress: bool = True,
         **settings: Unpack[TrainSettings],
     ) -> None:
-        with collectives.failing_together():
+        with failing_together():
             given = overrides_of("train", {"data": data, **settings})
             self.config = with_absolute_data(resolve_call(config, given))
             self.path = run_dir(self.config).path
@@ -173,12 +174,12 @@ class Trainer:
 
         config, train = self.config, self.config.train
         ranks = find_ranks()
-        with collectives.failing_together(), signals.ending_at_once():
+        with failing_together(), signals.ending_at_once():
             opened = opened_device(train.device, ranks, train.execution, tf32=train.tf32)
             self.device = device = resources.enter_context(opened)
         resources.enter_context(setup.deterministic_kernels(train.deterministic))
         resources.enter_context(without_dynamo())
-        group = collectives.process_group(ranks, device, train.rank_timeout)
+        group = process_group(ranks, device, train.rank_timeout)
         self.ranks = ranks = resources.enter_context(group)
         for notice in device.notices:
             log.warning("%s", notice)

@@ -25,7 +25,7 @@ from ssdctl.data.annotations import ClassName
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluation.evaluate import choose_data
+from ssdctl.evaluation.choices import choose_data
 from ssdctl.model.ssd300 import SSD300, load_network
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.state import restore

@@ -33,6 +33,9 @@ def test_voyagers_line_needs_no_correction(cli: Cli) -> None:
         ("evaluate x.pt --cluster=voyager", "--cluster: use ssdctl launch --cluster voyager"),
         ("launch --cpus 2 -- evaluate --amp x.pt", "--amp: use --bf16 ("),
         ("report --lr .1", "--lr: use ssdctl train --lr .1"),
+        ("train --classes a,b", "--classes: use ssdctl prepare --classes a,b"),
+        ("launch --gpus 2 --time 60", "--time: use ssdctl launch --set slurm.time=60"),
+        ("train --device 1", "--device: use --device cuda (the variable CUDA_VISIBLE_DEVICES"),
         ("train --mode=eval", "--mode: use ssdctl evaluate"),
         ("train --mode benchmark-training", "--mode: use ssdctl benchmark train"),
         ("train --evaluation 21 31", "--evaluation: use --eval-at E,E (with commas, and counted"),
@@ -46,6 +49,24 @@ def test_a_foreign_option_has_its_replacement(cli: Cli, line: str, instead: str)
     result = cli(*line.split())
     assert (result.code, result.out) == (2, "")
     assert instead in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("prepare photos", "did you mean --data?"),
+        ("download coco", "did you mean --dest?"),
+        ("train --batchsize 8", "did you mean --bs?"),
+        ("train --learningrate 1", "did you mean --lr?"),
+        ("evaluate x.pt --no-verif", "did you mean --no-verify?"),
+        ("train --slrum", "`ssdctl train --help` lists all options"),
+        ("val", "did you mean 'evaluate'?"),
+    ],
+)
+def test_a_mistyped_line_has_a_hint(cli: Cli, line: str, hint: str) -> None:
+    result = cli(*line.split())
+    assert result.code == 2
+    assert f"\nhint: {hint}" in result.err
 
 
 def test_one_error_lists_all_options(cli: Cli) -> None:

@@ -118,9 +118,9 @@ def test_version_names_what_a_bug_report_needs(cli: Cli) -> None:
         ("config shw", "'shw'", "'show'"),
         ("train --epoch 3", "--epoch", "--epochs"),
         ("train --flux-capacitor", "--flux-capacitor", "ssdctl train --help"),
-        ("export", "--format", "ssdctl export --help"),
-        ("download --dest", "--dest", "--help"),
-        ("push a hf://b/c --samples many", "--samples", "ssdctl push --help"),
+        ("export", "--format", "--format FORMAT: onnx, "),
+        ("download --dest", "--dest", "--dest DIR: "),
+        ("push a hf://b/c --samples many", "--samples", "--samples N: "),
         ("train --loca-rank=3 --local", "--loca-rank", "ssdctl train --help"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
         ("train.batchsize", "--", "'train.batch_size'"),
         ("lr", "--", "'train.lr'"),
         ("train.warm_up", "--", "'train.warmup'"),
-        ("evaluate.batch", "--", "'evaluate.batch_size'"),
+        ("evaluate.batchsize", "--", "'evaluate.batch_size'"),
         ("train.numworkers", "--", "'train.workers'"),
         ("slrum.time", "--", "'slurm.time'"),
         ("train.nodes", "--", "'launch.nodes'"),

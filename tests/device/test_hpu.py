@@ -14,8 +14,8 @@ from tiny_network import batch, build_training, losses
 
 from ssdctl.device import hpu, open_device
 from ssdctl.distributed import Ranks
-from ssdctl.distributed import collectives as joining
-from ssdctl.distributed.collectives import process_group
+from ssdctl.distributed import process_group as joining
+from ssdctl.distributed.process_group import process_group
 from ssdctl.errors import UsageError
 
 

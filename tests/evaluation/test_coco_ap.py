@@ -20,8 +20,7 @@ from ssdctl.data.formats import coco
 from ssdctl.data.image_files import FingerprintColumns
 from ssdctl.data.index import Made, Metadata, index_path, write_index
 from ssdctl.errors import DataError
-from ssdctl.evaluation.coco_ap import read_ground_truth, run_scoring
-from ssdctl.evaluation.evaluate import read_detections
+from ssdctl.evaluation.coco_ap import read_detections, read_ground_truth, run_scoring
 from ssdctl.evaluation.resample import METRICS, resample
 
 

@@ -51,7 +51,7 @@ from ssdctl.download.dataset import unpack
 from ssdctl.download.fetch import fetch, no_progress
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.pinned_files import PinnedFile, read_manifest
-from ssdctl.evaluation.evaluate import read_detections
+from ssdctl.evaluation.coco_ap import read_detections
 from ssdctl.exporting import export_weights
 from ssdctl.launch.engines.mpirun import read_hosts
 from ssdctl.model.ssd300 import SSD300, load_network

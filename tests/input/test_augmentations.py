@@ -27,12 +27,11 @@ from ssdctl.input.augmentations import (
     Boxes,
     Keys,
     View,
-    crop,
     hashed,
     uniform,
     whole,
 )
-from ssdctl.input.augmentations.simple import flip
+from ssdctl.input.augmentations.ssd import crop, flip
 from ssdctl.input.batch import LoaderConfig
 from ssdctl.input.loader import FILL_RGB, TrainLoader, resize, resize_crop
 
@@ -266,7 +265,7 @@ def test_another_package_adds_an_augmentation(
     """The flip under another name has random numbers of its own."""
     content = (
         "from ssdctl.input.augmentations import View\n"
-        "from ssdctl.input.augmentations.simple import draw_mirrored as draw, mirror as apply\n"
+        "from ssdctl.input.augmentations.ssd import draw_mirrored as draw, mirror as apply\n"
     )
     entries = "[ssdctl.augmentations]\nother = elsewhere\nempty = elsewhere:View\n"
     install_package(tmp_path, monkeypatch, "elsewhere", content, entries)

@@ -260,6 +260,12 @@ def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
         assert (images.int() - batch.images.int()).abs().max() <= (2 if pipeline == "dali" else 0)
 
 
+def test_images_that_occur_twice_are_not_tried_for_ever(damaged: Split) -> None:
+    bad = damaged.trainable[[2, 9, 15]]
+    with pytest.raises(DataError, match="3 images in a row cannot be decoded"):
+        read_batches(damaged._replace(trainable=np.repeat(bad, 2)), PLAN, 0, 1)
+
+
 @needs_dali
 @pytest.mark.parametrize("augment", ["ssd", "none"])
 def test_dali_gives_the_native_batches_within_two_levels(
@@ -336,12 +342,15 @@ def test_any_world_size_sees_every_image_once_an_epoch(
     assert max(counts) - min(counts) <= 1  # all of them equally often
 
 
-def test_an_image_without_objects_is_drawn_anew_each_time() -> None:
+def test_an_image_is_drawn_anew_each_time() -> None:
     """Its random numbers depend on its row and epoch, and it can be shown twice in an epoch."""
-    order = SampleStream(np.arange(10), 0, np.array([10, 11, 12]), 10)
+    images = np.array([4, 0, 1, 4, 2, 1, 3, 4, 5, 6])  # one occurs three times, one twice
+    order = SampleStream(images, 0, np.array([10, 11, 12]), 10)
+    assert (len(order), order.num_images) == (20, 10)
     rows, epochs = order.samples(0, 60)
     views = [(row, epoch) for row, epoch in zip(rows.tolist(), epochs.tolist(), strict=True)]
     assert len(set(views)) == 60
+    assert sorted(epoch for row, epoch in views if row == 4) == list(range(9))
 
 
 def test_the_order_depends_on_epoch_and_seed_but_not_on_what_came_before() -> None:

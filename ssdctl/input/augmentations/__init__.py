@@ -1,6 +1,6 @@
-"""Augmentations, one file each but the simple ones. `--augment` names them: `ssd`, `crop,flip`.
+"""Augmentations: those of SSD in ssd.py, others as plugins. `--augment` names them: `crop,flip`.
 
-A file has two functions. `draw(keys, boxes, sizes)` returns random parameters of a batch of images,
+One has two functions. `draw(keys, boxes, sizes)` returns random parameters of a batch of images,
 `apply(view, params)` what the network sees of these images then. Neither sees pixels: the loader
 cuts and mirrors them while it decodes, and the device maps the colors (ssdctl/input/normalize.py).
 The functions run in the order of the list. Other packages add modules as entry points

@@ -23,7 +23,7 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = [sys.argv[1]]
 import test_static_inputs as test
-from ssdctl.distributed.collectives import process_group
+from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed import find_ranks
 
 device, ranks = test.TracedCpu(), find_ranks()

@@ -38,7 +38,7 @@ import json, os, sys
 import tiny_network, torch
 from ssdctl.device import open_device
 from ssdctl.distributed.collectives import FlagExchange, any_rank
-from ssdctl.distributed.collectives import process_group
+from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed import find_ranks
 from ssdctl.training.step import build_step
 
@@ -145,15 +145,15 @@ def test_batch_norm_over_two_ranks_trains_as_one_rank_with_the_joined_batch(
 
 ANNOUNCES_ITS_WAIT = """
 import sys
-from ssdctl.distributed import collectives
+from ssdctl.distributed import process_group
 
-torch_rendezvous = collectives.torch_rendezvous
+torch_rendezvous = process_group.torch_rendezvous
 
 def announced(*arguments):
     sys.stderr.write("waiting\\n")
     yield from torch_rendezvous(*arguments)
 
-collectives.torch_rendezvous = announced
+process_group.torch_rendezvous = announced
 """
 
 

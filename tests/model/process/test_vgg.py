@@ -14,7 +14,7 @@ from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.annotations import ClassName
 from ssdctl.data.coco_json import COCO_CLASSES
 from ssdctl.device.cpu import Cpu
-from ssdctl.evaluation.evaluate import dataset_category_ids
+from ssdctl.evaluation.choices import dataset_category_ids
 from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.input.normalize import Normalize
 from ssdctl.model.backbones.vgg16 import CONSTANTS as TORCHVISION_VGG16

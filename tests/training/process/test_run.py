@@ -21,7 +21,7 @@ from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Checkpoint
 from ssdctl.input import augmentations, sampler
-from ssdctl.input.augmentations.simple import color
+from ssdctl.input.augmentations.ssd import color
 from ssdctl.training import setup
 
 if TYPE_CHECKING:

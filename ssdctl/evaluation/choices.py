@@ -1,0 +1,191 @@
+"""Choose what to score a checkpoint on: the dataset, its images and classes, and the precision.
+
+A checkpoint remembers its dataset, fold and precision; what the user chooses takes precedence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.config import Config, DataConfig
+from ssdctl.config.sections import EvaluateConfig
+from ssdctl.data.annotations import ClassName, class_differences, match_classes
+from ssdctl.data.coco_json import UNUSED
+from ssdctl.data.index import read_made, require_metadata
+from ssdctl.data.open_dataset import without_images
+from ssdctl.data.sources import is_prepared
+from ssdctl.data.store_folder import dataset_folders
+from ssdctl.errors import DataError, IntegrityError, SsdctlError
+from ssdctl.runs.metrics import Record
+from ssdctl.runs.run import Run
+from ssdctl.runtime.safe_text import counted, quoted
+
+if TYPE_CHECKING:
+    from ssdctl.checkpoint.format import ModelFile
+    from ssdctl.data.store import Split
+    from ssdctl.device import Device
+
+log = logging.getLogger(__name__)
+Fold = tuple[str, str | None]  # `I/K`, and the groups
+
+
+def choose_data(checkpoint: ModelFile, config: Config) -> DataConfig:
+    """Return the dataset to score on: the user's choice, else the one it was trained on."""
+    data, explicit = config.data, config.explicit_settings()
+    if "data.root" in explicit or checkpoint.run_settings is None:
+        return data
+    if "data.store" in explicit:
+        return msgspec.structs.replace(trained_on(checkpoint), store=data.store)
+    root, folder = dataset_folders(trained_on(checkpoint))
+    fallback = dataset_folders(data)
+    if root.exists():
+        # A checkpoint is an untrusted file: only the user chooses folders that are written to.
+        is_chosen = (root, folder) == fallback
+        if not (is_chosen or is_prepared(root, folder)):
+            state = "has no store" if read_made(folder) is None else "changed since it was prepared"
+            raise DataError(
+                f"{checkpoint.path} was trained on {root}, which {state} ({folder})",
+                hint=f"ssdctl prepare --data {quoted(root)}, or name another one: --data DIR",
+            )
+        return trained_on(checkpoint)
+    text = "the dataset of %s (%s) does not exist any more: using %s"
+    log.info(text, checkpoint.path, root, fallback[0])
+    return data
+
+
+def trained_on(checkpoint: ModelFile) -> DataConfig:
+    """Return the dataset that a checkpoint's run trained on; the default one if unknown."""
+    settings = checkpoint.run_settings or {}
+    return DataConfig(root=settings.get("data.root"), store=settings.get("data.store"))
+
+
+def name_of_images(root: Path, split: str, fold: Fold | None, *, is_default: bool) -> str:
+    """Return the dataset, split and fold, for messages."""
+    part = "" if fold is None else f", fold {fold[0]}"
+    return f"{root} {split}{part}" + " (the default dataset)" * is_default
+
+
+def choose_fold(checkpoint: ModelFile, config: Config, root: Path) -> Fold | None:
+    """Return the fold of a checkpoint's run, and its groups, to score on; None without one.
+
+    A split or another dataset that the user names takes precedence.
+    """
+    settings = checkpoint.run_settings or {}
+    own, _ = dataset_folders(trained_on(checkpoint))
+    is_own = own.absolute() == root.absolute()
+    if settings.get("train.fold") is None or config.is_chosen("evaluate.split") or not is_own:
+        return None
+    return settings["train.fold"], settings.get("train.group")
+
+
+def warn_of_images(
+    checkpoint: ModelFile,
+    root: Path,
+    splits: Mapping[str, Split],
+    name: str,
+    held: NDArray[np.int64] | None,
+) -> list[str]:
+    """Log the warnings of a split, and whether the run may have trained on its images."""
+    warnings = [*splits[name].warnings]
+    is_divided = held is not None or name == "val"
+    if is_divided and _was_divided_anew(checkpoint, root, splits, held):
+        warnings.append(
+            f"{root} was divided in another way when {checkpoint.path} was trained: the run may "
+            "have trained on images that are scored"
+        )
+    for warning in warnings:
+        log.warning("%s", warning)
+    return warnings
+
+
+def _was_divided_anew(
+    checkpoint: ModelFile, root: Path, splits: Mapping[str, Split], held: NDArray[np.int64] | None
+) -> bool:
+    """Return whether the hash of file names divides other images than when the run began."""
+    settings, train = checkpoint.run_settings or {}, splits.get("train")
+    own, _ = dataset_folders(trained_on(checkpoint))
+    is_limited = settings.get("train.limit_train") or settings.get("train.overfit")
+    if train is None or not settings or is_limited or own.absolute() != root.absolute():
+        return False
+    if held is not None:
+        train = without_images(train, held)
+    elif require_metadata(train.index_file).made.conversion.split is None:
+        return False
+    run, now = Run(checkpoint.path.parent.parent), train.training_digest()
+    records: list[Record] = []
+    with contextlib.suppress(SsdctlError):  # a checkpoint without its run
+        records = run.events
+    return any(record.get("image_ids", now) != now for record in records)
+
+
+def rows_to_score(
+    split: Split, settings: EvaluateConfig, what: str, held: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Return the rows of the images; log how many have no objects or cannot be decoded."""
+    has_objects = np.diff(split.starts[: split.num_images + 1]) > 0
+    rows = np.flatnonzero(has_objects | (not settings.annotated_only))
+    rows = (rows if held is None else np.intersect1d(rows, held))[: settings.limit]
+    text = counted(len(rows), "image")
+    if settings.annotated_only:
+        among = has_objects if held is None else has_objects[held]
+        text += f", {int((~among).sum())} without objects skipped"
+    elif empty := int((~has_objects)[rows].sum()):
+        text += f", {empty} without objects (counted; skip with --annotated-only)"
+    log.info("%s: %s", what, text)
+    if bad := split.image_ids[rows[~split.usable[rows]]].tolist():
+        what = "images cannot be decoded and count as images without detections"
+        log.warning("%d %s: %s", len(bad), what, bad[:5])
+    return rows
+
+
+def choose_precision(checkpoint: ModelFile, settings: EvaluateConfig, device: Device) -> str:
+    """Return the precision to evaluate in: the chosen one, else the run's, else fp32.
+
+    In the run's precision the AP equals the AP of training; another precision is reported.
+    """
+    trained = (checkpoint.run_settings or {}).get("train.precision", "fp32")
+    is_computed = trained in device.precisions
+    precision = settings.precision
+    if precision == "auto":
+        precision = trained if is_computed else "fp32"
+    if precision != trained and checkpoint.run_settings is not None:
+        reason = "" if is_computed else f", which {device.label} does not compute"
+        text = "computing in %s; training computed its AP in %s%s: the last digits differ"
+        log.info(text, precision, trained, reason)
+    return precision
+
+
+def dataset_category_ids(
+    checkpoint: ModelFile, classes: list[ClassName], root: Path
+) -> NDArray[np.int64]:
+    """Return the dataset's category id of each class of a checkpoint, matched by name.
+
+    Outputs that torchvision keeps for ids that COCO left out have -1.
+
+    Raises:
+        IntegrityError: The checkpoint and the dataset have different classes.
+    """
+    ids = np.array([c.id for c in classes], np.int64)
+    known = [c for c in checkpoint.classes if c.name != UNUSED]
+    order = match_classes(known, classes)
+    if checkpoint.classes and order is not None:
+        matched = iter(ids[order])
+        return np.array([-1 if c.name == UNUSED else next(matched) for c in checkpoint.classes])
+    difference = class_differences(known, classes)
+    if not checkpoint.classes:  # a third-party file without names: only the number can be compared
+        count = checkpoint.architecture.num_classes - 1
+        if count == len(classes):
+            return ids
+        difference = f"it has {count} classes without names, the dataset has {len(classes)}"
+    raise IntegrityError(
+        f"{checkpoint.path} was trained on other classes than {root} has: {difference}",
+        hint="name the dataset that it was trained on: --data DIR",
+    )
