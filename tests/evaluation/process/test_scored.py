@@ -31,7 +31,8 @@ from hypothesis import strategies as st
 import ssdctl
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.shapes import generate
-from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.evaluation.analysis import BackgroundScoring, score
+from ssdctl.evaluation.coco_ap import Detections, read_ground_truth
 
 METRICS = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl"]
 TINY: dict[str, Any] = {
@@ -54,6 +55,7 @@ class World(NamedTuple):
     folder: Path
     truth: dict[str, dict[str, Any]]  # the annotations of each split
     group: str | None
+    tile: int
     trained: dict[str, set[int]]  # the training images of each run
     seeds: dict[str, int]
 
@@ -102,7 +104,7 @@ def make_world(
     with_objects = {entry["image_id"] for entry in truth["train"]["annotations"]}  # are trained on
     truth["train"]["images"] = [i for i in truth["train"]["images"] if i["id"] in with_objects]
     files["train"].write_text(json.dumps(truth["train"]))
-    world = World(folder, truth, group, {}, {})
+    world = World(folder, truth, group, tile, {}, {})
 
     def detect(detector: Any, split: Any, rows: Any, **_: Any) -> Detections:
         assert (rows < split.num_images).all()
@@ -114,6 +116,8 @@ def make_world(
         return as_detections([f for f in found if f[3] > detector.score_threshold])
 
     monkeypatch.setattr("ssdctl.evaluation.resample.NUM_DRAWS", 20)  # as fast as the rest
+    run = lambda s: score(read_ground_truth(s._annotations), *s._job)  # noqa: E731
+    monkeypatch.setattr(BackgroundScoring, "_run", run)  # not in a process of its own
     for module in ("ssdctl.evaluation.detect", "ssdctl.training.evaluator"):
         monkeypatch.setattr(f"{module}.detect", detect)
     for name in [*(f"fold-{n}" for n in range(1, count + 1)), "whole"]:
@@ -241,6 +245,7 @@ def check_line(world: World, line: Line, out: Path) -> None:
     result, where = run(world, line, out)
     others = {"--all", "--detections", "--report", "--suspects"} & {*options}
     of, other = expected(world, names, options), options.get("--against")
+    detectors = {*names, other} - {"rows.json", None}
     is_refused = (
         of is None
         or "." in (options.get("--detections"), options.get("--suspects"))
@@ -248,7 +253,9 @@ def check_line(world: World, line: Line, out: Path) -> None:
         or ("--fail-if-worse" in options and not other)
         or ("--all" in options and (len(names) > 1 or names == ["rows.json"]))
         or ("--detections" in options and ("--all" in options or names == ["rows.json"]))
-        or ("--tile-overlap" in options and not int(options.get("--tile", is_tiled(world, names))))
+        or (
+            "--tile-overlap" in options and detectors and not int(options.get("--tile", world.tile))
+        )
     )
     against = expected(world, [other], options) if other else None
     if (
@@ -286,13 +293,6 @@ def check_line(world: World, line: Line, out: Path) -> None:
     if "--suspects" in options:
         with (out / "suspects.csv").open() as file:
             assert {int(row["image_id"]) for row in csv.DictReader(file)} <= {*of.images}, where
-
-
-def is_tiled(world: World, names: list[str]) -> bool:
-    return (
-        names != ["rows.json"]
-        and load_checkpoint(world.path(names[0]) / "checkpoints/best.pt").tiling is not None
-    )
 
 
 def check_world(world: World) -> None:
