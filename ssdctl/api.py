@@ -279,20 +279,26 @@ def evaluate(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
     from ssdctl.checkpoint.locate import locate_checkpoint
-    from ssdctl.distributed import find_ranks
     from ssdctl.evaluation.evaluate import evaluate_files
 
     with _failing_together(distributed):
         config = resolve_call(config, overrides_of("evaluate", {"data": data, **settings}))
         file = locate_checkpoint(checkpoint, mirror=config.download.mirror)
-    target, bar = None if detections is None else Path(detections), _progress(progress)
-    (evaluation,) = evaluate_files(
-        [file], config, progress=bar, detections_file=target, is_distributed=distributed
-    )
-    if report is not None and (find_ranks().is_main or not distributed):
-        from ssdctl.reporting.page import write_evaluation_report
 
-        write_evaluation_report(evaluation, Path(report))
+    def write(evaluation: Evaluation) -> None:
+        if report is not None:
+            from ssdctl.reporting.page import write_evaluation_report
+
+            write_evaluation_report(evaluation, Path(report))
+
+    (evaluation,) = evaluate_files(
+        [file],
+        config,
+        progress=_progress(progress),
+        detections_file=None if detections is None else Path(detections),
+        is_distributed=distributed,
+        on_scored=write,
+    )
     return evaluation
 
 

@@ -58,6 +58,38 @@ class Stopping(ssdctl.Observer):
     def __init__(self, *signals): self.signals = signals
     def on_step(self, step): [os.kill(os.getpid(), number) for number in self.signals]
 """
+# Of the ranks of a group.
+FOR_RANKS = """
+import shutil
+from pathlib import Path
+rank, given, inside, kept = torch.distributed.get_rank(), {}, lambda trainer: None, {}
+network = ssdctl.SSD300.from_checkpoint("run")
+class At(ssdctl.Observer):
+    def __init__(self, hook, act): setattr(self, f"on_{hook}", lambda *_: act())
+def fail(error): raise error
+def done(folder):
+    if rank: return rank  # the folder may be the first rank's
+    steps = [r["step"] for r in ssdctl.Run(folder).metrics if r["kind"] == "train"]
+    assert len(steps) == len(set(steps))
+    return torch.load(f"{folder}/checkpoints/last.pt", weights_only=True)["model"]
+def configured(*, tile=None, **train): return ssdctl.configure(train=train, data={"tile": tile} if tile else {})
+def spoil(name, how):
+    path, kept[name] = Path(name), None
+    if path.exists(): kept[name] = path.rename(f"{name}.kept")
+    path.parent.mkdir(exist_ok=True)
+    if how == "folder": path.mkdir()
+    if how == "text": path.write_text("[")
+    if how == "half" and kept[name] and kept[name].is_file():
+        content = kept[name].read_bytes()
+        path.write_bytes(content[:len(content) // 2])
+def repair():
+    for name, was in kept.items():
+        path = Path(name)
+        if path.is_dir(): shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        if was: was.rename(name)
+    kept.clear()
+"""
 frozen = 0  # objects that `live` left out of garbage collection
 Line = tuple[str, ...]  # several ones run at the same time, in threads
 
@@ -180,7 +212,7 @@ def digest(value: Any) -> Any:
         last = torch.load(value.path / "checkpoints/last.pt", weights_only=True)
         return digest([last["model"], [r.get("loss", r.get("AP")) for r in value.metrics]])
     if isinstance(value, ssdctl.Evaluation):
-        return digest([value.metrics, [c.AP for c in value.per_class]])
+        return digest([value.metrics, value.about.detections, [c.AP for c in value.per_class]])
     if isinstance(value, BaseException):
         return f"{type(value).__name__}: {value}"
     if isinstance(value, dict):
@@ -213,7 +245,7 @@ def live(lines: Sequence[Line], folder: Path, pipe: Any, group: tuple[int, int] 
     for module in (*IMPORTED, *IMPORTED_FOR_COMPILING * compiles):
         importlib.import_module(module)
     names: dict[str, Any] = {}
-    exec(SETUP, names)
+    exec(SETUP + FOR_RANKS * (group is not None), names)
     gc.collect()
     gc.freeze()  # else collecting, twice for each line, takes half of the time
     global frozen

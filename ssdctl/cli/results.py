@@ -204,8 +204,11 @@ def evaluate(
         return
     if fail_if_worse:
         raise UsageError("--fail-if-worse without --against", hint="add --against B")
+    from ssdctl.evaluation.evaluate import require_no_folder
+
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
+    require_no_folder("--suspects", Path(suspects) if suspects else None)
     found: list[DetectedSplit] = []
     written = Path(detections) if detections else None
     evaluations = _evaluate(call, files, written, found, are_folds=len(named) > 1)

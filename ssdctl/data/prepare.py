@@ -214,7 +214,7 @@ def _write(store: _Store, dataset: _Dataset) -> Outcome:
     folder, splits = store.folder, list(dataset.splits)
     remove_stale_temporaries(folder)
     known = {s: _known_images(store, s, *dataset.splits[s]) for s in splits}
-    replaces = store.keep_images and None in known.values() and has_packed_images(folder)
+    replaces = store.keep_images and _replaces_images(folder, known)
     if replaces and index.read_made(folder):
         _refuse_to_replace(store)
     prepared: dict[str, _PreparedSplit] = {}
@@ -317,8 +317,17 @@ def require_packed(root: Path, folder: Path, splits: Mapping[str, Resolved]) -> 
         return
     config = _config_of(folder) or PACKED
     store = _Store(root, folder, config, force=False, keep_images=True, progress=without_progress)
-    if None in [_known_images(store, split, *found) for split, found in splits.items()]:
+    if _replaces_images(
+        folder, {s: _known_images(store, s, *found) for s, found in splits.items()}
+    ):
         _refuse_to_replace(store)
+
+
+def _replaces_images(folder: Path, known: Mapping[str, object]) -> bool:
+    """Return whether the images of these splits are not all packed, or those of another one are."""
+    made = index.read_made(folder)
+    gone = set[str]() if made is None else {*made.splits} - known.keys()
+    return has_packed_images(folder) and (None in known.values() or bool(gone))
 
 
 def _refuse_to_replace(store: _Store) -> NoReturn:

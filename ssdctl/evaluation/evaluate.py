@@ -64,36 +64,38 @@ def evaluate_files(
     detections_file: Path | None = None,
     is_distributed: bool = True,
     on_detected: Callable[[DetectedSplit], None] | None = None,
+    on_scored: Callable[[Evaluation], None] = lambda _: None,
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
     A checkpoint may also be a network in memory.
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
-    `on_detected` gets the detections of each, on the first rank.
+    `on_detected` and `on_scored` get the detections and the score of each, on the first rank.
     With `is_distributed=False` this rank scores all images, and the others need not call it.
 
     Raises:
         UsageError: `detections_file` is given for a file of detections, or for several checkpoints.
     """
     results = _detections_in(files[0])
-    if detections_file is not None:
-        if results or len(files) > 1:
-            named = ", ".join(map(str, files))
-            raise UsageError(
-                f"--detections writes the detections of one checkpoint, not of {named}",
-                hint="pass one checkpoint",
-            )
-        if detections_file.is_dir():
-            raise UsageError(f"--detections {detections_file}: is a folder", hint="name a file")
+    if detections_file is not None and (results or len(files) > 1):
+        named = ", ".join(map(str, files))
+        raise UsageError(
+            f"--detections writes the detections of one checkpoint, not of {named}",
+            hint="pass one checkpoint",
+        )
     if results is not None:
         read = _read_results(results, config)
         if on_detected is not None:
             on_detected(read)
-        yield read.score(verify=config.evaluate.verify)
+        evaluation = read.score(verify=config.evaluate.verify)
+        if find_ranks().is_main or not is_distributed:
+            on_scored(evaluation)
+        yield evaluation
         return
     from ssdctl.distributed.collectives import any_rank, broadcast
 
     with _joined_ranks(config, is_distributed) as (device, ranks):
+        require_no_folder("--detections", detections_file)
         for file in files:
             checkpoint = _read_unless_deleted(file, len(files) > 1)
             if not isinstance(file, Path):  # each rank has its own statistics of batch norm
@@ -105,10 +107,18 @@ def evaluate_files(
             found = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
             if found is not None and on_detected is not None:
                 on_detected(found)
-            evaluation = None if found is None else _score(found, config, detections_file)
-            evaluation = broadcast(evaluation, ranks)
-            assert evaluation is not None
-            yield evaluation
+            scored = None if found is None else _score(found, config, detections_file)
+            if scored is not None:
+                on_scored(scored)
+            scored = broadcast(scored, ranks)
+            assert scored is not None
+            yield scored
+
+
+def require_no_folder(option: str, file: Path | None) -> None:
+    """Refuse a folder before the detection, which may take hours."""
+    if file is not None and file.is_dir():
+        raise UsageError(f"{option} {file}: is a folder", hint="name a file")
 
 
 def evaluate_folds(
@@ -127,9 +137,15 @@ def evaluate_folds(
     from ssdctl.checkpoint.file import read_model
     from ssdctl.distributed.collectives import broadcast
 
-    read = [read_model(file) for file in files]
-    _check_folds(read, config)
+    if results := [file for file in files if _detections_in(file)]:
+        raise UsageError(
+            f"{results[0]}: a file of detections is scored alone, several files are folds",
+            hint="name the file, or the K runs of --fold 1/K to K/K",
+        )
     with _joined_ranks(config) as (device, ranks):
+        require_no_folder("--detections", detections_file)
+        read = [read_model(file) for file in files]
+        _check_folds(read, config)
         how: dict[str, Any] = {"progress": progress, "ranks": ranks}
         parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
         found = [part for part in parts if part is not None]
@@ -276,14 +292,18 @@ def _read_results(path: Path, config: Config) -> DetectedSplit:
         warnings = duplicate_warnings(name, len(truth.image_ids), duplicates)
     for warning in warnings:
         log.warning("%s", warning)
+    found, low = read_detections(path), settings.score_threshold
+    if low is not None:
+        found = Detections._make(column[found.scores > low] for column in found)
     about = EvaluationInfo(
         source=str(path),
         data=str(root.absolute()),
         store=str(store.absolute()),
         split=name,
+        score_threshold=low,
         warnings=warnings,
     )
-    return DetectedSplit(truth, read_detections(path), image_ids[: settings.limit], about)
+    return DetectedSplit(truth, found, image_ids[: settings.limit], about)
 
 
 class DetectedSplit(NamedTuple):
@@ -334,16 +354,19 @@ def detect_on_split(
     split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
     warnings = warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)
-    split = tiled(split, choose_tiling(checkpoint, config))
+    tiling = choose_tiling(checkpoint, config)
+    split = tiled(split, tiling)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on "
     what += name_of_images(root, name_of_split, fold, is_default=not data.root)
     rows = rows_to_score(split, settings, what, held)
     checksum = zlib.crc32(split.image_ids[rows].tobytes())
-    require_same({"the checksum of the images": checksum, "the step": checkpoint.step}, ranks)
     precision = choose_precision(checkpoint, settings, device)
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, rules)
+    same: dict[str, object] = {"the checksum of the images": checksum, "the step": checkpoint.step}
+    same |= {"precision": precision, "NMS IoU": detector.nms_iou, "tile": tiling and tuple(tiling)}
+    require_same({**same, "the score threshold": detector.score_threshold}, ranks)
     how: dict[str, Any] = {"batch_size": settings.batch_size, "ranks": ranks}
     how["threads"] = settings.workers or usable_cores(ranks.world_size)
     how["progress"] = progress if ranks.is_main else None

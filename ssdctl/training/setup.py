@@ -57,10 +57,10 @@ from ssdctl.training.observers.trackers import Trackers, find_trackers
 from ssdctl.training.plan import Network, Plan, check_settings
 
 log = logging.getLogger(__name__)
-LOOP = {  # settings on which the ranks' steps and exchanges depend, besides the compared ones
+LOOP = {  # settings on which steps, exchanges and detections depend, besides the compared ones
     *("train.epochs", "train.steps", "train.batch_size", "train.accumulate", "train.on_nonfinite"),
     *("train.execution", "train.overlap_gradients", "train.log_every", "train.save_every"),
-    *("train.eval_every", "train.eval_at"),
+    *("train.eval_every", "train.eval_at", "evaluate.score_threshold", "evaluate.nms_iou"),
 }
 InitReader = Callable[[], NetworkWeights]  # reads the checkpoint of --init
 

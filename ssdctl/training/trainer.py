@@ -334,9 +334,10 @@ class Trainer:
             ssdctl.errors.UsageError: The trainer is not open.
         """
         self._require("open")
-        self._save(is_scheduled=False)
-        self.saver.wait()
-        collectives.barrier(self.ranks)
+        with self._failing_together():
+            self._save(is_scheduled=False)
+            self.saver.wait()
+            collectives.barrier(self.ranks)
 
     @public_call()
     def evaluate(self) -> Evaluation | None:
@@ -351,7 +352,7 @@ class Trainer:
         self._require("open")
         if self.splits.val is None:
             raise UsageError(f"{self.path}: no validation images to evaluate on")
-        with self.meter.paused():
+        with self._failing_together(), self.meter.paused():
             if self.evaluator.evaluated_step != self.step or self.step == self._evaluated_before:
                 self._evaluate()
             self._record_evaluation(wait=True)
@@ -424,6 +425,16 @@ class Trainer:
     def __repr__(self) -> str:
         total = f" of {self.plan.total_steps}" if self._state == "open" else f", {self._state}"
         return f"Trainer({self.path}: step {self.step}{total})"
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Close the trainer on all ranks if the block fails on this one."""
+        try:
+            yield
+        except BaseException:
+            if not self.ranks.is_single_process:
+                self.__exit__(*sys.exc_info())
+            raise
 
     def _leave_loop(self) -> None:
         """End the loop in progress, its decode threads and its signal handlers."""

@@ -178,22 +178,3 @@ def test_too_few_images_show_no_difference_and_more_are_named() -> None:
         f"no difference can be shown with 12 images; about {few.images_needed:,} would be needed"
     )
     assert enough.better == "b"
-
-
-def test_options_of_a_comparison_are_checked(compared: Path, cli: Cli) -> None:
-    weak = compared / "weak.json"
-    assert cli("evaluate", weak, "--fail-if-worse").code == 2
-    assert cli("evaluate", weak, "--against", weak, "--report", "out").code == 2
-
-
-def test_a_checkpoint_is_compared_with_detections(
-    checkpoint: Path, shapes: Path, cli: Cli, tmp_path: Path
-) -> None:
-    found = tmp_path / "found.json"
-    low = ("--score-threshold", "0.01", "--data", shapes)
-    assert cli("evaluate", checkpoint, *low, "--detections", found).code == 0
-    result = cli("evaluate", checkpoint, *low, "--against", found, "--json")
-    assert result.code == 0, result.err
-    comparison = json.loads(result.out)
-    assert comparison["difference"]["AP"]["estimate"] == 0
-    assert comparison["a"]["step"] is not None

@@ -12,6 +12,7 @@ fresh process. A failure prints the shortest program.
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -21,14 +22,14 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from faults import CONTEXT
-from global_state import SETUP, Line, Lived, live
+from global_state import FOR_RANKS, SETUP, Line, Lived, live
 from helpers import examples, seeded, seeds
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from ssdctl.data.shapes import generate
 
-DEADLINE_S = 600.0
+DEADLINE_S = 120.0
 
 # Each call has a name of its own for what it writes: OUT.
 TRAINING = """
@@ -104,6 +105,48 @@ gc.disable()
 threading.Thread(target=lambda: [torch.rand(9) for _ in iter(lambda: time.sleep(0.001), 1)], daemon=True).start()
 """
 
+# Calls that the ranks make together. One of them is given something else, spoils a file, or fails inside.
+TOGETHER = """
+ssdctl.train("shapes", out="OUT", steps=3, **{**TINY, **given}); result = done("OUT")
+ssdctl.train("shapes", out="OUT", steps=3, **{**TINY, "init": "run", "config": ssdctl.configure(train={"fold": "1/2", "eval_every": "1st", "sync_bn": True}), **given}); result = done("OUT")
+with ssdctl.Trainer("shapes", out="OUT", steps=3, **{**TINY, **given}) as trainer: [inside(trainer) for _ in trainer]\\nresult = done("OUT")
+trainer = ssdctl.Trainer("shapes", out="OUT", steps=3, **{**TINY, **given}); trainer.open(); [(inside(trainer), trainer.save(), trainer.evaluate()) for _ in trainer]; result = done("OUT")
+result = ssdctl.evaluate("run", "shapes", **{"device": "cpu", **given})
+result = ssdctl.evaluate(network, "shapes", **{"device": "cpu", "detections": "OUT.json", "report": "OUT", **given})
+"""
+FILES = """
+shapes shapes/annotations shapes/annotations/instances_train2017.json shapes/annotations/instances_val2017.json
+shapes/train2017 shapes/val2017 shapes/val2017/000000000001.jpg shapes/prepared run run/checkpoints/best.pt
+OUT OUT/checkpoints OUT/metrics.jsonl OUT/config.toml OUT/logs OUT/.lock OUT.json OUT/report.html
+"""
+OF_EVALUATE = """
+batch_size=3; batch_size=0; device="cuda"; device="?"; precision="bf16"; workers=2; split="train"; split="test"; limit=1
+score_threshold=0.3; nms_iou=0.9; config="gone.toml"; detections="shapes"; report="photo.jpg"; config=configured(tile=160)
+"""
+OF_TRAIN = """
+batch_size=3; batch_size=0; batch_size="auto"; device="cuda"; device="?"; precision="bf16"; workers=2; config="gone.toml"
+lr=0.1; seed=1; steps=2; epochs=1; backbone="resnet18"; backbone="?"; backbone_weights="none.pth"; init="run"
+init="gone.pt"; init="shapes"; warmup="9ep"; out="photo.jpg"; preset="?"; optimizer="sgd"; observers=[1]
+"""
+TABLE = """
+deterministic=True; rank_timeout=9.0; eval_every="1st"; eval_at=[0.5]; sync_bn=True; ema=0.9; augment="ssd-zoom"
+accumulate=2; fold="1/2"; fold="9/9"; keep=1; resume="never"; resume="run"; save_every="1st"; limit_train=2; overfit=1
+background=0.5; log_every=2; mllog="shapes"; tracker=["tensorboard"]; tracker=["?"]; freeze=2; freeze_norm=True
+target_ap=0.001; patience=1; profile="1,2"; pipeline="dali"; fake_data=True; tf32=True; on_nonfinite="stop"; tile=160
+"""
+RAISES = """
+1 / 0
+fail(KeyboardInterrupt())
+fail(MemoryError())
+fail(ssdctl.errors.DataError("own"))
+"""
+# How the errors begin that are the program's own.
+OF_PROGRAM = ("Traceback", "KeyboardInterrupt", "ZeroDivisionError", "DataError: own")
+SENT = [f"os.kill(os.getpid(), signal.SIG{name})" for name in ("TERM", "HUP", "INT")]
+HOOKS = """
+start step epoch evaluation_start detections evaluation checkpoint end
+"""
+
 
 def calls(*texts: str) -> list[str]:
     return [line.replace("\\n", "\n") for text in texts for line in text.strip().splitlines()]
@@ -113,6 +156,34 @@ QUICK = [c for c in calls(TRAINING, READING, FAILING, STOPPED) if "deterministic
 usual = st.sampled_from(calls(TRAINING, READING, FAILING))
 alone = usual | st.sampled_from(calls(STOPPED))
 own = st.sampled_from([f"# The program's own:\n{line}" for line in calls(OWN)])
+
+
+def split_at_semicolons(texts: str) -> list[str]:
+    return [text for line in calls(texts) for text in line.split("; ")]
+
+
+def mistakes(call: str) -> st.SearchStrategy[str]:
+    """Return what one rank does before the call, which may fail then."""
+    is_training, acts = not call.startswith("result = ssdctl.evaluate"), [*calls(RAISES), *SENT]
+    own = split_at_semicolons(OF_TRAIN if is_training else OF_EVALUATE)
+    own += [f"config=configured({text})" for text in split_at_semicolons(TABLE) if is_training]
+    files = [name for name in FILES.split() if "network" not in call or "run" not in name]
+    spoiled = st.sampled_from(files), st.sampled_from(["gone", "text", "folder", "half"])
+    found = st.sampled_from([f"given = dict({text})" for text in own])
+    found |= st.builds('spoil("{}", "{}")'.format, *spoiled)
+    if is_training:
+        hooks = st.sampled_from(HOOKS.split()), st.sampled_from(acts)
+        found |= st.builds('given = dict(observers=[At("{}", lambda: {})])'.format, *hooks)
+    if "inside" in call:
+        acts += ["trainer.close()", 'spoil("OUT/checkpoints", "text")', 'spoil("OUT", "gone")']
+        found |= st.sampled_from([f"inside = lambda trainer: {act}" for act in acts])
+    return found
+
+
+Failing = tuple[str, int, str]  # a call, a rank, and what this rank does before the call
+failing = st.sampled_from(calls(TOGETHER)).flatmap(
+    lambda call: st.tuples(st.just(call), st.integers(0, 1), mistakes(call))
+)
 lines: st.SearchStrategy[Line] = st.tuples(alone) | st.tuples(own) | st.tuples(usual, usual)
 programs = st.lists(lines, min_size=2, max_size=6)
 
@@ -172,7 +243,7 @@ def lives(world: World, lines: Sequence[Line], size: int = 0, copies: int = 1) -
 
 def program(lines: Sequence[Line], size: int) -> str:
     """Return the text of a program."""
-    text = SETUP
+    text = SETUP + FOR_RANKS * bool(size)
     for line in lines:
         if len(line) == 1:
             text += f"{line[0]}\n"
@@ -198,13 +269,51 @@ def check(world: World, lines: Sequence[Line], size: int = 0, copies: int = 1) -
         assert not happened.changed, f"{where}: changed {happened.changed}"
         for text, result in zip(line, happened.results, strict=True):
             assert "Traceback" not in str(result), f"{where}: {result}"
-            if text.startswith("#") or "torch's default type" in str(result):
-                continue
-            known = world.expected.setdefault((text, size, rank), result)
-            if result != known:
-                fresh = lives(world, numbered([(text,)]), size)[rank].results[0]
-                assert result == fresh, f"{where}: {result}, in a fresh process {fresh}"
-                assert known == fresh, f"{text}: {known} in an earlier program, not {fresh}"
+            if not text.startswith("#") and "torch's default type" not in str(result):
+                check_result(world, text, size, rank, result, where)
+
+
+def check_result(
+    world: World, text: str, size: int, rank: int, result: Any, where: str, copies: int = 1
+) -> None:
+    known = world.expected.setdefault((text, size, rank), result)
+    if result != known:
+        fresh = lives(world, numbered([(text,)]), size, copies)[rank].results[0]
+        assert result == fresh, f"{where}: {result}, in a fresh process {fresh}"
+        assert known == fresh, f"{text}: {known} in an earlier program, not {fresh}"
+
+
+def check_failing(world: World, programs: Sequence[Failing], copies: int) -> None:
+    """One of two ranks fails in each call; then all is repaired, and both make the call again."""
+    texts, wait = list[str](), "torch.distributed.barrier()"
+    for number, (call, rank, act) in enumerate(programs):
+        call, act = (text.replace("OUT", f"out-{number}") for text in (call, act))
+        texts += [f"if rank == {rank}: {act}\n{wait}\n{call}", f"#\n{wait}\nrepair()\n{wait}", call]
+    lived = lives(world, [(text,) for text in texts], 2, copies)
+    for place, (call, rank, _) in enumerate(programs):
+        where = f"folders: {copies}\n{program([(t,) for t in texts[: 3 * place + 3]], 2)}"
+        of_ranks = [lived[n * len(texts) + 3 * place :][:3] for n in (0, 1)]
+        own, other = (of_ranks[n][0].results[0] for n in (rank, 1 - rank))
+        assert is_told(own, other, rank), f"{where}: {own}\non the other rank: {other}"
+        for n, (failed, _, again) in enumerate(of_ranks):
+            changed = {**failed.changed, **again.changed}
+            assert not changed, f"{where}: changed {changed}"
+            check_result(world, call, 2, n, again.results[0], where, copies=2)
+
+
+def is_told(own: Any, other: Any, rank: int) -> bool:
+    """Return whether the other rank's result fits that of the rank that may have failed."""
+    errors = [of_one_rank(text) for text in (own, other) if isinstance(text, str)]
+    if len(errors) == 2 and not errors[0].startswith(OF_PROGRAM):
+        return errors[0] == errors[1]
+    if errors:  # of the program; or the rank left
+        return isinstance(other, str) and (other == own or f"rank {rank}" in other)
+    return type(own) is not list or own == other  # an evaluation
+
+
+def of_one_rank(text: str) -> str:
+    """Return an error without the folder of the rank, and without the signal that only it got."""
+    return re.sub(r"\S*/program/\d", ".", re.sub("by (another rank|SIG[A-Z]+)", "", text))
 
 
 def run_programs(world: World, number: int | None, count: int, size: int = 0) -> None:
@@ -221,14 +330,18 @@ def test_calls_one_after_the_other(world: World) -> None:
     check(world, [*((text,) for text in QUICK), (QUICK[0], QUICK[0])])
 
 
-def test_ranks_with_folders_of_their_own(world: World) -> None:
-    trained = next(call for call in QUICK if "[s.loss" in call)
-    on_one_rank = next(call for call in QUICK if "Broken" in call)  # the first tells observers
-    rank = "torch.distributed.get_rank()"
-    unlike = f'ssdctl.train("shapes", out="OUT", steps=2 + {rank}, **TINY)'
-    gone = f'ssdctl.evaluate("run" if {rank} else "gone", device="cpu")'
-    texts = (on_one_rank, gone, unlike, trained, *calls(FAILING)[:2])
-    check(world, [(text,) for text in texts], size=2, copies=2)
+def run_failing(world: World, number: int | None, count: int) -> None:
+    def test(programs: list[Failing], copies: int) -> None:
+        check_failing(world, programs, copies)
+
+    drawn = st.lists(failing, min_size=8, max_size=12, unique_by=lambda f: (f[0][:30], f[2][:18]))
+    test = given(programs=drawn, copies=st.integers(1, 2))(test)
+    phases = [] if number is None else [Phase.shrink]
+    examples(count, number, *phases)(seeded(test, number))()
+
+
+def test_a_rank_fails(world: World) -> None:
+    run_failing(world, None, 1)
 
 
 def test_programs(world: World) -> None:
@@ -240,3 +353,4 @@ def test_many_programs(world: World) -> None:
     for number in seeds():
         run_programs(world, number, 20)
         run_programs(world, number, 3, size=2)
+        run_failing(world, number, 3)

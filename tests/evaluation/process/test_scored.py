@@ -1,0 +1,337 @@
+"""What `ssdctl evaluate` scores: folds, groups, tiles, splits, limits, thresholds and files of
+detections, in any combination.
+
+    scripts/test tests/evaluation/process/test_scored.py            # the same commands each time
+    MINUTES=5 SEED=7 scripts/test -m slow tests/evaluation/process/test_scored.py   # others
+
+Detections are drawn from the run and the image instead of computed. What a command scores is told
+by hand: each image by the run that did not train on it, and pycocotools' metrics of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import shlex
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from conftest import Result, run_cli
+from evaluation.judge import matched
+from helpers import examples, seeded, seeds
+from hypothesis import Phase, given
+from hypothesis import strategies as st
+
+import ssdctl
+from ssdctl.checkpoint.file import load_checkpoint
+from ssdctl.data.shapes import generate
+from ssdctl.evaluation.coco_ap import Detections
+
+METRICS = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl"]
+TINY: dict[str, Any] = {
+    "preset": "stable-r34",
+    "backbone": "tiny",
+    "backbone_weights": "none",
+    "warmup": "1st",
+    "batch_size": 2,
+    "workers": 1,
+    "precision": "fp32",
+    "device": "cpu",
+    "progress": False,
+}
+Found = tuple[int, int, list[float], float]  # image, category, box, score
+
+
+class World(NamedTuple):
+    """A dataset, and runs on it: `fold-1` ... on folds, `whole` on all training images."""
+
+    folder: Path
+    truth: dict[str, dict[str, Any]]  # the annotations of each split
+    group: str | None
+    trained: dict[str, set[int]]  # the training images of each run
+    seeds: dict[str, int]
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def ids(self, split: str) -> list[int]:
+        return [image["id"] for image in self.truth[split]["images"]]
+
+
+def drawn(truth: dict[str, Any], seed: int, image: int) -> list[Found]:
+    """Return what the detector with a seed finds on an image."""
+    rng = np.random.default_rng([seed, len(truth["images"]), image])
+    categories = [c["id"] for c in truth["categories"]]
+    found = []
+    for entry in truth["annotations"]:
+        if entry["image_id"] == image and rng.random() < 0.9:
+            box = np.array(entry["bbox"]) * rng.normal(1, 0.05, 4)
+            is_own = rng.random() < 0.8
+            category = entry["category_id"] if is_own else int(rng.choice(categories))
+            found.append((image, category, box.tolist(), float(rng.random())))
+    return found
+
+
+def seed_of(weights: torch.Tensor) -> int:
+    return zlib.crc32(weights.detach().numpy().tobytes())
+
+
+class Started(ssdctl.Observer):
+    """Records the images that a run trains on."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world, self._name = world, name
+
+    def on_start(self, start: Any) -> None:
+        images = (start.train.image_of(int(row))[0] for row in start.train.trainable)
+        self._world.trained[self._name] = {int(start.train.image_ids[i]) for i in images}
+
+
+def make_world(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, group: str | None, tile: int
+) -> World:
+    generate(shapes := folder / "shapes", num_train=16, num_val=6, seed=0)
+    files = {s: shapes / f"annotations/instances_{s}2017.json" for s in ("train", "val")}
+    truth = {split: json.loads(file.read_text()) for split, file in files.items()}
+    with_objects = {entry["image_id"] for entry in truth["train"]["annotations"]}  # are trained on
+    truth["train"]["images"] = [i for i in truth["train"]["images"] if i["id"] in with_objects]
+    files["train"].write_text(json.dumps(truth["train"]))
+    world = World(folder, truth, group, {}, {})
+
+    def detect(detector: Any, split: Any, rows: Any, **_: Any) -> Detections:
+        assert (rows < split.num_images).all()
+        weights = detector.model.class_heads[0].weight
+        name = "train" if split.num_images == len(truth["train"]["images"]) else "val"
+        found = [
+            f for i in split.image_ids[rows] for f in drawn(truth[name], seed_of(weights), int(i))
+        ]
+        return as_detections([f for f in found if f[3] > detector.score_threshold])
+
+    monkeypatch.setattr("ssdctl.evaluation.resample.NUM_DRAWS", 20)  # as fast as the rest
+    for module in ("ssdctl.evaluation.detect", "ssdctl.training.evaluator"):
+        monkeypatch.setattr(f"{module}.detect", detect)
+    for name in [*(f"fold-{n}" for n in range(1, count + 1)), "whole"]:
+        fold = {} if name == "whole" else {"fold": f"{name[-1]}/{count}", "group": group}
+        config = ssdctl.configure(train=fold, data={"tile": tile} if tile else {})
+        ssdctl.train(
+            shapes,
+            out=folder / name,
+            steps=1,
+            config=config,
+            observers=[Started(world, name)],
+            **TINY,
+        )
+        model = load_checkpoint(folder / name / "checkpoints/best.pt").model
+        world.seeds[name] = seed_of(model["class_heads.0.weight"])
+    rows = [f for i in world.ids("val") for f in drawn(truth["val"], 1, i)]
+    (folder / "rows.json").write_text(json.dumps(as_detections(rows).to_coco()))
+    return world
+
+
+def as_detections(found: list[Found]) -> Detections:
+    ids, categories, boxes, scores = zip(*found, strict=True) if found else ((),) * 4
+    return Detections(
+        np.array(ids, np.int64),
+        np.array(boxes, np.float64).reshape(-1, 4),
+        np.array(scores, np.float64),
+        np.array(categories, np.int64),
+    )
+
+
+class Expected(NamedTuple):
+    """The images that are scored, and what is found there."""
+
+    split: str
+    images: list[int]
+    found: list[Found]
+
+
+def expected(world: World, names: list[str], options: dict[str, str]) -> Expected | None:
+    """Return what is scored; None if that makes no sense."""
+    split, folds = options.get("--split"), [n for n in world.trained if n != "whole"]
+    if split == "test" or (len(names) > 1 and (sorted(names) != folds or split)):
+        return None
+    images, found, name_of_split = list[int](), list[Found](), "val"
+    for name in names:
+        is_held = name in folds and split is None
+        name_of_split = "train" if is_held else split or "val"
+        own = [i for i in world.ids(name_of_split) if not is_held or i not in world.trained[name]]
+        truth = world.truth[name_of_split]
+        if "--annotated-only" in options:
+            own = [i for i in own if any(a["image_id"] == i for a in truth["annotations"])]
+        own = own[: int(options.get("--limit", 999))]
+        is_file = name == "rows.json"
+        low = float(options.get("--score-threshold", 0 if is_file else 0.05))
+        seen = (
+            (world.truth["val"], 1, world.ids("val"))
+            if is_file
+            else (truth, world.seeds[name], own)
+        )
+        found += [f for i in seen[2] for f in drawn(*seen[:2], i) if f[3] > low]
+        images += own
+    return Expected(name_of_split, images, found)
+
+
+def check_scores(world: World, of: Expected, result: dict[str, Any]) -> None:
+    """Compare an evaluation with pycocotools', and the thresholds with the best F1."""
+    kept = [f for f in of.found if f[0] in of.images]
+    scoring = matched(world.truth[of.split], as_detections(kept), np.array(of.images))
+    with contextlib.redirect_stdout(io.StringIO()):
+        scoring.accumulate()
+        scoring.summarize()
+    assert (result["images"], result["detections"]) == (len(of.images), len(of.found))
+    assert [result[m] for m in METRICS] == pytest.approx(scoring.stats.tolist(), abs=1e-9)
+    for k, entry in enumerate(result["per_class"]):
+        precision, scores = (scoring.eval[name][0, :, k, 0, 2] for name in ("precision", "scores"))
+        recall = np.linspace(0, 1, 101)
+        f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+        if (precision > -1).all() and f1.max() > 0:
+            assert entry["best_f1"] == pytest.approx(f1.max(), abs=1e-4)
+            assert 0 <= scores[f1.argmax()] - entry["best_score"] <= 2e-4
+
+
+VALUES = {
+    "--split": ["train", "val", "test"],
+    "--limit": ["1", "3", "99"],
+    "--score-threshold": ["0.3", "0.7"],
+    "--annotated-only": [""],
+    "--tile": ["0", "200"],
+    "--tile-overlap": ["0.3"],
+    "--verify": [""],
+    "--detections": ["found.json", "."],
+    "--suspects": ["suspects.csv", "."],
+    "--report": ["page"],
+    "--all": [""],
+    "--fail-if-worse": [""],
+    "--against": ["whole", "fold-1", "fold-2", "rows.json"],
+}
+Line = tuple[list[str], dict[str, str]]
+
+
+@st.composite
+def lines(draw: Any, world: World) -> Line:
+    folds = [n for n in world.trained if n != "whole"]
+    some = st.lists(st.sampled_from([*world.trained, "rows.json"]), min_size=1, max_size=2)
+    names = draw(st.permutations(folds) | st.just(folds) | some)
+    pool = draw(st.sampled_from([[*VALUES][:5], [*VALUES]]))
+    chosen = draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3, unique=True))
+    return names, {option: draw(st.sampled_from(VALUES[option])) for option in chosen}
+
+
+def run(world: World, line: Line, out: Path) -> tuple[Result, str]:
+    names, options = line
+    words = ["evaluate", *(str(world.path(name)) for name in names), "--json", "--device", "cpu"]
+    for option, value in options.items():
+        value = str(world.path(value)) if option == "--against" else value
+        value = str(out / value) if "." in value and option[2:] in "detections suspects" else value
+        words += [option, str(out / value) if option == "--report" else value][: 1 + bool(value)]
+    if "rows.json" in (*names, options.get("--against")):
+        words += ["--data", str(world.path("shapes"))]
+    return run_cli(*words), f"ssdctl {shlex.join(words)}"
+
+
+def check_line(world: World, line: Line, out: Path) -> None:
+    names, options = line
+    result, where = run(world, line, out)
+    others = {"--all", "--detections", "--report", "--suspects"} & {*options}
+    of, other = expected(world, names, options), options.get("--against")
+    is_refused = (
+        of is None
+        or "." in (options.get("--detections"), options.get("--suspects"))
+        or (other and (others or len(names) > 1))
+        or ("--fail-if-worse" in options and not other)
+        or ("--all" in options and (len(names) > 1 or names == ["rows.json"]))
+        or ("--detections" in options and ("--all" in options or names == ["rows.json"]))
+        or ("--tile-overlap" in options and not int(options.get("--tile", is_tiled(world, names))))
+    )
+    against = expected(world, [other], options) if other else None
+    if (
+        against is not None
+        and of is not None
+        and (against.split, against.images) != (of.split, of.images)
+    ):
+        is_refused = True
+    if is_refused:
+        assert result.code in ((2, 3) if options.get("--split") == "test" else (2,)), (
+            f"{where}: {result}"
+        )
+        typed = [*options, *(str(world.path(n)) for n in names), "--fold", "split test"]
+        assert any(word in result.err for word in typed), f"{where}: {result.err}"
+        return
+    assert of is not None
+    assert result.code in (0, 10), f"{where}: {result.code} {result.err}"
+    shown = json.loads(result.out)
+    if against is not None:
+        check_scores(world, of, shown["a"])
+        check_scores(world, against, shown["b"])
+        difference = shown["difference"]["AP"]["estimate"]
+        assert difference == pytest.approx(shown["b"]["AP"] - shown["a"]["AP"], abs=1e-4), where
+        assert result.code == 10 * (shown["better"] == "b" and "--fail-if-worse" in options)
+        return
+    for evaluation in shown.get("checkpoints", [shown]):
+        check_scores(world, of, evaluation)
+    if "--detections" in options:
+        rows = json.loads((out / "found.json").read_text())
+        found = [(r["image_id"], r["category_id"], r["bbox"], r["score"]) for r in rows]
+        assert sorted(found) == sorted(of.found), where
+    if "--report" in options:
+        written = json.loads((out / "page/evaluation.json").read_text())
+        assert written["metrics"] == {m: shown.get(m, written["metrics"][m]) for m in METRICS}
+    if "--suspects" in options:
+        with (out / "suspects.csv").open() as file:
+            assert {int(row["image_id"]) for row in csv.DictReader(file)} <= {*of.images}, where
+
+
+def is_tiled(world: World, names: list[str]) -> bool:
+    return (
+        names != ["rows.json"]
+        and load_checkpoint(world.path(names[0]) / "checkpoints/best.pt").tiling is not None
+    )
+
+
+def check_world(world: World) -> None:
+    """Each image is held out once, groups stay together, and thresholds are those of best F1."""
+    folds = [n for n in world.trained if n != "whole"]
+    held = {n: {*world.ids("train")} - world.trained[n] for n in folds}
+    assert sorted(i for ids in held.values() for i in ids) == world.ids("train")
+    if world.group is not None:
+        ends = [{i % 10 for i in ids} for ids in held.values()]
+        assert sum(map(len, ends)) == len(set().union(*ends))
+    for name in folds:
+        run_folder = ssdctl.Run(world.path(name))
+        shown = json.loads(run(world, ([name], {}), world.folder)[0].out)
+        assert run_folder.best_metrics is not None
+        assert shown["AP"] == run_folder.best_metrics["AP"]
+        found = {c["name"]: c["best_score"] for c in shown["per_class"] if c["best_f1"] > 0}
+        best = load_checkpoint(world.path(name) / "checkpoints/best.pt")
+        assert best.thresholds == [found.get(c.name) for c in best.classes]
+
+
+def check_lines(world: World, out: Path, number: int | None, count: int) -> None:
+    def test(line: Line) -> None:
+        check_line(world, line, out)
+
+    phases = [] if number is None else [Phase.shrink]
+    examples(count, number, *phases)(seeded(given(line=lines(world))(test), number))()
+
+
+def test_what_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(tmp_path, monkeypatch, 2, r"(\d)\.jpg", 160)
+    check_world(world)
+    check_lines(world, tmp_path, None, 30)
+
+
+@pytest.mark.slow
+def test_what_is_scored_in_many_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in seeds():
+        count, group = 2 + number % 2, (None, r"(\d)\.jpg")[number // 2 % 2]
+        tile = (0, 160)[number // 4 % 2]
+        world = make_world(tmp_path / str(number), monkeypatch, count, group, tile)
+        check_world(world)
+        check_lines(world, tmp_path, number, 100)
