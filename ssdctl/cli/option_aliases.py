@@ -136,8 +136,14 @@ class AliasCommand(HelpCommand):
         typed = flag.lstrip("-")
         near = difflib.get_close_matches(typed, names, n=1, cutoff=MIN_SIMILARITY)
         near += [name for name in names if len(typed) > 2 and name.startswith(typed)]
-        template = names[near[0]] if near else ""
-        return template.removeprefix("--set=").rstrip("=").partition("=")[0]
+        if not near:
+            return ""
+        template = names[near[0]]
+        if template == POSITIONAL:
+            return f"--{near[0]}"
+        if template.startswith("--set="):
+            return template.replace("=", " ", 1) + "VALUE"
+        return template.partition("=")[0]
 
     @functools.cached_property
     def templates(self) -> dict[str, str]:

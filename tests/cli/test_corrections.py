@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 
+import ssdctl.cli.main  # noqa: F401  the commands of `click_root`
+from ssdctl.cli.help import click_root
+from ssdctl.cli.option_aliases import find_row
+
 TPU = (
     "train --backbone resnet50 --batch-size 64 --warmup 300st --no-cuda --seed 42 --num_cores=1 "
     "--log-interval=16 --num-workers=8 --suppress_loss_report --save checkpoints "
@@ -67,6 +71,23 @@ def test_a_mistyped_line_has_a_hint(cli: Cli, line: str, hint: str) -> None:
     result = cli(*line.split())
     assert result.code == 2
     assert f"\nhint: {hint}" in result.err
+
+
+def test_an_option_with_a_wrong_letter_is_recognized() -> None:
+    missed, count = [], 0
+    for name, command in click_root().commands.items():
+        for flag, template in getattr(command, "templates", {}).items():
+            for k in range(4, len(flag) - 1, 3) if flag.startswith("--") and len(flag) > 6 else ():
+                typed = flag[:k] + flag[k + 1] + flag[k] + flag[k + 2 :]
+                if typed in command.templates or find_row(typed, "", is_own=False):
+                    continue
+                count += 1
+                near = command.near_option(typed)
+                meant = near.replace(" ", "=").removesuffix("VALUE")
+                if meant != flag and not (meant and template.startswith(meant)):
+                    missed.append((name, flag, typed))
+    assert count > 800
+    assert len(missed) < count / 100, missed
 
 
 def test_one_error_lists_all_options(cli: Cli) -> None:
