@@ -298,7 +298,8 @@ def check_failing(world: World, programs: Sequence[Failing], copies: int) -> Non
         for n, (failed, _, again) in enumerate(of_ranks):
             changed = {**failed.changed, **again.changed}
             assert not changed, f"{where}: changed {changed}"
-            check_result(world, call, 2, n, again.results[0], where, copies=2)
+            for lived_call in (again, failed)[: 1 + isinstance(own, list)]:  # an evaluation
+                check_result(world, call, 2, n, lived_call.results[0], where, copies=2)
 
 
 def is_told(own: Any, other: Any, rank: int) -> bool:
@@ -306,9 +307,8 @@ def is_told(own: Any, other: Any, rank: int) -> bool:
     errors = [of_one_rank(text) for text in (own, other) if isinstance(text, str)]
     if len(errors) == 2 and not errors[0].startswith(OF_PROGRAM):
         return errors[0] == errors[1]
-    if errors:  # of the program; or the rank left
-        return isinstance(other, str) and (other == own or f"rank {rank}" in other)
-    return type(own) is not list or own == other  # an evaluation
+    # Of the program; or the rank left.
+    return not errors or (isinstance(other, str) and (other == own or f"rank {rank}" in other))
 
 
 def of_one_rank(text: str) -> str:
