@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ssdctl.checkpoint.file import Source
     from ssdctl.checkpoint.format import ModelFile, NetworkWeights, OnnxGraph
     from ssdctl.device import Device
+    from ssdctl.inference.detector import DetectorBackend
 
 log = logging.getLogger(__name__)
 
@@ -341,7 +342,7 @@ def detect_on_split(
         name: Replaces the path in messages.
         fold_of: The checkpoint whose fold is scored; None: this one.
     """
-    from ssdctl.distributed.collectives import open_on_all_ranks, require_same
+    from ssdctl.distributed.collectives import open_on_all_ranks
     from ssdctl.evaluation.detect import detect
     from ssdctl.inference.detector import DetectorConfig
     from ssdctl.inference.predict import choose_tiling, open_detector
@@ -354,23 +355,20 @@ def detect_on_split(
     split = require_split(splits, name_of_split, root)
     held = None if fold is None else fold_rows(split, *fold)
     warnings = warn_of_images(fold_of or checkpoint, root, splits, name_of_split, held)
-    tiling = choose_tiling(checkpoint, config)
-    split = tiled(split, tiling)
-    category_ids = dataset_category_ids(checkpoint, split.classes, root)
+    split = tiled(split, tiling := choose_tiling(checkpoint, config))
+    how: dict[str, Any] = {"batch_size": settings.batch_size, "ranks": ranks}
+    how["category_ids"] = dataset_category_ids(checkpoint, split.classes, root)
     what = f"{name or checkpoint.path} (step {checkpoint.step}) on "
     what += name_of_images(root, name_of_split, fold, is_default=not data.root)
     rows = rows_to_score(split, settings, what, held)
-    checksum = zlib.crc32(split.image_ids[rows].tobytes())
     precision = choose_precision(checkpoint, settings, device)
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, rules)
-    same: dict[str, object] = {"the checksum of the images": checksum, "the step": checkpoint.step}
-    same |= {"precision": precision, "NMS IoU": detector.nms_iou, "tile": tiling and tuple(tiling)}
-    require_same({**same, "the score threshold": detector.score_threshold}, ranks)
-    how: dict[str, Any] = {"batch_size": settings.batch_size, "ranks": ranks}
+    facts = {"the step": checkpoint.step, "precision": precision, "tile": tiling}
+    _require_same(facts, split.image_ids[rows], detector, ranks)
     how["threads"] = settings.workers or usable_cores(ranks.world_size)
     how["progress"] = progress if ranks.is_main else None
-    found = detect(detector, split, rows, **how, category_ids=category_ids)
+    found = detect(detector, split, rows, **how)
     about = EvaluationInfo(
         source=str(checkpoint.path),
         step=checkpoint.step,
@@ -385,3 +383,17 @@ def detect_on_split(
     if found is None:
         return None
     return DetectedSplit(read_ground_truth(split.index_file), found, split.image_ids[rows], about)
+
+
+def _require_same(
+    facts: dict[str, object],
+    image_ids: NDArray[np.int64],
+    detector: DetectorBackend,
+    ranks: Ranks,
+) -> None:
+    """Raise UsageError on all ranks if they would detect on other images, or in another way."""
+    from ssdctl.distributed.collectives import require_same
+
+    images = {"the checksum of the images": zlib.crc32(image_ids.tobytes())}
+    rules = {"NMS IoU": detector.nms_iou, "the score threshold": detector.score_threshold}
+    require_same({**images, **facts, **rules}, ranks)

@@ -74,6 +74,8 @@ def test_coco_results_fit_an_export_too(dataset: Path, cli: Cli) -> None:
     for entry in content["annotations"]:
         entry["category_id"] += 7
     path.write_text(json.dumps(content))
+    assert cli("dataset", "export", dataset, "--to", "coco", "--out", "out").code == 3
+    assert cli("prepare", "--data", dataset).code == 0  # only it replaces packed images
     result = cli("dataset", "export", dataset, "--to", "coco", "--out", "out")
     assert result.code == 0, result.err
     exported = json.loads(Path("out/annotations/instances_train2017.json").read_text())
