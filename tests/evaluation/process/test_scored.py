@@ -118,7 +118,8 @@ def make_world(
     monkeypatch.setattr("ssdctl.evaluation.resample.NUM_DRAWS", 20)  # as fast as the rest
     run = lambda s: score(read_ground_truth(s._annotations), *s._job)  # noqa: E731
     monkeypatch.setattr(BackgroundScoring, "_run", run)  # not in a process of its own
-    for module in ("ssdctl.evaluation.detect", "ssdctl.training.evaluator"):
+    # The evaluator first: when it is imported it must not find the drawn detections.
+    for module in ("ssdctl.training.evaluator", "ssdctl.evaluation.detect"):
         monkeypatch.setattr(f"{module}.detect", detect)
     for name in [*(f"fold-{n}" for n in range(1, count + 1)), "whole"]:
         fold = {} if name == "whole" else {"fold": f"{name[-1]}/{count}", "group": group}
