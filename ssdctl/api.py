@@ -267,7 +267,7 @@ def evaluate(
         config: A config, or a config file, with other settings.
         detections: Write the detections in COCO's results format to this file.
         report: Write report.html and evaluation.json to this folder.
-        distributed: Share the images among the ranks; False: this rank scores all of them alone.
+        distributed: Share the images among the ranks; False: only this rank scores, all images.
         progress: Show a progress bar, on a terminal and in a notebook.
 
     Returns:

@@ -272,9 +272,9 @@ def _usage_error(error: Any) -> UsageError:
     flag, parameter = getattr(error, "option_name", ""), getattr(error, "param", None)
     if text.startswith("No such command"):
         text, _, near = text.partition(". Did you mean ")
-        near = near or repr(other_programs()["commands"].get(text.split("'")[1], ""))
-        hint = f"did you mean {near.rstrip('?')}?"
-        hint = hint if near.strip("'") else f"`{path} --help` lists the commands"
+        meant = other_programs()["commands"].get(text.split("'")[1])
+        near = near or (f"{meant!r}?" if meant else "")
+        hint = f"did you mean {near}" if near else f"`{path} --help` lists the commands"
     elif text.startswith("Missing argument"):
         hint = f"usage: {usage(error.ctx.command, error.ctx)}"
     elif isinstance(command, AliasCommand) and text.startswith("No such option"):

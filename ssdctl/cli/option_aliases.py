@@ -41,9 +41,10 @@ class AliasCommand(HelpCommand):
             args = self.without_aliases(args, ctx.command_path.partition(" ")[2])
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:
+        except Exception as raised:
+            error: Any = raised
             if getattr(error, "ctx", ctx) is None:  # of an option without its value
-                error.ctx = ctx  # type: ignore[attr-defined]
+                error.ctx = ctx
             raise
 
     def without_aliases(self, args: Sequence[str], name: str = "train") -> list[str]:
@@ -122,13 +123,10 @@ class AliasCommand(HelpCommand):
                 continue
             if template.partition("=")[0] in self.templates:
                 return None
-            takes_value = template.endswith("=")
-            instead = f"ssdctl {name} {flag}{' {}' * takes_value}"
-            return Row("VALUE" * takes_value, "", instead, "")
+            return _row_of(name, flag + " {}" * template.endswith("="))
         keys = [setting.path for table in JOB_TABLES for setting in select(f"{table}.*")]
         key = next((key for key in keys if f"--{_dashed(key.partition('.')[2])}" == flag), None)
-        launch = "ssdctl launch"
-        return None if key is None else Row("VALUE", "", f"{launch} --set {key}={{}}", "")
+        return None if key is None else _row_of("launch", f"--set {key}={{}}")
 
     def near_option(self, flag: str) -> str:
         """Return the option that a mistyped one resembles, if there is one."""
@@ -274,6 +272,11 @@ def refused_options() -> dict[str, list[Row]]:
 def find_row(flag: str, value: str, *, is_own: bool) -> Row | None:
     rows = refused_options().get(flag, ())
     return next((row for row in rows if row.applies_to(value, is_own=is_own)), None)
+
+
+def _row_of(command: str, option: str) -> Row:
+    """Return the row of an option that another command has."""
+    return Row("VALUE" if "{}" in option else "", "", f"ssdctl {command} {option}", "")
 
 
 class Word(NamedTuple):

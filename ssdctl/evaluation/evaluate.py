@@ -140,7 +140,7 @@ def evaluate_folds(
 
     if results := [file for file in files if _detections_in(file)]:
         raise UsageError(
-            f"{results[0]}: a file of detections is scored alone, several files are folds",
+            f"{results[0]}: a file of detections must be the only argument; several are folds",
             hint="name the file, or the K runs of --fold 1/K to K/K",
         )
     with _joined_ranks(config) as (device, ranks):

@@ -342,7 +342,7 @@ def test_any_world_size_sees_every_image_once_an_epoch(
     assert max(counts) - min(counts) <= 1  # all of them equally often
 
 
-def test_an_image_is_drawn_anew_each_time() -> None:
+def test_an_image_has_another_view_each_time() -> None:
     """Its random numbers depend on its row and epoch, and it can be shown twice in an epoch."""
     images = np.array([4, 0, 1, 4, 2, 1, 3, 4, 5, 6])  # one occurs three times, one twice
     order = SampleStream(images, 0, np.array([10, 11, 12]), 10)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Result, run_cli
-from evaluation.judge import matched
+from evaluation.judge import Row, detections, matched
 from helpers import examples, seeded, seeds
 from hypothesis import Phase, given
 from hypothesis import strategies as st
@@ -46,7 +46,6 @@ TINY: dict[str, Any] = {
     "device": "cpu",
     "progress": False,
 }
-Found = tuple[int, int, list[float], float]  # image, category, box, score
 
 
 class World(NamedTuple):
@@ -66,7 +65,7 @@ class World(NamedTuple):
         return [image["id"] for image in self.truth[split]["images"]]
 
 
-def drawn(truth: dict[str, Any], seed: int, image: int) -> list[Found]:
+def drawn(truth: dict[str, Any], seed: int, image: int) -> list[Row]:
     """Return what the detector with a seed finds on an image."""
     rng = np.random.default_rng([seed, len(truth["images"]), image])
     categories = [c["id"] for c in truth["categories"]]
@@ -113,7 +112,7 @@ def make_world(
         found = [
             f for i in split.image_ids[rows] for f in drawn(truth[name], seed_of(weights), int(i))
         ]
-        return as_detections([f for f in found if f[3] > detector.score_threshold])
+        return detections([f for f in found if f[3] > detector.score_threshold])
 
     monkeypatch.setattr("ssdctl.evaluation.resample.NUM_DRAWS", 20)  # as fast as the rest
     run = lambda s: score(read_ground_truth(s._annotations), *s._job)  # noqa: E731
@@ -135,18 +134,8 @@ def make_world(
         model = load_checkpoint(folder / name / "checkpoints/best.pt").model
         world.seeds[name] = seed_of(model["class_heads.0.weight"])
     rows = [f for i in world.ids("val") for f in drawn(truth["val"], 1, i)]
-    (folder / "rows.json").write_text(json.dumps(as_detections(rows).to_coco()))
+    (folder / "rows.json").write_text(json.dumps(detections(rows).to_coco()))
     return world
-
-
-def as_detections(found: list[Found]) -> Detections:
-    ids, categories, boxes, scores = zip(*found, strict=True) if found else ((),) * 4
-    return Detections(
-        np.array(ids, np.int64),
-        np.array(boxes, np.float64).reshape(-1, 4),
-        np.array(scores, np.float64),
-        np.array(categories, np.int64),
-    )
 
 
 class Expected(NamedTuple):
@@ -154,7 +143,7 @@ class Expected(NamedTuple):
 
     split: str
     images: list[int]
-    found: list[Found]
+    found: list[Row]
 
 
 def expected(world: World, names: list[str], options: dict[str, str]) -> Expected | None:
@@ -162,7 +151,7 @@ def expected(world: World, names: list[str], options: dict[str, str]) -> Expecte
     split, folds = options.get("--split"), [n for n in world.trained if n != "whole"]
     if split == "test" or (len(names) > 1 and (sorted(names) != folds or split)):
         return None
-    images, found, name_of_split = list[int](), list[Found](), "val"
+    images, found, name_of_split = list[int](), list[Row](), "val"
     for name in names:
         is_held = name in folds and split is None
         name_of_split = "train" if is_held else split or "val"
@@ -186,7 +175,7 @@ def expected(world: World, names: list[str], options: dict[str, str]) -> Expecte
 def check_scores(world: World, of: Expected, result: dict[str, Any]) -> None:
     """Compare an evaluation with pycocotools', and the thresholds with the best F1."""
     kept = [f for f in of.found if f[0] in of.images]
-    scoring = matched(world.truth[of.split], as_detections(kept), np.array(of.images))
+    scoring = matched(world.truth[of.split], detections(kept), np.array(of.images))
     with contextlib.redirect_stdout(io.StringIO()):
         scoring.accumulate()
         scoring.summarize()
