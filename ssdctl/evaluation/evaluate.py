@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import of_call
+from ssdctl.config.settings import Kind
 from ssdctl.data.annotations import Annotations
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from ssdctl.inference.detector import DetectorBackend
 
 log = logging.getLogger(__name__)
+NETWORK_SETTINGS = ("data.tile", "data.tile_overlap", "evaluate.precision", "evaluate.nms_iou")
 
 
 def evaluate_files(
@@ -85,6 +87,7 @@ def evaluate_files(
             hint="pass one checkpoint",
         )
     if results is not None:
+        _require_no_network_settings(results, config)
         read = _read_results(results, config)
         if on_detected is not None:
             on_detected(read)
@@ -207,10 +210,15 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
     Raises:
         UsageError: They are scored on different images.
     """
-    found, joined = dict[int, DetectedSplit | None](), None
+    found = dict[int, DetectedSplit | None]()
+    files = sorted(enumerate((a, b)), key=lambda item: _detections_in(item[1]) is not None)
     with contextlib.ExitStack() as stack:
-        for n, file in sorted(enumerate((a, b)), key=lambda item: item[1].suffix == ".json"):
-            if file.suffix == ".json":
+        if _detections_in(files[0][1]):
+            _require_no_network_settings(a, config)
+        else:
+            device, ranks = stack.enter_context(_joined_ranks(config))
+        for n, file in files:
+            if _detections_in(file):
                 found[n] = _read_results(file, config)
                 continue
             from ssdctl.checkpoint.file import read_model
@@ -219,8 +227,6 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
             data = choose_data(checkpoint, config)
             config = config.with_value("data.root", data.root, of_call("--data"))
             config = config.with_value("data.store", data.store)
-            joined = joined or stack.enter_context(_joined_ranks(config))
-            device, ranks = joined
             found[n] = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
     first, second = found[0], found[1]
     if first is None or second is None:
@@ -250,6 +256,16 @@ def _joined_ranks(config: Config, is_distributed: bool = True) -> Iterator[tuple
 
 def _detections_in(source: Source) -> Path | None:
     return source if isinstance(source, Path) and source.suffix == ".json" else None
+
+
+def _require_no_network_settings(detections: Path, config: Config) -> None:
+    """Refuse options that only a network has: the detections of a file would not change."""
+    for key in NETWORK_SETTINGS:
+        if (source := config.sources[key]).kind is Kind.CALL:
+            raise UsageError(
+                f"{source}: {detections} has detections, which it does not change",
+                hint="leave it out, or name a checkpoint",
+            )
 
 
 def _read_unless_deleted(source: Source, may_be_deleted: bool) -> NetworkWeights | OnnxGraph | None:
@@ -365,7 +381,7 @@ def detect_on_split(
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, rules)
     facts = {"the step": checkpoint.step, "precision": precision, "tile": tiling}
-    _require_same(facts, split.image_ids[rows], detector, ranks)
+    _require_same(checkpoint, facts, split.image_ids[rows], detector, ranks)
     how["threads"] = settings.workers or usable_cores(ranks.world_size)
     how["progress"] = progress if ranks.is_main else None
     found = detect(detector, split, rows, **how)
@@ -386,6 +402,7 @@ def detect_on_split(
 
 
 def _require_same(
+    checkpoint: NetworkWeights | OnnxGraph,
     facts: dict[str, object],
     image_ids: NDArray[np.int64],
     detector: DetectorBackend,
@@ -394,6 +411,9 @@ def _require_same(
     """Raise UsageError on all ranks if they would detect on other images, or in another way."""
     from ssdctl.distributed.collectives import require_same
 
+    if ranks.is_single_process:
+        return
     images = {"the checksum of the images": zlib.crc32(image_ids.tobytes())}
+    weights = {"the checksum of the weights": checkpoint.checksum()}
     rules = {"NMS IoU": detector.nms_iou, "the score threshold": detector.score_threshold}
-    require_same({**images, **facts, **rules}, ranks)
+    require_same({**images, **weights, **facts, **rules}, ranks)

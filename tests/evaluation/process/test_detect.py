@@ -4,24 +4,21 @@ are named. Classes are matched by name: a new export may renumber and reorder th
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_RUN, Cli, Result
+from conftest import TINY_RUN, Cli
+from helpers import run_ranks, start_script
 from PIL import Image
 
 from ssdctl.checkpoint.file import load_checkpoint
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
-from ssdctl.distributed import free_port
 from ssdctl.evaluation import detect
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.inference.detector import Detector, DetectorConfig
@@ -116,19 +113,13 @@ def test_bad_weights_exit_7(cli: Cli, checkpoint: Path, value: float) -> None:
         assert result.out == ""
 
 
-def evaluate_on(ranks: int, *arguments: object) -> list[Result]:
-    """Run `ssdctl evaluate` on ranks. No forks: hotcoco's threads would not exist in them."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ssdctl", "evaluate", *map(str, arguments)],
-            env={**os.environ, **common, "WORLD_SIZE": str(ranks), "RANK": r, "LOCAL_RANK": r},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for r in map(str, range(ranks))
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=120) for process in processes]
-    return [Result(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
+# Rank R evaluates the R-th checkpoint that the first argument names, or the last one.
+EVALUATE = """
+import os, sys
+from ssdctl.cli.main import main
+checkpoints, options = sys.argv[1].split(), sys.argv[2:]
+main(["evaluate", checkpoints[min(int(os.environ["RANK"]), len(checkpoints) - 1)], *options])
+"""
 
 
 def by_image(name: str) -> list[tuple[object, ...]]:
@@ -145,7 +136,7 @@ def test_ranks_equal_one(cli: Cli, checkpoint: Path, ranks: int) -> None:
     one = cli("evaluate", checkpoint, "--json", "--device", "cpu", *LOW, "--detections", "one.json")
     assert one.code == 0, one.err
     options = ("--json", "--device", "cpu", *LOW, "--detections", "several.json")
-    several = evaluate_on(ranks, checkpoint, *options)
+    several = run_ranks(ranks, EVALUATE, checkpoint, *options, start=start_script)
     assert [rank.code for rank in several] == [0] * ranks, several
     expected, actual = json.loads(one.out), json.loads(several[0].out)
     assert actual["images"] == 9
@@ -161,10 +152,19 @@ def test_nan_on_every_rank_is_reported_once(checkpoint: Path) -> None:
     payload = torch.load(checkpoint, weights_only=True)
     payload["model"]["box_heads.0.bias"][0] = float("nan")
     torch.save(payload, "bad.pt")
-    ranks = evaluate_on(2, "bad.pt", "--device", "cpu")
+    ranks = run_ranks(2, EVALUATE, "bad.pt", "--device", "cpu")
     assert [rank.code for rank in ranks] == [7, 7], ranks
     assert sum(rank.err.count("NaN or infinite") for rank in ranks) == 1
     assert [rank.out for rank in ranks] == ["", ""]
+
+
+def test_other_weights_of_the_same_step_on_a_rank_are_refused(checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    payload["model"]["box_heads.0.bias"][0] += 1
+    torch.save(payload, "other.pt")
+    ranks = run_ranks(2, EVALUATE, f"{checkpoint} other.pt", "--device", "cpu")
+    assert [rank.code for rank in ranks] == [2, 2], ranks
+    assert "checksum of the weights" in "".join(rank.err for rank in ranks)
 
 
 def exported_again(shapes: Path, root: Path, *, reverse: bool) -> dict[int, int]:

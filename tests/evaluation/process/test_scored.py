@@ -198,6 +198,7 @@ VALUES = {
     "--tile": ["0", "200"],
     "--tile-overlap": ["0.3"],
     "--verify": [""],
+    "--nms-iou": ["0.4"],
     "--detections": ["found.json", "."],
     "--suspects": ["suspects.csv", "."],
     "--report": ["page"],
@@ -243,6 +244,7 @@ def check_line(world: World, line: Line, out: Path) -> None:
         or ("--fail-if-worse" in options and not other)
         or ("--all" in options and (len(names) > 1 or names == ["rows.json"]))
         or ("--detections" in options and ("--all" in options or names == ["rows.json"]))
+        or (not detectors and {"--tile", "--tile-overlap", "--nms-iou"} & {*options})
         or (
             "--tile-overlap" in options and detectors and not int(options.get("--tile", world.tile))
         )
