@@ -158,7 +158,7 @@ class NetworkWeights(ModelFile):
         value = 0
         for weights in self.model.values():
             content = weights.detach().cpu().contiguous().flatten().view(torch.uint8)
-            value = zlib.crc32(content.numpy(), value)
+            value = zlib.crc32(content.numpy().tobytes(), value)
         return value
 
     @classmethod
