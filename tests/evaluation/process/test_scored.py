@@ -179,7 +179,7 @@ def check_scores(world: World, of: Expected, result: dict[str, Any]) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         scoring.accumulate()
         scoring.summarize()
-    assert (result["images"], result["detections"]) == (len(of.images), len(of.found))
+    assert (result["images"], result["detections"]) == (len(of.images), len(kept))
     assert [result[m] for m in METRICS] == pytest.approx(scoring.stats.tolist(), abs=1e-9)
     for k, entry in enumerate(result["per_class"]):
         precision, scores = (scoring.eval[name][0, :, k, 0, 2] for name in ("precision", "scores"))
