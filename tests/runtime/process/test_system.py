@@ -121,6 +121,7 @@ def test_the_users_way_of_waiting_is_kept(name: str) -> None:
 WITHOUT_AFFINITY = """
 import os, sys
 del os.sched_getaffinity
+os.process_cpu_count = os.cpu_count  # as in Python 3.13 and later where there is no affinity
 from ssdctl.cli.main import main
 from ssdctl.launch.base import read_node
 from ssdctl.runtime.system import usable_cores, usable_cpus
