@@ -142,7 +142,7 @@ class OnnxGraph(ModelFile):
     nms: tuple[float | None, float | None]  # score threshold and IoU of the NMS in the graph
 
     def checksum(self) -> int:
-        """Return a checksum of the weights."""
+        """Return a checksum of the file."""
         return zlib.crc32(self.content)
 
 

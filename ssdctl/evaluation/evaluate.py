@@ -259,12 +259,12 @@ def _detections_in(source: Source) -> Path | None:
 
 
 def _require_no_network_settings(detections: Path, config: Config) -> None:
-    """Refuse options that only a network has: the detections of a file would not change."""
+    """Refuse options of the network, which do not change the detections of a file."""
     for key in NETWORK_SETTINGS:
         if (source := config.sources[key]).kind is Kind.CALL:
             raise UsageError(
-                f"{source}: {detections} has detections, which it does not change",
-                hint="leave it out, or name a checkpoint",
+                f"{source} does not apply to {detections}, a file of detections",
+                hint="leave it out, or evaluate a checkpoint",
             )
 
 
