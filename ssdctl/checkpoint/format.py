@@ -12,7 +12,6 @@ import errno
 import io
 import pickle
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,10 +140,6 @@ class OnnxGraph(ModelFile):
     content: bytes
     nms: tuple[float | None, float | None]  # score threshold and IoU of the NMS in the graph
 
-    def checksum(self) -> int:
-        """Return a checksum of the file."""
-        return zlib.crc32(self.content)
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NetworkWeights(ModelFile):
@@ -152,14 +147,6 @@ class NetworkWeights(ModelFile):
 
     model: dict[str, Tensor]
     third_party: str | None = None  # the program that wrote the file; None if ssdctl did
-
-    def checksum(self) -> int:
-        """Return a checksum of the weights."""
-        value = 0
-        for weights in self.model.values():
-            content = weights.detach().cpu().contiguous().flatten().view(torch.uint8)
-            value = zlib.crc32(content.numpy().tobytes(), value)
-        return value
 
     @classmethod
     def read(cls, path: Path, payload: Any) -> NetworkWeights:

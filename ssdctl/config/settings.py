@@ -12,7 +12,7 @@ import functools
 import shlex
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -76,6 +76,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def is_chosen(self, *paths: str) -> bool:
         """Return whether the user set one of these settings: by a file, a variable or the call."""
         return any(self.sources[path].kind >= Kind.FILE for path in paths)
+
+    def require_not_given(self, paths: Iterable[str], reason: str, hint: str) -> None:
+        """Refuse settings of the call that would have no effect on it.
+
+        Those of files and variables are for other calls, too.
+
+        Raises:
+            UsageError: One of them is given; the message is its option and the reason.
+        """
+        for path in paths:
+            if (source := self.sources[path]).kind is Kind.CALL:
+                raise UsageError(f"{source} {reason}", hint=hint)
 
     def explicit_settings(self) -> set[str]:
         """Return the settings that options or environment variables set, not those of files."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +163,11 @@ def broadcast(value: T, ranks: Ranks) -> T:
     values = [value]
     dist.broadcast_object_list(values, group=joined_ranks(ranks).host_group)
     return values[0]
+
+
+def from_first(work: Callable[[], T], ranks: Ranks) -> T:
+    """Return on all ranks what `work` returns on the first one, the only one that calls it."""
+    return broadcast(cast("T", work() if ranks.is_main else None), ranks)
 
 
 def require_same(facts: Mapping[str, object], ranks: Ranks) -> None:

@@ -9,6 +9,7 @@ A file of detections is scored without torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import of_call
-from ssdctl.config.settings import Kind
 from ssdctl.data.annotations import Annotations
 from ssdctl.data.dataset import require_split
 from ssdctl.data.duplicates import duplicate_warnings
@@ -71,7 +71,7 @@ def evaluate_files(
 ) -> Iterator[Evaluation]:
     """Score checkpoints on all ranks, or one file of detections; every rank yields the results.
 
-    A checkpoint may also be a network in memory.
+    A checkpoint may also be a network in memory. All ranks detect with the first one's.
     The detections of one checkpoint are written to `detections_file` in COCO's results format.
     `on_detected` and `on_scored` get the detections and the score of each, on the first rank.
     With `is_distributed=False` this rank scores all images, and the others need not call it.
@@ -96,16 +96,14 @@ def evaluate_files(
             on_scored(evaluation)
         yield evaluation
         return
-    from ssdctl.distributed.collectives import any_rank, broadcast
+    from ssdctl.distributed.collectives import broadcast, from_first
 
     with _joined_ranks(config, is_distributed) as (device, ranks):
         require_no_folder("--detections", detections_file)
         for file in files:
-            checkpoint = _read_unless_deleted(file, len(files) > 1)
-            if not isinstance(file, Path):  # each rank has its own statistics of batch norm
-                checkpoint = broadcast(checkpoint, ranks)
-            is_lost = len(files) > 1 and any_rank([checkpoint is None], ranks)[0]
-            if is_lost or checkpoint is None:
+            reading = functools.partial(_read_unless_deleted, file, may_be_deleted=len(files) > 1)
+            checkpoint = from_first(reading, ranks)
+            if checkpoint is None:
                 log.warning("%s: skipped, training has deleted it (--keep)", file)
                 continue
             found = detect_on_split(checkpoint, config, device, progress=progress, ranks=ranks)
@@ -139,7 +137,7 @@ def evaluate_folds(
         UsageError: They are not the K folds of one dataset.
     """
     from ssdctl.checkpoint.file import read_model
-    from ssdctl.distributed.collectives import broadcast
+    from ssdctl.distributed.collectives import broadcast, from_first
 
     if results := [file for file in files if _detections_in(file)]:
         raise UsageError(
@@ -148,7 +146,7 @@ def evaluate_folds(
         )
     with _joined_ranks(config) as (device, ranks):
         require_no_folder("--detections", detections_file)
-        read = [read_model(file) for file in files]
+        read = from_first(lambda: [read_model(file) for file in files], ranks)
         _check_folds(read, config)
         how: dict[str, Any] = {"progress": progress, "ranks": ranks}
         parts = [detect_on_split(checkpoint, config, device, **how) for checkpoint in read]
@@ -222,8 +220,9 @@ def compare_files(a: Path, b: Path, config: Config, *, progress: Progress) -> Co
                 found[n] = _read_results(file, config)
                 continue
             from ssdctl.checkpoint.file import read_model
+            from ssdctl.distributed.collectives import from_first
 
-            checkpoint = read_model(file)
+            checkpoint = from_first(functools.partial(read_model, file), ranks)
             data = choose_data(checkpoint, config)
             config = config.with_value("data.root", data.root, of_call("--data"))
             config = config.with_value("data.store", data.store)
@@ -260,15 +259,14 @@ def _detections_in(source: Source) -> Path | None:
 
 def _require_no_network_settings(detections: Path, config: Config) -> None:
     """Refuse options of the network, which do not change the detections of a file."""
-    for key in NETWORK_SETTINGS:
-        if (source := config.sources[key]).kind is Kind.CALL:
-            raise UsageError(
-                f"{source} does not apply to {detections}, a file of detections",
-                hint="leave it out, or evaluate a checkpoint",
-            )
+    reason = f"does not apply to {detections}, a file of detections"
+    hint = "leave it out, or evaluate a checkpoint"
+    config.require_not_given(NETWORK_SETTINGS, reason, hint)
 
 
-def _read_unless_deleted(source: Source, may_be_deleted: bool) -> NetworkWeights | OnnxGraph | None:
+def _read_unless_deleted(
+    source: Source, *, may_be_deleted: bool
+) -> NetworkWeights | OnnxGraph | None:
     from ssdctl.checkpoint.file import read_model
 
     try:
@@ -380,8 +378,8 @@ def detect_on_split(
     precision = choose_precision(checkpoint, settings, device)
     rules = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
     detector = open_detector(checkpoint, device, rules)
-    facts = {"the step": checkpoint.step, "precision": precision, "tile": tiling}
-    _require_same(checkpoint, facts, split.image_ids[rows], detector, ranks)
+    facts: dict[str, object] = {"precision": precision, "tile": tiling}
+    _require_same(facts, split.image_ids[rows], detector, ranks)
     how["threads"] = settings.workers or usable_cores(ranks.world_size)
     how["progress"] = progress if ranks.is_main else None
     found = detect(detector, split, rows, **how)
@@ -402,7 +400,6 @@ def detect_on_split(
 
 
 def _require_same(
-    checkpoint: NetworkWeights | OnnxGraph,
     facts: dict[str, object],
     image_ids: NDArray[np.int64],
     detector: DetectorBackend,
@@ -414,6 +411,5 @@ def _require_same(
     if ranks.is_single_process:
         return
     images = {"the checksum of the images": zlib.crc32(image_ids.tobytes())}
-    weights = {"the checksum of the weights": checkpoint.checksum()}
     rules = {"NMS IoU": detector.nms_iou, "the score threshold": detector.score_threshold}
-    require_same({**images, **weights, **facts, **rules}, ranks)
+    require_same({**images, **facts, **rules}, ranks)

@@ -31,6 +31,7 @@ SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "safetensors": "
 GRAPH_OPTIONS = ("raw", "nms", "batch", "fp16")
 NMS = ("onnx", "efficientnms", "none")
 ALLOWED_NMS = {"openvino": ("onnx", "none"), "pt2": ("none",)}  # other formats: all; default first
+NMS_SETTINGS = ("evaluate.score_threshold", "evaluate.nms_iou")
 MAX_BATCH = 4096
 CALIBRATION_IMAGES = 128
 MAX_AP_LOSS = 0.01
@@ -62,6 +63,7 @@ def export_checkpoint(
         IntegrityError: The checkpoint is damaged, or the outputs differ from PyTorch's.
     """
     outputs = _check(request)
+    _check_settings(request, outputs, config)
     _check_suffix(request)
     source = _find_source(checkpoint, request.out, config)
     from ssdctl.checkpoint.file import load_checkpoint  # imports torch
@@ -140,6 +142,20 @@ def _check(request: ExportRequest) -> Outputs:
     if nms is not None and nms not in allowed:
         raise UsageError(f"nms {nms}: for {kind}, choose {' or '.join(allowed)}")
     return cast("Outputs", "raw" if request.raw else nms or allowed[0])
+
+
+def _check_settings(request: ExportRequest, outputs: Outputs, config: Config) -> None:
+    """Refuse settings of the call that do not change the file."""
+    has_nms = request.format in GRAPH_FORMATS and outputs in ("onnx", "efficientnms")
+    if request.format not in GRAPH_FORMATS:
+        reason = f"does not apply to {request.format}, which is not run before it is written"
+        config.require_not_given(["data.root"], reason, "leave it out")
+    if not (has_nms or request.int8):
+        reason = "is for the NMS of a file, which this one does not have"
+        config.require_not_given(NMS_SETTINGS, reason, "leave it out, or export with --nms onnx")
+    if not request.int8:
+        reason = "is the number of images on which an int8 model is evaluated"
+        config.require_not_given(["evaluate.limit"], reason, "leave it out, or add --int8")
 
 
 def export_weights(checkpoint: NetworkWeights, kind: str, target: Path) -> None:

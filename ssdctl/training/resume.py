@@ -40,8 +40,7 @@ def find_checkpoint(plan: Plan, classes: list[ClassName] | None, ranks: Ranks) -
         IntegrityError: The named checkpoint, or every one of the run, is damaged; or it has
             other classes.
     """
-    found = _find(plan, classes) if ranks.is_main else None
-    checkpoint = collectives.broadcast(found, ranks)
+    checkpoint = collectives.from_first(lambda: _find(plan, classes), ranks)
     if checkpoint is not None:
         step, total = plan.step_of(checkpoint), plan.total_steps
         if step < total:
@@ -242,5 +241,4 @@ class Saver(CheckpointFolder):
 
     def newest(self) -> Checkpoint | None:
         self.wait()
-        checkpoint = self.newest_intact()[0] if self._ranks.is_main else None
-        return collectives.broadcast(checkpoint, self._ranks)
+        return collectives.from_first(lambda: self.newest_intact()[0], self._ranks)

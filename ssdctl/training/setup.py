@@ -107,9 +107,9 @@ def plan_run(
     """Plan a run on an open device and dataset; all ranks return the same plan."""
     _require_same(config, splits, ranks)
     network = None
-    before = collectives.broadcast(continued_config(config) if ranks.is_main else None, ranks)
+    before = collectives.from_first(lambda: continued_config(config), ranks)
     if _takes_network_of_init(config):
-        network = collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
+        network = collectives.from_first(lambda: _network_of(config, init), ranks)
     names = [c.name for c in splits.train.classes]
     train = splits.train
     size = DatasetSize(len(train.trainable), len(train.background), len(splits.scored_rows), names)

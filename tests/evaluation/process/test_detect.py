@@ -158,13 +158,19 @@ def test_nan_on_every_rank_is_reported_once(checkpoint: Path) -> None:
     assert [rank.out for rank in ranks] == ["", ""]
 
 
-def test_other_weights_of_the_same_step_on_a_rank_are_refused(checkpoint: Path) -> None:
-    payload = torch.load(checkpoint, weights_only=True)
-    payload["model"]["box_heads.0.bias"][0] += 1
-    torch.save(payload, "other.pt")
-    ranks = run_ranks(2, EVALUATE, f"{checkpoint} other.pt", "--device", "cpu")
-    assert [rank.code for rank in ranks] == [2, 2], ranks
-    assert "checksum of the weights" in "".join(rank.err for rank in ranks)
+@pytest.mark.parametrize("more", [(), ("--against", "same.pt")])
+def test_all_ranks_detect_with_the_first_ones_weights(
+    cli: Cli, checkpoint: Path, more: tuple[str, ...]
+) -> None:
+    for name in ("same.pt", "other.pt"):
+        payload = torch.load(checkpoint, weights_only=True)
+        payload["model"]["box_heads.0.bias"][0] += name == "other.pt"
+        torch.save(payload, name)
+    options = (*more, *LOW, "--device", "cpu", "--json")
+    one = cli("evaluate", "same.pt", *options)
+    ranks = run_ranks(2, EVALUATE, "same.pt other.pt", *options, start=start_script)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert ranks[0].out == one.out
 
 
 def exported_again(shapes: Path, root: Path, *, reverse: bool) -> dict[int, int]:

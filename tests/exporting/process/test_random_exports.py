@@ -26,6 +26,7 @@ from torch import nn
 
 import ssdctl
 from ssdctl.data.shapes import generate
+from ssdctl.errors import UsageError
 
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 NMS = {"onnx": ("onnx", "none"), "openvino": ("onnx", "none"), "pt2": ("none",)}
@@ -56,8 +57,9 @@ class Export(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         how = {"raw": True} if self.outputs == "raw" else {"nms": self.outputs}
-        return {**how, "format": self.format, "batch": self.batch, "fp16": self.fp16,
-                "score_threshold": self.score, "nms_iou": self.nms_iou}  # fmt: skip
+        of_nms = {"score_threshold": self.score, "nms_iou": self.nms_iou}
+        how |= of_nms if self.outputs == "onnx" else {}
+        return {**how, "format": self.format, "batch": self.batch, "fp16": self.fp16}
 
     def __str__(self) -> str:
         return (
@@ -206,6 +208,9 @@ def check(export: Export, images: np.ndarray) -> None:
     model = ssdctl.SSD300.from_checkpoint("net.pt")
     assert model.class_names == export.names
     path = Path(f"net{SUFFIXES[export.format]}")
+    if export.outputs != "onnx" and export.nms_iou is not None:
+        with pytest.raises(UsageError, match="nms_iou"):  # without NMS it has no effect
+            ssdctl.export("net.pt", path, **export.options, nms_iou=export.nms_iou)
     ssdctl.export("net.pt", path, **export.options)
 
     if export.fp16 and export.format != "pt2":  # which has an example of the input

@@ -189,6 +189,12 @@ def test_a_file_for_tensorrt_is_not_for_predict(cli: Cli, checkpoint: Path) -> N
         ("onnx --calibrate 5", "int8"),
         ("onnx --int8 --fp16", "int8"),
         ("openvino", "x.xml"),  # the suffix of the file
+        ("safetensors --data .", "--data"),
+        ("mlperf --score-threshold 0.2", "--score-threshold"),
+        ("onnx --nms none --nms-iou 0.4", "--nms-iou"),
+        ("pt2 --score-threshold 0.2", "--score-threshold"),
+        ("onnx --raw --nms-iou 0.4", "--nms-iou"),
+        ("onnx --limit 5", "--limit"),
     ],
 )
 def test_options_that_do_not_apply(cli: Cli, checkpoint: Path, options: str, subject: str) -> None:
