@@ -274,12 +274,18 @@ def _with_precision(config: Config, device: DeviceFacts | None) -> Config:
 
 
 def _with_network(config: Config, network: Network | None) -> Config:
-    """Replace what neither the user nor a preset that the user named chose."""
-    if network is None or config.is_chosen("train.preset"):
+    """Take the network of `--init`; refuse another one that the user, or a named preset, chose."""
+    if network is None:
         return config
     for path, value in zip(("model.backbone", "model.extra_norm"), network, strict=True):
-        if not config.is_chosen(path):
+        if not config.is_chosen(path, "train.preset"):
             config = config.with_value(path, value, INIT)
+        elif (chosen := attrgetter(path)(config)) != value:
+            raise UsageError(
+                f"{config.sources[path]}: {path} is {chosen}, but --init {config.train.init} has a "
+                f"network with {value}",
+                hint=f"--backbone {network.backbone} --extra-norm {network.extra_norm}",
+            )
     return config
 
 

@@ -27,7 +27,7 @@ from ssdctl.checkpoint.file import (
     with_counters,
 )
 from ssdctl.checkpoint.folder import CheckpointFolder
-from ssdctl.checkpoint.format import Architecture, NetworkWeights
+from ssdctl.checkpoint.format import NetworkWeights
 from ssdctl.checkpoint.locate import check_weight_sources, locate_checkpoint, resolve_source
 from ssdctl.config import Config
 from ssdctl.config.render import values
@@ -41,7 +41,7 @@ from ssdctl.device import Device
 from ssdctl.distributed import Ranks, collectives
 from ssdctl.distributed.collectives import main_first, open_on_all_ranks
 from ssdctl.download.pinned_files import DetectorSource
-from ssdctl.errors import DataError, IntegrityError, NetworkError
+from ssdctl.errors import DataError, NetworkError
 from ssdctl.input.open import check_pipeline, fake_split
 from ssdctl.model.pretrained import check_file, fetch_weights
 from ssdctl.model.ssd300 import SSD300, load_backbone, network_of
@@ -108,7 +108,7 @@ def plan_run(
     _require_same(config, splits, ranks)
     network = None
     before = collectives.from_first(lambda: continued_config(config), ranks)
-    if _takes_network_of_init(config):
+    if config.train.init is not None:
         network = collectives.from_first(lambda: _network_of(config, init), ranks)
     names = [c.name for c in splits.train.classes]
     train = splits.train
@@ -141,9 +141,7 @@ def limited(splits: Splits, plan: Plan) -> Splits:
     return Splits(train, train, np.unique(images))
 
 
-def build_network(
-    plan: Plan, splits: Splits, device: Device, ranks: Ranks
-) -> tuple[Architecture, SSD300]:
+def build_network(plan: Plan, splits: Splits, device: Device, ranks: Ranks) -> SSD300:
     """Return a network on the device, with random weights that depend only on the seed."""
     config = plan.config.train
     architecture = architecture_of(plan.config, len(splits.train.classes) + 1)
@@ -156,7 +154,7 @@ def build_network(
         model.freeze_norm()
     if config.sync_bn:
         model = with_sync_bn(model, device, ranks)
-    return architecture, device.place(model)
+    return device.place(model)
 
 
 def observers_of(plan: Plan) -> list[Observer]:
@@ -183,7 +181,7 @@ def warn_about(plan: Plan, splits: Splits) -> None:
 
 def planned_network(config: Config) -> Network | None:
     """Return the network of `--init`, or of the run to resume; None for a model of the Hub."""
-    if not _takes_network_of_init(config):
+    if config.train.init is None:
         return None
     if not run_dir(config).step_checkpoints():
         source = resolve_source(str(config.train.init))
@@ -192,10 +190,6 @@ def planned_network(config: Config) -> Network | None:
         if not isinstance(source, Path):
             return None
     return _network_of(config, init_reader(config))
-
-
-def _takes_network_of_init(config: Config) -> bool:
-    return config.train.init is not None and not config.is_chosen("train.preset")
 
 
 def _network_of(config: Config, init: InitReader) -> Network:
@@ -271,18 +265,12 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> Splits:
 
 
 def load_first_weights(
-    plan: Plan,
-    architecture: Architecture,
-    model: SSD300,
-    splits: Splits,
-    ranks: Ranks,
-    init: InitReader,
+    plan: Plan, model: SSD300, splits: Splits, ranks: Ranks, init: InitReader
 ) -> None:
     """Load the weights of a new run: those of `--init`, or pretrained backbone weights."""
     config, classes = plan.config, splits.train.classes
     if config.train.init is not None:
         checkpoint = init()
-        _refuse_another_network(checkpoint, architecture)
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
         if not same_classes(checkpoint, classes):
@@ -314,13 +302,3 @@ def _fetch_weights(name: str, config: Config) -> Path:
     except NetworkError as error:
         others = "or train without them: --init FILE, or --backbone-weights none"
         raise NetworkError(str(error), hint=f"{error.hint}; {others}") from None
-
-
-def _refuse_another_network(checkpoint: NetworkWeights, expected: Architecture) -> None:
-    saved = checkpoint.architecture
-    if (saved.backbone, saved.extra_norm) != (expected.backbone, expected.extra_norm):
-        raise IntegrityError(
-            f"{checkpoint.path}: does not fit the network: it is {saved.backbone} with extra_norm "
-            f"{saved.extra_norm}, the run has {expected.backbone} with {expected.extra_norm}",
-            hint=f"--backbone {saved.backbone} --extra-norm {saved.extra_norm}",
-        )

@@ -190,16 +190,17 @@ class Trainer:
             self.plan = setup.plan_run(config, splits, device, ranks, init)
             self.path, self.splits = self.plan.out, setup.limited(splits, self.plan)
             self.threads = train.workers or usable_cores(ranks.world_size)
-            network = setup.build_network(self.plan, self.splits, device, ranks)
-            self.architecture, self.model = network
-            hints = functools.partial(out_of_memory_hints, self.plan, self.architecture, device)
-            self.memory_hints = hints
+            self.model = setup.build_network(self.plan, self.splits, device, ranks)
+            architecture = self.model.architecture
+            self.memory_hints = functools.partial(
+                out_of_memory_hints, self.plan, architecture, device
+            )
             if ranks.is_main:
                 resources.enter_context(exclusive_run(self.path))
                 CheckpointFolder(self.path, train.keep).repair()
             checkpoint = find_checkpoint(self.plan, self.splits.train.classes, ranks)
             if checkpoint is None:
-                setup.load_first_weights(self.plan, *network, self.splits, ranks, init)
+                setup.load_first_weights(self.plan, self.model, self.splits, ranks, init)
             del init  # its memory
             self._open_state(checkpoint)
             resources.callback(self._abort)
@@ -369,7 +370,7 @@ class Trainer:
             path=RunDir(self.path).step_checkpoint(self.step),
             model=trained if self.ema is None else dict(self.ema.state()),
             trained=None if self.ema is None else trained,
-            architecture=self.architecture,
+            architecture=self.model.architecture,
             classes=self.splits.train.classes,
             thresholds=self._thresholds,
             config=snapshot(plan.config),

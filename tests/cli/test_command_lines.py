@@ -325,7 +325,7 @@ PLAN_FLAGS = [
     "--tensorboard",
 ]
 RISKY = ["--resume=CKPT", "--out=RUN", "--init=CKPT", "--tracker=nonsense", "--accumulate=3"]
-RISKY += ["--backbone-weights=absent.pth", "--init=absent.pt"]
+RISKY += ["--backbone-weights=absent.pth", "--init=absent.pt", "--backbone=vgg16"]
 PLAN_OPTION = (
     st.sampled_from(RISKY)
     | st.sampled_from(PLAN_FLAGS)

@@ -69,11 +69,18 @@ def test_the_network_of_init_replaces_only_what_is_open() -> None:
     network = Network("resnet50", "batch")
 
     def backbone(**values: object) -> str:
-        return plan_of(settings(**values), network=network).config.model.backbone
+        config = settings(train__init="a.pt", **values)
+        return plan_of(config, network=network).config.model.backbone
 
-    assert backbone() == "resnet50"
-    assert backbone(model__backbone="resnet18") == "resnet18"
-    assert backbone(train__preset="stable-r34") == "resnet34"
+    assert backbone() == backbone(model__backbone="resnet50") == "resnet50"
+    assert backbone(train__preset="nvidia-r50", model__extra_norm="batch") == "resnet50"
+    for other in (
+        {"model__backbone": "resnet18"},
+        {"model__extra_norm": "none"},
+        {"train__preset": "stable-r34"},
+    ):
+        with pytest.raises(UsageError, match=r"resnet50|batch"):
+            backbone(**other)
 
 
 @pytest.mark.parametrize("kind", [Kind.FILE, Kind.ENVIRONMENT, Kind.CALL])
