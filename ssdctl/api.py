@@ -250,7 +250,7 @@ def evaluate(
     """Compute COCO AP for a checkpoint or a file of detections.
 
     Under torchrun, or in a process group of your own, every rank calls it and gets the result;
-    of a network in memory, that of the first rank is scored.
+    the network is the first rank's.
 
     Args:
         checkpoint: As `load` takes it, or a file in COCO's results format, which is scored without

@@ -100,6 +100,8 @@ def evaluate_files(
 
     with _joined_ranks(config, is_distributed) as (device, ranks):
         require_no_folder("--detections", detections_file)
+        if isinstance(files[0], Path):  # a training that goes on saves and deletes checkpoints
+            files = from_first(lambda: files, ranks)
         for file in files:
             reading = functools.partial(_read_unless_deleted, file, may_be_deleted=len(files) > 1)
             checkpoint = from_first(reading, ranks)

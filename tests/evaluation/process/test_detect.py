@@ -173,6 +173,19 @@ def test_all_ranks_detect_with_the_first_ones_weights(
     assert ranks[0].out == one.out
 
 
+def test_a_run_that_another_rank_sees_later(cli: Cli, tiny_run: Path) -> None:
+    """Ranks list the checkpoints of a training that goes on at different moments."""
+    for name in ("run", "later"):
+        shutil.copytree(tiny_run, name, symlinks=True)
+    (newest, *_) = Path("later/checkpoints").glob("step-*.pt")
+    shutil.copy(newest, newest.with_name("step-00009999.pt"))
+    options = ("--all", *LOW, "--device", "cpu", "--json")
+    one = cli("evaluate", "run", *options)
+    ranks = run_ranks(2, EVALUATE, "run later", *options, start=start_script)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert ranks[0].out == one.out
+
+
 def exported_again(shapes: Path, root: Path, *, reverse: bool) -> dict[int, int]:
     """Copy a dataset with other category ids; return the new ids by the old ones."""
     shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
