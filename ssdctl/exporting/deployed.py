@@ -221,10 +221,12 @@ class Reference:
         return int((~is_same.any(axis=1)).sum())
 
     def _error(self, message: str) -> IntegrityError:
-        return IntegrityError(
-            f"{message}; nothing was written",
-            hint=f"another version of {self._runtime} or torch may agree",
-        )
+        hint = f"another version of {self._runtime} or torch may agree"
+        if self._deployment.is_fp16:
+            hint = (
+                "leave --fp16 out: rounding the weights may change this network's results so much"
+            )
+        return IntegrityError(f"{message}; nothing was written", hint=hint)
 
 
 def images_of(root: Path, store: Path) -> tuple[Images, str]:

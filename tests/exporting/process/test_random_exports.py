@@ -10,6 +10,7 @@ metadata has classes and thresholds. A failure prints the program that makes the
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -26,12 +27,14 @@ from torch import nn
 
 import ssdctl
 from ssdctl.data.shapes import generate
-from ssdctl.errors import UsageError
+from ssdctl.errors import IntegrityError, UsageError
 
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 NMS = {"onnx": ("onnx", "none"), "openvino": ("onnx", "none"), "pt2": ("none",)}
 NAMES = {"onnx": ("boxes", "scores", "labels", "count"), "none": ("all_boxes", "all_scores"),
          "raw": ("offsets", "logits")}  # fmt: skip
+# `export` refuses fp16 that changes a score or a box by more than 0.01 on five other images.
+LEAST_EFFECT = 0.005
 VARIANCES = 0.1, 0.2  # of centers and sizes (Liu et al.)
 # The first choices of each setting make the smallest example, which the default suite runs.
 ODD_NAMES = st.sampled_from(["a,b", '"', "\\", "Ü 中 🐟", " padded ", "[]", "null", "1"]) | st.text(
@@ -184,6 +187,17 @@ def metadata(path: Path) -> dict[str, Any]:
     return {key: json.loads(value) for key, value in entries.items() if key != "producer"}
 
 
+def effect_of_fp16(model: ssdctl.SSD300, images: np.ndarray) -> float:
+    """Return the largest change of a score or box by rounding the weights of convolutions."""
+    before = outputs_of(model, images, "none")
+    rounded = copy.deepcopy(model)
+    for module in rounded.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.data = module.weight.data.half().float()
+    after = outputs_of(rounded, images, "none")
+    return max(float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True))
+
+
 def outputs_of(model: ssdctl.SSD300, images: np.ndarray, kind: str) -> list[np.ndarray]:
     """Return the raw heads, or all boxes and scores, by the formulas of the paper."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in model.constants[:2])
@@ -211,7 +225,12 @@ def check(export: Export, images: np.ndarray) -> None:
     if export.outputs != "onnx" and export.nms_iou is not None:
         with pytest.raises(UsageError, match="nms_iou"):  # without NMS it has no effect
             ssdctl.export("net.pt", path, **export.options, nms_iou=export.nms_iou)
-    ssdctl.export("net.pt", path, **export.options)
+    try:
+        ssdctl.export("net.pt", path, **export.options)
+    except IntegrityError as error:
+        if export.fp16 and effect_of_fp16(model, images) > LEAST_EFFECT:
+            return
+        raise AssertionError(str(export)) from error
 
     if export.fp16 and export.format != "pt2":  # which has an example of the input
         weights = sum(parameter.numel() for parameter in model.parameters())
