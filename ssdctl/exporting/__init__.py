@@ -152,7 +152,7 @@ def _check_settings(request: ExportRequest, outputs: Outputs, config: Config) ->
         config.require_not_given(["data.root"], reason, "leave it out")
     if not (has_nms or request.int8):
         reason = "is for the NMS of a file, which this one does not have"
-        config.require_not_given(NMS_SETTINGS, reason, "leave it out, or export with --nms onnx")
+        config.require_not_given(NMS_SETTINGS, reason, "leave it out")
     if not request.int8:
         reason = "is the number of images on which an int8 model is evaluated"
         config.require_not_given(["evaluate.limit"], reason, "leave it out, or add --int8")
