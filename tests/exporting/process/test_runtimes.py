@@ -103,7 +103,7 @@ def test_the_documented_program_for_opencv(cli: Cli, checkpoint: Path, images: n
 @pytest.mark.slow(in_ci=True)
 def test_the_agreement_of_openvino_with_and_without_a_hint(cli: Cli, checkpoint: Path) -> None:
     pytest.importorskip("openvino")
-    out = ("--format", "openvino", "--out", "x.xml", "--score-threshold", THRESHOLD)
+    out = ("--format", "openvino", "--out", "x.xml")
     result = cli("export", checkpoint, *out, "--nms", "none", "--json")
     assert result.code == 0, result.err
     answer = json.loads(result.out)
