@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssdctl.config import Config
+from ssdctl.config.fields import augmentation_names
 from ssdctl.config.settings import Kind, Source
 from ssdctl.errors import UsageError
 from ssdctl.input import augmentations
 from ssdctl.input.batch import num_background
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runs.folder import run_dir
+from ssdctl.runtime.plugins import AUGMENTATION_LISTS
 from ssdctl.training.small_data import adapt_to_data
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0
 DECAY_FACTOR = 0.1
 MAX_EVALUATIONS = 10_000  # that are counted
 MAX_BACKGROUND = 0.5
+LEAVE_IT_OUT = "leave it out"
 INIT = Source(Kind.RULE, "checkpoint of --init")
 SHORT_RUN = Source(Kind.RULE, "a tenth of the run")
 CONTINUED = Source(Kind.FILE, "the run it continues")
@@ -345,8 +348,25 @@ def _check(plan: Plan, dataset: DatasetSize) -> None:
             f"--background {config.background:g}: no training image is without objects",
             hint="list such images, with an empty label file each, or leave --background out",
         )
+    _refuse_idle(plan)
     _check_warmup_steps(plan)
     _check_batch_norm(plan)
+
+
+def _refuse_idle(plan: Plan) -> None:
+    """Refuse options of the call that would change nothing in this run."""
+    config, refuse = plan.config.train, plan.config.require_not_given
+    names = augmentation_names(config.augment)
+    if set(names) <= {*AUGMENTATION_LISTS["ssd-zoom"]} - {"color"}:  # a plugin may use it
+        refuse(["train.hue_degrees"], f"does nothing with --augment {config.augment}", LEAVE_IT_OUT)
+    if not (plan.background or config.fake_data):
+        reason = "does nothing: the run has no images without objects"
+        refuse(["train.background_negatives"], reason, "leave it out, or add --background FRACTION")
+    if config.init is not None and plan.config.model.weights != "none":
+        refuse(["model.weights"], "does nothing: --init has all weights", LEAVE_IT_OUT)
+    if not {*config.tracker} - {"tensorboard"}:
+        reason = "does nothing without a tracker that keeps files"
+        refuse(["train.upload_checkpoints"], reason, "add --tracker wandb or mlflow")
 
 
 def _check_warmup_steps(plan: Plan) -> None:

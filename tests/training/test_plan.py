@@ -96,6 +96,28 @@ def test_a_chosen_precision_is_refused_and_a_presets_replaced(kind: Kind) -> Non
         plan_of(preset.with_value("train.precision", "fp16", source), device=cpu)
 
 
+@pytest.mark.parametrize(
+    ("option", "idle", "used"),
+    [
+        ({"train__hue_degrees": 9.0}, {"train__augment": "flip,crop"}, {"train__augment": "color"}),
+        ({"train__background_negatives": 5}, {}, {"train__background": 0.1}),
+        ({"model__weights": "imagenet"}, {"train__init": "a.pt"}, {}),
+        (
+            {"train__upload_checkpoints": True},
+            {"train__tensorboard": True},
+            {"train__tracker": ("wandb",)},
+        ),
+    ],
+)
+def test_an_option_without_an_effect_is_refused(
+    option: dict[str, object], idle: dict[str, object], used: dict[str, object]
+) -> None:
+    with pytest.raises(UsageError, match="does nothing"):
+        plan_of(settings(**option, **idle), background=COCO)
+    plan_of(settings(**option, **used), background=COCO)
+    plan_of(settings(**idle))
+
+
 def test_batch_norm_of_a_single_image_is_refused() -> None:
     norm = {"model__extra_norm": "batch"}
     with pytest.raises(UsageError, match="--bs 1"):
