@@ -28,7 +28,6 @@ from ssdctl.config.resolve import read_toml
 from ssdctl.data.formats import coco
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
 from ssdctl.distributed.rank_process import start_rank_log
-from ssdctl.download.pinned_files import read_manifest
 from ssdctl.errors import DataError, DiskError, IntegrityError, SsdctlError, UsageError
 from ssdctl.files import (
     atomic_write,
@@ -69,16 +68,6 @@ def test_the_temporary_file_of_a_running_writer_is_kept(tmp_path: Path) -> None:
     own.touch()
     assert remove_stale_temporaries(tmp_path) == [own]
     assert living.exists()
-
-
-def test_second_name_replaces_the_first(tmp_path: Path) -> None:
-    for content in ("one", "two"):
-        write_text(tmp_path / content, content)
-        link_or_copy(tmp_path / content, tmp_path / "last")
-        assert (tmp_path / "last").read_text() == content
-    assert (tmp_path / "one").read_text() == "one"
-    link_or_copy(tmp_path / "two", tmp_path / "last")  # it is that file already
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "one", "two"]
 
 
 def refuse(number: int, *_: object, **__: object) -> None:
@@ -138,14 +127,7 @@ def test_a_copy_that_does_not_fit_leaves_no_part_of_it(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step"]
 
 
-REFUSALS = (
-    "ESTALE", "ENOTCONN", "ETIMEDOUT", "EREMOTEIO", "ENODEV", "EBUSY", "EMFILE", "ENFILE", "ENOLCK",
-    "EIO", "EAGAIN", "EINTR", "ENXIO", "EPERM", "EACCES", "EROFS", "EFBIG", "ENOSPC", "EDQUOT",
-    "ENOMEM", "ECONNRESET", "EINVAL", "ENOTSUP", "EHOSTDOWN",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", ["ESTALE", "EIO", "EROFS", "EFBIG", "ENOSPC", "EINVAL"])
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "replace"])
 def test_every_refusal_of_the_system_is_a_disk_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, operation: str
@@ -159,7 +141,7 @@ def test_every_refusal_of_the_system_is_a_disk_error(
             patch.setattr(files, "no_follow", refusal)
         elif operation != "write":
             patch.setattr(Path if operation == "replace" else os, operation, refusal)
-        is_ignored = operation == "fsync" and name in ("EINVAL", "ENOTSUP")
+        is_ignored = operation == "fsync" and name == "EINVAL"
         expected = contextlib.nullcontext() if is_ignored else pytest.raises(DiskError)
         with expected as caught, atomic_write(path) as file:
             file.write(b"new")
@@ -167,7 +149,7 @@ def test_every_refusal_of_the_system_is_a_disk_error(
                 refuse(number)
     if caught is not None:
         assert str(path) in str(caught.value)
-        words = "no space" if name in ("ENOSPC", "EDQUOT") else os.strerror(number)
+        words = "no space" if name == "ENOSPC" else os.strerror(number)
         assert words in str(caught.value)
         assert name != "EROFS" or "owner" not in str(caught.value.hint)
         assert name != "EFBIG" or "ulimit -f" in str(caught.value.hint)
@@ -177,7 +159,7 @@ def test_every_refusal_of_the_system_is_a_disk_error(
 
 @pytest.mark.parametrize(
     ("name", "calls"),
-    [("ESTALE", 4), ("EIO", 4), ("ETIMEDOUT", 4), ("EBUSY", 4), ("ENOTCONN", 1), ("ENOSPC", 1)],
+    [("ESTALE", 4), ("EIO", 4), ("ENOTCONN", 1), ("ENOSPC", 1)],
 )
 def test_a_transient_refusal_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, calls: int
@@ -379,11 +361,8 @@ def test_a_byte_order_mark_is_skipped_and_a_config_may_be_a_pipe(tmp_path: Path)
     ("reader", "content", "kind"),
     [
         *((read_toml, f"\ufeff{TOML}".encode(code), UsageError) for code in UTF16),
-        *((read_manifest, f"\ufeff{TOML}".encode(code), UsageError) for code in UTF16),
         *((coco.read, f"\ufeff{JSON}".encode(code), DataError) for code in UTF16),
         (read_toml, NESTED.encode(), UsageError),
-        (read_manifest, NESTED.encode(), UsageError),
-        (coco.read, b'{"images": [], "x": ' + b"[" * DEEP + b"]" * DEEP + b"}", DataError),
         (coco.read, b"[" * DEEP, DataError),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

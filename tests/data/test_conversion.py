@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import Result
 from data.formats import exports
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,11 +19,9 @@ from ssdctl.data.annotations import (
     LabeledBox,
     LabeledImage,
     from_images,
-    with_classes,
 )
 from ssdctl.data.dataset import read_dataset
 from ssdctl.data.divide import divided, series_warning
-from ssdctl.data.formats import coco
 from ssdctl.data.index import read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
@@ -103,20 +98,6 @@ def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
     assert (undivided / "dataset.toml").read_text() == own
 
 
-def test_classes_keep_ids_and_boxes(shapes: Path) -> None:
-    whole = coco.read(shapes)["train"]
-    kept = with_classes(whole, ["star", "ball"])
-    assert kept.classes == [c for c in whole.classes if c.id in (1, 7)]
-    assert kept.file_names == whole.file_names
-
-    def objects(annotations: Annotations) -> list[tuple[Any, ...]]:
-        ids = [annotations.classes[label - 1].id for label in annotations.labels]
-        columns = annotations.ids, annotations.rows, annotations.boxes.tolist()
-        return [values for values in zip(ids, *columns, strict=True) if values[0] in (1, 7)]
-
-    assert objects(kept) == objects(whole)
-
-
 @given(
     st.lists(st.text("abc/é", min_size=1), min_size=2, max_size=30, unique=True),
     st.floats(0.01, 0.99),
@@ -139,14 +120,6 @@ FRAMES = [f"clip{clip}_{frame:04d}.jpg" for clip in range(8) for frame in range(
 def annotations_of(names: list[str]) -> Annotations:
     images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
     return from_images({"train": images}, ["x"], Path(), Path("labels"))["train"]
-
-
-def test_the_frames_of_a_video_stay_together() -> None:
-    whole = annotations_of([*FRAMES, "other.jpg"])
-    train, val = divided(whole, 0.75, r"clip(\d)_")
-    clips = [{name.partition("_")[0] for name in part.file_names} for part in (train, val)]
-    assert not clips[0] & clips[1]
-    assert len(val.file_names) in (20, 21)
 
 
 @pytest.mark.parametrize("group", ["(", "nothing"])
@@ -183,23 +156,3 @@ def test_the_warning_about_frames_has_an_expression_that_works(names: list[str])
 def test_numbered_images_are_not_frames(names: list[str]) -> None:
     parts = (part.file_names for part in divided(annotations_of(names), 0.8))
     assert not series_warning(*parts, ["Apple", "banana", "Orange"])
-
-
-def test_prepare_warns_about_frames_and_takes_the_group(
-    tmp_path: Path, cli: Callable[..., Result]
-) -> None:
-    exports.roboflow_yolo(tmp_path)
-    shutil.rmtree(tmp_path / "valid")
-    (tmp_path / "data.yaml").write_text("names: [bolt, nut]\n")
-    for number, path in enumerate(sorted((tmp_path / "train/images").iterdir())):
-        label = tmp_path / "train/labels" / f"{path.stem}.txt"
-        stem = f"v{number // 2}_{number % 2}"
-        path.rename(path.with_stem(stem))
-        label.rename(label.with_stem(stem))
-    data = ("prepare", "--data", tmp_path, "--no-pack")
-    result = cli(*data, "--split", 0.5)
-    assert result.code == 0, result.err
-    assert ("--group" in result.err) == ("series" in result.err)
-    result = cli(*data, "--split", 0.5, "--group", r"v(\d)")
-    assert result.code == 0, result.err
-    assert cli(*data, "--group", "x").code == 2

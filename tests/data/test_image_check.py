@@ -15,7 +15,6 @@ from PIL import Image, ImageOps
 
 from ssdctl.config import PrepareConfig
 from ssdctl.data.image_check import (
-    AMBIGUOUS,
     DAMAGED,
     CheckedImage,
     check_image,
@@ -98,18 +97,6 @@ def test_a_damaged_jpeg_is_found_by_strict_decoding(
     assert decode(damaged, (80, 60)).shape == (60, 80, 3)  # training decodes what it can
 
 
-def test_cmyk_is_packed_as_rgb(tmp_path: Path) -> None:
-    smooth = Image.fromarray(NOISE[::20, ::20]).resize((80, 60), Image.Resampling.BICUBIC)
-    content = encoded(smooth.convert("CMYK"), quality=95)
-    for config in (PLAIN, PACKED):
-        result = checked(tmp_path, content, config)
-        assert (result.problem, result.note) == (None, "CMYK, read as RGB")
-    with opened(result.image) as image:
-        assert (image.mode, image.size) == ("RGB", (80, 60))
-        difference = np.asarray(image, np.int16) - np.asarray(smooth)
-    assert np.abs(difference).mean() < 5
-
-
 LOSSY = ("GIF", "AVIF", "JPEG2000")
 
 
@@ -163,14 +150,6 @@ def test_multi_image_jpegs_of_cameras(
 # The image is 80 x 60 as stored; cameras turn it by an entry in its EXIF data.
 
 
-def test_annotated_as_stored(tmp_path: Path) -> None:
-    content = encoded(RGB, turn=6)
-    for config in ALL:
-        result = checked(tmp_path, content, config)
-        assert result[:2] == (content if config.pack else None, None)
-        assert "EXIF orientation 6" in (result.note or "")
-
-
 @pytest.mark.parametrize("turn", [5, 6, 7, 8])
 def test_annotated_as_shown(tmp_path: Path, turn: int) -> None:
     content = encoded(RGB, turn=turn)
@@ -186,15 +165,6 @@ def test_annotated_as_shown(tmp_path: Path, turn: int) -> None:
     assert raw.image == expected.tobytes()
     assert header_size(tmp_path / "a.jpg") == (80, 60)
     assert header_size(tmp_path / "a.jpg", upright=True) == (60, 80)
-
-
-@pytest.mark.parametrize(("turn", "width"), [(2, 80), (3, 80), (4, 80), (6, 60), (8, 60)])
-def test_a_size_that_fits_stored_and_upright_pixels(tmp_path: Path, turn: int, width: int) -> None:
-    image = RGB.crop((0, 0, width, 60))
-    result = checked(tmp_path, encoded(image, "PNG", turn=turn), PACKED, (width, 60))
-    assert result.problem is None
-    assert AMBIGUOUS in (result.note or "")
-    assert np.array_equal(decode(result.image, (width, 60)), np.asarray(image))
 
 
 def test_turned_and_shrunk(tmp_path: Path) -> None:

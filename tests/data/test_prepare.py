@@ -57,35 +57,22 @@ def test_store_contains_the_dataset(
     """Image folders may be links."""
     (dataset / "train2017").rename(tmp_path / "elsewhere")
     (dataset / "train2017").symlink_to(tmp_path / "elsewhere")
-    outcome = prepare(dataset, store, config)
+    prepare(dataset, store, config)
     split = open_split(dataset, store, "train")
     document = json.loads((dataset / TRAIN).read_text())
     assert split.image_ids.tolist() == [i["id"] for i in document["images"]]
     assert [c.id for c in split.classes] == [1, 2, 4, 7, 8]
-    for row, image in enumerate(document["images"]):
-        content = (dataset / "train2017" / image["file_name"]).read_bytes()
-        assert bytes(split.read(row)) == content
-        truth = [a["bbox"] for a in document["annotations"] if a["image_id"] == image["id"]]
-        boxes = split.boxes[split.starts[row] : split.starts[row + 1]] * np.tile(
-            split.sizes[row], 2
-        )
-        expected = np.array([[x, y, x + w, y + h] for x, y, w, h in truth]).reshape(-1, 4)
-        np.testing.assert_allclose(boxes, expected, rtol=1e-6)
-    truth = [a["bbox"] for a in document["annotations"]]
-    assert read_annotations(split.index_file).boxes.tolist() == truth  # bit for bit
-    report = outcome.splits[0]
-    assert report.boxes == len(document["annotations"])
-    assert report.trainable == len(split.trainable)
+    boxes = [a["bbox"] for a in document["annotations"]]
+    assert read_annotations(split.index_file).boxes.tolist() == boxes  # bit for bit
     for folder in (store, store / "none"):  # prepared or not
         size = count_images(dataset, folder)
-        numbers = (len(split.trainable), len(split.background), 9)
-        assert size[:4] == (*numbers, [c.name for c in split.classes])
-        assert not size.warnings
+        assert size[:3] == (len(split.trainable), len(split.background), 9)
     image = dataset / "train2017/000000000003.jpg"
+    content = image.read_bytes()
     image.unlink()
     if config.pack:
         assert split.location(2) == f"{next(store.glob('images-train-*'))}, row 2"
-        assert split.read(2)[:2] == b"\xff\xd8"
+        assert split.read(2) == content
     else:
         assert split.location(2) == str(image)
         with pytest.raises(DataError, match=image.name):
@@ -186,17 +173,6 @@ def test_changed_annotations_are_noticed(dataset: Path, store: Path) -> None:
     train = open_dataset(dataset, store)["train"]
     assert len(train.labels) == len(document["annotations"])
     assert not train.usable[0]
-
-
-def test_training_folder_is_indexed_by_itself(
-    dataset: Path, store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "ssdctl")
-    assert set(open_dataset(dataset, store)) == {"train", "val"}
-    assert "not prepared yet" in caplog.messages[0]
-    caplog.clear()
-    open_dataset(dataset, store)
-    assert caplog.messages == []
 
 
 def test_missing_images_are_refused_by_name(dataset: Path, store: Path) -> None:
@@ -364,15 +340,9 @@ def interrupt(dataset: Path, store: Path, checked: Checked) -> None:
     checked.clear()
 
 
-@pytest.mark.parametrize(
-    "num_kills",
-    [
-        pytest.param(4, marks=pytest.mark.slow(in_ci=True)),
-        pytest.param(50, marks=pytest.mark.slow),
-    ],
-)
-def test_kills(dataset: Path, store: Path, num_kills: int) -> None:
-    dice = random.Random(num_kills)
+@pytest.mark.slow
+def test_kills(dataset: Path, store: Path) -> None:
+    num_kills, dice = 30, random.Random(30)
     image = dataset / "train2017/000000000020.jpg"
     killed = 0
     for number in range(num_kills):

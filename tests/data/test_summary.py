@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,22 +38,6 @@ def test_objects_match_by_the_networks_own_default_boxes(seed: int) -> None:
     iou = pairwise_iou(torch.from_numpy(boxes), box_cxcywh_to_ltrb(default_boxes_cxcywh()))
     best = iou.amax(dim=1).numpy()
     assert (can_match(boxes) == (best >= 0.5))[abs(best - 0.5) > 1e-5].all()
-
-
-def test_boxes_are_counted_per_class_and_split(dataset: Path, cli: Cli) -> None:
-    reports, error = prepared(cli, dataset)
-    for split, report in reports.items():
-        file = dataset / f"annotations/instances_{split}2017.json"
-        document = json.loads(file.read_text())
-        for entry in report["per_class"]:
-            own = [a for a in document["annotations"] if a["category_id"] == entry["category_id"]]
-            assert (entry["boxes"], entry["images"]) == (
-                len(own),
-                len({a["image_id"] for a in own}),
-            )
-    assert "9 images are too few" in error
-    table = cli("prepare", "--data", dataset, "--no-pack").out
-    assert f"ball {reports['train']['per_class'][0]['boxes']}" in " ".join(table.split())
 
 
 def test_a_class_without_a_box_is_named(dataset: Path, cli: Cli) -> None:
@@ -106,30 +89,6 @@ def test_an_empty_split_counts_as_none(dataset: Path, cli: Cli) -> None:
     assert "instances_val2017.json lists no images" in error
     result = cli("prepare", "--data", dataset, "--split", 0.75, "--no-pack", "--json")
     assert [r["images"] for r in json.loads(result.out)["splits"]] == [18, 6]
-
-
-def test_splits_of_different_categories_are_refused(dataset: Path, cli: Cli) -> None:
-    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
-        document["categories"].reverse()
-    result = cli("prepare", "--data", dataset)
-    assert (result.code, "different categories" in result.err) == (3, True)
-
-
-def test_equal_images_in_two_splits_are_named(dataset: Path, cli: Cli) -> None:
-    for name in ("000000000001.jpg", "000000000002.jpg"):
-        shutil.copyfile(dataset / "train2017/000000000004.jpg", dataset / "val2017" / name)
-    with exports.edited(dataset / "annotations/instances_train2017.json") as document:
-        size = {k: document["images"][3][k] for k in ("width", "height")}
-    with exports.edited(dataset / "annotations/instances_val2017.json") as document:
-        for image in document["images"]:
-            if image["file_name"] in ("000000000001.jpg", "000000000002.jpg"):
-                image |= size
-    reports, error = prepared(cli, dataset)
-    (duplicates,) = reports["val"]["duplicates"]
-    pairs = [["000000000001.jpg", "000000000004.jpg"], ["000000000002.jpg", "000000000004.jpg"]]
-    assert duplicates == {"split": "train", "images": 2, "examples": pairs}
-    assert "2 of 9 images of val are also in train" in error
-    assert not reports["train"]["duplicates"]
 
 
 def test_other_boxes_of_the_same_image_are_named(tmp_path: Path, cli: Cli) -> None:

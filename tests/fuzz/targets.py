@@ -473,16 +473,16 @@ TARGETS: dict[str, MakeTarget] = {
     "annotations: voc": exported(exports.voc_lists, "Annotations/*.xml", *XML),
     "annotations: voc list": exported(exports.voc_lists, "ImageSets/Main/train.txt", b" -1"),
     "annotations: cvat": exported(exports.cvat_xml, "annotations.xml", *XML, b"<box ", b"<track "),
-    "annotations: darknet": exported(exports.darknet, "data/parts.data", b"names = ", b"="),
+    "annotations: darknet": exported(exports.darknet, "obj.data", b"names = ", b"="),
     "annotations: tf-csv": exported(exports.tf_csv, "data/train_labels.csv", b",", b'"', b"nan"),
     "annotations: retinanet-csv": exported(
-        exports.retinanet_csv, "train_annotations.csv", b",", b'"', b"nan", b",,,,,"
+        exports.retinanet_csv, "train.csv", b",", b'"', b"nan", b",,,,,"
     ),
     "annotations: via-json": exported(
         exports.via_json, "train/via_region_data.json", b"null", b"NaN", b"[]", b'"name"'
     ),
     "annotations: labelme-json": exported(
-        exports.labelme_json, "labels/0.json", b"null", b"NaN", b"[]", b'"circle"'
+        exports.labelme_json, "labels/train/0.json", b"null", b"NaN", b"[]", b'"circle"'
     ),
     "annotations: createml-json": exported(
         exports.createml_json, "train/*.json", b"null", b"NaN", b"[]", b"-1e999"

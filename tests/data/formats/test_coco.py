@@ -177,14 +177,6 @@ def test_annotations_are_dropped_and_listed(
     assert detail in finding.detail
 
 
-def test_an_annotation_may_lack_its_bbox(tmp_path: Path) -> None:
-    entry = thing(2)
-    del entry["bbox"]
-    checked = check(tmp_path, annotations=[thing(1), entry])
-    assert [f.annotation_id for f in checked.findings] == [2]
-    assert len(checked.objects.boxes) == 1
-
-
 @pytest.mark.parametrize(
     ("bbox", "kept", "is_listed"),
     [
@@ -248,18 +240,6 @@ def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
     images[2]["width"] = 101
     with pytest.raises(DataError, match=r"a\.jpg"):
         resolve_images(coco.read(written(tmp_path, document(images=images))))
-
-
-@pytest.mark.parametrize("folder", ["photos", "photos/day 1"])
-def test_the_folder_that_has_the_images(tmp_path: Path, folder: str) -> None:
-    for name in ("images/c.jpg", f"{folder}/a.jpg", f"{folder}/b.jpg"):
-        image_file(tmp_path / name)
-    images = [image(1, "\0"), image(2, "a.jpg"), image(3, "b.jpg")]
-    found, num_bytes = resolve_images(coco.read(written(tmp_path, document(images=images))))[
-        "train"
-    ]
-    assert found.file_names[1:] == [f"{folder}/a.jpg", f"{folder}/b.jpg"]
-    assert [size is None for size in num_bytes] == [True, False, False]
 
 
 def test_many_classes_take_linear_time(tmp_path: Path) -> None:

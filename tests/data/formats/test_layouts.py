@@ -53,25 +53,12 @@ def counts(data: Path) -> tuple[int, int]:
     return size.trainable, len(size.classes)
 
 
-@pytest.mark.parametrize("name", exports.EXPORTS)
-def test_every_export_is_recognized_and_prepared(name: str, tmp_path: Path, cli: Cli) -> None:
-    make, source, expected_splits = exports.EXPORTS[name]
-    root = tmp_path / "export"
-    root.mkdir()
-    data = make(root)
-    assert find(data)[0] == source
-    before = {p for p in root.rglob("*") if p.is_file()}
+@pytest.mark.parametrize("make", [exports.roboflow_coco, exports.label_studio_coco])
+def test_ids_and_paths_of_tools(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    data = make(tmp_path / "export")
+    before = {p for p in data.rglob("*") if p.is_file()}
     assert counts(data) == (5, 2)
-    assert {p for p in root.rglob("*") if p.is_file()} == before  # a dry run writes nothing
-    reports = {s["split"]: s for s in json.loads(prepared(cli, data, "--json").out)["splits"]}
-    assert set(reports) == expected_splits
-    for split, report in reports.items():
-        samples = exports.samples(start={"train": 0, "val": 10, "test": 20}[split])
-        num_boxes = sum(len(sample.objects) for sample in samples)
-        lists_only_boxes = name in ("tf_csv", "roboflow_tf_csv", "roboflow_retinanet_csv")
-        num_images = 5 if lists_only_boxes else 6
-        found = report["images"], report["boxes"], report["classes"]
-        assert found == (num_images, num_boxes, 2)
+    assert {p for p in data.rglob("*") if p.is_file()} == before  # a dry run writes nothing
     train = opened(data)
     assert [c.name for c in train.classes] == list(exports.NAMES)
     truth = sorted(
@@ -79,39 +66,19 @@ def test_every_export_is_recognized_and_prepared(name: str, tmp_path: Path, cli:
         for sample in exports.samples()
         for label, x, y, w, h in sample.objects
     )
-    sizes = np.tile(train.sizes, 2).repeat(np.diff(train.starts), axis=0)
-    boxes = np.round(np.asarray(train.boxes) * sizes)
+    boxes = np.round(np.asarray(train.boxes) * [*exports.SIZE, *exports.SIZE])
     assert sorted((int(n), *b) for n, b in zip(train.labels, boxes.tolist(), strict=True)) == truth
-    new = {p for p in root.rglob("*") if p.is_file()} - before
-    assert all("prepared" in path.relative_to(root).parts[0] for path in new)
-    assert json.loads(prepared(cli, data, "--json").out)["unchanged"] is True
-    prepared(cli, data, "--from", source, "--no-pack", "--store", "other")
-    assert {p for p in root.rglob("*") if p.is_file()} == before | new
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "label_studio_coco",
-        "roboflow_yolo",
-        pytest.param("roboflow_coco", marks=pytest.mark.slow(in_ci=True)),
-        pytest.param("cvat_coco", marks=pytest.mark.slow(in_ci=True)),
-    ],
-)
-def test_an_export_is_trained_on_scored_and_reported(name: str, tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "export").mkdir()
-    data = exports.EXPORTS[name][0](tmp_path / "export")
+def test_an_export_is_trained_on_scored_and_reported(tmp_path: Path, cli: Cli) -> None:
+    data = exports.label_studio_coco(tmp_path / "export")
     result = cli("train", "--data", data, "--out", "run", *TRAIN.split())
     assert result.code == 0, result.err
-    splits = exports.EXPORTS[name][2]
-    split = "test" if "test" in splits else "val" if "val" in splits else "train"
-    options = ["--split", split, "--device", "cpu", "--json", "--verify"]
+    options = ["--split", "train", "--device", "cpu", "--json", "--verify"]
     result = cli("evaluate", "run/checkpoints/last.pt", *options)
     assert result.code == 0, result.err
     assert json.loads(result.out)["images"] == 6
-    result = cli("report", "run")
-    assert result.code == 0, result.err
-    assert "bolt" in Path("run/report.html").read_text(encoding="utf-8") or split == "train"
+    assert cli("report", "run").code == 0
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
@@ -138,19 +105,6 @@ def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
     assert val.notes[-1].endswith("2, such as valid/a.jpg")
 
 
-@pytest.mark.parametrize(
-    ("make", "image"),
-    [(exports.kitti, "training/image_2/x.png"), (exports.tf_csv, "images/train/5.jpg")],
-)
-def test_images_of_other_formats_without_labels_are_counted(
-    tmp_path: Path, make: Callable[[Path], Path], image: str
-) -> None:
-    make(tmp_path)
-    (tmp_path / image).write_bytes(b"")
-    notes = prepare(tmp_path, tmp_path / "store", PrepareConfig(pack=False)).splits[0].notes
-    assert notes[-1].endswith(f"1, such as {image}")
-
-
 def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     root = exports.cvat_coco(tmp_path / "cvat", ("train", "val"))
     for path in root.glob("annotations/*.json"):
@@ -172,8 +126,6 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     [
         ({"a.zip": ""}, r"1 \.zip file such as a\.zip", "unpack"),
         ({"a.jpg": "", "p.vott": "{}"}, r"p\.vott", "vott_json"),
-        ({"t/wider_face_train_bbx_gt.txt": "a.jpg"}, r"wider_face", "datum convert -if wider_face"),
-        ({"s/img1/1.jpg": "", "s/gt/gt.txt": "1,1,2,2,3,3,1,1,1"}, r"gt\.txt", "mot_seq"),
         ({"images/P1.png": "", "labelTxt/P1.txt": "imagesource:x"}, r"P1\.txt", "DOTA2COCO.py"),
         ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, r"labels/a\.txt", "labels/a.txt is YOLO"),
         (
@@ -181,9 +133,6 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
             r"2 \.jpg files such as b\.JPG \(",
             "these images have no labels: draw",
         ),
-        ({"b/a.jpg": "", "b/a.txt": "cat 1 2 3 4"}, r"b/a\.jpg.*b/a\.txt", "yolo"),
-        ({"train.record-00000-of-00010": "?"}, r"train\.record-0", "ssdctl download"),
-        ({"a.jpg": "", "tf/a.tfrecord": "?"}, r"tf/a\.tfrecord", "ssdctl download"),
         ({"train-00000-of-00256": "?"}, r"1 TFRecord file such as train-0", "ssdctl download"),
         ({}, r"dataset.toml, annotations/\*\.json.*data\.yaml", "give the folder"),
     ],
@@ -196,10 +145,6 @@ def test_what_a_folder_has_instead_of_a_dataset_is_named(
     with pytest.raises(DataError, match=found) as error:
         find(tmp_path / "data")
     assert hint in (error.value.hint or "")
-    for name in {"a.zip", "a.json", "train.record-00000-of-00010"} & set(files):
-        with pytest.raises(DataError) as error:
-            find(tmp_path / "data" / name)
-        assert hint in (error.value.hint or "")
 
 
 def test_a_file_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
@@ -211,11 +156,6 @@ def test_a_file_is_a_dataset(tmp_path: Path, cli: Cli) -> None:
     prepared(cli, file, "--split", "0.5")
     assert len(opened(file, "val").image_ids) == 3
     assert not file.with_name("dataset.toml").exists()
-
-
-def test_the_name_of_the_dataset_folder_is_not_a_split(tmp_path: Path) -> None:
-    for name in ("test", "val"):
-        assert set(read(exports.label_studio_coco(tmp_path / name))) == {"train"}
 
 
 def test_datasets_in_folders_around_are_named(tmp_path: Path) -> None:
@@ -235,14 +175,6 @@ def test_a_dataset_with_equal_names_beside_it_is_not_the_folder_above(tmp_path: 
     assert "images/a.txt is YOLO" in (error.value.hint or "")
 
 
-def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:
-    root = exports.label_studio_coco(tmp_path / "export")
-    with exports.edited(root / "result.json") as content:
-        for image in content["images"]:
-            image |= {"width": 0, "file_name": image["file_name"].split("\\")[-1].split("/")[-1]}
-    assert counts(root) == (5, 2)
-
-
 def refused(cli: Cli, *command: object) -> str:
     result = cli(*command)
     assert result.code == 3, result.err
@@ -250,7 +182,7 @@ def refused(cli: Cli, *command: object) -> str:
 
 
 def two_formats(root: Path) -> None:
-    exports.voc_plain(exports.label_studio_coco(root))
+    exports.generated(exports.label_studio_coco(root), "voc: labelme2voc")
 
 
 def two_files_for_a_split(root: Path) -> None:
@@ -279,9 +211,6 @@ def annotations(folder: Path, *names: str, size: tuple[int, int] = exports.SIZE)
     return from_images({"train": images}, ["x"], folder, folder)["train"]
 
 
-LABEL_STUDIO = "..\\..\\label-studio\\media\\upload\\4\\"
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     names = ("a.jpg", "sub/b.jpg", "c.jpg", "one/c.jpg", "two/c.jpg", "x y.jpg", "p%20q.jpg")
@@ -293,17 +222,11 @@ def folder(tmp_path: Path) -> Path:
     [
         ("a.jpg", "a.jpg"),
         ("images\\a.jpg", "a.jpg"),
-        ("sub\\b.jpg", "sub/b.jpg"),
-        ("photos/a.jpg", "a.jpg"),
-        ("/data/upload/3/a.jpg", "a.jpg"),
-        (f"{LABEL_STUDIO}b.jpg", "sub/b.jpg"),
         ("x/two/c.jpg", "two/c.jpg"),
         ("/data/local-files/?d=photos/x%20y.jpg", "x y.jpg"),
-        ("/data/local-files/?d=a.jpg", "a.jpg"),
         ("/data/upload/3/x%20y.jpg", "x y.jpg"),
         ("/data/upload/3/p%20q.jpg", "p%20q.jpg"),
         ("../a.jpg", "a.jpg"),
-        ("C:\\me\\a.jpg", "a.jpg"),
     ],
 )
 def test_names_of_tools_are_resolved(folder: Path, name: str, file: str) -> None:
@@ -347,11 +270,10 @@ def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Cli) -> None:
     ("make", "file", "old", "new", "words"),
     [
         (exports.tf_csv, "data/train_labels.csv", "bolt,8", "bolt,x", r"train_labels\.csv:2"),
-        (exports.tf_csv, "data/train_labels.csv", "bolt,8", "bolt,nan", r"train_labels\.csv:2"),
         (exports.tf_csv, "data/train_labels.csv", "0.jpg,96", "0.jpg,95", r"\.csv:3: 0\.jpg"),
         (exports.tf_csv, "data/train_labels.csv", "1.jpg", "9.jpg", r"not below.*9\.jpg"),
-        (exports.kitti, "training/label_2/000001.txt", "30.00", "nan", r"000001\.txt:1"),
-        (exports.kitti, "training/label_2/000001.txt", " -1.59", "", r"000001\.txt:1"),
+        (exports.kitti, "training/label_2/1.txt", "30.00", "nan", r"1\.txt:2"),
+        (exports.kitti, "training/label_2/1.txt", " -1.59", "", r"1\.txt:2"),
     ],
 )
 def test_broken_lines_of_tables(
@@ -373,14 +295,12 @@ def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
     exports.kitti(tmp_path / "kitti")
     splits = read(tmp_path / "kitti")
     assert "DontCare, left out: 6" in splits["train"].notes[0]
-    (tmp_path / "kitti/training/image_2/000003.png").unlink()
-    with pytest.raises(DataError, match=r"missing: 000003\.txt"):
+    (tmp_path / "kitti/training/image_2/3.jpg").unlink()
+    with pytest.raises(DataError, match=r"missing: 3\.txt"):
         read(tmp_path / "kitti")
 
 
-@pytest.mark.parametrize(
-    ("frame", "code"), [('frame="1.0"', 0), ("", 3), ('frame="x"', 3), ('frame="0.5"', 3)]
-)
+@pytest.mark.parametrize(("frame", "code"), [('frame="1.0"', 0), ("", 3), ('frame="0.5"', 3)])
 def test_cvat_tracks(tmp_path: Path, frame: str, code: int) -> None:
     """Boxes of a track outside its frame are left out; the number of a frame is never guessed."""
     box = '<box {} outside="{}" xtl="1" ytl="2" xbr="40" ybr="30"/>'
@@ -422,26 +342,25 @@ def test_an_annotation_file_that_is_a_pipe_does_not_hang(tmp_path: Path, cli: Cl
     refused(cli, "prepare", "--data", tmp_path)
 
 
-@pytest.mark.parametrize("flag", ["1", "true", "TRUE", "True", "1.0"])
+@pytest.mark.parametrize("flag", ["1", "TRUE", "1.0"])
 def test_open_images_groups_masks_and_absent_labels(tmp_path: Path, flag: str) -> None:
     exports.open_images(tmp_path)
     exports.image_file(tmp_path / "train/labels/masks/0/any.png")
-    (tmp_path / "other.csv").write_text("id,note\n/m/0bolt,not a name\n")
-    (tmp_path / f"train/._{2:016x}.jpg").write_bytes(b"?")  # metadata from macOS
-    (tmp_path / f"train/{4:016x}.jpg").write_bytes(b"?")  # dropped by the check
-    file = tmp_path / "oidv6-train-annotations-bbox.csv"
-    lines = file.read_text().splitlines()
-    header, first = lines[0].split(","), lines[1].split(",")
-    first[header.index("IsGroupOf")] = flag
-    unlabeled = [*first]
-    unlabeled[header.index("LabelName")] = ""
-    rows = [lines[0], ",".join(first), *lines[2:], ",".join(unlabeled)]
+    exports.image_file(tmp_path / f"train-masks-0/{0:016x}_m00_4fa9d4f5.png")
+    (tmp_path / "other.csv").write_text("id,note\n/m/00,not a name\n")
+    (tmp_path / "train/._2.jpg").write_bytes(b"?")  # metadata from macOS
+    (tmp_path / "train/4.jpg").write_bytes(b"?")  # dropped by the check
+    file = tmp_path / "train-annotations-bbox.csv"
+    header, first, *others = file.read_text().splitlines()
+    group = first.rpartition(",")[0] + f",{flag}"
+    absent = "absent,x,/m/00,1,0,0.5,0,0.5,0,0"
+    rows = [header, group, *others, first.replace("/m/00", ""), absent]
     file.write_text("\ufeff" + "\n".join(rows), "utf-8")
     train = read(tmp_path)["train"]
     assert [c.name for c in train.classes] == list(exports.NAMES)
-    assert train.file_names == [f"train/{n:016x}.jpg" for n in range(6)]
+    assert train.file_names == [f"train/{n}.jpg" for n in range(6)]
     assert train.sizes.tolist() == [[*((0, 0) if n == 4 else exports.SIZE)] for n in range(6)]
-    assert train.is_crowd.tolist() == [1, 1, 0, 0, 0, 1]
+    assert train.is_crowd.tolist() == [1, 0, 0, 0, 0, 0]
     assert "without LabelName, left out: 1" in train.notes[0]
     assert "left out: 1 (of 1 image)" in train.notes[1]
     config = PrepareConfig(pack=False, allow_dropped=True)
@@ -479,10 +398,9 @@ def test_dropping_over_5_percent_is_refused_with_the_reasons(
     exports.cvat_coco(tmp_path)
     with exports.edited(tmp_path / "annotations/instances_default.json") as content:
         break_it(content)
-    for command in (("train", "--out", "run", *TRAIN.split()), ("prepare",)):
-        error = refused(cli, *command, "--data", tmp_path)
-        assert reason in error
-        assert "--allow-dropped" in error
+    error = refused(cli, "prepare", "--data", tmp_path)
+    assert reason in error
+    assert "--allow-dropped" in error
     prepared(cli, tmp_path, "--allow-dropped")
 
 
@@ -502,15 +420,3 @@ def test_a_dataset_without_anything_to_train_on_is_refused_whatever_is_allowed(
         break_it(content)
     error = refused(cli, "prepare", "--data", tmp_path, "--allow-dropped")
     assert reason in error
-
-
-def test_a_test_split_is_never_trained_on(tmp_path: Path, cli: Cli) -> None:
-    exports.roboflow_coco(tmp_path)
-    toml = "".join(
-        f'[{split}]\nimages = "{folder}"\nannotations = "{folder}/_annotations.coco.json"\n'
-        for split, folder in (("train", "train"), ("val", "valid"), ("test", "test"))
-    )
-    exports.tree(tmp_path, {"dataset.toml": toml})
-    result = cli("train", "--data", tmp_path, "--out", "run", *TRAIN.split(), "--dry-run", "--json")
-    plan = json.loads(result.out)
-    assert plan["images"] - plan["background"] == 5

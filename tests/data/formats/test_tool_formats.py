@@ -62,12 +62,6 @@ def test_a_csv_file_may_have_a_header_in_any_order(tmp_path: Path, text: str) ->
     assert boxes_of(splits) == {"a.png": [("bolt", BOX)]}
 
 
-def test_an_empty_row_is_an_image_without_objects(tmp_path: Path) -> None:
-    splits = read(tmp_path, "a.png,10,20,40,35,bolt\nb.png,,,,,\n", "boxes.csv")
-    assert boxes_of(splits)["b.png"] == []
-    assert check(splits["train"]).is_empty.tolist() == [False, True]
-
-
 @pytest.mark.parametrize("row", ["a.png,10,20,40,bolt", "a.png,10,20,,35,bolt", "a.png,1,2,3,4,"])
 def test_a_broken_row_is_named(tmp_path: Path, row: str) -> None:
     with pytest.raises(DataError, match=r"boxes\.csv:2"):

@@ -1,4 +1,4 @@
-"""Write a world by other programs: datumaro, globox and supervision, as each writes a format."""
+"""Write a world by other programs: globox and supervision, as each writes a format."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from data.generator.worlds import Layout, Tree, World, paint
+from data.generator.worlds import Layout, Tree, World
 from data.generator.writers import corners
-from hypothesis import assume
 
 _PLAIN = Layout(views="unturned", splits=("train",), folders=False, decoys=False, missing=False)
 
@@ -49,41 +48,6 @@ def supervision(
     save(DetectionDataset(list(world.classes), list(found), found), tree)
 
 
-def datumaro(world: World, tree: Tree, *, kind: str) -> None:
-    from datumaro.components.annotation import Bbox
-    from datumaro.components.dataset import Dataset
-    from datumaro.components.dataset_base import DatasetItem
-    from datumaro.components.media import Image
-
-    assume(kind != "yolo_ultralytics" or len(world.splits) == 2)  # which needs both
-    items, contents = [], {}
-    originals = tree.root.with_name("originals")
-    for number, picture in enumerate(world.pictures):
-        content = paint(picture)
-        contents[content] = picture
-        path = originals / f"{number}{picture.suffix}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        things = [
-            Bbox(t.left, t.top, t.width, t.height, label=world.classes.index(t.name))
-            for t in picture.things
-        ]
-        media = Image.from_file(str(path), size=(picture.height, picture.width))
-        name = f"{picture.folder}/{picture.stem}".lstrip("/")
-        items.append(DatasetItem(name, subset=picture.split, media=media, annotations=things))
-    dataset = Dataset.from_iterable(items, categories=list(world.classes))
-    dataset.export(str(tree.root), kind, save_media=True)
-    for file in tree.root.rglob("*"):
-        if file.is_file():
-            tree.files.add(file)
-            picture = contents.get(file.read_bytes())
-            if picture is not None:
-                tree.images[file.relative_to(tree.root).as_posix()] = picture
-    assert len(tree.images) == len(world.pictures), "datumaro wrote other images"
-
-
-EXACT = Layout().tolerance
-NO_EMPTIES = ("open_images", "kitti_detection")  # it writes no file for images without objects
 PIXEL = 1.01  # these writers do not count VOC's pixels from 1, or round to whole pixels
 TOOLS: Mapping[str, tuple[Layout, Callable[[World, Tree], None]]] = {
     "globox: coco": (
@@ -133,19 +97,4 @@ TOOLS: Mapping[str, tuple[Layout, Callable[[World, Tree], None]]] = {
         partial(supervision, save=lambda d, tree: d.as_createml(
             annotations_path=str(tree.root / "images/_annotations.createml.json"))),
     ),
-    **{
-        f"datumaro: {kind}": (
-            _PLAIN._replace(
-                named=False, splits=("train", "val"), folders=True, classes=classes, tolerance=tolerance,
-                suffixes=(".jpg", ".png"), empties=kind not in NO_EMPTIES,
-                shared=kind == "voc",
-            ),
-            partial(datumaro, kind=kind),
-        )
-        for kind, (classes, tolerance) in {
-            "coco_instances": ("all", EXACT), "voc": ("used", PIXEL), "yolo": ("all", EXACT),
-            "yolo_ultralytics": ("all", EXACT),
-            "open_images": ("used", EXACT), "kitti_detection": ("used", EXACT),
-        }.items()
-    },
 }  # fmt: skip

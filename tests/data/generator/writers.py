@@ -581,7 +581,7 @@ LAYOUTS: Mapping[str, tuple[Layout, Write]] = {
         Layout(("polygons",), named=False),
         partial(labelme_json, images="images/{split}", labels="labels/{split}"),
     ),
-    "createml-json": (Layout((), "unturned"), createml_json),
+    "createml-json": (Layout(("old keys",), "unturned"), createml_json),
 }  # fmt: skip
 
 

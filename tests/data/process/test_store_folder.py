@@ -55,30 +55,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
     return json.loads(out), err
 
 
-@pytest.mark.slow(in_ci=True)
-def test_many_users_and_processes_at_once(read_only: Path, tmp_path: Path) -> None:
-    before = sorted(read_only.rglob("*"))
-    caches = [tmp_path / "cache of one", tmp_path / "cache of another"]
-    started = [
-        (cache, start(cache, "prepare", "--data", read_only, "--json"))
-        for cache in caches
-        for _ in range(2)
-    ]
-    stores = set()
-    for cache, process in started:
-        outcome, err = finish(process)
-        store = Path(outcome["store"])
-        assert cache in store.parents
-        assert str(store) in err
-        assert not outcome["packed"]  # all images would be too much for a home folder
-        assert (store / "index-train.arrow").is_file()
-        stores.add(store)
-    assert len(stores) == 2
-    outcome, _ = finish(start(caches[0], "prepare", "--data", read_only, "--json"))
-    assert outcome["unchanged"]
-    assert sorted(read_only.rglob("*")) == before
-
-
 def test_an_option_decides_else_a_store_that_its_owner_prepared(
     read_only: Path, tmp_path: Path
 ) -> None:
