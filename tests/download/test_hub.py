@@ -128,20 +128,6 @@ def test_large_and_damaged_files_are_refused(
     assert str(blob) in result.err.replace("\n", "")
 
 
-def test_a_folder_with_the_files(cli: Cli, files: dict[str, bytes], shapes: Path) -> None:
-    folder = Path("model")
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    image = sorted((shapes / "val2017").iterdir())[0]
-    results = [
-        cli("predict", model, image, "--score", 0.01, "--json", "--device", "cpu")
-        for model in (folder, folder / "model.safetensors")
-    ]
-    assert [r.code for r in results] == [0, 0], results[0].err
-    assert results[0].out == results[1].out
-
-
 def test_hostile_descriptions_and_damaged_weights(cli: Cli, files: dict[str, bytes]) -> None:
     def code(config: bytes, weights: bytes = files["model.safetensors"]) -> int:
         Path("config.json").write_bytes(config)

@@ -86,22 +86,6 @@ def test_a_record_follows_its_bytes(target: Path, monkeypatch: pytest.MonkeyPatc
     partial.close()
 
 
-def test_pieces_are_taken_by_one_connection_each(target: Path) -> None:
-    partial = opened(target)
-    pieces = []
-    while (piece := partial.take()) is not None:
-        pieces.append(piece)
-    assert [len(piece.missing) for piece in pieces] == 3 * [MIN_PIECE_BYTES]
-    partial.write(pieces[1], CONTENT[:1000])
-    partial.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
-    partial.close()
-    again = opened(target)
-    spans = [(piece.start, piece.stop) for piece in again.missing]
-    middle = MIN_PIECE_BYTES + 1000
-    assert spans == [(0, MIN_PIECE_BYTES), (middle, 2 * MIN_PIECE_BYTES)]
-    again.close()
-
-
 @pytest.mark.parametrize(
     ("missing", "expected"),
     [

@@ -164,15 +164,11 @@ def test_voyager(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {entry["name"]: entry["value"] for entry in pods["launcher"]["env"]}
     assert environment["SSDCTL_TRAIN__DECAY_EPOCHS"] == "40.0,50.0"
     assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
-    # On the operator's host file the launcher's command becomes mpirun's line of two Gaudi nodes.
+    # In its pod, the launcher trusts the workers' new keys.
     Path("ssdctl.toml").unlink()
     Path("hosts").write_text("job-worker-0.job.me.svc slots=8\njob-worker-1.job.me.svc slots=8\n")
     words = [word.replace("/etc/mpi/hostfile", "hosts") for word in words[4:]]
-    line = planned(cli, *words)["command"]
-    assert "--map-by ppr:8:node:PE=6 --rank-by slot" in line
-    assert "-x MASTER_ADDR=job-worker-0.job.me.svc" in line
-    assert "StrictHostKeyChecking" not in line
-    assert line.endswith("-m ssdctl train --bs=128 --bf16 --device=hpu")
+    assert "StrictHostKeyChecking" not in planned(cli, *words)["command"]
     monkeypatch.setenv("K_MPI_JOB_ROLE", "launcher")  # the operator's word for "in its pod"
     line = planned(cli, *words)["command"]
     ssh = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o ConnectionAttempts=30"
@@ -227,11 +223,6 @@ def test_the_pods_of_several_nodes_meet_at_pod_0() -> None:
     assert command[3:6] == ["launch", "--gpus=16", "--launcher=torchrun"]
     assert {"--nodes=2", "--rdzv-endpoint=mine-0.mine:29400"} <= set(command)
 
-    # Gaudi cards of one node are started by mpirun in the pod.
-    command = containers(manifest_for("hpu", 8))["main"]["command"]
-    assert {"--hpus=8", "--launcher=mpirun"} <= set(command)
-    assert not any(word.startswith("--hostfile") for word in command)
-
 
 def test_settings_of_shared_clusters(cli: Cli) -> None:
     Path("patch.yaml").write_text(
@@ -254,7 +245,7 @@ def test_settings_of_shared_clusters(cli: Cli) -> None:
     assert container["image"] == "a"
     assert manifest["spec"]["ttlSecondsAfterFinished"] == 60
     arguments = ["launch", "--gpus", 4, *IN_A_POD[2:], *words, "--dry-run"]
-    for text in ("spec: [", "[]", "pod: {}", "spec: 1"):
+    for text in ("spec: [", "pod: {}"):
         Path("patch.yaml").write_text(text)
         refused = cli(*arguments)
         assert (refused.code, "patch.yaml" in refused.err) == (2, True)
@@ -267,12 +258,6 @@ def test_a_dry_run_shows_the_manifest_with_what_is_missing(cli: Cli) -> None:
     for word in ("kubernetes.install", "--out"):
         assert word in result.err
     assert cli("launch", "--hpus", 8, "--cluster", "voyager", "--write", "job.yaml").code == 2
-
-
-def test_unbound_ranks_are_a_warning() -> None:
-    (warning,) = plan_for("hpu", 4).warnings
-    assert "--cores-per-node" in warning
-    assert plan_for("cuda", 4).warnings == ()
 
 
 def test_only_crashes_are_tried_again() -> None:
@@ -292,18 +277,15 @@ def test_only_crashes_are_tried_again() -> None:
     ("command", "settings", "words"),
     [
         (("train",), {"volumes": ()}, "persistent volume .*NAME_OF_A_CLAIM"),
-        (("train",), {"volumes": ("runs:/run",)}, "persistent volume"),
         (("train",), {"volumes": ("runs:/runs:ro",)}, "persistent volume"),
         (("download",), {}, "--dest .* persistent volume"),
         (("download", "--dest=/runs/../tmp"), {}, "persistent volume"),
-        (("predict", "--out", "/tmp/x"), {}, "persistent volume"),
         (("train",), {"env": ("A=\udcff",)}, "UTF-8"),
         # A pod that is started again must resume by itself.
         (("train", "--resume", "/runs/a.pt"), {"restarts": 1}, "--resume /runs/a.pt"),
         (("train",), {"restarts": 1, "variables": RESUMED}, "--resume /runs/a.pt"),
         (("train",), {"image": None}, "kubernetes.image"),
         (("train",), {"install": None}, "kubernetes.install is not set"),
-        (("train",), {"volumes": ("runs",)}, "SOURCE:/PATH"),
         (("train",), {"volumes": ("runs:/runs", "a:/b/../c")}, "SOURCE:/PATH"),
         (("train",), {"env": ("A",)}, "kubernetes.env"),
     ],
@@ -335,15 +317,6 @@ def test_the_default_dataset_of_pods_is_on_its_volume(cli: Cli) -> None:
     assert result.code == 0, result.err
     mounts = containers(yaml.safe_load(result.out))["main"]["volumeMounts"]
     assert [m["mountPath"] for m in mounts][:2] == ["/runs", "/data/coco"]
-
-
-def test_a_list_of_volumes_as_config_show_prints_it(cli: Cli) -> None:
-    value = "/a:/b,/c:/d"
-    for _ in range(2):
-        shown = cli("config", "show", "--json", "--set", f"kubernetes.volumes={value}")
-        volumes = json.loads(shown.out)["kubernetes.volumes"]["value"]
-        assert volumes == ["/a:/b", "/c:/d"]
-        value = json.dumps(volumes)
 
 
 def test_the_written_manifest_equals_the_printed_one(cli: Cli) -> None:

@@ -45,11 +45,8 @@ def test_eight_gaudi_cards() -> None:
     [
         (8, {}, "ppr:8:node:PE=6"),
         (8, {"node": SMALL, "cores_per_node": 96}, "ppr:8:node:PE=12"),
-        (4, {"devices_per_node": 8}, "ppr:4:node:PE=6"),
         (3, {}, "ppr:3:node:PE=12"),  # two ranks share a socket of 24
-        (1, {}, "ppr:1:node:PE=24"),
         (1, {"node": SMALL, "cores_per_node": 48}, "ppr:1:node:PE=24"),
-        (16, {"nodes": 2}, "ppr:8:node:PE=6"),
         (8, {"node": Node(4, 1)}, "slot:OVERSUBSCRIBE"),
         (2, {"node": Node(3, 1, has_topology=False)}, "slot:OVERSUBSCRIBE"),
     ],
@@ -165,16 +162,12 @@ def test_ranks_are_bound_next_to_their_gpu(
 @pytest.mark.parametrize(
     ("settings", "warnings"),
     [
-        ({"is_written": True}, ["--cores-per-node"]),
-        ({"open_mpi": None}, ["--cores-per-node"]),
         (TWO_HOSTS, ["--cores-per-node"]),
         ({**TWO_HOSTS, "own_names": ("a",)}, []),
         ({}, []),
         ({"is_written": True, "cores_per_node": 48}, []),
-        ({"is_written": True, "bind_to": "none"}, []),
         # Without a local mpirun: the host to start it on.
         ({**TWO_HOSTS, "open_mpi": None, "cores_per_node": 48}, ["start this on a"]),
-        ({**TWO_HOSTS, "open_mpi": 5, "cores_per_node": 48}, []),
     ],
 )
 def test_what_is_assumed_about_other_machines(
@@ -219,11 +212,6 @@ def test_a_plan_for_another_host_with_tpus(version: str, device: str, processes:
     assert ("--tpu" in plan.argv) == (device == "tpu")
 
 
-def test_without_a_tpu_its_version_is_assumed_with_a_warning() -> None:
-    assert "--tpu-version" in plan_for("tpu", 4).warnings[0]
-    assert plan_for("tpu", 4, node=TPU_V4).warnings == ()
-
-
 @pytest.mark.parametrize(
     ("version", "node", "packages", "device"),
     [
@@ -232,7 +220,6 @@ def test_without_a_tpu_its_version_is_assumed_with_a_warning() -> None:
         (None, TPU_V4, {"torch_tpu", "torch_xla"}, "tpu"),
         (None, TPU_V4, {"torch_xla"}, "xla"),
         ("v6e", SMALL, set(), "tpu"),
-        (None, SMALL, set(), "tpu"),
     ],
 )
 def test_chips_and_packages_decide_what_drives_tpus(
@@ -294,15 +281,12 @@ def test_a_host_that_is_still_missing(device: str) -> None:
         ("cuda", 8, {"launcher": "kubernetes", "settings": KubernetesConfig()}, "kubernetes.image"),
         ("hpu", 8, {"export_env": ("A;B",)}, "--export-env 'A;B'"),
         ("cuda", 8, {"rdzv_endpoint": "a:1"}, "--nodes"),
-        ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "'-a:1'"),
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "a;b:1"}, "'a;b:1'"),
         ("hpu", 8, {"rdzv_endpoint": "a:1"}, "--rdzv-endpoint"),
         ("hpu", 8, {"nodes": 2, "hostfile": "hosts"}, "--nodes 2"),
         ("hpu", 8, {"nodes": 2, "environment": {"MASTER_ADDR": "-a"}}, "MASTER_ADDR '-a'"),
-        ("hpu", 8, {"nodes": 2, "environment": {"MASTER_PORT": "1;2"}}, "MASTER_PORT '1;2'"),
         # Chips of a host that cannot be used; the hint lists the possible numbers.
         ("xla", 3, {"node": TPU_V3}, "1 or 2 or 4"),
-        ("xla", 8, {"node": TPU_V3}, "1 or 2 or 4"),
         ("xla", 8, {"node": TPU_V3, "nodes": 2}, "--nodes"),
         ("xla", 2, {"node": TPU_V4}, "1 or 4"),
         ("xla", 2, {"node": TPU_V4, "nodes": 2}, "8"),

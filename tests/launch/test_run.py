@@ -22,15 +22,11 @@ from ssdctl.launch.processes import first_failure, job_exit_code
         (1, [75, 75], None, 75),  # torchrun exits with 1 whatever its ranks returned
         (1, [75], None, 8),  # the other rank died without a word
         (1, [75], 15, 75),  # ... of the signal, before it had begun
-        (1, [], 15, 75),
         (-15, [], 15, 75),
-        (-9, [], None, 8),
         (-9, [75, 75], None, 75),  # the launcher was killed, but everything is saved
         (1, [75, 6], 15, 6),
         (1, [8, 7], None, 7),  # 8 only reports the loss of the other
         (1, [8, 75], None, 8),
-        (1, [2, 2], None, 2),
-        (1, [], None, 8),
         (137, [], None, 8),  # mpirun's code for a killed rank
         (75, [], None, 75),  # mpirun hands a rank's code on
         (0, [75, 75], None, 75),  # to their launcher, ranks that saved and stopped ended well

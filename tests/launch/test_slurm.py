@@ -66,8 +66,3 @@ def test_a_restart_keeps_a_checkpoint_that_is_named() -> None:
         assert text is not None
         assert (text.count("--resume=auto") == 2) == is_auto
         assert ("--resume=auto" in text) == is_auto
-
-
-def test_assumed_cores_cause_a_warning() -> None:
-    assert "--cores-per-node" in plan_for("cuda", 8).warnings[0]
-    assert plan_for("cuda", 8, cores_per_node=64).warnings == ()

@@ -99,7 +99,3 @@ def test_this_process() -> None:
     assert system.peak_memory_bytes() > 10 << 20
     assert system.is_process_running(os.getpid())
     assert not any(map(system.is_process_running, (2**30, 2**70)))
-
-
-def test_the_users_settings_of_malloc_take_precedence() -> None:
-    assert not system.keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1"})

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Cli, Result
 from doctor.machines import Machine, expect
 
-from ssdctl.cli.main import main
-from ssdctl.distributed import free_port
 from ssdctl.doctor import data as network
 
 
@@ -47,24 +41,6 @@ def test_this_machine_for_real_with_the_self_test(shapes: Path) -> None:
     assert sorted(shapes.rglob("*")) == before
 
 
-@pytest.mark.slow(in_ci=True)
-def test_nodes_of_an_indexed_job_meet_at_pod_0(tmp_path: Path) -> None:
-    """Two launches, as the pods run them: rank 0 is in pod 0, whichever starts first."""
-    argv = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--nodes", "2"]
-    argv += ["--launcher", "torchrun", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    argv += ["--", "benchmark", "train", "--fake-data", "--seconds", "0.5", "--backbone"]
-    argv += ["resnet18", "--bs", "1", "--fp32", "--json"]
-    pods: list[subprocess.Popen[str]] = []
-    for number in ("1", "0"):
-        environment = {**os.environ, "JOB_COMPLETION_INDEX": number}
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        pods.append(subprocess.Popen(argv, env=environment, cwd=tmp_path, text=True, **streams))
-    answers = [pod.communicate(timeout=150) for pod in pods]
-    assert [pod.returncode for pod in pods] == [0, 0], answers
-    assert answers[0][0] == ""
-    assert json.loads(answers[1][0])["world_size"] == 2
-
-
 RANKS = '{"all_reduce_s": 0.002, "bytes": 4194304}'
 STEP = """{"device": "cpu", "label": "Test CPU", "precision": "fp32", "execution": "eager"}
 {"loss": 9.5, "first_s": 3.0, "step_s": 0.25}"""
@@ -90,25 +66,6 @@ def test_verdicts_of_the_self_test(machine: Machine, tmp_path: Path) -> None:
 MARK = "[\u2713!\u2717\u2013]"
 
 
-def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    wide = cli("doctor", "-v").out
-    lines = wide.splitlines()
-    headings = [line for line in lines[1:] if re.fullmatch(r"[A-Z]\S+", line)]
-    assert headings == ["Python", "Devices", "Machine", "Data"]
-    starts = {len(m[0]) for line in lines if (m := re.match(rf"  {MARK} \S.*?  +", line))}
-    assert len(starts) == 1, "the details stand in one column"
-    (column,) = starts
-    further = [line for line in lines if line.startswith(" " * 8)]
-    assert {len(line) - len(line.lstrip()) for line in further} <= {column, column + 3}
-    assert "\033" not in wide
-    monkeypatch.setenv("COLUMNS", "40")
-    narrow = cli("doctor", "-v").out.splitlines()
-    assert not [line for line in narrow if line.endswith("-")], "words are whole"
-    long = [line for line in narrow if len(line) > 40 and not line.startswith("Ready")]
-    assert all(" " not in line.strip(" ->") for line in long), "only what cannot be broken"
-
-
 def test_the_first_line_is_the_verdict_and_quiet_shows_only_problems(
     cli: Cli, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,26 +81,6 @@ def test_the_first_line_is_the_verdict_and_quiet_shows_only_problems(
     broken = cli("doctor", "--set", "train.device=hpu")
     assert broken.code == 2
     assert broken.out.startswith("Not ready: hpu")
-
-
-def test_marks_and_colors_are_those_of_the_terminal(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def output(stream: io.TextIOWrapper) -> str:
-        with contextlib.redirect_stdout(stream), pytest.raises(SystemExit):
-            main(["doctor"])
-        stream.seek(0)
-        return stream.read()
-
-    assert "\n  + python " in output(io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    monkeypatch.setenv("TERM", "xterm")
-    for no_color, start in (("", "\033[32mReady"), ("1", "Ready")):
-        monkeypatch.setenv("NO_COLOR", no_color)
-        terminal = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-        terminal.isatty = lambda: True  # type: ignore[method-assign]
-        text = output(terminal)
-        assert text.startswith(start)
-        assert ("\033" in text) == (no_color == "")
 
 
 def test_no_secrets(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

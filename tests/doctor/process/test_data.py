@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from conftest import Cli
 from doctor.machines import Machine, expect
 from download.http_server import Reply, Route, Server
 
-from ssdctl.doctor import data as network
 from ssdctl.download.pinned_files import COCO2017, PinnedFile
 from ssdctl.model.backbones.resnet import resnet34
 
@@ -111,17 +109,3 @@ def test_a_mirror_keeps_its_password(machine: Machine, server: Server) -> None:
     checks = machine.doctor("--network", "--mirror", f"{server.url}/?token=mute", code=2)
     expect(checks["val"], "fail", "?***")
     assert "mute" not in json.dumps(checks)
-
-
-def test_a_network_that_drops_everything(
-    machine: Machine, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.route("/train2017.zip", lambda _: Reply(head_pause_s=30))
-    policy = network.RETRY_POLICY._replace(read_s=0.5, stall_s=1)
-    monkeypatch.setattr(network, "RETRY_POLICY", policy)
-    start = time.monotonic()
-    options = ("--network", "--mirror", server.url, "--set", "model.weights=none")
-    checks = machine.doctor(*options, code=2)
-    assert time.monotonic() - start < 20
-    expect(checks["train"], "fail", "--mirror")
-    assert checks["weights"]["group"] == "Data", "nothing to fetch"

@@ -122,16 +122,6 @@ def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, sh
     assert "nvidia_ssdpyt_amp_200703.pt" in result.err
 
 
-def test_predict_fetches_from_the_mirror(
-    cli: Cli, published: Server, shapes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve_at("http://127.0.0.1:9", monkeypatch)
-    image = sorted((shapes / "val2017").iterdir())[0]
-    mirror = f"download.mirror={published.url}/files"
-    result = cli("predict", "nvidia-ssd300-coco", image, "--device", "cpu", "--set", mirror)
-    assert result.code == 0, result.err
-
-
 def test_without_network_the_error_names_url_and_folder(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,19 +135,3 @@ def test_without_network_the_error_names_url_and_folder(
     result = export(cli, "ssd300-vgg16-cocoo", "onnx")
     assert result.code == 2
     assert "ssd300-vgg16-coco" in result.err
-
-
-def test_models_lists_them(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    rows = json.loads(cli("models", "--json").out)["models"]
-    assert tuple(row["name"] for row in rows) == NAMES
-    assert [row["trust"] for row in rows] == ["prefix", "first use"]
-    assert [row["path"] for row in rows] == [None, None]
-    monkeypatch.setenv("COLUMNS", "80")
-    output = cli("models").out
-    assert all(name in output for name in NAMES)
-    backbones = json.loads(cli("fetch-weights", "--list", "--json").out)["weights"]
-    output = cli("fetch-weights", "--list").out
-    assert all((row["alias"] or row["name"]) in output for row in backbones)
-    details = cli("fetch-weights", "--list", "-v").out
-    assert all(row["name"] in details for row in backbones)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_RUN, Cli
+from conftest import TINY_RUN
 from helpers import records, wait_for
-from launch.open_mpi import INSTALLED, MPIRUNS, environment_for
+from launch.open_mpi import MPIRUNS, environment_for
 
 OPTIONS = [word for word in TINY_RUN.split() if word not in ("--device", "cpu", "--bs", "2")]
 LAUNCHERS = ["torchrun", *MPIRUNS]
@@ -117,35 +117,6 @@ def kill_rank_1(mark: str) -> None:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if {b"RANK=1", b"OMPI_COMM_WORLD_RANK=1"} & set(variables):
                 os.kill(pid, signal.SIGKILL)
-
-
-def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
-    return {p.name: json.loads(p.read_text())["image_ids"] for p in run.glob("nonfinite/*.json")}
-
-
-@pytest.mark.slow
-def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """Train on one rank, and at once with each launcher on two.
-
-    The runs go bad on purpose, and name the images of each such step.
-    """
-    launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
-    bad = ["--data", shapes, *OPTIONS, "--lr", "1e9", "--clip-grad", 0, "--steps", 4]
-    with contextlib.ExitStack() as running:
-        launches = []
-        for name in launchers:
-            option, variables = environment_for(name)
-            more = ["--bs", 2, "--out", tmp_path / name, "--launcher", option, "--bind-to", "none"]
-            launches.append(running.enter_context(start(tmp_path, *bad, *more, **variables)))
-        cli("train", *bad, "--bs", 4, "--out", tmp_path / "single", "--device", "cpu")
-        for process in launches:
-            _, words = process.communicate(timeout=240)
-            assert process.returncode == 7, words  # such a network is not scored
-    images = images_of_bad_steps(tmp_path / "single")
-    assert len(images) >= 2
-    for name in launchers:
-        assert images_of_bad_steps(tmp_path / name) == images
-        assert "NaN" in (tmp_path / name / "logs" / "rank-1.log").read_text()
 
 
 @pytest.mark.parametrize(

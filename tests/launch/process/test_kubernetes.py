@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -56,26 +55,3 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
     assert package.startswith(str(tmp_path / "good"))
     # A package that needs another torch is refused.
     assert install(tmp_path / "bad", "torch>=99").returncode != 0
-
-
-def with_pip(version: str) -> str | None:
-    """An interpreter of that version that has pip, from the path or from pyenv's folder."""
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path("~/.pyenv").expanduser(), "versions")
-    candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
-    for candidate in filter(None, candidates):
-        argv = [str(candidate), "-c", "import pip, sys; print(*sys.version_info[:2], sep='.')"]
-        done = subprocess.run(argv, capture_output=True, text=True)
-        if done.stdout.strip() == version:
-            return str(candidate)
-    return None
-
-
-def test_the_pods_installation_on_python_3_10(tmp_path: Path) -> None:
-    """Gaudi's images on Ubuntu 22.04 bring it."""
-    python = with_pip("3.10")
-    if python is None:
-        pytest.skip("needs a Python 3.10 with pip")
-    done = install(tmp_path, "pip", python=python)
-    assert done.returncode == 0, done.stderr
-    _, package = origins(tmp_path, "pip", "probe_package")
-    assert package.startswith(str(tmp_path / "made"))

@@ -174,17 +174,6 @@ def test_a_job_on_two_nodes_is_signaled_requeued_and_resumes(
     assert not file.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("slurm_daemons")
-def test_the_time_limit_itself(shapes: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    more = ["--set", "slurm.signal_before=20", "--steps", 40]  # launch refuses a limit of a minute
-    with launch(run, shapes, *more, "--wait") as process:
-        job = wait_for(lambda: asked("squeue", "-h", "-o", "%i"))
-        asked("scontrol", "update", f"jobid={job}", "TimeLimit=1")
-        finish_after_a_requeue(process, run, 40)
-
-
 PROBE = """
 import os, signal, sys, time
 from pathlib import Path

@@ -133,27 +133,12 @@ for line in sys.argv[1:]:
     except SystemExit as end:
         assert not end.code, (line, end.code)
 """
-PREPARE = (
-    "download --dataset shapes --dest data --images 4 --val-images 2",
-    "prepare --data data",
-)
-TRAIN = (
-    "train --data data --out run --steps 1 --bs 2 --backbone tiny --backbone-weights none "
-    "--warmup 1st --device cpu",
-    "evaluate run --device cpu",
-)
 
 
-@pytest.mark.parametrize(
-    ("commands", "written"),
-    [
-        (PREPARE, "data/prepared/report.json"),
-        pytest.param(PREPARE + TRAIN, "run/checkpoints/best.pt", marks=pytest.mark.slow),
-    ],
-)
-def test_commands_without_affinity(tmp_path: Path, commands: tuple[str, ...], written: str) -> None:
-    run_code(WITHOUT_AFFINITY, *commands)
-    assert (tmp_path / written).is_file()
+def test_commands_without_affinity(tmp_path: Path) -> None:
+    download = "download --dataset shapes --dest data --images 4 --val-images 2"
+    run_code(WITHOUT_AFFINITY, download, "prepare --data data")
+    assert (tmp_path / "data/prepared/report.json").is_file()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signal masks")
@@ -177,13 +162,12 @@ def test_a_clock_that_is_set_back(
 
 @pytest.mark.parametrize(
     "command",
-    [["train", "--fake-data", "--steps", "1"], ["evaluate", "x.json"], ["doctor", "--json"]],
+    [["train", "--fake-data", "--steps", "1"], ["doctor", "--json"]],
 )
 def test_a_wrong_library_path_is_named(tmp_path: Path, command: list[str]) -> None:
     library = tmp_path / "lib/libstdc++.so.6"
     library.parent.mkdir()
     library.touch()
-    (tmp_path / "x.json").write_text("[]")
     done = subprocess.run(
         [sys.executable, "-m", "ssdctl", *command],
         env=os.environ | {"LD_LIBRARY_PATH": str(library.parent)},
